@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -55,11 +56,22 @@ def sgd(model: Any, rate: float = 0.1) -> Any:
     )
 
 
+#: What a model of `model_in_job` takes of its options; the job takes the others.
+_OF_LAYERS = inspect.signature(PipelineLayer.__init__).parameters
+
+
+@contextmanager
+def model_in_job(*args: Any, layers: list[Any] | None = None, **options: Any) -> Iterator[Any]:
+    """Within it there is a `job` of these arguments, and a `pipeline` of these layers in it."""
+    of_layers = {name: options.pop(name) for name in [*options] if name in _OF_LAYERS}
+    with job(*args, **options):
+        yield pipeline(layers, **of_layers)
+
+
 @contextmanager
 def mlp_and_sgd(pp: int, *args: Any, **options: Any) -> Iterator[tuple[Any, Any]]:
     """Within it there is a `job` of these arguments, a `pipeline` in it, and its `sgd`."""
-    with job(pp, *args, **options):
-        model = pipeline()
+    with model_in_job(pp, *args, **options) as model:
         yield model, sgd(model)
 
 

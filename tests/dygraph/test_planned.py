@@ -17,7 +17,7 @@ from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.paddle_api.device import allocated_bytes
 from fleetpipe.profiling import LayerCost, PipelinePlan, Profile, plan
 from tests.jobs import job
-from tests.pipelines import batch, bits, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, bits, mlp_layers, model_in_job, pipeline, sgd
 
 M = 4
 
@@ -85,8 +85,7 @@ def test_a_planned_model_trains_to_the_same_bits(ranks: int, splits: bool, tmp_p
 
 def test_another_number_of_micro_batches_may_follow() -> None:
     made = plan(costs(), 2, M)
-    with job(2, micro_batches=M):
-        model = pipeline(mlp_layers(), plan=made)
+    with model_in_job(2, micro_batches=M, layers=mlp_layers(), plan=made) as model:
         optimizer = sgd(model)
         model.train_batch(batch(M), optimizer)
         model.accumulate_steps = M - 1
@@ -103,8 +102,7 @@ def blocks() -> list[Any]:
 
 def test_what_the_plan_recomputes_is_not_held(blocks: Any) -> None:
     data = [paddle.rand([M * 2, 3, 6]), paddle.zeros([M * 2, 3, 1], "int64")]
-    with job(1, micro_batches=M):
-        model = pipeline(blocks)
+    with model_in_job(1, micro_batches=M, layers=blocks) as model:
         profile = model.profile(data)
         assert [layer.saved > 0 for layer in profile.layers] == [False, True, True, False]
         # Of the schedule that both have: times measured beside other programs choose another one.

@@ -26,6 +26,7 @@ from tests.pipelines import (
     batch,
     bits,
     job,
+    model_in_job,
     pipeline,
     sgd,
     train,
@@ -129,8 +130,7 @@ def test_fleets_own_behaviour_can_be_asked_for() -> None:
 def test_without_keys_the_generator_goes_on_from_layer_to_layer() -> None:
     """What Fleet does in one process: a plain loop of the same layers draws the same."""
     layers = [nn.Linear(FEATURES, CLASSES), nn.Dropout(0.5)]
-    with job(1, 2, rng="fleet"):
-        model = pipeline(layers)
+    with model_in_job(1, 2, rng="fleet", layers=layers) as model:
         paddle.seed(5)
         loss = model.forward_backward_pipeline(batch(2))
     paddle.seed(5)
@@ -144,8 +144,7 @@ def test_without_keys_the_generator_goes_on_from_layer_to_layer() -> None:
 
 
 def test_evaluation_draws_from_the_users_generator() -> None:
-    with job(2, 2):
-        model = pipeline([*noisy_layers()])
+    with model_in_job(2, 2, layers=[*noisy_layers()]) as model:
         paddle.seed(5)
         first = float(model.eval_batch(batch(2), compute_loss=True))
         again = float(model.eval_batch(batch(2), compute_loss=True))
@@ -158,8 +157,7 @@ def test_the_generator_is_put_back_when_a_batch_fails() -> None:
     def fail(x: Any) -> Any:
         raise KeyError("mine")
 
-    with job(2, 2):
-        model = pipeline([*noisy_layers()[:4], fail])
+    with model_in_job(2, 2, layers=[*noisy_layers()[:4], fail]) as model:
         paddle.seed(9)
         with pytest.raises(KeyError):
             model.forward_backward_pipeline(batch(2))
@@ -285,8 +283,7 @@ def test_what_draws_nothing_is_known_only_of_paddles_own() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("schedule", ["FThenB", "1F1B"])
 def test_parity_of_a_model_with_dropout_and_running_statistics(ranks: int, schedule: str) -> None:
-    with job(ranks, 4, schedule):
-        model = pipeline(noisy_layers(), loss_fn=drawing_loss)
+    with model_in_job(ranks, 4, schedule, layers=noisy_layers(), loss_fn=drawing_loss) as model:
         session = parity.begin(model, sgd(model))
         for step in range(3):
             session.step(batch(seed=step))
@@ -296,8 +293,7 @@ def test_parity_of_a_model_with_dropout_and_running_statistics(ranks: int, sched
 def test_parity_under_fleets_randomness_holds_in_one_stage_and_fails_in_two() -> None:
     passed = []
     for ranks in (1, 2):
-        with job(ranks, 4, rng="fleet"):
-            model = pipeline(noisy_layers())
+        with model_in_job(ranks, 4, rng="fleet", layers=noisy_layers()) as model:
             session = parity.begin(model, sgd(model))
             session.step(batch())
             passed.append(session.report.bit_exact)

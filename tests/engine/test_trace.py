@@ -16,7 +16,7 @@ from fleetpipe.report.timelines import pipeline_of
 from fleetpipe.schedules import Costs, build
 from fleetpipe.schedules.forms.events import Event, events_of
 from fleetpipe.why.operations import read_trace
-from tests.pipelines import batch, job, pipeline, sgd
+from tests.pipelines import batch, model_in_job, pipeline, sgd
 
 
 def actions(document: dict[str, Any], ranks: int) -> list[list[str]]:
@@ -42,8 +42,7 @@ def actions(document: dict[str, Any], ranks: int) -> list[list[str]]:
 def test_the_actions_of_every_step_stand_in_the_order_of_the_schedule(
     tmp_path: Path, schedule: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with job(3, micro_batches=4, schedule=schedule, trace=tmp_path / "new"):
-        model = pipeline()
+    with model_in_job(3, micro_batches=4, schedule=schedule, trace=tmp_path / "new") as model:
         optimizer = sgd(model)
         model.eval_batch(batch(4))
         for _ in range(2):
@@ -82,8 +81,7 @@ def test_without_matplotlib_a_trace_is_written_and_the_job_ends_well(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for folder in ("first", "second"):
-        with job(2, trace=tmp_path / folder):
-            model = pipeline()
+        with model_in_job(2, trace=tmp_path / folder) as model:
             model.train_batch(batch(), sgd(model))
         assert [file.name for file in (tmp_path / folder).iterdir()] == ["trace.json"]
     told = caplog.text
@@ -92,8 +90,7 @@ def test_without_matplotlib_a_trace_is_written_and_the_job_ends_well(
 
 
 def test_nothing_is_recorded_without_being_asked() -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         model.train_batch(batch(), sgd(model))
         assert model.trace is None
 

@@ -26,7 +26,7 @@ from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import VERSION
 from tests.launching import ROOT
-from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd
 
 collective: Any = _collective
 
@@ -307,10 +307,8 @@ def test_stages_without_degrees_are_refused_with_the_step_that_is_missing() -> N
 
 
 def test_a_model_is_wrapped_once() -> None:
-    with job(2):
-        model = pipeline()
-        with pytest.raises(ConfigError, match="wrapped already"):
-            fleet.distributed_model(model)
+    with model_in_job(2) as model, pytest.raises(ConfigError, match="wrapped already"):
+        fleet.distributed_model(model)
 
 
 @pytest.mark.parametrize(
@@ -373,10 +371,8 @@ def test_more_stages_than_layers_are_refused() -> None:
     ],
 )
 def test_data_that_does_not_fit_is_refused_with_what_was_expected(data: Any, message: str) -> None:
-    with job(2):
-        model = pipeline()
-        with pytest.raises((ConfigError, ValueError), match=message):
-            model.train_batch(data(*batch()), sgd(model))
+    with model_in_job(2) as model, pytest.raises((ConfigError, ValueError), match=message):
+        model.train_batch(data(*batch()), sgd(model))
 
 
 def test_a_model_at_one_stage_is_an_ordinary_model() -> None:

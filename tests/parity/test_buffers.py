@@ -11,7 +11,7 @@ from paddle import nn
 from fleetpipe import parity
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.parity.defects import differences
-from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, mlp_layers, model_in_job, sgd
 
 
 class Counting(nn.Layer):
@@ -35,8 +35,7 @@ def counting_layers() -> list[Any]:
 
 @pytest.mark.parametrize("name", ["calls", "largest"])
 def test_a_stale_buffer_that_is_not_saved_is_found(name: str) -> None:
-    with job(3):
-        model = pipeline(counting_layers())
+    with model_in_job(3, layers=counting_layers()) as model:
         session = parity.begin(model, sgd(model))
         session.step(batch())
         assert session.report.passed, session.report.verdict()
@@ -48,8 +47,7 @@ def test_a_stale_buffer_that_is_not_saved_is_found(name: str) -> None:
 
 
 def test_the_reference_begins_with_the_pipelines_buffers() -> None:
-    with job(3):
-        model = pipeline(counting_layers())
+    with model_in_job(3, layers=counting_layers()) as model:
         model.eval_batch(batch(), compute_loss=True)
         session = parity.begin(model, sgd(model))
         session.step(batch())

@@ -13,7 +13,7 @@ from fleetpipe.dygraph.train import runtime
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.parity.defects import FORMS, cut_by_hand, differences
-from tests.pipelines import FEATURES, batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import FEATURES, batch, mlp_layers, model_in_job, sgd
 
 Patch = pytest.MonkeyPatch
 
@@ -43,8 +43,7 @@ PAIRS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def after_a_step(form: Callable[[Any, Any], Any], layers: list[Any] | None) -> parity.Report:
-    with job(2):
-        model = pipeline(layers)
+    with model_in_job(2, layers=layers) as model:
         session = parity.begin(model, sgd(model))
         session.step(form(*batch()))
         return session.report
@@ -113,8 +112,7 @@ def test_an_item_too_many_of_an_iterator_is_found(monkeypatch: Patch) -> None:
 
 def test_a_batch_that_does_not_fit_is_refused_as_without_parity() -> None:
     for wrong in ([batch()[0][:7], batch()[1]], iter([(None, None)]), batch()[0]):
-        with job(2):
-            model = pipeline()
+        with model_in_job(2) as model:
             session = parity.begin(model, sgd(model))
             with pytest.raises(ConfigError, match=r"accumulate_steps|ended after 1 of 4|data must"):
                 session.step(wrong)
@@ -122,8 +120,7 @@ def test_a_batch_that_does_not_fit_is_refused_as_without_parity() -> None:
 
 def test_exactly_the_items_of_a_step_are_taken_of_an_iterator() -> None:
     items = iter([pair for step in range(3) for pair in zip(*map(cut_by_hand, batch(seed=step)))])
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         session = parity.begin(model, sgd(model))
         for left in (8, 4, 0):
             session.step(items)

@@ -14,7 +14,7 @@ from fleetpipe.dygraph.batch import stage
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph import sliced
 from tests.parity.defects import differences
-from tests.pipelines import batch, job, pipeline, sgd
+from tests.pipelines import batch, job, model_in_job, pipeline, sgd
 
 Patch = pytest.MonkeyPatch
 
@@ -65,8 +65,7 @@ def branching_layers(named: bool = False) -> list[Any]:
 
 
 def trained(layers: list[Any], **options: Any) -> parity.Report:
-    with job(4, **options):
-        model = pipeline(layers)
+    with model_in_job(4, **options, layers=layers) as model:
         session = parity.begin(model, sgd(model))
         session.step(batch())
         return session.report
@@ -139,8 +138,7 @@ def test_a_value_that_passes_through_a_stage_is_found_at_its_edge(changed: Any) 
     layers = branching_layers()
     layers[3] = through
     changed(2, lambda grads: (grads[0], None))
-    with job(4):
-        model = pipeline(layers, seg_method=[0, 3, 4, 6])
+    with model_in_job(4, layers=layers, seg_method=[0, 3, 4, 6]) as model:
         session = parity.begin(model, sgd(model))
         session.step(batch())
     edges = [name for _, name, _ in differences(session.report) if name.startswith("edge ")]
@@ -151,8 +149,7 @@ def test_a_value_that_passes_through_a_stage_is_found_at_its_edge(changed: Any) 
 
 
 def test_a_gradient_wrong_within_a_stage_is_no_edges_fault(monkeypatch: Patch) -> None:
-    with job(4):
-        model = pipeline(branching_layers())
+    with model_in_job(4, layers=branching_layers()) as model:
         model.layers.state_dict()["4.linear.weight"].register_hook(lambda grad: grad * 2)
         session = parity.begin(model, sgd(model))
         session.step(batch())
@@ -184,8 +181,7 @@ def test_the_diagnosis_leaves_nothing_behind(changed: Any) -> None:
     layers[3] = LayerDesc(nn.BatchNorm1D, 8)
     layers[2] = LayerDesc(nn.Linear, 8, 8)
     layers[4] = LayerDesc(nn.Linear, 8, 8)
-    with job(4):
-        model = pipeline(layers)
+    with model_in_job(4, layers=layers) as model:
         session = parity.begin(
             model,
             fleet.distributed_optimizer(paddle.optimizer.SGD(0.0, parameters=model.parameters())),

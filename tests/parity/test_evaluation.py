@@ -13,7 +13,7 @@ from fleetpipe.dygraph.batch import outputs, stage
 from fleetpipe.dygraph.train import forward_batch, pipeline_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.parity.defects import FORMS, differences
-from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd
 
 Patch = pytest.MonkeyPatch
 
@@ -26,8 +26,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def evaluated(call: Any, rows: int = 7, **options: Any) -> parity.Report:
-    with job(2, **options):
-        model = pipeline([*mlp_layers(), LayerDesc(nn.Dropout, 0.5)])
+    with model_in_job(2, **options, layers=[*mlp_layers(), LayerDesc(nn.Dropout, 0.5)]) as model:
         session = parity.begin(model, sgd(model))
         session.step(batch())
         call(session, rows)
@@ -78,8 +77,7 @@ def test_an_evaluation_in_training_mode_names_the_first_layer(monkeypatch: Patch
 
 @pytest.mark.parametrize("form", ["lists", "an iterator", "a preprocessor of an iterator"])
 def test_an_evaluation_takes_every_form(form: str) -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         session = parity.begin(model, sgd(model))
         session.eval_batch(FORMS[form](*batch()), True)
     assert session.report.passed, session.report.verdict()

@@ -10,7 +10,7 @@ import pytest
 from fleetpipe import parity
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from tests.parity.defects import differences
-from tests.pipelines import batch, job, mlp_and_sgd, pipeline, sgd
+from tests.pipelines import batch, mlp_and_sgd, model_in_job, sgd
 
 Patch = pytest.MonkeyPatch
 
@@ -26,8 +26,7 @@ SCHEDULERS: dict[str, Callable[[], Any]] = {
 
 
 def schedule(scheduler: Any, steps: int = 4) -> parity.Report:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         session = parity.begin(model, sgd(model, scheduler))
         for seed in range(steps):
             session.step(batch(seed=seed), scheduler)
@@ -73,8 +72,7 @@ def test_a_rate_that_changes_before_the_update_is_found(monkeypatch: Patch) -> N
 
 def test_the_script_steps_and_sets_the_rate_as_it_likes() -> None:
     scheduler = LR.ReduceOnPlateau(0.5, patience=0, factor=0.1)
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         optimizer = sgd(model, scheduler)
         session = parity.begin(model, optimizer)
         rates = []

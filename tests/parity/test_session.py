@@ -13,7 +13,7 @@ from fleetpipe import fleet, parity
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.errors import CheckpointError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd
 
 
 def compared(pipe: Any, optimizer: Any, steps: int = 3, **options: Any) -> parity.Report:
@@ -26,8 +26,7 @@ def compared(pipe: Any, optimizer: Any, steps: int = 3, **options: Any) -> parit
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("schedule", ["FThenB", "1F1B"])
 def test_a_right_pipeline_is_bit_exact(ranks: int, schedule: str) -> None:
-    with job(ranks, schedule=schedule):
-        model = pipeline()
+    with model_in_job(ranks, schedule=schedule) as model:
         report = compared(model, sgd(model))
     assert report.passed
     assert report.bit_exact
@@ -50,8 +49,7 @@ def test_a_right_pipeline_is_bit_exact(ranks: int, schedule: str) -> None:
     ],
 )
 def test_the_reference_gets_a_twin_of_any_optimizer(make: Any) -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         optimizer = fleet.distributed_optimizer(make(model.parameters()))
         report = compared(model, optimizer)
     assert report.passed, report.verdict()
@@ -98,8 +96,7 @@ def test_a_program_that_takes_a_batch_in_steps_is_compared(lost: bool) -> None:
         optimizer.clear_grad()
         return loss
 
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         report = compared(model, sgd(model), train_batch=train_batch)
     assert report.passed is not lost
     assert [found.name for found in report.differences[:1]] == ["0.weight"] * lost
@@ -107,8 +104,7 @@ def test_a_program_that_takes_a_batch_in_steps_is_compared(lost: bool) -> None:
 
 def test_running_statistics_are_compared() -> None:
     layers = [LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.BatchNorm1D, 8), LayerDesc(nn.Linear, 8, 4)]
-    with job(3):
-        model = pipeline(layers)
+    with model_in_job(3, layers=layers) as model:
         session = parity.begin(model, sgd(model))
         session.step(batch())
         assert session.report.passed
@@ -130,8 +126,7 @@ class LastOf(nn.Layer):
 
 
 def test_a_model_with_an_lstm_is_compared() -> None:
-    with job(3):
-        model = pipeline([LayerDesc(LastOf), *mlp_layers()[1:]])
+    with model_in_job(3, layers=[LayerDesc(LastOf), *mlp_layers()[1:]]) as model:
         assert compared(model, sgd(model)).passed
 
 
@@ -143,8 +138,7 @@ def in_place() -> list[Any]:
 
 
 def test_a_stage_that_begins_in_place_is_compared() -> None:
-    with job(3):
-        model = pipeline(in_place(), seg_method=[0, 2, 4, 6])
+    with model_in_job(3, layers=in_place(), seg_method=[0, 2, 4, 6]) as model:
         session = parity.begin(model, sgd(model))
         session.step(batch())
         session.eval_batch(batch(), compute_loss=True)
@@ -153,16 +147,14 @@ def test_a_stage_that_begins_in_place_is_compared() -> None:
 
 
 def test_a_batch_whose_inputs_are_overwritten_is_run_again_to_look_at_its_edges() -> None:
-    with job(3):
-        model = pipeline(in_place(), seg_method=[0, 2, 4, 6])
+    with model_in_job(3, layers=in_place(), seg_method=[0, 2, 4, 6]) as model:
         model.layers.state_dict()["3.weight"].register_hook(lambda grad: grad * 1.5)
         report = compared(model, sgd(model), steps=1)
     assert [d.name for d in report.differences] == ["3.weight", "", "3.weight"]
 
 
 def test_groups_with_learning_rates_of_their_own_are_compared() -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         first, *others = model.parameters()
         groups = [{"params": [first], "learning_rate": 0.5}, {"params": others}]
         adam = paddle.optimizer.AdamW(0.1, parameters=groups)
@@ -171,8 +163,7 @@ def test_groups_with_learning_rates_of_their_own_are_compared() -> None:
 
 
 def test_parameters_that_are_frozen_later_are_compared() -> None:
-    with job(3):
-        model = pipeline()
+    with model_in_job(3) as model:
         session = parity.begin(model, sgd(model))
         for frozen in (True, True, False):
             model.layers.state_dict()["2.weight"].stop_gradient = frozen
@@ -204,8 +195,7 @@ def test_several_losses_and_optimizers_by_turns_are_compared() -> None:
     def size(output: Any, _label: Any) -> Any:
         return (output**2).mean()
 
-    with job(2):
-        model = pipeline(loss_fn=[nn.CrossEntropyLoss(), size])
+    with model_in_job(2, loss_fn=[nn.CrossEntropyLoss(), size]) as model:
         adam = paddle.optimizer.Adam(0.1, parameters=model.parameters())
         optimizers = [sgd(model), fleet.distributed_optimizer(adam)]
         session = parity.begin(model, optimizers[0])
@@ -270,15 +260,13 @@ def test_a_loss_that_is_trained_itself_is_refused() -> None:
         def forward(self, output: Any, label: Any) -> Any:
             return nn.functional.cross_entropy(output * self.scale, label)
 
-    with job(2):
-        model = pipeline(loss_fn=Loss())
-        with pytest.raises(UsageError, match="loss without trained parameters"):
-            parity.begin(model, sgd(model))
+    refused = pytest.raises(UsageError, match="loss without trained parameters")
+    with model_in_job(2, loss_fn=Loss()) as model, refused:
+        parity.begin(model, sgd(model))
 
 
 def test_a_scaled_gradient_is_found_by_its_parameter() -> None:
-    with job(3):
-        model = pipeline()
+    with model_in_job(3) as model:
         model.layers.state_dict()["2.weight"].register_hook(lambda grad: grad * 1.001)
         report = compared(model, sgd(model))
     first = report.differences[0]
@@ -290,8 +278,7 @@ def test_a_scaled_gradient_is_found_by_its_parameter() -> None:
 
 
 def test_a_wrong_step_is_found_in_the_parameters() -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         session = parity.begin(model, sgd(model))
         parameter = model.layers.state_dict()["4.bias"]
         parameter.set_value(parameter + 1)
@@ -302,7 +289,5 @@ def test_a_wrong_step_is_found_in_the_parameters() -> None:
 def test_a_model_of_another_shape_is_refused() -> None:
     other_width = [*mlp_layers()[:-1], LayerDesc(nn.Linear, 8, 5)]
     for layers, message in ((other_width, r"head\.weight"), (mlp_layers(blocks=2), "same number")):
-        with job(2):
-            model = pipeline(layers)
-            with pytest.raises(CheckpointError, match=message):
-                parity.begin(model, sgd(model), PlainMLP(), None)
+        with model_in_job(2, layers=layers) as model, pytest.raises(CheckpointError, match=message):
+            parity.begin(model, sgd(model), PlainMLP(), None)

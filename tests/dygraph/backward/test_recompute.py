@@ -27,6 +27,7 @@ from tests.pipelines import (
     bits,
     job,
     mlp_layers,
+    model_in_job,
     pipeline,
     sgd,
     train,
@@ -394,8 +395,7 @@ def test_what_needs_no_recompute_is_not_recomputed() -> None:
         return x * 1.0
 
     layers = [nn.Linear(FEATURES, 8), spy, nn.ReLU(), spy, nn.Linear(8, CLASSES), spy]
-    with job(1, 2):
-        model = pipeline(layers, recompute_interval=2, recompute_ctx=CONTEXT)
+    with model_in_job(1, 2, layers=layers, recompute_interval=2, recompute_ctx=CONTEXT) as model:
         model.forward_backward_pipeline(batch(2))
         # The first piece takes data, the second has no parameters.
         assert seen == [False, False, True, True] * 2
@@ -405,8 +405,7 @@ def test_what_needs_no_recompute_is_not_recomputed() -> None:
 
 
 def test_a_split_backward_says_that_recomputed_weights_do_not_wait() -> None:
-    with job(2, 4, "ZBH1"):
-        model = pipeline(recompute_interval=1, recompute_ctx=CONTEXT)
+    with model_in_job(2, 4, "ZBH1", recompute_interval=1, recompute_ctx=CONTEXT) as model:
         model.forward_backward_pipeline(batch())
         report = model.deferral_report()
     assert report.deferred == ("0.weight", "0.bias")
@@ -433,10 +432,12 @@ def test_profile_runs_recomputed_layers() -> None:
 
 def test_an_error_of_a_recomputed_layer_names_the_stage() -> None:
     layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(nn.Linear, 5, CLASSES)]
-    with job(2, 2):
-        model = pipeline(layers, recompute_interval=1, recompute_ctx=CONTEXT)
-        with pytest.raises(BoundaryError, match="stage 1"):
-            model.forward_backward_pipeline(batch(2))
+    refused = pytest.raises(BoundaryError, match="stage 1")
+    with (
+        model_in_job(2, 2, layers=layers, recompute_interval=1, recompute_ctx=CONTEXT) as model,
+        refused,
+    ):
+        model.forward_backward_pipeline(batch(2))
 
 
 class Changing(nn.Linear):
@@ -536,8 +537,7 @@ def test_gradients_within_a_piece(run: tuple[int, int, str], interval: int) -> N
 
 def test_gradients_that_only_later_calls_ask_for_are_refused() -> None:
     layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(Penalized, 8, CLASSES)]
-    with job(1, 2):
-        model = pipeline(layers, recompute_interval=1, recompute_ctx=CONTEXT)
+    with model_in_job(1, 2, layers=layers, recompute_interval=1, recompute_ctx=CONTEXT) as model:
         Penalized.asks = False
         try:
             model.forward_backward_pipeline(batch(2))

@@ -12,7 +12,7 @@ from paddle import nn
 from fleetpipe.errors import BoundaryError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.backward.leaves import Parent
-from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd, train
+from tests.pipelines import batch, bits, job, mlp_layers, model_in_job, pipeline, sgd, train
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "Interleaved1F1B"])
@@ -77,8 +77,7 @@ def test_a_linear_without_rows_has_the_bits_of_a_whole_backward() -> None:
 
 
 def test_evaluation_under_a_split_schedule_is_as_ever() -> None:
-    with job(2, 4, "ZBH1"):
-        model = pipeline()
+    with model_in_job(2, 4, "ZBH1") as model:
         inputs, labels = batch()
         outputs = paddle.concat(model.eval_batch([inputs, labels]))
         model.train_batch([inputs, labels], sgd(model, rate=0.0))
@@ -90,8 +89,7 @@ def test_evaluation_under_a_split_schedule_is_as_ever() -> None:
 def test_everything_is_dropped_after_w() -> None:
     from fleetpipe.paddle_api.device import allocated_bytes
 
-    with job(2, 8, "ZBH1"):
-        model = pipeline(mlp_layers(hidden=64))
+    with model_in_job(2, 8, "ZBH1", layers=mlp_layers(hidden=64)) as model:
         data = batch(8)
         for _ in range(2):
             model.forward_backward_pipeline(data)
@@ -109,8 +107,7 @@ def test_the_report_says_where_each_gradient_was_computed() -> None:
         LayerDesc(Parent),
         LayerDesc(nn.Linear, 4, 4),
     ]
-    with job(2, 4, "ZBV"):
-        model = pipeline(layers)
+    with model_in_job(2, 4, "ZBV", layers=layers) as model:
         assert "no backward was split yet" in str(model.deferral_report())
         model.train_batch(batch(), sgd(model))
         report = model.deferral_report()
@@ -125,8 +122,7 @@ def test_the_report_says_where_each_gradient_was_computed() -> None:
 
 
 def test_an_unfinished_batch_leaves_nothing_to_the_next() -> None:
-    with job(2, 4, "ZBH1"):
-        model = pipeline()
+    with model_in_job(2, 4, "ZBH1") as model:
         inputs, labels = batch()
         wrong = labels.astype("float32").reshape([-1, 1, 1])
         with pytest.raises(BoundaryError):
@@ -134,7 +130,6 @@ def test_an_unfinished_batch_leaves_nothing_to_the_next() -> None:
         model.layers.clear_gradients()
         loss = model.train_batch([inputs, labels], sgd(model))
         assert model._runtime.split._tapes == {}
-    with job(2, 4, "1F1B"):
-        other = pipeline()
+    with model_in_job(2, 4, "1F1B") as other:
         assert other.train_batch([inputs, labels], sgd(other)).numpy() == loss.numpy()
         assert bits(other.layers.state_dict()) == bits(model.layers.state_dict())

@@ -13,7 +13,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, ragged_weights,
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import FakeMicroDataset
-from tests.pipelines import ROWS, batch, job, mlp_and_sgd, mlp_layers, pipeline, sgd
+from tests.pipelines import ROWS, batch, mlp_and_sgd, mlp_layers, model_in_job, pipeline, sgd
 
 STEPS = 4
 INPUTS, LABELS = batch(STEPS)
@@ -57,8 +57,7 @@ WHOLE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("form", WHOLE)
 def test_all_forms_of_a_batch_train_alike(form: str, ranks: int) -> None:
-    with job(ranks, STEPS):
-        model = pipeline()
+    with model_in_job(ranks, STEPS) as model:
         expected = float(model.forward_backward_pipeline([INPUTS, LABELS]))
         assert float(model.forward_backward_pipeline(WHOLE[form]())) == expected
         assert float(model.eval_batch(WHOLE[form](), compute_loss=True)) == expected
@@ -93,8 +92,7 @@ def joined(value: Any) -> Any:
 
 @pytest.mark.parametrize("form", SEVERAL)
 def test_all_forms_of_several_inputs_train_alike(form: str) -> None:
-    with job(2, STEPS):
-        model = pipeline([joined, *mlp_layers()])
+    with model_in_job(2, STEPS, layers=[joined, *mlp_layers()]) as model:
         expected = float(model.forward_backward_pipeline([(INPUTS,), LABELS]))
         assert float(model.forward_backward_pipeline([SEVERAL[form](), LABELS])) == expected
         pairs = iter(list(zip(split([SEVERAL[form](), None], CUT).inputs, cut(LABELS))))
@@ -109,8 +107,7 @@ class Sides(NamedTuple):
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_named_tuple_stays_one(whole: bool) -> None:
     sides = Sides(LEFT, RIGHT) if whole else list(map(Sides, cut(LEFT), cut(RIGHT)))
-    with job(2, STEPS):
-        plain = pipeline([lambda x: x, *mlp_layers()])
+    with model_in_job(2, STEPS, layers=[lambda x: x, *mlp_layers()]) as plain:
         expected = float(plain.forward_backward_pipeline([INPUTS, LABELS]))
         model = pipeline([lambda x: paddle.concat([x.left, x.right], 1), *mlp_layers()])
         assert float(model.forward_backward_pipeline([sides, LABELS])) == expected
@@ -123,8 +120,7 @@ def test_several_labels_reach_the_loss_as_they_were_given() -> None:
         seen.append(label)
         return output.mean()
 
-    with job(2, STEPS):
-        model = pipeline(loss_fn=loss)
+    with model_in_job(2, STEPS, loss_fn=loss) as model:
         optimizer = sgd(model)
         model.train_batch([INPUTS, (LABELS, None, cut(LABELS))], optimizer)
         assert [len(label) for label in seen] == [3] * STEPS
@@ -156,8 +152,7 @@ def test_an_iterator_gives_exactly_the_items_of_a_step() -> None:
             yield INPUTS[:ROWS], LABELS[:ROWS]
             k += 1
 
-    with job(2, STEPS):
-        model = pipeline()
+    with model_in_job(2, STEPS) as model:
         source = endless()
         for step in (1, 2):
             model.train_batch(source, sgd(model))

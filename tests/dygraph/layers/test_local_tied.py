@@ -19,7 +19,7 @@ from fleetpipe.fleet.meta_parallel import (
 )
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS, VOCABULARY, WIDTH, FeedForward
-from tests.pipelines import adam, job, pipeline, train
+from tests.pipelines import adam, job, model_in_job, pipeline, train
 
 #: The lasting name of the weight that the entries below share.
 TIED = "local_shared_layers.embed.table.weight"
@@ -69,8 +69,7 @@ def test_the_names_are_fleets_and_the_weight_is_one() -> None:
 
 
 def test_one_stage_has_the_bits_of_the_single_model() -> None:
-    with job(1, 4):
-        pipe = pipeline(entries(), loss_fn=tied.loss)
+    with model_in_job(1, 4, layers=entries(), loss_fn=tied.loss) as pipe:
         session = parity.begin(pipe, adam(pipe))
         for step in range(3):
             session.step(MODELS["gpt"].batch(4, step))
@@ -95,8 +94,7 @@ def test_two_chunks_of_a_rank_share_as_shared_layers_do(schedule: str) -> None:
 
 
 def test_only_the_order_in_which_uses_are_added_differs_from_the_single_model() -> None:
-    with job(2, 4, "DualPipeV"):
-        pipe = pipeline(entries(), loss_fn=tied.loss)
+    with model_in_job(2, 4, "DualPipeV", layers=entries(), loss_fn=tied.loss) as pipe:
         session = parity.begin(pipe, adam(pipe, epsilon=1e-4))
         session.step(MODELS["gpt"].batch(4, 0))
     assert session.report.passed, session.report.verdict()

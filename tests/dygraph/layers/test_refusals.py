@@ -13,7 +13,7 @@ from paddle import nn
 from fleetpipe import fleet, parity
 from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
 from fleetpipe.fleet.meta_parallel import PipelineLayer
-from tests.pipelines import batch, job, mlp_and_sgd, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, job, mlp_and_sgd, mlp_layers, model_in_job, pipeline, sgd
 
 
 def linear(taken: int = 6, given: int = 6) -> nn.Layer:
@@ -71,10 +71,9 @@ class Doubled(nn.Layer):
 
 def refusal(layers: list[Any], schedule: str = "1F1B", **options: Any) -> str:
     """Returns what training two stages of three layers each is refused with."""
-    with job(2, schedule=schedule):
-        model = pipeline(layers, **options)
-        with pytest.raises(BoundaryError) as caught:
-            model.train_batch(batch(), sgd(model))
+    refused = pytest.raises(BoundaryError)
+    with model_in_job(2, schedule=schedule, layers=layers, **options) as model, refused as caught:
+        model.train_batch(batch(), sgd(model))
     return str(caught.value)
 
 
@@ -168,10 +167,9 @@ def test_an_error_of_the_layers_own_stays_what_it_is() -> None:
     def own(_x: Any) -> Any:
         raise ValueError("a number of my own")
 
-    with job(2):
-        model = pipeline([linear(), own])
-        with pytest.raises(ValueError, match="a number of my own") as caught:
-            model.train_batch(batch(), sgd(model))
+    refused = pytest.raises(ValueError, match="a number of my own")
+    with model_in_job(2, layers=[linear(), own]) as model, refused as caught:
+        model.train_batch(batch(), sgd(model))
     assert not isinstance(caught.value, BoundaryError)
 
 
@@ -183,10 +181,9 @@ def test_what_fails_within_paddle_for_another_reason_is_no_refusal() -> None:
     def waits(_x: Any) -> Any:
         exec(late)
 
-    with job(2):
-        model = pipeline([linear(), waits])
-        with pytest.raises(RuntimeError, match="Timed out"):
-            model.train_batch(batch(), sgd(model))
+    refused = pytest.raises(RuntimeError, match="Timed out")
+    with model_in_job(2, layers=[linear(), waits]) as model, refused:
+        model.train_batch(batch(), sgd(model))
 
 
 def test_a_dtype_that_an_operation_lacks_is_a_refusal() -> None:
@@ -244,8 +241,7 @@ def test_paddles_model_refuses_a_pipeline_and_takes_all_else() -> None:
 
 
 def test_labels_with_a_fraction_are_told_in_the_place_of_a_kernel() -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         inputs, labels = batch()
         with pytest.raises(BoundaryError, match=r"`float32`(.|\n)*labels\.astype\('int64'\)"):
             model.train_batch([inputs, labels.astype("float32")], sgd(model))

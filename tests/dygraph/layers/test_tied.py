@@ -17,7 +17,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS, WIDTH
-from tests.pipelines import adam, bits, job, pipeline, sgd
+from tests.pipelines import adam, bits, job, model_in_job, pipeline, sgd
 
 IS_LIST = hasattr(stock, "LocalSharedLayerDesc")
 
@@ -172,8 +172,7 @@ def test_the_weights_of_a_sublayer_are_shared_by_name(named: dict[str, bool]) ->
         SharedLayerDesc("body", Deeper, None, "weights", **named),
     ]
     inputs, labels = paddle.randn([8, WIDTH]), paddle.randint(0, 3, [8, 1])
-    with job(2, 4):
-        model = pipeline(entries)
+    with model_in_job(2, 4, layers=entries) as model:
         parameters = dict(model.layers.named_parameters())
         assert len(parameters) == 4 + 2 + 2
         body, middle, deeper = Body(), nn.Linear(WIDTH, WIDTH), Deeper()
@@ -209,8 +208,7 @@ def test_the_pivot_may_stand_anywhere_and_shared_parameters_come_first() -> None
         SharedLayerDesc("b", nn.Linear, None, "weight", 6, 6),
         LayerDesc(nn.Linear, 6, 4),
     ]
-    with job(2):
-        model = pipeline(entries)
+    with model_in_job(2, layers=entries) as model:
         assert [name for name, _ in model.named_parameters()] == [
             f"_layers.{path}.{kind}"
             for path in ("shared_layers.b", "shared_layers.a", "0", "4")
@@ -317,8 +315,7 @@ def test_a_layer_called_several_times_on_a_stage_and_over_stages(schedule: str) 
         SharedLayerDesc("k", nn.Linear, lambda layer, x: x @ layer.weight.T, "weight", 6, 6),
         LayerDesc(nn.Linear, 6, 4),
     ]
-    with job(2, 4, schedule):
-        model = pipeline(entries)
+    with model_in_job(2, 4, schedule, layers=entries) as model:
         single = model.layers.single_model()
         model.layers.copy_to(single)
         optimizer = sgd(model)
@@ -345,8 +342,7 @@ def test_parity_compares_shared_weights_once(schedule: str) -> None:
         *tied.layers()[:-1],
         SharedLayerDesc("embed", tied.Head, None, "embedding_weight"),
     ]
-    with job(2, 4, schedule):
-        pipe = pipeline(entries, loss_fn=tied.loss)
+    with model_in_job(2, 4, schedule, layers=entries, loss_fn=tied.loss) as pipe:
         session = parity.begin(pipe, adam(pipe, epsilon=1e-4))
         assert session.report.tolerance == 1e-5
         for step in range(2):

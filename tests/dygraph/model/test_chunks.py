@@ -13,7 +13,7 @@ from fleetpipe import fleet
 from fleetpipe.dygraph.batch.stage import DygraphStage
 from fleetpipe.errors import ConfigError, PartitionError, ScheduleError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, bits, job, mlp_layers, model_in_job, pipeline, sgd
 
 
 def layers_of(model: Any) -> list[list[int]]:
@@ -41,8 +41,7 @@ def test_layers_stand_where_the_schedule_wants_them(
     schedule: str, chunks: int | None, held: list[list[int]]
 ) -> None:
     layers = [LayerDesc(nn.Linear, 6, 6) for _ in range(7)] + [LayerDesc(nn.Linear, 6, 4)]
-    with job(2, 4, schedule):
-        model = pipeline(layers, num_virtual_pipeline_stages=chunks)
+    with model_in_job(2, 4, schedule, layers=layers, num_virtual_pipeline_stages=chunks) as model:
         assert layers_of(model.layers) == held
         assert model.layers.placement == model.schedule.placement
         assert model.layers.get_num_virtual_stages() == model.schedule.placement.chunks
@@ -55,15 +54,13 @@ def test_fleets_1f1b_with_chunks_is_interleaved() -> None:
 
 @pytest.mark.parametrize("method", ["uniform", "balanced", "layer:Linear", [0, 2, 4, 6]])
 def test_every_way_to_cut_makes_chunks(method: Any) -> None:
-    with job(2):
-        model = pipeline(num_virtual_pipeline_stages=2, seg_method=method)
+    with model_in_job(2, num_virtual_pipeline_stages=2, seg_method=method) as model:
         assert len(model.layers.segment_parts) == 5
         model.train_batch(batch(), sgd(model))
 
 
 def test_use_dualpipev_means_the_schedule() -> None:
-    with job(2):
-        model = pipeline(use_dualpipev=True)
+    with model_in_job(2, use_dualpipev=True) as model:
         assert model.schedule.name == "DualPipeV"
         assert model.layers.placement.name == "vee"
     with job(2, 4, "ZBV"), pytest.raises(ConfigError, match="use_dualpipev"):
@@ -74,8 +71,7 @@ def test_use_dualpipev_means_the_schedule() -> None:
 
 def test_names_depend_on_nothing_and_state_loads_across_all() -> None:
     layers = mlp_layers(blocks=4)
-    with job(1):
-        whole = pipeline(layers)
+    with model_in_job(1, layers=layers) as whole:
         for parameter in whole.parameters():
             parameter.set_value(paddle.randn(parameter.shape))
         expected = bits(whole.layers.state_dict())
@@ -171,8 +167,7 @@ def test_without_a_job_chunks_make_a_loop() -> None:
 
 
 def test_the_memory_cap_reaches_the_search() -> None:
-    with job(2, 4, "auto", memory_cap=2):
-        model = pipeline()
+    with model_in_job(2, 4, "auto", memory_cap=2) as model:
         model.train_batch(batch(), sgd(model))
         assert max(model.peak_held.values()) <= 2
     with job(2, 4, "ZBV", memory_cap=1), pytest.raises(ScheduleError, match="cap"):

@@ -14,7 +14,7 @@ from fleetpipe.errors import ConfigError, PartitionError
 from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from fleetpipe.job.job import current_job
-from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
+from tests.pipelines import batch, bits, job, mlp_layers, model_in_job, pipeline, sgd
 
 NEWER = hasattr(meta_parallel, "LayerSpec")
 
@@ -198,8 +198,7 @@ def test_each_layer_gets_one_argument_unchanged() -> None:
     # Cut nowhere, and between the two that note.
     for cut in ([0], [0, 3]):
         seen.clear()
-        with job(len(cut)):
-            model = pipeline(entries, seg_method=cut)
+        with model_in_job(len(cut), layers=entries, seg_method=cut) as model:
             results.append(model.train_batch(batch(), sgd(model)).numpy().tobytes())
         assert len(seen) == 2 * 4
         for (value,) in seen:
@@ -241,8 +240,7 @@ def test_a_layer_spec_describes_a_layer() -> None:
         SharedLayerDesc("k", spec(nn.Linear, {"in_features": 8, "out_features": 8})),
         LayerDesc(by_name),
     ]
-    with job(2):
-        model = pipeline(entries)
+    with model_in_job(2, layers=entries) as model:
         assert [name for name, _ in model.layers.named_parameters()][::2] == [
             "shared_layers.k.weight",
             "0.weight",

@@ -19,7 +19,7 @@ from fleetpipe.fleet.meta_parallel.pipeline_parallel import (
 )
 from fleetpipe.schedules import Action, Send, build
 from tests.engine.test_hot_path import own_calls
-from tests.pipelines import batch, bits, job, mlp_and_sgd, pipeline, sgd
+from tests.pipelines import batch, bits, job, mlp_and_sgd, model_in_job, pipeline, sgd
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +50,7 @@ def test_hooks_see_the_values_of_each_step(schedule: str) -> None:
         register_global_pipeline_parallel_hook(
             location, lambda location=location, **values: seen[location].append(values)
         )
-    with job(2, 3, schedule):
-        model = pipeline()
+    with model_in_job(2, 3, schedule) as model:
         model.train_batch(batch(3), sgd(model))
     names = {
         Locations.FORWARD_BEGIN: {"input_tensor", "step_id"},
@@ -133,8 +132,7 @@ def test_steps_are_counted_over_the_chunks_of_a_rank() -> None:
     register_global_pipeline_parallel_hook(
         Locations.FORWARD_BEGIN, lambda step_id, **_: steps.append(step_id)
     )
-    with job(2, 4):
-        model = pipeline(num_virtual_pipeline_stages=2)
+    with model_in_job(2, 4, num_virtual_pipeline_stages=2) as model:
         model.train_batch(batch(), sgd(model))
         assert sorted(steps) == sorted(2 * list(range(8)))
         steps.clear()
@@ -165,8 +163,7 @@ def test_numbered_hooks_are_called_before_their_step_in_training_only() -> None:
 
 
 def test_a_number_that_is_not_there_is_refused() -> None:
-    with job(2, 3):
-        model = pipeline()
+    with model_in_job(2, 3) as model:
         for register in (
             model.register_forward_pipeline_parallel_hook,
             model.register_backward_pipeline_parallel_hook,
@@ -179,8 +176,7 @@ def test_a_number_that_is_not_there_is_refused() -> None:
 
 
 def test_bubbles_are_hooked_where_chunks_are_interleaved() -> None:
-    with job(3, 6):
-        model = pipeline(num_virtual_pipeline_stages=2)
+    with model_in_job(3, 6, num_virtual_pipeline_stages=2) as model:
         assert model.bubble_pipeline_parallel_hook_capacity == 4
         seen: list[int] = []
         for number in range(4):
@@ -221,8 +217,7 @@ def test_a_hook_may_change_what_it_sees() -> None:
             with paddle.no_grad():
                 output_tensor.scale_(0.0)
 
-    with job(2):
-        model = pipeline(loss_fn=lambda output, label: (output * output).mean())
+    with model_in_job(2, loss_fn=lambda output, label: (output * output).mean()) as model:
         assert float(model.eval_batch(batch(), compute_loss=True)) > 0
         model.register_hook(Locations.FORWARD_END, zero)
         assert float(model.eval_batch(batch(), compute_loss=True)) == 0

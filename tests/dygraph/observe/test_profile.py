@@ -20,7 +20,7 @@ from fleetpipe.paddle_api.device import allocated_bytes
 from fleetpipe.profiling import Link, PipelinePlan, Profile, Transfer, plan
 from fleetpipe.schedules import Costs, Placement
 from tests.dygraph import sliced
-from tests.pipelines import ROWS, batch, bits, job, pipeline, sgd
+from tests.pipelines import ROWS, batch, bits, job, model_in_job, pipeline, sgd
 
 
 def test_the_costs_of_a_model_are_measured_and_can_be_searched_with(tmp_path: Path) -> None:
@@ -28,8 +28,7 @@ def test_the_costs_of_a_model_are_measured_and_can_be_searched_with(tmp_path: Pa
     first, *others = [LayerDesc(nn.Linear, *size) for size in sizes]
     layers = [first, LayerDesc(nn.BatchNorm1D, 512), LayerDesc(nn.Dropout, 0.5), *others]
     path = tmp_path / "costs.json"
-    with job(2):
-        model = pipeline(layers, seg_method=[0, 3])
+    with model_in_job(2, layers=layers, seg_method=[0, 3]) as model:
         before = bits(model.layers.state_dict())
         paddle.seed(3)
         expected = paddle.rand([2]).numpy()
@@ -44,8 +43,7 @@ def test_the_costs_of_a_model_are_measured_and_can_be_searched_with(tmp_path: Pa
         assert min(measured[name]) > 0
     assert Profile.read(path) == measured
     Costs.from_json(path.read_text()).check_stages(2)
-    with job(2, schedule="auto", costs=path):
-        model = pipeline(layers)
+    with model_in_job(2, schedule="auto", costs=path, layers=layers) as model:
         assert model.schedule.name == "auto"
         assert float(model.train_batch(batch(), sgd(model))) > 0
 
@@ -159,8 +157,7 @@ def test_a_plan_of_slices_trains_as_the_single_model_does() -> None:
     assert (chosen.schedule.name, chosen.schedule.slices) == ("Seq1F1B", 2)
     assert PipelinePlan.loads(chosen.dumps()) == chosen
     assert chosen.schedule_for(5).slices == 2
-    with job(2, 2):
-        model = pipeline(sliced.layers(), loss_fn=sliced.loss, plan=chosen)
+    with model_in_job(2, 2, layers=sliced.layers(), loss_fn=sliced.loss, plan=chosen) as model:
         session = parity.begin(model, sgd(model))
         session.step(data)
         assert session.report.bit_exact, session.report.verdict()

@@ -16,7 +16,7 @@ from fleetpipe import fleet, log
 from fleetpipe.dygraph.optimizer import scaler as scaling
 from fleetpipe.errors import ConfigError, StateError
 from tests.groups import members, on_all
-from tests.pipelines import batch, bits, job, pipeline, sgd
+from tests.pipelines import batch, bits, job, model_in_job, pipeline, sgd
 from tests.scalers import enabled_scaler, half_precision
 
 
@@ -106,8 +106,7 @@ def test_scalers_in_other_states_are_refused_on_every_rank(monkeypatch: Any) -> 
 
 
 def test_unscaling_twice_in_one_step_is_refused() -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         scaler = fleet.distributed_scaler(enabled_scaler())
         optimizer = sgd(model)
         scaler.unscale_(optimizer)
@@ -120,8 +119,7 @@ def test_a_scaler_that_switches_itself_off_does_so_before_the_first_loss(
 ) -> None:
     # Paddle's auto_cast leaves the dtype that it was last used with there.
     monkeypatch.setattr(grad_scaler.amp_global_state(), "amp_dtype", "float32")
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         scaler = enabled_scaler()
         with pytest.warns(UserWarning, match="not recommended"):
             model.train_batch(batch(), sgd(model), scaler=scaler)
@@ -134,8 +132,7 @@ def test_a_scaler_on_cpu_trains_as_none_does_and_that_is_told_once(
     results = []
     log.once.cache_clear()
     for scaler in (None, fleet.distributed_scaler):
-        with job(2):
-            model = pipeline()
+        with model_in_job(2) as model:
             made = None if scaler is None else scaler(paddle.amp.GradScaler(enable=False))
             optimizer = sgd(model)
             for seed in range(2):
@@ -146,7 +143,6 @@ def test_a_scaler_on_cpu_trains_as_none_does_and_that_is_told_once(
 
 
 def test_a_scaler_without_a_loss_is_refused() -> None:
-    with job(2):
-        model = pipeline(loss_fn=None)
-        with half_precision(), pytest.raises(ConfigError, match="no loss function"):
-            model.train_batch(batch(), sgd(model), scaler=enabled_scaler())
+    refused = pytest.raises(ConfigError, match="no loss function")
+    with model_in_job(2, loss_fn=None) as model, half_precision(), refused:
+        model.train_batch(batch(), sgd(model), scaler=enabled_scaler())

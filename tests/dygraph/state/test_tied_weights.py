@@ -15,7 +15,7 @@ from fleetpipe.errors import ConfigError
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS
 from tests.groups import members, on_all
-from tests.pipelines import job, pipeline
+from tests.pipelines import job, model_in_job, pipeline
 
 MICRO_BATCHES = 4
 WEIGHT = "shared_layers.embed.table.weight"
@@ -89,8 +89,7 @@ def test_recomputed_pieces_have_the_same_gradients(schedule: str, interval: int)
 
 
 def test_one_stage_has_the_bits_of_the_single_model() -> None:
-    with job(1, MICRO_BATCHES):
-        pipe = pipeline(tied.layers(), loss_fn=tied.loss)
+    with model_in_job(1, MICRO_BATCHES, layers=tied.layers(), loss_fn=tied.loss) as pipe:
         data = MODELS["gpt"].batch(MICRO_BATCHES, 0)
         expected = by_hand(pipe, data)
         pipe.forward_backward_pipeline(data)
@@ -108,8 +107,7 @@ def test_the_cut_does_not_change_initial_weights() -> None:
 
 
 def test_training_goes_on_as_the_single_model_does() -> None:
-    with job(3, MICRO_BATCHES, "ZBH1"):
-        pipe = pipeline(tied.layers(), loss_fn=tied.loss)
+    with model_in_job(3, MICRO_BATCHES, "ZBH1", layers=tied.layers(), loss_fn=tied.loss) as pipe:
         single = pipe.layers.single_model()
         pipe.layers.copy_to(single)
         ours, theirs = (

@@ -19,6 +19,7 @@ from tests.pipelines import (
     bits,
     job,
     mlp_layers,
+    model_in_job,
     pipeline,
     sgd,
     train,
@@ -59,8 +60,7 @@ def test_evaluation_first_and_between_leaves_training_as_it_was(
 @pytest.mark.parametrize("rows", [1, 2, 6, 7, 8, 13])
 def test_any_number_of_rows_gives_the_loss_and_outputs_of_the_whole(ranks: int, rows: int) -> None:
     inputs, labels = rows_of(rows)
-    with job(ranks, 4):
-        model = pipeline()
+    with model_in_job(ranks, 4) as model:
         loss = model.eval_batch([inputs, labels], compute_loss=True)
         outputs = model.eval_batch([inputs, labels])
         prediction = model.predict_batch(inputs)
@@ -85,8 +85,7 @@ def test_the_sum_of_an_incomplete_batch_is_the_sum() -> None:
 
 
 def test_lists_of_any_length_are_evaluated() -> None:
-    with job(2, 4):
-        model = pipeline()
+    with model_in_job(2, 4) as model:
         parts = [rows_of(rows, seed=rows) for rows in (3, 1)]
         data = [[inputs for inputs, _ in parts], [labels for _, labels in parts]]
         loss = model.eval_batch(data, compute_loss=True)
@@ -99,8 +98,7 @@ def test_lists_of_any_length_are_evaluated() -> None:
 
 
 def test_an_iterator_gives_accumulate_steps_items() -> None:
-    with job(2, 4):
-        model = pipeline()
+    with model_in_job(2, 4) as model:
         items = iter([rows_of(2, seed=k) for k in range(9)])
         assert len(model.eval_batch(items)) == 4
         model.eval_batch(items, compute_loss=True)
@@ -108,8 +106,7 @@ def test_an_iterator_gives_accumulate_steps_items() -> None:
 
 
 def test_the_loss_of_evaluation_is_that_of_training() -> None:
-    with job(2, 4):
-        model = pipeline()
+    with model_in_job(2, 4) as model:
         evaluated = model.eval_batch(batch(), compute_loss=True)
         assert evaluated.numpy() == model.train_batch(batch(), sgd(model)).numpy()
         assert evaluated.stop_gradient
@@ -119,8 +116,7 @@ def test_several_losses_are_a_list_and_need_a_right_index() -> None:
     def second(output: Any, label: Any) -> Any:
         return output.mean()
 
-    with job(2, 4):
-        model = pipeline(loss_fn=[nn.functional.cross_entropy, second])
+    with model_in_job(2, 4, loss_fn=[nn.functional.cross_entropy, second]) as model:
         first, other = model.eval_batch(batch(), compute_loss=True, loss_fn_idx=1)
         assert float(other) == pytest.approx(float(model.layers(batch()[0]).mean()), rel=1e-5)
         assert first.shape == other.shape == []
@@ -130,8 +126,7 @@ def test_several_losses_are_a_list_and_need_a_right_index() -> None:
 
 def test_dropout_and_batch_norm_do_not_run_and_the_mode_is_left_alone() -> None:
     layers = [LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.Dropout, 0.5), LayerDesc(nn.BatchNorm1D, 8)]
-    with job(2, 4):
-        model = pipeline([*layers, LayerDesc(nn.Linear, 8, 4)])
+    with model_in_job(2, 4, layers=[*layers, LayerDesc(nn.Linear, 8, 4)]) as model:
         before = bits(model.layers.state_dict())
         first, again = (model.predict_batch(batch()[0]) for _ in range(2))
         assert (first.numpy() == again.numpy()).all()
@@ -141,16 +136,14 @@ def test_dropout_and_batch_norm_do_not_run_and_the_mode_is_left_alone() -> None:
 
 
 def test_nothing_is_kept_of_an_evaluation() -> None:
-    with job(3, 4):
-        model = pipeline()
+    with model_in_job(3, 4) as model:
         model.eval_batch(batch())
         assert model._runtime.stage._kept == {}
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_outputs_may_be_moved_to_the_host() -> None:
-    with job(2, 4):
-        model = pipeline()
+    with model_in_job(2, 4) as model:
         outputs = model.eval_batch(batch(), return_host_tensor=True)
         assert all(output.place.is_cpu_place() for output in outputs)
         plain = model.eval_batch(batch())
@@ -163,8 +156,7 @@ class Both(nn.Layer):
 
 
 def test_a_prediction_keeps_the_containers_of_the_output() -> None:
-    with job(2, 4):
-        model = pipeline([*mlp_layers(), LayerDesc(Both)])
+    with model_in_job(2, 4, layers=[*mlp_layers(), LayerDesc(Both)]) as model:
         result = model.predict_batch(rows_of(5)[0])
         logits = result["logits"]
         assert logits.shape == [5, CLASSES]
@@ -181,8 +173,7 @@ def test_a_prediction_takes_tuples_dicts_and_lists() -> None:
 
     inputs = rows_of(5)[0]
     halves = (inputs[:, :2], inputs[:, 2:])
-    with job(2, 4):
-        model = pipeline([join, *mlp_layers()])
+    with model_in_job(2, 4, layers=[join, *mlp_layers()]) as model:
         expected = model.predict_batch(halves).numpy()
         assert (model.predict_batch(dict(zip("ab", halves))).numpy() == expected).all()
         chunks = [tuple(half[k : k + 2] for half in halves) for k in (0, 2, 4)]
@@ -191,8 +182,7 @@ def test_a_prediction_takes_tuples_dicts_and_lists() -> None:
 
 def test_what_cannot_be_evaluated_is_refused() -> None:
     inputs, labels = rows_of(7)
-    with job(2, 4):
-        model = pipeline()
+    with model_in_job(2, 4) as model:
         with pytest.raises(ConfigError, match="no inputs"):
             model.predict_batch(None)
         with pytest.raises(ConfigError, match="no labels"):

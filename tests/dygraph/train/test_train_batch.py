@@ -32,6 +32,7 @@ from tests.pipelines import (
     job,
     mlp_and_sgd,
     mlp_layers,
+    model_in_job,
     pipeline,
     sgd,
     switch,
@@ -73,8 +74,7 @@ def by_hand(chosen: int, micro_batches: int, delayed: bool = False) -> tuple[Any
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_all_losses_are_returned_and_the_chosen_one_trains(ranks: int, chosen: int) -> None:
     expected, parameters = by_hand(chosen, 3)
-    with job(ranks, 3):
-        model = pipeline(loss_fn=[cross_entropy, spread])
+    with model_in_job(ranks, 3, loss_fn=[cross_entropy, spread]) as model:
         losses = model.train_batch(batch(3), sgd(model), loss_fn_idx=chosen)
         assert [loss.shape for loss in losses] == [[], [1]]
         for loss, parts in zip(losses, expected):
@@ -121,22 +121,18 @@ def test_delayed_scaling_leaves_gradients_undivided_until_the_step() -> None:
 
 @pytest.mark.parametrize("index", [1, -1, 7])
 def test_a_loss_function_that_is_not_there_is_refused_at_once(index: int) -> None:
-    with job(2):
-        model = pipeline()
-        with pytest.raises(ConfigError, match="no loss function"):
-            model.train_batch(batch(), sgd(model), loss_fn_idx=index)
+    with model_in_job(2) as model, pytest.raises(ConfigError, match="no loss function"):
+        model.train_batch(batch(), sgd(model), loss_fn_idx=index)
 
 
 def test_a_loss_that_trains_nothing_is_refused() -> None:
-    with job(2):
-        model = pipeline(loss_fn=lambda output, label: output.detach().mean())
-        with pytest.raises(BoundaryError, match="does not depend on any parameter"):
-            model.train_batch(batch(), sgd(model))
+    refused = pytest.raises(BoundaryError, match="does not depend on any parameter")
+    with model_in_job(2, loss_fn=lambda output, label: output.detach().mean()) as model, refused:
+        model.train_batch(batch(), sgd(model))
 
 
 def test_a_bare_optimizer_trains_where_there_is_no_pipeline() -> None:
-    with job(1):
-        model = pipeline()
+    with model_in_job(1) as model:
         before = bits(model.layers.state_dict())
         model.train_batch(batch(), paddle.optimizer.SGD(0.1, parameters=model.parameters()))
         assert bits(model.layers.state_dict()) != before
@@ -157,8 +153,7 @@ def test_a_bare_optimizer_trains_where_there_is_no_pipeline() -> None:
 def test_the_type_is_the_one_that_fleet_would_choose(
     ranks: int, chunks: int | None, micro_batches: int, schedule: str, kind: type
 ) -> None:
-    with job(ranks, micro_batches, schedule):
-        model = pipeline(num_virtual_pipeline_stages=chunks)
+    with model_in_job(ranks, micro_batches, schedule, num_virtual_pipeline_stages=chunks) as model:
         assert type(model) is kind
         assert isinstance(model, PipelineParallel)
         assert isinstance(model, paddle.nn.Layer)
@@ -278,8 +273,7 @@ def test_the_attributes_of_the_wrapper() -> None:
 
 
 def test_the_chunk_that_first_and_last_are_asked_of() -> None:
-    with job(2, 4):
-        model = pipeline(num_virtual_pipeline_stages=2)
+    with model_in_job(2, 4, num_virtual_pipeline_stages=2) as model:
         assert (model.num_model_chunks, len(model.model_chunks)) == (2, 4)
         assert (model.is_pipeline_first_stage(), model.is_pipeline_last_stage()) == (True, True)
         model.set_virtual_pipeline_rank(0)
@@ -304,8 +298,7 @@ def test_the_number_of_micro_batches_may_be_set() -> None:
 def test_stages_stay_where_they_are_when_auto_would_now_place_them_elsewhere(
     begun: int, placed: str
 ) -> None:
-    with job(3, begun, "auto"):
-        model = pipeline(num_virtual_pipeline_stages=2)
+    with model_in_job(3, begun, "auto", num_virtual_pipeline_stages=2) as model:
         optimizer = sgd(model)
         for micro_batches in (4, 2):
             model.accumulate_steps = micro_batches
@@ -354,10 +347,8 @@ def half_layers() -> list[Any]:
 
 
 def test_a_dtype_that_the_next_stage_cannot_take_names_both_layers() -> None:
-    with job(2):
-        model = pipeline(half_layers())
-        with pytest.raises(BoundaryError) as caught:
-            model.train_batch(batch(), sgd(model))
+    with model_in_job(2, layers=half_layers()) as model, pytest.raises(BoundaryError) as caught:
+        model.train_batch(batch(), sgd(model))
     message = str(caught.value)
     assert "layer 1 (Linear) cannot take what layer 0 returned" in message
     assert "float32[2, 8], from layer 0 (Linear)" in message
@@ -366,31 +357,26 @@ def test_a_dtype_that_the_next_stage_cannot_take_names_both_layers() -> None:
 def test_nan_is_not_sent_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, labels = batch()
     inputs[2 * ROWS, 0] = float("nan")
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         model.train_batch([inputs, labels], sgd(model))
     monkeypatch.setenv("FLAGS_pp_check_naninf", "1")
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         with pytest.raises(ValueError, match="the output of stage 0 holds NaN") as caught:
             model.train_batch([inputs, labels], sgd(model))
         assert "rank 0, stage 0, micro-batch 2" in str(caught.value)
         model.train_batch(batch(), sgd(model))
-    with job(2):
-        model = pipeline(loss_fn=lambda output, label: (output * 0).sqrt().sum())
-        with pytest.raises(ValueError, match="the gradient of the input of stage 1 holds NaN"):
-            model.train_batch(batch(), sgd(model))
+    refused = pytest.raises(ValueError, match="the gradient of the input of stage 1 holds NaN")
+    with model_in_job(2, loss_fn=lambda output, label: (output * 0).sqrt().sum()) as model, refused:
+        model.train_batch(batch(), sgd(model))
 
 
 def test_the_schedule_in_fleets_spelling() -> None:
-    with job(2, 3):
-        model = pipeline()
+    with model_in_job(2, 3) as model:
         assert model.get_static_scheduler() == "f0;f1;b0;f2;b1;b2;"
         assert model.forward_backward_pipeline(None, static_scheduler=True) == (
             "f0;f1;b0;f2;b1;b2;"
         )
-    with job(2, 2):
-        model = pipeline(num_virtual_pipeline_stages=2)
+    with model_in_job(2, 2, num_virtual_pipeline_stages=2) as model:
         assert model.get_static_scheduler() == (
             "f0_vp0;f1_vp0;f0_vp1;f1_vp1;b0_vp1;b1_vp1;b0_vp0;b1_vp0;"
         )
@@ -450,8 +436,7 @@ def with_the_data_of_its_ends() -> dict[str, Any]:
     def held(tensors: list[Any]) -> list[bytes]:
         return [tensor.numpy().tobytes() for tensor in tensors]
 
-    with job(3, micro_batches=4):
-        model = pipeline(loss_fn=[cross_entropy, spread])
+    with model_in_job(3, micro_batches=4, loss_fn=[cross_entropy, spread]) as model:
         optimizer = sgd(model)
         result: dict[str, Any] = {
             "first evaluation": held(model.eval_batch(given(*batch(5)), compute_loss=True)),

@@ -12,7 +12,7 @@ from paddle.distributed.fleet.meta_optimizers import HybridParallelOptimizer
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
-from tests.pipelines import batch, bits, job, mlp_and_sgd, pipeline, sgd, switch
+from tests.pipelines import batch, bits, job, mlp_and_sgd, model_in_job, pipeline, sgd, switch
 
 
 def by_itself(model: Any, optimizer: Any, data: Any) -> Any:
@@ -36,8 +36,7 @@ def by_itself(model: Any, optimizer: Any, data: Any) -> Any:
 def test_a_step_in_three_parts_has_the_bits_of_train_batch() -> None:
     found = []
     for in_parts in (True, False):
-        with job(2):
-            model = pipeline()
+        with model_in_job(2) as model:
             clip = paddle.nn.ClipGradByGlobalNorm(0.1)
             adamw = paddle.optimizer.AdamW(0.1, parameters=model.parameters(), grad_clip=clip)
             optimizer = fleet.distributed_optimizer(adamw)
@@ -75,8 +74,7 @@ def test_the_last_part_of_a_step_is_that_of_train_batch(delayed: bool) -> None:
 
 
 def test_a_last_part_without_the_first_is_refused() -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         model.forward_backward_pipeline(batch())
         with pytest.raises(StateError, match="no _prepare_training before"):
             model._optimizer_step()
@@ -92,10 +90,9 @@ def test_an_optimizer_of_another_model_is_refused_before_the_batch() -> None:
 
 
 def test_a_step_over_some_parameters_is_refused() -> None:
-    with job(2):
-        model = pipeline()
-        with pytest.raises(ConfigError, match="all parameters of the optimizer"):
-            sgd(model)._step(model.parameters()[1:])
+    refused = pytest.raises(ConfigError, match="all parameters of the optimizer")
+    with model_in_job(2) as model, refused:
+        sgd(model)._step(model.parameters()[1:])
 
 
 def test_no_method_of_fleets_optimizer_is_in_reach() -> None:
@@ -121,8 +118,7 @@ def test_a_trainer_may_log_the_norm_from_within_the_clip() -> None:
         assert isinstance(clip, paddle.nn.ClipGradByGlobalNorm)
         logged.append(float(paddle.sqrt(distributed + whole)))
 
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         clip = paddle.nn.ClipGradByGlobalNorm(0.1)
         stock = paddle.optimizer.SGD(0.1, parameters=model.parameters(), grad_clip=clip)
         optimizer = fleet.distributed_optimizer(stock)

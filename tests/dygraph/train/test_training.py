@@ -17,6 +17,7 @@ from tests.pipelines import (
     job,
     mlp_and_sgd,
     mlp_layers,
+    model_in_job,
     pipeline,
     sgd,
     train,
@@ -40,19 +41,16 @@ def test_the_sum_of_losses_is_not_divided() -> None:
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 8), (4, 2), (1, 3), (3, 1)])
 def test_a_rank_holds_no_more_than_the_schedule_says(ranks: int, micro_batches: int) -> None:
-    with job(ranks, micro_batches):
-        model = pipeline()
+    with model_in_job(ranks, micro_batches) as model:
         model.train_batch(batch(micro_batches), sgd(model))
         assert model.peak_held == {r: min(micro_batches, ranks - r) for r in range(ranks)}
-    with job(ranks, micro_batches, "FThenB"):
-        model = pipeline()
+    with model_in_job(ranks, micro_batches, "FThenB") as model:
         model.train_batch(batch(micro_batches), sgd(model))
         assert model.peak_held == dict.fromkeys(range(ranks), micro_batches)
 
 
 def test_activations_are_gone_after_a_step() -> None:
-    with job(3, 4):
-        model = pipeline()
+    with model_in_job(3, 4) as model:
         model.train_batch(batch(4), sgd(model))
         assert model._runtime.stage._kept == {}
 
@@ -97,8 +95,7 @@ def test_an_iterator_gives_up_exactly_one_item_for_each_micro_batch() -> None:
 
 
 def test_the_learning_rate_is_stepped_once_for_each_batch() -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         scheduler = paddle.optimizer.lr.PiecewiseDecay(boundaries=[1], values=[0.1, 0.2])
         optimizer = sgd(model, scheduler)
         model.train_batch(batch(), optimizer, scheduler)
@@ -180,8 +177,7 @@ class Pair(nn.Layer):
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
 def test_a_received_tensor_that_nobody_uses_has_no_gradient(schedule: str) -> None:
-    with job(2, schedule=schedule):
-        model = pipeline([LayerDesc(Pair), LayerDesc(Unused)])
+    with model_in_job(2, schedule=schedule, layers=[LayerDesc(Pair), LayerDesc(Unused)]) as model:
         model.forward_backward_pipeline(batch())
         gradients = {name: p.grad for name, p in model.layers.named_parameters()}
         assert gradients["0.left.weight"] is None
@@ -217,8 +213,7 @@ def test_a_stage_may_hand_on_what_it_did_not_make(
 
 
 def test_a_frozen_first_stage_trains_the_rest() -> None:
-    with job(2):
-        model = pipeline([LayerDesc(nn.Linear, 6, 6), LayerDesc(nn.Linear, 6, 4)])
+    with model_in_job(2, layers=[LayerDesc(nn.Linear, 6, 6), LayerDesc(nn.Linear, 6, 4)]) as model:
         for parameter in model.layers.parameters()[:2]:
             parameter.stop_gradient = True
         before = bits(model.layers.state_dict())
@@ -251,8 +246,7 @@ def test_evaluation_gives_the_loss_and_the_outputs_and_changes_nothing() -> None
 
 
 def test_the_gradients_stay_without_the_optimizer_step() -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         before = bits(model.layers.state_dict())
         model.forward_backward_pipeline(batch())
         assert bits(model.layers.state_dict()) == before
@@ -260,23 +254,19 @@ def test_the_gradients_stay_without_the_optimizer_step() -> None:
 
 
 def test_training_without_gradients_is_refused() -> None:
-    with job(2):
-        model = pipeline()
-        with paddle.no_grad(), pytest.raises(ConfigError, match="eval_batch"):
-            model.train_batch(batch(), sgd(model))
+    with model_in_job(2) as model, paddle.no_grad(), pytest.raises(ConfigError, match="eval_batch"):
+        model.train_batch(batch(), sgd(model))
 
 
 def test_an_unwrapped_optimizer_is_refused() -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         bare = paddle.optimizer.SGD(parameters=model.parameters())
         with pytest.raises(ConfigError, match=r"fleet\.distributed_optimizer"):
             model.train_batch(batch(), bare)
 
 
 def test_what_stands_in_the_place_of_another_argument_is_refused_before_training() -> None:
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         optimizer, before = sgd(model), bits(model.layers.state_dict())
         for wrong in (0.1, paddle.amp.GradScaler()):
             with pytest.raises(ConfigError, match="lr_scheduler of train_batch is not an LRSch"):
@@ -290,10 +280,9 @@ def test_what_stands_in_the_place_of_another_argument_is_refused_before_training
 
 def test_a_stage_that_cannot_take_what_it_is_sent_is_named_with_the_shapes() -> None:
     layers = [*mlp_layers(blocks=1)[:2], LayerDesc(nn.Linear, 9, 4)]
-    with job(2):
-        model = pipeline(layers, seg_method=[0, 2])
-        with pytest.raises(BoundaryError) as caught:
-            model.train_batch(batch(), sgd(model))
+    refused = pytest.raises(BoundaryError)
+    with model_in_job(2, layers=layers, seg_method=[0, 2]) as model, refused as caught:
+        model.train_batch(batch(), sgd(model))
     message = str(caught.value)
     assert "layer 2 (Linear) cannot take what layer 1 returned" in message
     assert "float32[2, 8]" in message
@@ -310,18 +299,16 @@ class Sum(nn.Layer):
 
 def test_a_layer_of_two_arguments_is_told_that_there_is_one() -> None:
     layers = [nn.Linear(6, 6), lambda x: (x, x), Sum(), nn.Linear(6, 4)]
-    with job(2):
-        model = pipeline(layers)
-        with pytest.raises(BoundaryError, match=r"write forward\(self, args\)"):
-            model.train_batch(batch(), sgd(model))
+    refused = pytest.raises(BoundaryError, match=r"write forward\(self, args\)")
+    with model_in_job(2, layers=layers) as model, refused:
+        model.train_batch(batch(), sgd(model))
 
 
 def test_a_value_that_cannot_cross_is_refused_by_its_place() -> None:
     layers = [LayerDesc(nn.Linear, 6, 6), lambda x: {"set": {1, 2}, "x": x}, nn.Linear(6, 4)]
-    with job(2):
-        model = pipeline(layers, seg_method=[0, 2])
-        with pytest.raises(BoundaryError, match="set"):
-            model.train_batch(batch(), sgd(model))
+    refused = pytest.raises(BoundaryError, match="set")
+    with model_in_job(2, layers=layers, seg_method=[0, 2]) as model, refused:
+        model.train_batch(batch(), sgd(model))
 
 
 @pytest.mark.parametrize(
@@ -329,10 +316,9 @@ def test_a_value_that_cannot_cross_is_refused_by_its_place() -> None:
     [(lambda output, label: output, "float32"), (lambda output, label: 1.0, "float")],
 )
 def test_a_loss_that_is_no_single_number_is_refused(loss_fn: Any, got: str) -> None:
-    with job(2):
-        model = pipeline(loss_fn=loss_fn)
-        with pytest.raises(BoundaryError, match=f"one element(.|\n)*{got}"):
-            model.train_batch(batch(), sgd(model))
+    refused = pytest.raises(BoundaryError, match=f"one element(.|\n)*{got}")
+    with model_in_job(2, loss_fn=loss_fn) as model, refused:
+        model.train_batch(batch(), sgd(model))
 
 
 def test_a_label_that_the_loss_cannot_take_is_shown_with_its_dtype() -> None:
@@ -342,16 +328,14 @@ def test_a_label_that_the_loss_cannot_take_is_shown_with_its_dtype() -> None:
         return nn.functional.cross_entropy(output, label)
 
     inputs, labels = batch()
-    with job(2):
-        model = pipeline(loss_fn=picky)
-        with pytest.raises(BoundaryError, match=r"label Tensor of float32\[2, 1\]"):
-            model.train_batch([inputs, labels.astype("float32")], sgd(model))
+    refused = pytest.raises(BoundaryError, match=r"label Tensor of float32\[2, 1\]")
+    with model_in_job(2, loss_fn=picky) as model, refused:
+        model.train_batch([inputs, labels.astype("float32")], sgd(model))
 
 
 def test_missing_inputs_and_labels_are_refused() -> None:
     inputs, labels = batch()
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         with pytest.raises(ConfigError, match="no inputs"):
             model.train_batch([None, labels], sgd(model))
         with pytest.raises(ConfigError, match="no labels"):
@@ -359,8 +343,7 @@ def test_missing_inputs_and_labels_are_refused() -> None:
 
 
 def test_a_model_without_a_loss_function_cannot_train_but_evaluates() -> None:
-    with job(2):
-        model = pipeline(loss_fn=None)
+    with model_in_job(2, loss_fn=None) as model:
         with pytest.raises(ConfigError, match="loss_fn="):
             model.train_batch(batch(), sgd(model))
         assert len(model.eval_batch([batch()[0], None])) == 4
