@@ -48,13 +48,17 @@ def strategy_of(schedule: str = "1F1B", micro_batches: int = MICRO_BATCHES, **ow
     return strategy
 
 
+def data() -> tuple[Any, Any]:
+    """Rows and labels, as `batches` has them."""
+    return paddle.static.data("x", [-1, FEATURES]), paddle.static.data("y", [-1, 1], "int64")
+
+
 def mlp(stages: int, hidden: int = 8, dropout: Sequence[int] = (), norm: bool = False) -> Build:
     """A stage is Linear and Tanh, perhaps BatchNorm and Dropout; the last ends in the loss."""
 
     def build() -> Sequence[Any]:
         with device_guard("gpu:0"):
-            value = paddle.static.data("x", [-1, FEATURES])
-            label = paddle.static.data("y", [-1, 1], "int64")
+            value, label = data()
         width = FEATURES
         for stage in range(stages):
             with device_guard(f"gpu:{stage}"):

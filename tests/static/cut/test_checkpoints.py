@@ -23,6 +23,7 @@ from tests.static.networks import (
     MICRO_BATCHES,
     assert_same,
     batches,
+    data,
     static_mode,
     strategy_of,
 )
@@ -44,8 +45,7 @@ def layer(value: Any, index: int) -> Any:
 def deep(checkpoints: list[Any]) -> Sequence[Any]:
     """Two stages of six layers; the second layer of each three ends in a checkpoint."""
     with device_guard("gpu:0"):
-        value = paddle.static.data("x", [-1, FEATURES])
-        label = paddle.static.data("y", [-1, 1], "int64")
+        value, label = data()
     for stage in range(2):
         with device_guard(f"gpu:{stage}"):
             for index in range(LAYERS):

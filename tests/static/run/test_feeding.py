@@ -21,6 +21,7 @@ from tests.static.networks import (
     MICRO_BATCHES,
     ROWS,
     batches,
+    data,
     mlp,
     static_mode,
     strategy_of,
@@ -208,8 +209,7 @@ def test_a_loader_feeds_its_program_and_drops_an_incomplete_group() -> None:
 
     def build() -> Any:
         fetches = mlp(2)()
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         loader = DataLoader.from_generator([x, y], capacity=64)
         loader.set_sample_generator(samples, batch_size=ROWS)
         return [*fetches, loader]
@@ -252,8 +252,7 @@ def test_paddles_own_loader_feeds_its_program() -> None:
 
     def build() -> Any:
         with device_guard("gpu:0"):
-            x = paddle.static.data("x", [-1, FEATURES])
-            y = paddle.static.data("y", [-1, 1], "int64")
+            x, y = data()
             loader = Stock.from_generator([x, y], capacity=64, iterable=False)
         return [*mlp(2)(), loader]
 

@@ -20,6 +20,7 @@ from tests.static.networks import (
     FEATURES,
     assert_same,
     batches,
+    data,
     mlp,
     pipelined,
     static_mode,
@@ -35,8 +36,7 @@ pir_only = pytest.mark.skipif(OLDER, reason="the backward of an older Program is
 def convolutions() -> Any:
     """Convolutions with statistics and biases, and products, in three stages."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         image = nn.Conv2D(1, 3, 3, padding=1)(x.reshape([-1, 1, 2, FEATURES // 2]))
         image = nn.functional.relu(nn.BatchNorm2D(3)(image))
     with device_guard("gpu:1"):
@@ -50,8 +50,7 @@ def convolutions() -> Any:
 def words() -> Any:
     """An embedding, norms, attention, and one matrix that two operations of a stage take."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         hidden = nn.Embedding(CLASSES, 8)(y) + nn.Linear(FEATURES, 8)(x).unsqueeze(1)
         hidden = nn.LayerNorm(8)(hidden)
     with device_guard("gpu:1"):
@@ -84,8 +83,7 @@ def test_other_networks_are_bit_equal(build: Callable[[], Any]) -> None:
 def narrow() -> Any:
     """Products and sums in bfloat16, of parameters in float32."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         hidden = nn.Linear(FEATURES, 8)(x)
     with device_guard("gpu:1"):
         with paddle.amp.auto_cast(dtype="bfloat16"):
@@ -109,8 +107,7 @@ def test_bfloat16_is_bit_equal() -> None:
 def recurrent() -> Any:
     """An LSTM, whose backward gives the gradients of its weights as one list."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         hidden = nn.Linear(FEATURES, 8)(x).reshape([-1, 2, 4])
     with device_guard("gpu:1"):
         hidden = nn.LSTM(4, 4)(hidden)[0].flatten(1)

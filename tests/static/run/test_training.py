@@ -17,6 +17,7 @@ from tests.static.networks import (
     Build,
     assert_same,
     batches,
+    data,
     mlp,
     pipelined,
     strategy_of,
@@ -75,8 +76,7 @@ def test_clipping_by_the_global_norm_is_bit_equal_in_one_process() -> None:
 def test_options_of_a_parameter_are_kept() -> None:
     def build() -> Any:
         with device_guard("gpu:0"):
-            x = paddle.static.data("x", [-1, FEATURES])
-            y = paddle.static.data("y", [-1, 1], "int64")
+            x, y = data()
             attr = paddle.ParamAttr(
                 learning_rate=0.5, regularizer=paddle.regularizer.L2Decay(0.1), need_clip=False
             )
@@ -94,8 +94,7 @@ def test_options_of_a_parameter_are_kept() -> None:
 def products() -> Any:
     """An einsum of one, of two, and of three operands, and one that sums over an axis."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         weight = nn.Linear(FEATURES, 8, bias_attr=False).weight
         hidden = nn.functional.tanh(paddle.einsum("bf,fh->bh", x, weight))
     with device_guard("gpu:1"):
@@ -107,15 +106,10 @@ def products() -> Any:
         return [nn.functional.cross_entropy(logits, y)]
 
 
-def test_an_einsum_is_bit_equal() -> None:
-    compare(products, momentum, strategy_of())
-
-
 def skip3() -> Any:
     """Values of stage 0 are used by stages 0, 1 and 2; an outgoing one is used inside, too."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         first = nn.functional.tanh(nn.Linear(FEATURES, 8)(x))
         second = nn.functional.relu(nn.Linear(8, 8)(first)) + first
     with device_guard("gpu:1"):
@@ -126,16 +120,10 @@ def skip3() -> Any:
         return [nn.functional.cross_entropy(logits, y)]
 
 
-@pytest.mark.parametrize("schedule", ["F-then-B", "1F1B"])
-def test_skip_connections_are_bit_equal(schedule: str) -> None:
-    compare(skip3, momentum, strategy_of(schedule))
-
-
 def unnamed() -> Any:
     """A variable without a name, in a stage that adds gradients up, of another shape."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         block = paddle.static.default_main_program().current_block()
         doubled = block.create_var(dtype="float32", shape=[-1, FEATURES])
         options = {"scale": 2.0, "bias": 0.0, "bias_after_scale": True}
@@ -176,8 +164,7 @@ def test_the_sum_of_the_losses_trains_as_a_larger_rate_does() -> None:
 def tied() -> Any:
     """One layer in two stages."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         both = nn.Linear(8, 8)
         hidden = both(nn.functional.tanh(nn.Linear(FEATURES, 8)(x)))
     with device_guard("gpu:1"):
@@ -195,8 +182,7 @@ def test_a_parameter_of_two_stages_differs_by_the_order_of_a_sum_only() -> None:
 def varied() -> Any:
     """Lists of tensors, attention, unguarded operations, a label used twice, and a metric."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         code = nn.Embedding(CLASSES, 8)(y).reshape([-1, 8])
         left, right = paddle.split(nn.Linear(FEATURES, 8)(x), 2, axis=1)
     swapped = paddle.concat([right, left], axis=1)
@@ -221,8 +207,7 @@ def test_a_varied_network_is_bit_equal() -> None:
 def choosing() -> Any:
     """Control flow within a stage, without a gradient."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         hidden = nn.functional.tanh(nn.Linear(FEATURES, 8)(x))
     with device_guard("gpu:1"):
         fixed = hidden.detach()
@@ -232,15 +217,10 @@ def choosing() -> Any:
         return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(hidden + more), y)]
 
 
-def test_control_flow_within_a_stage_is_bit_equal() -> None:
-    compare(choosing, momentum, strategy_of())
-
-
 def looping() -> Any:
     """What a loop ends with goes to the next stage, and its backward takes it, too."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         count, total = paddle.zeros([1], "int64"), paddle.mean(x).reshape([1])
         _, total = paddle.static.nn.while_loop(
             lambda count, total: count < 3,
@@ -251,10 +231,6 @@ def looping() -> Any:
         hidden = nn.functional.tanh(nn.Linear(FEATURES, 8)(x)) * total
     with device_guard("gpu:1"):
         return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(hidden) * total, y)]
-
-
-def test_the_end_of_a_loop_crosses_to_the_next_stage() -> None:
-    compare(looping, momentum, strategy_of())
 
 
 def everywhere() -> Any:
@@ -272,16 +248,10 @@ def everywhere() -> Any:
         return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(hidden), y)]
 
 
-@pytest.mark.parametrize("schedule", ["F-then-B", "1F1B"])
-def test_what_every_stage_computes_is_bit_equal(schedule: str) -> None:
-    compare(everywhere, momentum, strategy_of(schedule))
-
-
 def numbered() -> Any:
     """Numbers of the script, made in one stage and used in others."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         given = paddle.to_tensor(np.arange(8, dtype="float32"))
         assigned = paddle.assign(np.full([8], 0.5, "float32"))
         hidden = nn.functional.tanh(nn.Linear(FEATURES, 8)(x)) * given
@@ -290,23 +260,25 @@ def numbered() -> Any:
         return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(hidden), y)]
 
 
-def test_numbers_of_the_script_are_every_stages() -> None:
-    compare(numbered, momentum, strategy_of())
-
-
 def noisy() -> Any:
     """Numbers that are drawn from nothing, which backward must not draw anew."""
     with device_guard("gpu:0"):
-        x = paddle.static.data("x", [-1, FEATURES])
-        y = paddle.static.data("y", [-1, 1], "int64")
+        x, y = data()
         hidden = nn.functional.tanh(nn.Linear(FEATURES, 8)(x))
     with device_guard("gpu:1"):
         drawn = nn.functional.tanh(nn.Linear(8, 8)(hidden)) * paddle.randn([8])
         return [nn.functional.cross_entropy(nn.Linear(8, CLASSES)(drawn), y)]
 
 
-def test_numbers_that_are_drawn_from_nothing_are_drawn_once() -> None:
-    compare(noisy, momentum, strategy_of())
+@pytest.mark.parametrize("build", [products, choosing, looping, numbered, noisy])
+def test_a_network_is_bit_equal(build: Build) -> None:
+    compare(build, momentum, strategy_of())
+
+
+@pytest.mark.parametrize("schedule", ["F-then-B", "1F1B"])
+@pytest.mark.parametrize("build", [skip3, everywhere])
+def test_what_several_stages_use_is_bit_equal(build: Build, schedule: str) -> None:
+    compare(build, momentum, strategy_of(schedule))
 
 
 @pytest.mark.parametrize("stages", [4, 6])
