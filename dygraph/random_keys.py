@@ -29,6 +29,9 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 #: The values of ``fleetpipe_configs["rng"]``.
 KEYED, FLEET = MODES = ("keyed", "fleet")
 
+#: The streams of Paddle's tracker from which shards draw; each rank is to have its own.
+OF_SHARDS = frozenset({"model_parallel_rng", "local_seed"})
+
 #: Stands for a layer's number where the loss functions run.
 _LOSS = -1
 
@@ -149,6 +152,7 @@ class Keys:
 
     Attributes:
         micro_batch: The global micro-batch of the calls that :meth:`enter` is told of.
+        common_streams: The streams drawn from that are the same on all ranks along mp.
     """
 
     def __init__(self, draw: int, python: bool = False) -> None:
@@ -160,6 +164,7 @@ class Keys:
         """
         self.micro_batch = GlobalMicroBatch(0)
         self.python = python
+        self.common_streams: set[str] = set()
         self._draw = draw
         self._slice = 0
         self._common: frozenset[str] = frozenset()
@@ -203,6 +208,7 @@ class Keys:
             layer, micro_batch = call or (_LOSS, self.micro_batch)
             number = zlib.crc32(name.encode())
             part = 0 if name in self._common else self._slice
+            self.common_streams |= self._common & {name}
             self._seed(key(self._draw, layer, micro_batch, part, number))
         try:
             yield

@@ -34,6 +34,7 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     "fetch_broadcast": False,
     "costs": None,
     "groups": None,
+    "guards": 0,
     "slices": None,
     "loss_reduction": "mean",
     "memory_cap": None,
@@ -62,6 +63,7 @@ class PipelineConfig:
         post_validation: Dynamic graph: whether a rank may step before the norm of all gradients is
             known; it takes back what was clipped.
         fast_leaves: Dynamic graph: whether layers may compute the same bits in less time.
+        guards: Dynamic graph: after how many steps invariants are verified again; 0: never.
         rng: What random operations of layers draw from: ``"keyed"``, a stream of each layer and
             micro-batch, or ``"fleet"``, Paddle's generator as it is.
         serve: Where the first rank serves the job's board; None: nowhere.
@@ -85,6 +87,7 @@ class PipelineConfig:
     memory_cap: int | None = None
     post_validation: bool = False
     fast_leaves: bool = True
+    guards: int = 0
     rng: str = "keyed"
     serve: Address | None = None
     timeout: float = DEFAULT_TIMEOUT
@@ -116,6 +119,7 @@ class PipelineConfig:
             memory_cap=_memory_cap(options["memory_cap"]),
             post_validation=_switch("post_validation", options["post_validation"]),
             fast_leaves=_switch("fast_leaves", options["fast_leaves"]),
+            guards=_guards(options["guards"]),
             rng=_choice("rng", options["rng"], ("keyed", "fleet")),
             serve=_serve(options["serve"]),
             timeout=_timeout(options["timeout"]),
@@ -313,6 +317,16 @@ def _switch(name: str, value: object) -> bool:
             fix=f"set strategy.fleetpipe_configs = {{{name!r}: True}}",
         )
     return value
+
+
+def _guards(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ConfigError(
+        "fleetpipe_configs['guards'] is a number of steps, or 0 for none",
+        got=repr(value),
+        fix="set strategy.fleetpipe_configs = {'guards': 100}",
+    )
 
 
 def _memory_cap(value: object) -> int | None:

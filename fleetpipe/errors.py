@@ -80,6 +80,10 @@ class NotInitialized(StateError, AttributeError):
     """There is no job: an AttributeError too, as in Paddle's Fleet, which libraries catch."""
 
 
+class InvariantError(FleetPipeError, RuntimeError):
+    """What must hold of a parallel training does not: a guard has seen it."""
+
+
 class ScheduleError(FleetPipeError, ValueError):
     """A schedule or plan that is incomplete, out of order, deadlocks or passes its memory cap."""
 

@@ -30,7 +30,7 @@ from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.dygraph.model.stage_count import number_of_stages, topology_of
 from fleetpipe.dygraph.state.layer_files import files_of_list
 from fleetpipe.dygraph.state.single_model import single_model
-from fleetpipe.dygraph.state.tied_weights import connected, holders
+from fleetpipe.dygraph.state.tied_weights import SharedWeight, connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
@@ -330,6 +330,11 @@ class PipelineLayer(paddle.nn.Layer):
         if self._job is not None and self._shared_weights.weights:
             with self._job.guarded(lambda: "making shared weights equal"):
                 self._shared_weights.equalize()
+
+    @property
+    def shared_weights(self) -> list[SharedWeight]:
+        """The weights that this rank shares with others of its pipeline."""
+        return self._shared_weights.weights
 
     def allreduce_shared_weight_gradients(self) -> None:
         """Gives all copies of shared weights the sum of their gradients.

@@ -1,4 +1,4 @@
-"""What watches the stages while they run: hooks, timers, checks for NaN, measured costs.
+"""What watches the stages while they run: hooks, timers, checks for NaN, guards, measured costs.
 
-Entered by: ``finite``, ``hooks``, ``layer_meter``, ``profile``, ``timers``.
+Entered by: ``finite``, ``guards``, ``hooks``, ``layer_meter``, ``profile``, ``timers``.
 """

@@ -79,6 +79,11 @@ class PipelineOptimizer(FleetsType):
         """Who keeps the state of which parameter; None where each rank keeps that of all."""
         return self._shards
 
+    @property
+    def clips_all(self) -> bool:
+        """Whether all gradients were clipped by the global norm when the optimizer was bound."""
+        return self._clips_all
+
     def owns_state(self, parameter: Tensor) -> bool:
         """Whether this process keeps the optimizer's state of a parameter, not another shard."""
         return self._shards is None or self._shards.owns(parameter)
@@ -212,6 +217,8 @@ class PipelineOptimizer(FleetsType):
 
     def _replace_clips(self) -> None:
         self._clips = replace_clips(self._inner_opt)
+        clips = clips_of_a_step(self._inner_opt)
+        self._clips_all = bool(clips) and all(clip in self._clips for clip in clips)
         spread = any(map(is_spread, optimized_parameters(self._inner_opt)))
         for clip in self._clips:
             clip.sharded, clip.spread = self._shards is not None, spread

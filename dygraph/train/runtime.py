@@ -24,6 +24,7 @@ from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.dygraph.layers.sliceable import require_sliceable
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
+from fleetpipe.dygraph.observe.guards import Guards
 from fleetpipe.dygraph.observe.hooks import HookCalls, IssuedSends, UserHooks, watches_sends
 from fleetpipe.dygraph.observe.timers import TimedActions, Timers
 from fleetpipe.dygraph.optimizer import replicas
@@ -63,6 +64,7 @@ class Runtime:
         meter: Times the steps that it runs, for the job's board.
         evaluation: The engines that run forwards only.
         losses: Those of the last batch, where this process owns the last stage.
+        guards: Verify invariants in some batches; None for never.
         companion: What is trained beside each batch; None for nothing.
         shards: Who owns which parameter in the batch that comes; None where each rank keeps all.
         last_shards: As ``shards``, for the gradients of the batch before, until they are cleared.
@@ -107,6 +109,8 @@ class Runtime:
         self._has_experts = any(map(experts.is_expert, layers.state.own_parameters()))
         self._observers: list[Observer] = [finite.FiniteSends()] if finite.asked_for() else []
         self._arrange(PipelineConfig.from_strategy(strategy))
+        every = self.config.guards
+        self.guards = Guards(layers, job, every) if every else None
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
             self.trace = Trace.of_job(self.config.trace, self.schedule, job)
@@ -416,7 +420,7 @@ class Runtime:
         placement = self.schedule.placement
         self._sends_watched = watches_sends()
         issued = IssuedSends(self.hook_calls, placement.rank_of) if self._sends_watched else None
-        observers = (issued, self.trace, chaos)
+        observers = (self.guards, issued, self.trace, chaos)
         training = [observer for observer in observers if observer is not None]
         self.meter = StepMeter(self._plan, self.job.pipeline_ranks())
         costs = self.config.costs

@@ -104,6 +104,8 @@ class TrainingBatch:
                 companion.begin(
                     BatchBeside(data, self._keys, weights, loss_fn_idx, optimizer, self._scaler)
                 )
+        if runtime.guards is not None:
+            runtime.guards.begin()
         if runtime.job.copies().ranks == 1:
             # Copies add their losses up, which none of them is to wait for between actions.
             self._losses.complete = self._share_losses
@@ -134,6 +136,8 @@ class TrainingBatch:
 
     def _reduce(self) -> None:
         self._share_losses()
+        if self._runtime.guards is not None:
+            self._runtime.guards.verify(self._keys, scaled=self._scaler is not None)
         self._runtime.reduce_gradients()
         if self._runtime.companion is not None:
             self._runtime.companion.reduced(self.loss)
@@ -149,10 +153,14 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
         parameters = runtime.layers.trained_parameters()
         divide_gradients(parameters, runtime.weights[0].denominator)
     update = functools.partial(_update, optimizer, scaler)
+    if runtime.guards is not None:
+        runtime.guards.measure(optimizer, scaled=scaler is not None)
     if runtime.companion is None:
         update()
     else:
         runtime.companion.step(update)
+    if runtime.guards is not None:
+        runtime.guards.require_norm(optimizer)
     if runtime.switches.release_gradients:
         optimizer.clear_grad(set_to_zero=False)
     else:

@@ -120,6 +120,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         ``fast_leaves``: whether layers may compute the same bits in less time (default True).
         ``post_validation``: whether a rank steps before the norm of all gradients is known, and
         puts its state back where they were clipped after all (default False; the same bits).
+        ``guards``: after how many steps the invariants of training are verified again (default 0:
+        never).
         ``groups`` and ``warmup_slack``: of Interleaved1F1B, ``groups`` of kFkB too, and likewise
         the options of a schedule that was registered before; ``slices``:
         of Seq1F1B, what each sequence is cut into, a number or a list of lengths, and of auto how

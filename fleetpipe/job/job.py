@@ -182,13 +182,14 @@ class Job:
             f"holders {list(ranks)}", lambda: [self._along(["pp"])[rank] for rank in ranks]
         )
 
-    def members(self, ranks: Sequence[int]) -> Group:
+    def members(self, ranks: Sequence[int], purpose: str = "ranks") -> Group:
         """Returns some ranks of the job, of which this process is one.
 
         Args:
             ranks: Their numbers in the job, in the same order on all of them.
+            purpose: What for: no group takes the messages of one with another purpose.
         """
-        return self._group(f"ranks {list(ranks)}", lambda: list(ranks))
+        return self._group(f"{purpose} {list(ranks)}", lambda: list(ranks))
 
     @functools.cached_property
     def coordinate(self) -> Coordinate:
@@ -237,9 +238,19 @@ class Job:
 
     def expert_copies(self) -> Group:
         """Returns the ranks that hold the same experts of the same stages."""
-        if self.degrees.ep > 1:
-            return self.along("moe_sharding")
-        return self.along(*(axis for axis in COPIES if axis != self._expert_axis))
+        return self.along(*self.copy_axes(spread=True))
+
+    def copy_axes(self, spread: bool, sharded: bool = True) -> tuple[str, ...]:
+        """Returns the axes along which ranks hold the same of a parameter.
+
+        Args:
+            spread: Whether it is an expert's.
+            sharded: Whether ranks along mp hold parts of it, or experts of their own.
+        """
+        if spread and self.degrees.ep > 1:
+            return ("moe_sharding",)
+        axes = [axis for axis in COPIES if not spread or axis != self._expert_axis]
+        return (*axes, *(() if sharded else SHARDS))
 
     def beside_sharding(self, spread: bool) -> Group:
         """Returns the ranks with copies of the same parameters that own the same of them.

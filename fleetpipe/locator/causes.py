@@ -84,7 +84,6 @@ MISSING = "the model of the job lacks this parameter: a layer that no stage has,
 SAME_SHARDS = "all shards were drawn from one random stream: seed each rank of the axis by itself"
 OTHER_WEIGHTS = "this weight begins with other values than the twin's, unlike the rest"
 LABELS = "labels are not those of the inputs: this rank reads other samples than the first stage"
-STREAMS = "dropout draws the same numbers on ranks along {}, which have different values there"
 OTHER_ROWS = (
     "this layer computes something else, and its micro-batch has other rows than the twin's: what "
     "depends on all rows, as a batch normalisation, takes those of one replica alone"
@@ -99,10 +98,6 @@ NOT_CLEARED = "gradients of the step before are not cleared when backward begins
 TIED = "the gradients of the uses of this tied weight do not add up to that of one device"
 TWICE = "the gradient of one use of this tied weight is counted twice"
 NO_GRADIENT = "no rank has a gradient: the parameter is detached, frozen, or its stage's is lost"
-CLIP = (
-    "the norm is not that of all gradients: parts of other ranks are left out, or what ranks share "
-    "is counted more than once"
-)
 UNCLIPPED = "these ranks do not clip gradients, as the others and the twin do"
 RATE = "the learning rate is another: set by rank, or its scheduler has stepped more or less often"
 UNTRAINED = "no rank's optimizer has this parameter"
@@ -128,13 +123,6 @@ def of_data(what: str, replica: int) -> str:
             "sampler is wrong, or the script needs to know that it runs on one device (--twin)"
         )
     return f"replica {replica} reads {what}: the sampler does not know of the replicas"
-
-
-def of_unequal(axis: str, step: int) -> str:
-    """Says why ranks that share a weight have different ones."""
-    if step:
-        return f"the weight was changed on some ranks after the step; they must agree along {axis}"
-    return f"ranks begin with different values along {axis or 'all axes'}: a missing broadcast"
 
 
 def of_flow(

@@ -15,6 +15,7 @@ from fleetpipe.locator.parameters import ParameterChecks
 from fleetpipe.locator.record import Meaning, RankTensors, Record
 from fleetpipe.locator.rows import Matched, SampleRows, gathered, match
 from fleetpipe.locator.tolerance import Tolerances, gap, largest
+from fleetpipe.mesh.causes import STREAMS
 
 
 def first_difference(job: Record, twin: Record, perturbed: Record | None = None) -> Location | None:
@@ -216,7 +217,7 @@ class StepBesideTwin:
                 if axis == "mp" and self._whole_on_ranks(values, outputs[0]):
                     continue
                 numbers, k = [one.rank, other.rank], place.micro_batch
-                cause = causes.STREAMS.format(axis)
+                cause = STREAMS.format(axis)
                 return Location(place.name, "forward", axis, numbers, self.step, k, 1.0, 0.0, cause)
         return None
 

@@ -15,6 +15,7 @@ from fleetpipe.locator.causes import Location, axis_between, first_split
 from fleetpipe.locator.layouts import layouts, part_of
 from fleetpipe.locator.record import LEFT, Meaning, RankTensors, Record
 from fleetpipe.locator.tolerance import Tolerances, gap, largest
+from fleetpipe.mesh.causes import NORM, of_unequal
 
 #: By rank.
 Parts = dict[int, np.ndarray]
@@ -94,7 +95,7 @@ class ParameterChecks:
         if self._step and alone and not split:
             wrong = [self._ranks[number] for number in parts]
             axis = axis_between(wrong, alone, self._job.degrees)
-            return self._finding(name, "initial", axis, wrong, causes.of_unequal(axis, self._step))
+            return self._finding(name, "initial", axis, wrong, of_unequal(axis, self._step))
         for members in by_shard.values():
             first = parts[members[0]]
             bad = [n for n in members if parts[n].tobytes() != first.tobytes()]
@@ -103,7 +104,7 @@ class ParameterChecks:
                 wrong = [self._ranks[n] for n in bad]
                 axis = axis_between(wrong, good, self._job.degrees)
                 apart = max(gap(parts[n], first) for n in bad)
-                cause = causes.of_unequal(axis, self._step)
+                cause = of_unequal(axis, self._step)
                 return self._finding(name, "initial", axis, wrong, cause, apart)
         leads = [parts[members[0]] for members in by_shard.values()]
         same = len(leads) > 1 and all(_alike(leads[0], other) for other in leads[1:])
@@ -284,7 +285,7 @@ class ParameterChecks:
         if clipping and rest and self._single.names(self._step, "clip"):
             axis = axis_between(rest, clipping, self._job.degrees)
             return self._finding("", "clip", axis, rest, causes.UNCLIPPED)
-        return self._first("clip", causes.CLIP, "mp", "pp", "sharding")
+        return self._first("clip", NORM, "mp", "pp", "sharding")
 
     def trained(self) -> Location | None:
         """Finds a parameter that no optimizer has; a clip's norm is another without it."""

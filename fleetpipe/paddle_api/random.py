@@ -24,6 +24,8 @@ core: Any = _core
 TAKES_ENGINES = len(core.default_cpu_generator().get_state().__getstate__()) > 3
 #: The engine, MT19937-64: 312 words and the place in them.
 _ENGINE_WORDS = 313
+#: The name of Paddle's own generator among streams.
+DEFAULT = "default generator"
 #: What precedes it: device, seed and offset.
 _NUMBERS = 3
 
@@ -52,6 +54,13 @@ def stream_seeds() -> dict[str, int]:
     """Returns the seed that each stream of Paddle's tracker was given, by name."""
     states = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
     return {name: int(state[0].current_seed()) for name, state in states.items()}
+
+
+def stream_states() -> dict[str, str]:
+    """Returns the state of Paddle's generator and of each stream of its tracker, to be compared."""
+    tracked = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
+    states = {DEFAULT: paddle.get_rng_state(), **tracked}
+    return {name: str([*map(generator_state, state)]) for name, state in states.items()}
 
 
 def generator_of(place: Place) -> Any:

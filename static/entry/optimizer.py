@@ -66,11 +66,12 @@ class StaticOptimizer:
         self.wrapped, self._checkpoints = checkpoints.marked(optimizer, strategy)
         self._strategy, self._begin, self._world_size = strategy, begin, world_size
         self._config = PipelineConfig.from_strategy(strategy)
-        if self._config.post_validation:
-            raise ConfigError(
-                "post_validation is for dynamic graph: a static pipeline waits for the norm",
-                fix="leave it out of strategy.fleetpipe_configs",
-            )
+        for option in ("post_validation", "guards"):
+            if getattr(self._config, option):
+                raise ConfigError(
+                    f"{option} is for dynamic graph: a static pipeline has none",
+                    fix="leave it out of strategy.fleetpipe_configs",
+                )
         switched_on = [name for name in _REFUSED if getattr(strategy, name, False) is True]
         if switched_on:
             raise ConfigError(

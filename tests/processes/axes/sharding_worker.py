@@ -67,7 +67,10 @@ def trained(case: Case, stage: int, report: bool = False) -> dict[str, Any]:
     options = {"micro_batches": case.micro_batches, "schedule": case.schedule}
     chunks = {"num_virtual_pipeline_stages": 2} if case.schedule == "ZBV" else {}
     scaling = half_precision() if case.scaled else nullcontext()
-    with job(**options, timeout=60, sharding_stage=stage, **case.degrees) as running, scaling:
+    with (
+        job(**options, timeout=60, guards=1, sharding_stage=stage, **case.degrees) as running,
+        scaling,
+    ):
         paddle.seed(3)
         model = pipeline(kind.layers(), loss_fn=kind.loss, **chunks)
         single = model.layers.single_model()

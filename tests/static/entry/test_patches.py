@@ -158,11 +158,12 @@ def test_schedules_that_are_refused(mode: str, words: str) -> None:
             fleet.shutdown()
 
 
-def test_post_validation_is_refused() -> None:
+@pytest.mark.parametrize("options", [{"post_validation": True}, {"guards": 10}])
+def test_options_of_dynamic_graph_are_refused(options: dict[str, Any]) -> None:
     with static_mode():
         fleet.init(is_collective=True)
-        with pytest.raises(ConfigError, match="post_validation is for dynamic graph"):
-            minimized(strategy_of(post_validation=True))
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} is for dynamic graph"):
+            minimized(strategy_of(**options))
 
 
 def test_a_memory_cap_in_bytes_is_compared_with_bytes() -> None:

@@ -1,0 +1,295 @@
+"""Guards: what must hold of a training on several ranks, verified every few steps.
+
+Ranks that hold the same parameters exchange a fingerprint of each, which equal bits always share.
+A rank makes its own in the first moment in which it waits for a message, in the bubble, and looks
+at those of others once its batch has run. Nothing but fingerprints is exchanged as long as all is
+well, and no number of the training is changed.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fleetpipe.aliases import Tensor
+from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.observe.holders import (
+    PURPOSE,
+    Holders,
+    all_holders,
+    axis_between,
+    counted,
+    named_parameters,
+)
+from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
+from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.errors import InvariantError
+from fleetpipe.job.job import Job
+from fleetpipe.mesh.causes import NORM, STREAMS, of_unequal
+from fleetpipe.mesh.groups import Gathering
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import optimized_parameters, squared_norm
+from fleetpipe.paddle_api.random import DEFAULT, stream_states
+from fleetpipe.paddle_api.tensor import tensor_bytes
+from fleetpipe.schedules import Op, Recv
+from fleetpipe.transport.wire import bridge
+
+#: How much of the norm the order of a sum may change, in float32, and where halves are added up.
+_ROUNDING, _ROUNDING_OF_HALVES = 1e-5, 0.02
+
+
+class Guards:
+    """An observer of the engine that verifies invariants in some of the batches of a model."""
+
+    def __init__(self, layers: PipelineLayer, job: Job, every: int) -> None:
+        """Begins before the first batch, which is verified.
+
+        Args:
+            layers: The model.
+            job: Its job.
+            every: After how many batches one is verified again.
+        """
+        self._layers, self._job, self._every = layers, job, every
+        self._batches = 0
+        self._on = self._due = False
+        self._gatherings: list[tuple[Holders, Gathering]] = []
+        self._streams: dict[str, str] = {}
+        self._squares: Gathering | None = None
+        self._passed: int | None = None
+
+    def begin(self) -> None:
+        """Begins a batch."""
+        self._on = self._due = self._batches % self._every == 0
+        self._batches += 1
+        if self._on:
+            self._gatherings, self._streams = [], _streams()
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`."""
+        if not isinstance(op, Recv):
+            return instruction
+
+        def received() -> Blocked | None:
+            blocked = instruction()
+            if blocked is not None and self._due:
+                self._publish()
+            return blocked
+
+        return received
+
+    def verify(self, keys: random_keys.Keys | None, scaled: bool) -> None:
+        """Verifies a batch that has run, before its gradients are added up over ranks. Collective.
+
+        Args:
+            keys: What layers drew from; None for Paddle's generators.
+            scaled: Whether a scaler looks for gradients that are not finite.
+
+        Raises:
+            InvariantError: A gradient of this rank is not finite; parameters that ranks hold alike
+                differ; or ranks with other values have drawn the same random numbers.
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        if not self._on:
+            return
+        if self._due:
+            self._publish()
+        if not scaled:
+            self._require_finite()
+        drawn = self._drawn(keys)
+        for holders, gathering in self._gatherings:
+            values = gathering.values()
+            self._require_equal(holders, [value["parameters"].split(",") for value in values])
+            if not holders.tied:
+                self._require_streams(holders.ranks, [v["streams"] for v in values], drawn)
+        self._gatherings, self._passed = [], self._step
+
+    def measure(self, optimizer: PipelineOptimizer, scaled: bool) -> None:
+        """Begins to add up the norm of all gradients, before a step that clips by it. Collective.
+
+        Args:
+            optimizer: Steps.
+            scaled: Whether a scaler divides the gradients within the step.
+        """
+        self._squares = None
+        if self._on and optimizer.clips_all and not scaled:
+            parameters = optimized_parameters(optimizer.wrapped)
+            of_rank = counted(parameters, self._layers, self._job)
+            squares = _squares([g for p in of_rank if (g := gradient_of(p)) is not None])
+            everyone = self._job.members(range(self._job.degrees.size), PURPOSE)
+            self._squares = everyone.begin_all_gather(squares)
+
+    def require_norm(self, optimizer: PipelineOptimizer) -> None:
+        """Verifies the norm by which a step has clipped, where it was measured. Collective.
+
+        Raises:
+            InvariantError: It is not that of all gradients of all ranks, each counted once.
+        """
+        if self._squares is None:
+            return
+        norm, used = math.sqrt(sum(self._squares.values())), optimizer.gradient_norm or 0.0
+        halves = any("float16" in str(p.dtype) for p in optimized_parameters(optimizer.wrapped))
+        if abs(used - norm) > (_ROUNDING_OF_HALVES if halves else _ROUNDING) * max(used, norm):
+            raise InvariantError(
+                "gradients are clipped by a norm that is not that of all of them, each once",
+                where=self._here,
+                expected=f"{norm:.7g}, over all ranks",
+                got=f"{used:.7g}",
+                cause=NORM,
+                fix="leave is_firstly_shared, is_distributed and need_clip of parameters as their "
+                "layers set them, alike on all ranks, and the optimizer's clip where it is",
+            )
+
+    def _publish(self) -> None:
+        """Gives the ranks with the same parameters this one's fingerprints; waits for none."""
+        self._due = False
+        for holders in all_holders(self._layers, self._job):
+            prints = ",".join(map(fingerprint, holders.parameters.values()))
+            value = {"parameters": prints, "streams": {} if holders.tied else self._streams}
+            self._gatherings.append((holders, holders.group.begin_all_gather(value)))
+
+    def _require_finite(self) -> None:
+        parameters = named_parameters(self._layers).items()
+        gradients = {n: g for n, p in parameters if (g := gradient_of(p)) is not None}
+        if math.isfinite(_squares([*gradients.values()])):
+            return
+        bad = [name for name, gradient in gradients.items() if not _finite(gradient)]
+        if bad:
+            raise InvariantError(
+                f"the gradient of {bad[-1]} is not finite",
+                where=f"{self._here}, before gradients are added up over ranks",
+                got=f"NaN or Inf in {len(bad)} of {len(gradients)} gradients",
+                cause="a too large learning rate, a product that passed the dtype's range, or such "
+                "numbers in the data of this rank",
+                fix="FLAGS_pp_check_naninf=1 names the stage that sends the first of them",
+            )
+
+    def _require_equal(self, holders: Holders, prints: Sequence[Sequence[str]]) -> None:
+        """Compares fingerprints, by rank and parameter. All holders raise, if one does."""
+        by_name = dict(zip(holders.parameters, zip(*prints)))
+        unequal = [name for name, of_ranks in by_name.items() if len(set(of_ranks)) > 1]
+        if not unequal:
+            return
+        name = unequal[0]
+        usual, _ = Counter(by_name[name]).most_common(1)[0]
+        pairs = zip(holders.ranks, by_name[name])
+        differing = [rank for rank, value in pairs if value != usual]
+        axis = axis_between(self._job, differing, holders.ranks)
+        more = f", nor are {len(unequal) - 1} others" if len(unequal) > 1 else ""
+        first, *rest = holders.group.all_gather(holders.parameters[name].detach().clone())
+        raise InvariantError(
+            f"the {'tied weight' if holders.tied else 'parameter'} {name} is not the same on the "
+            f"ranks that hold it{more}",
+            where=f"rank {_listed(differing)} of {_listed(holders.ranks)}, along {axis}, at the "
+            f"begin of step {self._step}",
+            expected="the same bits, as "
+            + ("before the first step" if self._passed is None else f"in step {self._passed}"),
+            got=f"numbers up to {max(_apart(first, other) for other in rest):.3g} apart",
+            cause=_of_unequal(axis, 0 if self._passed is None else self._step),
+            fix="fleetpipe_configs['guards'] = 1 names the step, fleetpipe locate the layer",
+        )
+
+    def _require_streams(
+        self, ranks: Sequence[int], streams: Sequence[Mapping[str, str]], drawn: Sequence[str]
+    ) -> None:
+        """Compares the states from which the ranks of a stage draw."""
+        here = ranks.index(self._rank)
+        for stream in drawn:
+            for rank, states in zip(ranks, streams):
+                axis = "" if rank == self._rank else self._axis_to(rank)
+                equal = states.get(stream) == streams[here].get(stream)
+                # Along mp a whole value's dropout is the same, and that of shards is not.
+                if not axis or equal == (axis == "mp" and stream == DEFAULT):
+                    continue
+                raise InvariantError(
+                    f"ranks {_listed(sorted([rank, self._rank]))} draw "
+                    f"{'the same' if equal else 'other'} random numbers along {axis}",
+                    where=f"{self._here}, the {stream}",
+                    cause=STREAMS.format(axis)
+                    if equal
+                    else "dropout draws other numbers for the same values on ranks along mp",
+                    fix="give paddle.seed another number on each replica, the same along mp, and "
+                    "the streams of shards one of their own (model_parallel_random_seed); or leave "
+                    "fleetpipe_configs['rng'] at 'keyed'",
+                )
+
+    def _axis_to(self, rank: int) -> str:
+        return axis_between(self._job, [rank], [rank, self._rank])
+
+    def _drawn(self, keys: random_keys.Keys | None) -> list[str]:
+        """Returns the streams that this batch has drawn from, whose states are to be compared."""
+        if keys is not None:
+            return sorted(keys.common_streams & random_keys.OF_SHARDS)
+        now = _streams()
+        checked = {DEFAULT, *random_keys.OF_SHARDS}
+        return sorted(n for n in checked & now.keys() if now[n] != self._streams.get(n))
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._job.local else int(self._job.hcg.get_global_rank())
+
+    @property
+    def _step(self) -> int:
+        return self._job.progress.step
+
+    @property
+    def _here(self) -> str:
+        return f"rank {self._rank}, step {self._step}"
+
+
+class _Leaf(NamedTuple):
+    nbytes: int
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Returns what tensors with the same bits share: the sum and the xor of their 64-bit words."""
+    # What is kept holds the bytes as long as they are read.
+    _kept, memories = bridge.readable([tensor], [_Leaf(tensor_bytes(tensor))])
+    if not memories:
+        return ""
+    whole = np.frombuffer(memories[0], "uint8")
+    words = whole[: whole.size // 8 * 8].view("uint64")
+    rest = zlib.crc32(whole[words.nbytes :].tobytes())
+    return f"{int(words.sum(dtype='uint64')):x} {int(np.bitwise_xor.reduce(words)):x} {rest:x}"
+
+
+def _streams() -> dict[str, str]:
+    """Returns a fingerprint of the state of Paddle's generator, and of each stream of Fleet's."""
+    return {n: f"{zlib.crc32(text.encode()):x}" for n, text in stream_states().items()}
+
+
+def _squares(gradients: Sequence[Tensor]) -> float:
+    """Returns the sum of the squares of all gradients."""
+    if not gradients:
+        return 0.0
+    squares = [squared_norm(g).astype("float64").reshape([]) for g in gradients]
+    return float(paddle.stack(squares).sum())
+
+
+def _finite(gradient: Tensor) -> bool:
+    if gradient.is_selected_rows():
+        return bool(paddle.isfinite(squared_norm(gradient)).all())
+    return bool(paddle.isfinite(gradient.astype("float32")).all())
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one.astype("float64") - other.astype("float64")).abs().max())
+
+
+def _of_unequal(axis: str, step: int) -> str:
+    if axis == "mp":
+        return (
+            "a missing all-reduce over mp of its gradient; or ranks hold parts of it, and it lacks "
+            "is_distributed = True"
+        )
+    return of_unequal(axis, step)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
