@@ -8,6 +8,7 @@ is read straight into the memory of its tensor.
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from typing import Any
 
@@ -31,6 +32,7 @@ _SMALL = 1 << 14
 _MOST_SPARE = 8
 
 _UNKNOWN = MessageKey("C", 0, 0, "", 0)
+_CONTROL = ord("C")
 
 
 class _Frame:
@@ -38,6 +40,7 @@ class _Frame:
 
     Attributes:
         header: The header.
+        sent: When it was made, in nanoseconds of the sender's clock.
         key: The message's key, ``_UNKNOWN`` until the channel is known.
         structure: The structure of the value, ``NOTHING`` until it is known.
         tensors: The tensors being filled.
@@ -46,10 +49,20 @@ class _Frame:
             parts have none.
     """
 
-    __slots__ = ("announcement", "header", "key", "sealed", "structure", "targets", "tensors")
+    __slots__ = (
+        "announcement",
+        "header",
+        "key",
+        "sealed",
+        "sent",
+        "structure",
+        "targets",
+        "tensors",
+    )
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: Header, sent: int) -> None:
         self.header = header
+        self.sent = sent
         self.key = _UNKNOWN
         self.structure = NOTHING
         self.tensors: list[Any] = []
@@ -131,11 +144,24 @@ class Inbox:
         self._channels: dict[int, _Channel] = {}
         self._by_key: dict[tuple[Any, ...], _Channel] = {}
         self._kept: dict[MessageKey, deque[tuple[Any, int]]] = {}
+        self._quickest: tuple[int, int] | None = None
 
     @property
     def messages(self) -> int:
         """Messages of different keys that are kept for later; for any thread."""
         return len(self._kept)
+
+    def flight(self) -> float | None:
+        """Returns how long a message between stages was on its way, and begins anew.
+
+        It is the quickest of the largest ones that came since the last call: of small ones beside
+        them the time says little, and a busy processor adds to most but not to all.
+
+        Returns:
+            Seconds, by the clocks of both ends, which may differ; None where none came.
+        """
+        quickest, self._quickest = self._quickest, None
+        return None if quickest is None else quickest[1] / 1e9
 
     def take(self, key: MessageKey) -> tuple[bool, Any]:
         """Returns (True, value) of the oldest message of ``key``, reading what has arrived.
@@ -229,7 +255,13 @@ class Inbox:
                 self._learn(frame)
             else:
                 self._frame = None
+                self._time(frame)
                 return frame
+
+    def _time(self, frame: _Frame) -> None:
+        if frame.header.kind != _CONTROL:
+            timed = -frame.header.payload, time.monotonic_ns() - frame.sent
+            self._quickest = timed if self._quickest is None else min(self._quickest, timed)
 
     def _begin_frame(self) -> _Frame | None:
         while self._end - self._begin < self._header_bytes:
@@ -239,7 +271,7 @@ class Inbox:
         if self._seal is not None:
             seal = self._stage[end : end + SEAL_BYTES]
             self._seal.check([self._stage[self._begin : end]], seal)
-        frame = self._frame = _Frame(unpack_header(bytes(self._stage[self._begin : end])))
+        frame = self._frame = _Frame(*unpack_header(bytes(self._stage[self._begin : end])))
         self._begin += self._header_bytes
         if frame.header.announcement:
             self._expect(frame, [memoryview(frame.announcement)])

@@ -181,6 +181,11 @@ class SocketTransport:
         messages = sum(connection.inbox.messages for connection in connections)
         return messages, sum(connection.outbox.backlog for connection in connections)
 
+    def flights(self) -> dict[int, float]:
+        """Returns, by peer, what :meth:`inbox.Inbox.flight` says of the messages that came."""
+        flights = {peer: one.inbox.flight() for peer, one in self._connections.items()}
+        return {peer: flight for peer, flight in flights.items() if flight is not None}
+
     def flush(self, timeout: float) -> None:
         """Waits until the kernel has taken everything; see :meth:`base.Transport.flush`."""
         limit = Limit(timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -90,8 +91,25 @@ def test_tensors_made_ahead_belong_to_one_message_each(
     assert len({tensor.data_ptr() for tensor in received}) == 40
 
 
+def test_the_quickest_of_the_largest_messages_is_timed(
+    ends: tuple[SocketTransport, socket.socket],
+) -> None:
+    transport, theirs = ends
+    eight_bytes = encode("", Structure(("tensor", "float64", (1,), True)), ROUTE)
+    for seconds, data in (
+        (90, frame(eight_bytes, b"12345678", channel=1)),
+        (60, frame(b"", b"12345678", channel=1)),
+        (30, frame(FOUR_BYTES, b"1234")),
+    ):
+        sent = struct.pack("<Q", time.monotonic_ns() - seconds * 10**9)
+        theirs.sendall(data[: HEADER_BYTES - 8] + sent + data[HEADER_BYTES:])
+        transport.receive(1, forward(3), LIMIT)
+    assert transport.flights() == {1: pytest.approx(60, abs=20)}
+    assert transport.flights() == {}
+
+
 def test_garbage(ends: tuple[SocketTransport, socket.socket]) -> None:
-    message = damage(ends, b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n")
+    message = damage(ends, b"GET / HTTP/1.1\r\nHost: www.example.org\r\nAccept: */*\r\n\r\n")
     assert "damaged header" in message
     assert "the stream between messages from rank 1" in message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 import zlib
 
 import pytest
@@ -23,6 +24,7 @@ from fleetpipe.transport.wire.message import (
     unpack_header,
 )
 
+MOMENT_BYTES = 8
 NUMBER = st.integers(0, 2**32 - 1)
 HEADERS = st.builds(
     Header,
@@ -54,12 +56,15 @@ def test_key_in_words(key: MessageKey, words: str) -> None:
 
 @given(HEADERS)
 def test_header_round_trip(header: Header) -> None:
+    before = time.monotonic_ns()
     data = pack_header(header)
     assert len(data) == HEADER_BYTES
-    assert unpack_header(data) == header
+    read, moment = unpack_header(data)
+    assert read == header
+    assert before <= moment <= time.monotonic_ns()
 
 
-@pytest.mark.parametrize("position", range(HEADER_BYTES))
+@pytest.mark.parametrize("position", range(HEADER_BYTES - MOMENT_BYTES))
 def test_a_damaged_byte_is_noticed(position: int) -> None:
     data = bytearray(pack_header(PLAIN))
     data[position] ^= 0x10
@@ -84,10 +89,10 @@ def test_a_sound_header_with_absurd_content_is_refused(
 
 
 def test_another_version_is_named() -> None:
-    fields = bytearray(pack_header(PLAIN)[:-4])
+    fields = bytearray(pack_header(PLAIN)[: -MOMENT_BYTES - 4])
     fields[4] = 77
     with pytest.raises(TransportError, match="version 77"):
-        unpack_header(bytes(fields) + struct.pack("<I", zlib.crc32(fields)))
+        unpack_header(bytes(fields) + struct.pack("<IQ", zlib.crc32(fields), 0))
 
 
 @pytest.mark.parametrize(
