@@ -126,6 +126,13 @@ class JsonValue:
         """Returns a list of times or sizes."""
         return tuple(item.figure() for item in self.items())
 
+    def differences(self) -> tuple[float, ...]:
+        """Returns a list of times or sizes of any sign, as between two clocks."""
+        differences = tuple(item.number() for item in self.items())
+        if not all(abs(number) <= MOST for number in differences):
+            raise self.refused("numbers from -1e100 to 1e100")
+        return differences
+
     def counts(self) -> tuple[int, ...]:
         """Returns a list of whole numbers."""
         return tuple(item.count() for item in self.items())
@@ -168,13 +175,19 @@ class JsonValue:
                 raise self.refused(f"an object with {name!r}")
         return kind(**values)
 
-    def row(self, kind: type[Record]) -> Record:
-        """Returns a named tuple whose fields are the values of a list, in their order."""
+    def row(self, kind: type[Record], **readers: Callable[[JsonValue], Any]) -> Record:
+        """Returns a named tuple whose fields are the values of a list, in their order.
+
+        Args:
+            kind: The class.
+            readers: By the name of a field, what reads it; by default what suits its annotation.
+        """
         cls: Any = kind
         items, names = self.items(), _defaults(cls)
         if len(items) != len(names):
             raise self.refused(f"a list of {len(names)} values")
-        return kind(*(_reader(cls, name)(item) for name, item in zip(names, items)))
+        pairs = zip(names, items)
+        return kind(*((readers.get(name) or _reader(cls, name))(item) for name, item in pairs))
 
     def _at(self, content: object, step: str) -> JsonValue:
         return JsonValue(content, self.source, f"{self.place}{step}".lstrip("."))

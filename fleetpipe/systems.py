@@ -120,20 +120,16 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 class ProcessorQueue:
-    """How long the thread that made this waited for a processor that others had.
-
-    A time in which its container may not run at all is none of these: the rank is slow itself.
-    """
+    """How long the thread that made this was ready to run and did not."""
 
     def __init__(self) -> None:
         """Opens what the kernel keeps of this thread and its group, where it does."""
         self._file = self._open("/proc/thread-self/schedstat")
         self._group: int | None = None
         with contextlib.suppress(OSError):
-            for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-                _, names, path = line.split(":", 2)
-                if not names or "cpu" in names.split(","):
-                    self._open_group(Path(f"/sys/fs/cgroup{'/cpu' * bool(names)}{path}"))
+            groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+            limited = _limited_group(groups, Path("/sys/fs/cgroup"))
+            self._group = None if limited is None else self._open(str(limited / "cpu.stat"))
 
     def _open(self, path: str) -> int | None:
         with contextlib.suppress(OSError):
@@ -142,28 +138,46 @@ class ProcessorQueue:
             return file
         return None
 
-    def _open_group(self, folder: Path) -> None:
-        """Opens what is kept of a group that has a limit: reading it takes ten microseconds."""
-        for name in ("cpu.max", "cpu.cfs_quota_us"):
-            with contextlib.suppress(OSError):
-                if (folder / name).read_text(encoding="ascii")[0].isdigit():
-                    self._group = self._open(str(folder / "cpu.stat"))
-
     def seconds(self) -> float:
         """Returns the seconds of its whole life; always 0 where that is not told."""
         if sys.platform == "win32" or self._file is None:
             return 0.0
         fields = os.pread(self._file, 100, 0).split()
-        queued = int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
-        return queued - self._throttled()
+        return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
-    def _throttled(self) -> float:
+    def limited_seconds(self) -> float:
+        """Returns the seconds in which a limit let its group not run, of all processors together.
+
+        Always 0 where the group, that is the container, had no limit when this was made.
+        """
         if sys.platform == "win32" or self._group is None:
             return 0.0
         figure = re.search(rb"throttled_(time|usec) (\d+)", os.pread(self._group, 1000, 0))
         if figure is None:
             return 0.0
         return int(figure[2]) / (1e9 if figure[1] == b"time" else 1e6)
+
+
+def _limited_group(groups: str, root: Path) -> Path | None:
+    """Returns the folder of the nearest group around a process that limits its processor time.
+
+    Args:
+        groups: The process's groups, as Linux lists them.
+        root: Where groups are mounted. A container has its own there, whatever name is listed.
+    """
+    for line in groups.splitlines():
+        _, names, path = line.split(":", 2)
+        if not names or "cpu" in names.split(","):
+            mounted = root / "cpu" if names else root
+            group = mounted / path.strip("/")
+            for folder in (group, *group.parents):
+                for name in ("cpu.max", "cpu.cfs_quota_us"):
+                    with contextlib.suppress(OSError):
+                        if (folder / name).read_text(encoding="ascii")[0].isdigit():
+                            return folder
+                if folder == mounted:
+                    break
+    return None
 
 
 def anonymous_memory(size: int) -> mmap.mmap:

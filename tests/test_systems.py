@@ -83,11 +83,34 @@ def test_figures_of_this_host(platform: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "text", ["nr_throttled 3\nthrottled_time 250000000\n", "throttled_usec 250000\n"]
 )
-def test_a_time_in_which_a_container_may_not_run_is_no_queue(tmp_path: Path, text: str) -> None:
+def test_a_time_in_which_a_container_may_not_run_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "cpu.stat").write_text(text)
     (tmp_path / "schedstat").write_text("1 750000000 9")
     queue = systems.ProcessorQueue()
     queue._file = queue._open(str(tmp_path / "schedstat"))
     queue._group = queue._open(str(tmp_path / "cpu.stat"))
-    assert queue.seconds() == 0.5
+    assert (queue.seconds(), queue.limited_seconds()) == (0.75, 0.25)
     assert queue._open(str(tmp_path / "missing")) is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "file", "limit", "folder"),
+    [
+        ("0::/jobs/one\n", "jobs/one/cpu.max", "50000 100000", "jobs/one"),
+        ("0::/jobs/one\n", "jobs/cpu.max", "50000 100000", "jobs"),
+        ("0::/docker/12ab\n", "cpu.max", "50000 100000", ""),
+        ("0::/jobs/one\n", "jobs/one/cpu.max", "max 100000", None),
+        ("5:memory:/a\n4:cpu,cpuacct:/jobs\n", "cpu/jobs/cpu.cfs_quota_us", "50000", "cpu/jobs"),
+        ("4:cpu:/docker/12ab\n0::/\n", "cpu/cpu.cfs_quota_us", "50000", "cpu"),
+        ("4:cpu:/\n", "cpu/cpu.cfs_quota_us", "-1", None),
+        ("", "cpu.max", "50000 100000", None),
+    ],
+)
+def test_the_limit_of_the_nearest_group_counts(
+    tmp_path: Path, groups: str, file: str, limit: str, folder: str | None
+) -> None:
+    """Also in a container, which has its own group where the host has the root of all."""
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(limit)
+    expected = None if folder is None else tmp_path / folder
+    assert systems._limited_group(groups, tmp_path) == expected

@@ -23,11 +23,16 @@ DATA, LATENCY, SAVE = 0.004, 0.002, 0.003
 LEARNED, INJECTED, RECOVERY = 60, 14, 18
 MICRO_BATCHES, ROWS, HIDDEN = 4, 24, 384
 _GROUPS = Path("/sys/fs/cgroup/cpu")
-_PERIOD = 2000
+#: Microseconds in which a container may use its quota, as the kernel has it by default.
+_PERIOD = 100_000
 
 
 class Injection(NamedTuple):
-    """A rank that is slow from a step on; ``link`` is that to the rank behind it."""
+    """A rank that is slow from a step on; ``link`` is that to the rank behind it.
+
+    The factor is that of the rank's computation, data or saving. A link and a limit have the one
+    that makes a step so many times as long.
+    """
 
     kind: str
     factor: float
@@ -57,7 +62,11 @@ class Slowness:
         self.extra = 0.0
         self.data, self.save = DATA, SAVE
         self._job = job
-        self._relay = _relayed(job, rank + 1) if rank + 1 in _peers(job) else None
+        ranks = job.pipeline_ranks()
+        # Forwards that are on their way between the two ranks before one comes back.
+        self._ahead = len(ranks) - ranks.index(rank)
+        self._relay = _relayed(job, rank + 1) if rank + 1 in ranks else None
+        self._used = time.process_time(), time.monotonic()
         self._group = _GROUPS / f"fleetpipe-{os.getpid()}"
         with contextlib.suppress(OSError):
             self._group.mkdir()
@@ -68,18 +77,24 @@ class Slowness:
     def set(self, injection: Injection | None) -> None:
         """Makes the rank slow as an injection says; None: no longer."""
         kind, factor = ("", 1.0) if injection is None else injection[:2]
-        computed = [row.cpu for row in self._job.progress._last]
-        self.extra = (factor - 1) * median(computed) if kind == "compute" else 0.0
+        self.extra = (factor - 1) * self._usual("cpu") if kind == "compute" else 0.0
         self.data = DATA * (factor if kind == "data" else 1)
         self.save = SAVE * (factor if kind == "save" else 1)
         if self._relay is not None and self._relay.stdin is not None:
-            latency = LATENCY * (factor if kind == "link" else 1)
+            round_trips = MICRO_BATCHES / self._ahead
+            extra = (factor - 1) * self._usual("span") / (2 * round_trips)
+            latency = LATENCY + (extra if kind == "link" else 0.0)
             self._relay.stdin.write(f"{latency}\n".encode())
             self._relay.stdin.flush()
         # Always some limit, which may be above all that there is.
-        quota = int(_PERIOD / factor) if kind == "processor" else 8 * _PERIOD
+        before, self._used = self._used, (time.process_time(), time.monotonic())
+        share = (self._used[0] - before[0]) / (self._used[1] - before[1])
+        quota = int(_PERIOD * share / factor) if kind == "processor" else 8 * _PERIOD
         with contextlib.suppress(OSError):
             (self._group / "cpu.cfs_quota_us").write_text(str(quota))
+
+    def _usual(self, name: str) -> float:
+        return median([getattr(row, name) for row in self._job.progress._last] or [0.0])
 
     def burn(self) -> None:
         """Computes for this micro-batch's share of the extra time."""
@@ -92,12 +107,6 @@ class Slowness:
         with contextlib.suppress(OSError):
             (_GROUPS / "cgroup.procs").write_text(str(os.getpid()))
             self._group.rmdir()
-
-
-def _peers(job: Any) -> list[int]:
-    ranks = job.pipeline_ranks()
-    place = ranks.index(job.hcg.get_global_rank())
-    return [ranks[n] for n in (place - 1, place + 1) if 0 <= n < len(ranks)]
 
 
 def _relayed(job: Any, peer: int) -> subprocess.Popen[bytes]:

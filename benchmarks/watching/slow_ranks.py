@@ -16,16 +16,16 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from benchmarks.figures import answer, is_rank, on_ranks, table
 from benchmarks.watching.slow_job import INJECTED, RECOVERY, Injection, injections, rows_of
 from fleetpipe.watch.records import StepRow
-from fleetpipe.watch.slow_ranks import SlowRanks
+from fleetpipe.watch.slow_ranks import LIMIT, SlowRanks
 
 #: What a rank is named for, by the kind of its injection.
-WHAT = {"compute": "compute", "processor": "compute", "data": "data", "save": "save"}
+WHAT = {"compute": "compute", "processor": LIMIT, "data": "data", "save": "save"}
 #: Steps in which it should be.
 SOON = 10
 
@@ -66,22 +66,27 @@ def judge(case: Case, answers: Sequence[Mapping[str, Any]]) -> None:
     planned = injections(case.ranks, case.replicas, case.counts)
     quiet = set().union(*named[: case.quiet])
     print(f"named in {case.quiet} quiet steps: {sorted(quiet) or 'nobody'}")
+    spans = [row[1] for row in answers[0]["rows"]]
     rows, wrong = [], []
     for kind in WHAT | {"link": ""}:
         for factor in case.counts:
             chosen = [one for one in planned if (one.kind, one.factor) == (kind, factor)]
-            after = []
+            after, longer = [], []
             for one in chosen:
                 # The first row is missing: a row stands at its step less one.
                 first = case.quiet + one.first - 1
                 steps = named[first : first + INJECTED]
+                usual = fmean(spans[first - INJECTED : first])
+                longer.append(fmean(spans[first : first + INJECTED]) / usual)
                 after.append(next((n for n, who in enumerate(steps, 1) if expected(one) in who), 0))
                 others = set().union(*named[first + 1 : first + INJECTED + RECOVERY])
                 wrong += [(*who, one) for who in others - {expected(one)}]
             soon = [n for n in after if 0 < n <= SOON]
             steps = f"{median(soon):g}" if soon else "-"
-            rows.append((kind, f"{factor:g}", f"{len(soon)} of {len(after)}", steps))
-    print(table(("kind", "factor", f"within {SOON} steps", "median steps"), rows))
+            of = f"{len(soon)} of {len(after)}"
+            rows.append((kind, f"{factor:g}", f"{median(longer):.2f}", of, steps))
+    columns = ("kind", "factor", "of the step", f"within {SOON} steps", "median steps")
+    print(table(columns, rows))
     print(f"named wrongly: {len(wrong)}")
     for who, what, one in wrong:
         print(f"  rank {who}, {what}, while {one}")
@@ -93,13 +98,17 @@ def main() -> None:
     options.add_argument("--rows", type=Path, metavar="FILE", help="write the rows of all jobs")
     options.add_argument("--replay", type=Path, metavar="FILE", help="judge the rows of a file")
     options.add_argument("--only", choices=CASES, help="one job alone")
+    options.add_argument("--quiet", type=int, metavar="STEPS", help="in which none is slow")
     options.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     chosen = options.parse_args()
+    cases = CASES
+    if chosen.quiet is not None:
+        cases = {name: case._replace(quiet=chosen.quiet) for name, case in cases.items()}
     if is_rank():
-        answer(rows_of(*CASES[chosen.case]))
+        answer(rows_of(*cases[chosen.case]))
         return
     stored = json.loads(chosen.replay.read_text()) if chosen.replay else {}
-    for name, case in CASES.items():
+    for name, case in cases.items():
         if chosen.only not in (None, name) or (chosen.replay and name not in stored):
             continue
         begin = time.monotonic()

@@ -119,6 +119,7 @@ class Job:
         if connections is not None:
             self.progress.awaited = self._awaited
             self.progress.queues = connections.queues
+            self.progress.flights = connections.flights
 
     def heard(self) -> Mapping[int, Heard]:
         """Returns what is known of every process of the job, for its board."""

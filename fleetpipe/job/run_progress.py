@@ -25,8 +25,8 @@ class Meter(Protocol):
     def begin(self) -> None:
         """Begins a step."""
 
-    def take(self) -> tuple[float, float, float, tuple[float, ...], tuple[float, ...]]:
-        """Returns ``cpu``, ``wall``, ``data`` with what was saved, ``sent``, ``taken`` of a row."""
+    def take(self) -> tuple[float, float, float, float, dict[int, int]]:
+        """Returns ``cpu``, ``wall``, ``data`` and saving, ``limited``, and awaited messages."""
 
 
 class RunProgress:
@@ -35,6 +35,7 @@ class RunProgress:
     Attributes:
         action: Says what the process does now; called on any thread.
         awaited: Says for which rank's message it waits; None for none.
+        flights: Says by rank how long the quickest message since the last call was on its way.
         queues: Says how many messages and bytes it has not taken, and not sent.
         memory: Says how many bytes it holds.
         memory_limit: Bytes that it may hold.
@@ -54,6 +55,7 @@ class RunProgress:
         """Begins before the first step."""
         self.action: Callable[[], str] = lambda: "outside of the pipeline"
         self.awaited: Callable[[], int | None] = lambda: None
+        self.flights: Callable[[], dict[int, float]] = dict
         self.queues: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.memory: Callable[[], int] = lambda: 0
         self.memory_limit = sys.maxsize
@@ -83,13 +85,21 @@ class RunProgress:
         Args:
             meter: Times them.
         """
+        # Messages of an evaluation may be larger.
+        self.flights()
         meter.begin()
         yield
-        cpu, wall, passed, sent, taken = meter.take()
+        cpu, wall, passed, limited, awaited = meter.take()
+        flights = tuple(
+            number
+            for peer, flight in self.flights().items()
+            for number in (peer, flight, awaited.get(peer, 0))
+        )
         data = max(0.0, passed - self._save)
         now = time.monotonic()
         if self._ended is not None:
-            row = StepRow(self.step, now - self._ended, cpu, wall, data, self._save, sent, taken)
+            span = now - self._ended
+            row = StepRow(self.step, span, cpu, wall, data, self._save, limited, flights)
             self._last.append(row)
             self._rows.append(row)
         self._ended, self._save = now, 0.0

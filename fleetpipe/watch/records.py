@@ -26,8 +26,9 @@ class StepRow(NamedTuple):
         wall: The same by the clock, without what it waited for messages, or for a processor.
         data: From the step before to the first action, without saving, or waiting for a processor.
         save: What saving took since.
-        sent: The first message to each rank: its rank and the moment, one pair after another.
-        taken: The first message of each rank that this one waited for, likewise.
+        limited: In which the limit of its container let it not run.
+        flights: For each rank of which messages came: its rank, the seconds that the quickest was
+            on its way by the clocks of both, which may differ, and how many it waited for.
     """
 
     step: int
@@ -36,8 +37,8 @@ class StepRow(NamedTuple):
     wall: float
     data: float
     save: float
-    sent: tuple[float, ...] = ()
-    taken: tuple[float, ...] = ()
+    limited: float = 0.0
+    flights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,4 +134,4 @@ def _rounded(value: Any) -> Any:
 
 
 def _rows(value: JsonValue) -> tuple[StepRow, ...]:
-    return tuple(item.row(StepRow) for item in value.items())
+    return tuple(item.row(StepRow, flights=JsonValue.differences) for item in value.items())

@@ -4,7 +4,8 @@ A rank is compared with its peers, those that run the same stages of other repli
 peers with its own earlier steps, less what the other ranks have become slower by meanwhile. Its
 figure counts where seven of eight steps in a row are above a threshold, and what is lost is a part
 of the step that matters. The threshold is learned: it lies above all that the undisturbed steps
-before have shown, and never below ``LEAST``.
+before have shown, and never below ``LEAST``. A limit of a rank's processor time is what the kernel
+tells of it: nothing is learned there.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from fleetpipe.watch.records import StepRow
 WINDOW, OF_WINDOW = 8, 7
 #: The least threshold: it finds what is 1.3 times slower, and leaves room for chance below.
 LEAST = 1.15
+#: The same of a link: its messages are a small part of a step that is 1.3 times slower for them.
+LEAST_LINK = 1.3
 #: Steps from which a threshold is learned: the least, and the most.
 FEWEST, MOST = 12, 200
 #: How far the threshold lies above what chance has shown, and further after few steps.
 _MARGIN, _FEW = 1.25, 6.0
 #: The first steps allocate memory and load code.
 _WARM_UP = 3
-#: The least part of a step that a slowness costs.
-_MATTERS = 0.01
+#: The least part of a step that a slowness costs, and that a slow link does.
+_MATTERS, _LINK_MATTERS = 0.01, 0.05
 _SHORTEST = 1e-7
+#: The least time that is looked at for a limit: by default a kernel counts in tenths of a second.
+_LIMIT_SECONDS = 0.4
+LIMIT = "compute (processor limit)"
 #: The logarithm of how much a machine may change before the threshold rises with it.
 _STEADY = math.log(1.1)
 
@@ -41,7 +47,7 @@ class SlowRank:
 
     Attributes:
         rank: Its rank in the job.
-        what: ``compute``, ``data``, ``save``, or ``link to rank N``.
+        what: ``compute``, ``compute (processor limit)``, ``data``, ``save``, or ``link to rank N``.
         factor: How many times as long it takes.
     """
 
@@ -50,7 +56,9 @@ class SlowRank:
     factor: float
 
     def __str__(self) -> str:
-        return f"rank {self.rank} is slow: {self.what} takes {self.factor:.1f} times as long"
+        text = f"rank {self.rank} is slow: {self.what} takes {self.factor:.1f} times as long"
+        remedy = "; give its container more processor time (cpu.max, docker's --cpus)"
+        return text + remedy * (self.what == LIMIT)
 
 
 class _Compared(NamedTuple):
@@ -59,28 +67,28 @@ class _Compared(NamedTuple):
     Attributes:
         factor: The logarithm of how many times as long it took.
         lost: Seconds more than that.
-        span: Seconds of the step.
+        costs: Seconds of it that matter.
         doubt: By how much the threshold is higher in this step.
     """
 
     factor: float
     lost: float
-    span: float
+    costs: float
     doubt: float
 
 
 class StepComparison:
     """One figure of all ranks, step by step."""
 
-    def __init__(self, peers: Mapping[int, Sequence[int]], has_floor: bool = False) -> None:
+    def __init__(self, peers: Mapping[int, Sequence[int]], least: float = LEAST) -> None:
         """Knows nothing yet.
 
         Args:
             peers: What each is compared with; nothing for those that have only their own past.
-            has_floor: Whether chance only adds to a figure: then one of the least is the usual one.
+            least: The least threshold.
         """
         self._peers = peers
-        self._margin, self._share = (2 * _MARGIN, 5) if has_floor else (_MARGIN, 2)
+        self._least = math.log(least)
         self._figures: dict[int, deque[float]] = {rank: deque(maxlen=MOST) for rank in peers}
         self._chance: dict[int, deque[float]] = {rank: deque(maxlen=MOST) for rank in peers}
         self._usual: dict[int, float] = {}
@@ -89,14 +97,12 @@ class StepComparison:
         self._count = 0
         self.slow: dict[int, float] = {}
 
-    def add(self, figures: Mapping[int, float], span: float, doubt: float = 0.0) -> None:
+    def add(self, figures: Mapping[int, float], costs: float) -> None:
         """Takes the figures of a step.
 
         Args:
             figures: Seconds, of all.
-            span: Seconds of the whole step.
-            doubt: By how much the logarithm of the threshold is higher in this step, where no
-                others beside tell whether the machine is as it was when that was learned.
+            costs: Seconds more than usual that matter.
         """
         self._count += 1
         if self._count <= _WARM_UP:
@@ -109,32 +115,27 @@ class StepComparison:
                 self._figures[rank].append(figure)
             if self._count % WINDOW == 0 or not self._usual:
                 self._learn()
-        self._recent.append(self._compared(figures, span, doubt))
+        self._recent.append(self._compared(figures, costs))
         if len(self._recent) == WINDOW:
             factors = {rank: self._factor(rank, learns) for rank in figures}
             self.slow = {rank: factor for rank, factor in factors.items() if factor is not None}
 
     def _learn(self) -> None:
         """Works out what is usual, and how far chance goes; once in a window, for it takes long."""
-        self._usual = {
-            rank: sorted(figures)[len(figures) // self._share]
-            for rank, figures in self._figures.items()
-        }
+        self._usual = {rank: median(figures) for rank, figures in self._figures.items()}
         for rank, chance in self._chance.items():
             # The last ones may be the beginning of what is to be noticed.
             past = list(chance)[:-WINDOW]
             if len(past) >= FEWEST:
                 most = max(past) - median(past)
-                margin = self._margin + _FEW / len(past)
-                self._thresholds[rank] = max(math.log(LEAST), margin * most)
+                margin = _MARGIN + _FEW / len(past)
+                self._thresholds[rank] = max(self._least, margin * most)
 
-    def _compared(
-        self, figures: Mapping[int, float], span: float, doubt: float
-    ) -> dict[int, _Compared]:
+    def _compared(self, figures: Mapping[int, float], costs: float) -> dict[int, _Compared]:
         changes = {rank: math.log(figures[rank] / self._usual[rank]) for rank in figures}
         compared = {}
         for rank, figure in figures.items():
-            reference = self._usual[rank]
+            reference, doubt = self._usual[rank], 0.0
             if self._peers[rank]:
                 reference = median(figures[peer] for peer in self._peers[rank])
             elif len(figures) > 1:
@@ -142,12 +143,12 @@ class StepComparison:
                 reference *= math.exp(max(0.0, common))
                 doubt = max(0.0, abs(common) - _STEADY)
             factor = math.log(figure / reference)
-            compared[rank] = _Compared(factor, figure - reference, span, doubt)
+            compared[rank] = _Compared(factor, figure - reference, costs, doubt)
         return compared
 
     def _factor(self, rank: int, learns: bool) -> float | None:
         """Returns the factor of one that is slow, else None."""
-        factors, lost, spans, doubts = zip(*(step[rank] for step in self._recent))
+        factors, lost, costs, doubts = zip(*(step[rank] for step in self._recent))
         ordered = sorted(factors)
         low, high = ordered[WINDOW - OF_WINDOW], ordered[OF_WINDOW - 1]
         if learns:
@@ -157,8 +158,29 @@ class StepComparison:
         # What was slow stays so until as many steps are below the threshold again.
         shown = high if rank in self.slow else low
         slow = shown > self._thresholds[rank] + median(doubts)
-        matters = median(lost) > _MATTERS * median(spans)
+        matters = median(lost) > median(costs)
         return math.exp(median(factors)) if slow and matters else None
+
+
+class ProcessorLimit:
+    """How much of its time a rank may not run, in the last steps."""
+
+    def __init__(self) -> None:
+        """Knows nothing yet."""
+        self._steps: deque[tuple[float, float]] = deque()
+        self._span = 0.0
+        self.factor: float | None = None
+
+    def add(self, limited: float, span: float) -> None:
+        """Takes a step: the seconds in which the rank might not run, and all of its seconds."""
+        self._steps.append((limited, span))
+        self._span += span
+        while len(self._steps) > WINDOW and self._span - self._steps[0][1] > _LIMIT_SECONDS:
+            self._span -= self._steps.popleft()[1]
+        factor = self._span / max(_SHORTEST, self._span - sum(lost for lost, _ in self._steps))
+        # As long as half of it is left it is the same limit.
+        least = LEAST if self.factor is None else math.sqrt(LEAST)
+        self.factor = factor if len(self._steps) >= WINDOW and factor > least else None
 
 
 class SlowRanks:
@@ -178,7 +200,7 @@ class SlowRanks:
         names = ("cpu", "wall", "data", "save")
         self._comparisons = {name: StepComparison(peers) for name in names}
         self._links: dict[tuple[int, int], StepComparison] = {}
-        self._spans: deque[float] = deque(maxlen=MOST)
+        self._limits = {rank: ProcessorLimit() for rank in places}
         self.slow: list[SlowRank] = []
 
     def add(self, rows: Mapping[int, Sequence[StepRow]]) -> list[SlowRank]:
@@ -199,8 +221,10 @@ class SlowRanks:
         for name, comparison in self._comparisons.items():
             figures = {rank: float(getattr(row, name)) for rank, row in step.items()}
             if name != "save" or all(figures.values()):
-                comparison.add(figures, span)
+                comparison.add(figures, _MATTERS * span)
         self._compare_links(step, span)
+        for rank, row in step.items():
+            self._limits[rank].add(row.limited, row.span)
         slow: dict[tuple[int, str], float] = {}
         for name, comparison in self._comparisons.items():
             what = "compute" if name in ("cpu", "wall") else name
@@ -208,24 +232,27 @@ class SlowRanks:
                 slow[rank, what] = max(factor, slow.get((rank, what), 0.0))
         for (rank, peer), link in self._links.items():
             slow.update(((rank, f"link to rank {peer}"), f) for f in link.slow.values())
+        for rank, limit in self._limits.items():
+            if limit.factor is not None:
+                slow.pop((rank, "compute"), None)
+                slow[rank, LIMIT] = limit.factor
         self.slow = [SlowRank(rank, what, factor) for (rank, what), factor in slow.items()]
 
     def _compare_links(self, step: Mapping[int, StepRow], span: float) -> None:
-        """Compares the links whose both ends waited, both ways together: clocks may differ."""
+        """Compares links by how long messages are on their way.
+
+        Both ways together, so that clocks may differ. What that costs a step is as many times as
+        long as an end waits for messages of the other; where none does, it costs nothing.
+        """
         ways = {
-            (source, rank): moment - _moments(step[source].sent)[rank]
+            (int(source), rank): (flight, awaited)
             for rank, row in step.items()
-            for source, moment in _moments(row.taken).items()
-            if source in step and rank in _moments(step[source].sent)
+            for source, flight, awaited in zip(*(row.flights[n::3] for n in range(3)))
         }
-        self._spans.append(span)
-        doubt = max(0.0, abs(math.log(span / median(self._spans))) - _STEADY)
-        for rank, peer in ways:
+        for (rank, peer), (there, awaited) in ways.items():
             if rank < peer and (peer, rank) in ways:
-                both = ways[rank, peer] + ways[peer, rank]
-                link = self._links.setdefault((rank, peer), StepComparison({rank: []}, True))
-                link.add({rank: both}, span, doubt)
-
-
-def _moments(pairs: Sequence[float]) -> dict[int, float]:
-    return {int(rank): moment for rank, moment in zip(pairs[::2], pairs[1::2])}
+                back, also = ways[peer, rank]
+                waits = (awaited + also) / 2
+                costs = _LINK_MATTERS * span / waits if waits else math.inf
+                link = self._links.setdefault((rank, peer), StepComparison({rank: []}, LEAST_LINK))
+                link.add({rank: there + back}, costs)

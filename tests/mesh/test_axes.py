@@ -223,7 +223,7 @@ def test_groups_have_the_right_ranks_in_every_order(
     replicas: dict[int, list[Any]] = {}
     for rank in range(16):
         topology = Topology(degrees, order, rank)
-        connections: Any = SimpleNamespace(rank=rank, ranks=16, queues=lambda: (0, 0))
+        connections: Any = SimpleNamespace(rank=rank, ranks=16, queues=lambda: (0, 0), flights=dict)
         job = Job(
             *(degrees, topology, 10.0),
             store=store,

@@ -38,13 +38,16 @@ RECORD = RankRecord(
     gradient_norm=1.5,
     saved=5,
     saved_age=2.0,
-    rows=(StepRow(7, 0.25, 0.125, 0.2, 0.01, 0.0, (1, 12.5), (1, 12.75)),),
+    rows=(StepRow(7, 0.25, 0.125, 0.2, 0.01, 0.0, 0.05, (1.0, -12.75, 3.0)),),
 )
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
     assert RankRecord.of(json.loads(json.dumps(RECORD.content()))) == RECORD
     assert RECORD.lean.rows == ()
+    content = json.loads(json.dumps(RECORD.content()).replace("-12.75", "NaN"))
+    with pytest.raises(ConfigError, match=r"where: rows\[0\]\[7\]"):
+        RankRecord.of(content)
 
 
 def test_a_board_is_read_as_it_was_written(tmp_path: Path) -> None:
