@@ -151,13 +151,11 @@ class StepComparison:
         factors, lost, costs, doubts = zip(*(step[rank] for step in self._recent))
         ordered = sorted(factors)
         low, high = ordered[WINDOW - OF_WINDOW], ordered[OF_WINDOW - 1]
-        if learns:
-            self._chance[rank].append(low)
-        if rank not in self._thresholds:
-            return None
         # What was slow stays so until as many steps are below the threshold again.
         shown = high if rank in self.slow else low
-        slow = shown > self._thresholds[rank] + median(doubts)
+        slow = shown > self._thresholds.get(rank, math.inf) + median(doubts)
+        if learns and not slow:
+            self._chance[rank].append(low)
         matters = median(lost) > median(costs)
         return math.exp(median(factors)) if slow and matters else None
 

@@ -191,6 +191,22 @@ def test_one_that_is_slow_no_longer_is_named_no_longer() -> None:
     assert seen[140] == set()
 
 
+def test_one_that_was_slow_before_is_named_as_soon_again() -> None:
+    """What was seen of it then is not what chance does."""
+
+    def change(step: int, rank: int, row: StepRow) -> StepRow:
+        before = longer(["cpu", "wall"], 2.0 if step < 115 else 1.0)(step, rank, row)
+        return longer(["cpu", "wall"], 1.3, since=150)(step, rank, before)
+
+    chance, slow, seen = random.Random(1), SlowRanks(ALONE), []
+    for step in range(170):
+        drawn = enumerate(rows(step, chance, 0.05))
+        seen.append(bool(slow.add({r: [change(step, r, row)] for r, row in drawn})))
+    assert seen[110]
+    assert not seen[130]
+    assert seen[160]
+
+
 def test_steps_that_a_rank_does_not_tell_are_left_out() -> None:
     chance, slow = random.Random(1), SlowRanks(ALONE)
     change = longer(["cpu", "wall"], 1.5)
