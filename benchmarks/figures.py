@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+ROOT = Path(__file__).resolve().parents[1]
 #: Where the ranks of a benchmark leave their answers.
 ANSWERS = "FLEETPIPE_BENCHMARK_ANSWERS"
 #: Characters of a failed job's logs that are shown.
@@ -71,7 +72,10 @@ def on_ranks(ranks: int, *options: str) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "paddle.distributed.launch", "--log_dir", f"{folder}/log"]
         command += ["--nproc_per_node", str(ranks), *sys.argv, *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", ANSWERS: folder}
+        # Theirs is the folder of the script, not the one from which this began.
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, ANSWERS: folder}
+        environment = {**os.environ, **own}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             logs = sorted(Path(folder).glob("log/workerlog.*"))
