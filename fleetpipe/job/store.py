@@ -1,9 +1,8 @@
 """A client of Paddle's ``TCPStore`` whose every call ends.
 
-Paddle's own client waits without a limit, with the interpreter's lock in its hand, and takes 45 ms
-for most calls, because it sends each in several small pieces. Its server, in threads of C++, is
-served as it is. A request is a command (int32) and its arguments, strings with their length
-(uint64) before them; 2.6.2 and 3.3.1 speak alike.
+Paddle's own client waits without a limit, with the interpreter's lock in its hand. Its server, in
+threads of C++, is served as it is. A request is a command (int32) and its arguments, strings with
+their length (uint64) before them; 2.6.2 and 3.3.1 speak alike.
 """
 
 from __future__ import annotations
