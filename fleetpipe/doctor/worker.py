@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import paddle
 from paddle import nn
@@ -16,7 +16,7 @@ from paddle import nn
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.errors import FleetPipeError
-from fleetpipe.job.job import current_job
+from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.transport import MessageKey, Transport
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
@@ -28,14 +28,15 @@ WIDTH, ROWS, MICRO_BATCHES, STEPS = 64, 4, 4, 3
 _THERE, _BACK = MessageKey("F", 0, 1, "doctor", 0), MessageKey("B", 0, 1, "doctor", 0)
 
 
-def begin(transport: str | None = None) -> None:
-    """Begins a job of all ranks as one pipeline. Collective."""
+def begin(transport: str | None = None) -> Job:
+    """Begins a job of all ranks as one pipeline, and returns it. Collective."""
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": int(os.environ["PADDLE_TRAINERS_NUM"])}
     configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": ROWS}
     strategy.pipeline_configs = configs
     strategy.fleetpipe_configs = {"timeout": TIMEOUT, "transport": transport}
     fleet.init(is_collective=True, strategy=strategy)
+    return cast("Job", current_job())
 
 
 def one_way_seconds(transport: Transport, nbytes: int, trips: int) -> float:
@@ -58,10 +59,8 @@ def one_way_seconds(transport: Transport, nbytes: int, trips: int) -> float:
 def measured(name: str) -> dict[str, Any]:
     """Returns the seconds of one way of each size, by its bytes; or what failed. Collective."""
     try:
-        begin(name)
+        job = begin(name)
         try:
-            job = current_job()
-            assert job is not None
             (transport,) = job.connect().values()
             with job.guarded(lambda: f"measuring {name}"):
                 return {str(n): one_way_seconds(transport, n, k) for n, k in SIZES.items()}

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import ray
 from ray._private import ray_constants, ray_logging
@@ -69,8 +69,7 @@ def _own_cluster(resources: Mapping[str, float]) -> Iterator[None]:
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
-    assert reaper.stdin is not None
-    with reaper.stdin as line:
+    with cast("IO[bytes]", reaper.stdin) as line:
         line.write(f"{token}\n".encode())
         line.flush()
         try:

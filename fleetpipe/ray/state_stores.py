@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from fleetpipe.errors import FleetPipeError
+from fleetpipe.errors import CheckpointError, FleetPipeError
 from fleetpipe.launch.keeping import copies
 from fleetpipe.launch.supervisor.state_folder import state_folder
 from fleetpipe.launch.supervisor.supervisor import say
@@ -105,9 +105,17 @@ class StateStore:
         return [*map(_key, self._held.iterdir())]
 
     async def copy(self, key: CopyKey) -> copies.Copy:
-        """Returns a copy that is here."""
+        """Returns a copy that is here.
+
+        Raises:
+            CheckpointError: Its file has the state of another step.
+        """
         slot = copies.find([self._held / _name(key)], key.step)
-        assert slot is not None
+        if slot is None:
+            raise CheckpointError(
+                f"the copy of rank {key.rank}'s state has no step {key.step}",
+                fix="nothing: the ranks go on from the newest checkpoint",
+            )
         return slot[1]
 
     async def place(self, rank: int, step: int, copy: copies.Copy) -> None:

@@ -17,7 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import ray
 import ray.train
@@ -151,18 +151,17 @@ class _Keeper:
     """The process that starts the rank's, and ends it with this one."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+        self._orders = cast("IO[bytes]", process.stdin)
+        self._answers = cast("IO[bytes]", process.stdout)
         self._session = 0
 
     def start(self, **script: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(script).encode() + b"\n")
+        self._orders.write(json.dumps(script).encode() + b"\n")
         self._session = self._answer()["process"]
 
     def code(self, seconds: float) -> int | None:
         """Returns the exit code of the script; None where it runs for so many seconds more."""
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], seconds)[0]:
+        if not select.select([self._answers], [], [], seconds)[0]:
             return None
         return self._answer()["code"]
 
@@ -172,8 +171,7 @@ class _Keeper:
             os.kill(self._session, number)
 
     def _answer(self) -> dict[str, int]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             if self._session:
                 systems.end_session(self._session)
