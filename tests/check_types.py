@@ -6,11 +6,13 @@ and counts a folder without an ``__init__.py`` as one more file.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +23,12 @@ def sources(root: Path) -> list[Path]:
     """Lists the package's source files, by the places where they stand in the tree."""
     folders = ("fleetpipe", "dygraph", "static")
     return [path for name in folders for path in (root / name).rglob("*.py")]
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    """What a source file says; each is parsed once for all tests of a process."""
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def check(root: Path, platform: str = sys.platform) -> int:

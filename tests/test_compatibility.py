@@ -23,7 +23,7 @@ from fleetpipe.mesh.axes import AXES
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import StaticOptimizer
 from tests import paddle_names
-from tests.check_types import sources
+from tests.check_types import sources, tree
 from tests.launching import ROOT
 from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
 from tests.tables import STATUSES, Row, rows
@@ -218,9 +218,9 @@ def words_of_the_sources() -> frozenset[str]:
     """Returns the names, attributes and strings of the package, without its docstrings."""
     found: set[str] = set()
     for file in sources(ROOT):
-        tree = ast.parse(file.read_text())
-        texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        says = tree(file)
+        texts = {id(node.value) for node in ast.walk(says) if isinstance(node, ast.Expr)}
+        for node in ast.walk(says):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found |= set() if id(node) in texts else {node.value}
             found.add(getattr(node, "attr", getattr(node, "id", "")))

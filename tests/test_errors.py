@@ -18,7 +18,7 @@ from fleetpipe.errors import (
     UsageError,
     is_permanent,
 )
-from tests.check_types import ROOT, sources
+from tests.check_types import ROOT, sources, tree
 
 #: Folders and files, without ``.py``, whose errors all have a ``fix`` or a reason below.
 ROOMS = (
@@ -68,7 +68,7 @@ REASONS = {
 @cache
 def trees() -> dict[Path, ast.Module]:
     """Returns what the files of the package say, by their paths."""
-    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in sources(ROOT)}
+    return {path.relative_to(ROOT): tree(path) for path in sources(ROOT)}
 
 
 @cache
@@ -76,7 +76,7 @@ def family() -> frozenset[str]:
     """Returns the names of the errors of ``fleetpipe.errors`` and of all classes made of them."""
     names = {"FleetPipeError"}
     classes = [
-        n for tree in trees().values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)
+        n for says in trees().values() for n in ast.walk(says) if isinstance(n, ast.ClassDef)
     ]
     while True:
         more = {c.name for c in classes if names & {ast.unparse(base) for base in c.bases}}
@@ -102,9 +102,9 @@ def without_fix(room: str) -> dict[str, int]:
     """Returns the lines of the errors of a room that do not say what to do."""
     return {
         f"{path} {function}": call.lineno
-        for path, tree in trees().items()
+        for path, says in trees().items()
         if stands_in(path, room)
-        for function, call in made(tree)
+        for function, call in made(says)
         if not {"fix", None} & {keyword.arg for keyword in call.keywords}
     }
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.check_types import tree
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fleetpipe"
 
@@ -128,7 +130,7 @@ def imports(name: str) -> tuple[str, ...]:
 
 
 def _imports(name: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(modules()[name])):
         if isinstance(node, ast.Import):
             yield from (module_of(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -282,6 +284,6 @@ def entered() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("package", sorted(entered()))
 def test_a_package_is_entered_where_its_docstring_says(package: str) -> None:
-    text = ast.get_docstring(ast.parse(modules()[f"{package}.__init__"].read_text("utf-8"))) or ""
+    text = ast.get_docstring(tree(modules()[f"{package}.__init__"])) or ""
     named = text.rpartition("Entered by: ")[2].rstrip(".").replace("``", "")
     assert set(named.replace(",", " ").split()) == entered()[package]

@@ -13,6 +13,7 @@ import pytest
 
 from fleetpipe import log
 from fleetpipe.launch.log_filter import quiet
+from tests.check_types import tree
 from tests.launching import ROOT
 from tests.test_house import modules
 
@@ -59,9 +60,7 @@ def test_the_library_writes_to_no_stream() -> None:
     allowed = tuple(f"fleetpipe/{name}" for name in WRITES)
     for name, path in modules().items():
         calls = [
-            ast.unparse(node.func)
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.Call)
+            ast.unparse(node.func) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)
         ]
         if not name.replace(".", "/").startswith(allowed):
             assert not set(calls).intersection(streams), name

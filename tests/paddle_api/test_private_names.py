@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
+from tests.check_types import tree
 from tests.test_house import modules
 
 #: Paddle's modules that no user is meant to import.
@@ -34,11 +34,6 @@ ACCESS = {"getattr", "setattr", "hasattr", "delattr", "shows"}
 
 def is_private(name: object) -> bool:
     return isinstance(name, str) and name.startswith("_") and name[1:2] not in ("", "_")
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def definitions(of: ast.Module) -> Iterator[str]:

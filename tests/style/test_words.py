@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
+from tests.check_types import tree
 from tests.test_house import modules
 
 #: What no module, class, function, parameter, attribute or variable is called, underscores aside.
@@ -34,11 +34,6 @@ TWICE = {
     "Timer": "ColossalAI's, beside ours",
     "Trainer": "ColossalAI's, and the type of one that its hooks see",
 }
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def names(path: Path) -> Iterator[tuple[int, str]]:

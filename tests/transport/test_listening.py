@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 
-from tests.check_types import ROOT
+from tests.check_types import ROOT, sources, tree
 
 #: Calls after which somebody may connect. To bind a port alone only shows that it is free.
 LISTENS = {
@@ -19,13 +19,12 @@ LISTENS = {
 
 def test_nothing_else_listens() -> None:
     found = set()
-    for folder in ("fleetpipe", "dygraph", "static"):
-        for file in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call):
-                    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                    if name in LISTENS:
-                        found.add((str(file.relative_to(ROOT)), name))
+    for file in sources(ROOT):
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name in LISTENS:
+                    found.add((str(file.relative_to(ROOT)), name))
     assert found == {
         ("fleetpipe/transport/joining/hosts.py", "listen"),
         ("fleetpipe/transport/joining/hosts.py", "Listener"),  # what it returns
