@@ -21,9 +21,17 @@ ONCE: dict[str, tuple[str, ...]] = {
         *("job/test_attempt_files.py", "engine/test_stopwatch.py", "test_atomic_file.py"),
         *("launch/keeping/test_segment.py", "launch/keeping/test_slots.py"),
         *("test_heap.py", "test_log.py"),
-        *("cli/test_arguments.py", "cli/test_cli_schedules.py", "cli/test_cli_streams.py"),
-        "cli/test_cli_usage.py",
-        *("watch/test_board.py", "watch/test_slow_ranks.py"),
+        *("cli", "engine/test_step_meter.py", "io/test_killed.py", "job/test_run_progress.py"),
+        *("processes/hosts/test_slurm.py", "report/test_compare.py", "starter"),
+        *("transport/joining/test_handshake.py", "transport/sockets/test_outbox.py"),
+        *("transport/test_interface.py", "transport/test_limit.py", "transport/test_listening.py"),
+        *("transport/wire/test_message.py", "transport/wire/test_parsing.py"),
+        *("transport/wire/test_structure.py", "test_without_paddle.py"),
+        *("watch/test_board.py", "watch/test_server.py", "watch/test_slow_ranks.py"),
+    ),
+    "reads text, numbers and files of Python's": (
+        *("job/test_slurm.py", "report/test_in_a_browser.py", "test_benchmarks.py"),
+        *("test_json_value.py", "test_representation.py", "watch/test_command.py"),
     ),
     "reads the repository's files or builds its packages": (
         *("test_environment.py", "test_errors.py", "test_house.py", "test_kubernetes.py"),
@@ -32,8 +40,19 @@ ONCE: dict[str, tuple[str, ...]] = {
     "checks what tests are started with, and every started test uses": (
         *("test_forking.py", "test_launching.py", "test_systems.py"),
     ),
-    "cuts connections and hosts off below Paddle": (
+    "makes connections, or cuts them and hosts off, below Paddle": (
         *("processes/hosts/test_hosts.py", "processes/hosts/test_two_hosts.py"),
+        *("transport/joining/test_connections.py", "transport/joining/test_hosts.py"),
+        "transport/joining/test_rendezvous.py",
+    ),
+    "kills ranks and starts them again: fit/test_resume.py does so on both versions": (
+        *("checkpoint/ranks/test_dead_ranks.py", "checkpoint/ranks/test_killed_writers.py"),
+        "launch/test_resume.py",
+    ),
+    "joins on ranks what one process, or fewer axes, shows of both versions": (
+        *("processes/axes/test_pairs_of_axes.py", "processes/axes/test_three_axes.py"),
+        *("processes/pipeline/test_schedules.py", "processes/examples/test_doors.py"),
+        "processes/examples/test_resnet_cifar.py",
     ),
     "sends over Paddle's groups, or reads late: run on 3.3.1 alone until now": (
         *("transport/process_group", "transport/test_late.py", "dygraph/train/test_late.py"),
@@ -41,7 +60,7 @@ ONCE: dict[str, tuple[str, ...]] = {
     ),
     "is what make test-262-cpu runs, on the wheel of 2.6.2 for CPUs": (
         *("processes/examples/test_alexnet.py", "processes/examples/test_gpt.py"),
-        "processes/examples/test_mlp.py",
+        *("processes/examples/test_mlp.py", "processes/examples/test_static.py"),
     ),
 }
 PATHS = tuple(f"tests/{path}" for paths in ONCE.values() for path in paths)
