@@ -140,7 +140,7 @@ def refusal(form: Format, path: Path) -> str:
 
 @pytest.mark.parametrize("form", FORMATS, ids=[form.name for form in FORMATS])
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_value_is_read_or_refused(form: Format, tmp_path: Path, data: Any) -> None:

@@ -44,14 +44,13 @@ def usual(profile: Profile, ranks: int, micro_batches: int, chunks: int) -> floa
 def test_searching_together_beats_interleaved_1f1b_with_an_even_cut() -> None:
     cases = [
         *((big_vocabulary(), p, m) for p, m in ((4, 8), (8, 16))),
-        *((uneven(), 4, 8), (uneven(34), 8, 16)),
-        *((slow_link(p), p, m) for p, m in ((4, 8), (8, 16))),
+        *((uneven(), 4, 8), (slow_link(4), 4, 8)),
     ]
     ratios = [
         usual(profile, p, m, chunks=2) / plan(profile, p, m).predicted.time
         for profile, p, m in cases
     ]
-    # 1.51 1.68 1.28 1.55 1.20 1.42
+    # 1.51 1.68 1.28 1.20
     assert min(ratios) > 1.15
     assert statistics.mean(ratios) > 1.4
     print(f"faster by {statistics.mean(ratios):.2f} in the mean, {max(ratios):.2f} at most")

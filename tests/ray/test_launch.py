@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
 
-from tests.launching import ROOT
+from tests.launching import ROOT, Finished
 
 _WORKER = ROOT / "tests" / "launch" / "resume_worker.py"
 _STEPS = "8"
@@ -112,7 +112,7 @@ def _left(folder: Path) -> list[str]:
 
 
 def test_a_job_loses_a_rank_is_asked_to_stop_and_goes_on_with_its_bits(
-    address: str, tmp_path: Path
+    address: str, tmp_path: Path, launch: Callable[..., Finished]
 ) -> None:
     size = ("--nnodes", "2", "--nproc", "1", "--checkpoint_dir", "kept")
     script = (str(_WORKER), _STEPS, "1.1.3=9")
@@ -129,20 +129,8 @@ def test_a_job_loses_a_rank_is_asked_to_stop_and_goes_on_with_its_bits(
     code, output = _launch(tmp_path, address, *size, *script)
     assert code == 0, output
     assert "step 3 " not in output
-    assert _bits(output) == _bits(_alone(tmp_path, _STEPS)) != []
+    assert _bits(output) == _bits(launch(_WORKER, None, args=[_STEPS]).logs[0]) != []
     assert _left(tmp_path) == []
-
-
-def _alone(folder: Path, steps: str) -> str:
-    """What the script says that runs without a cluster."""
-    return subprocess.run(
-        [sys.executable, str(_WORKER), steps],
-        check=True,
-        cwd=folder,
-        env=_ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    ).stdout
 
 
 def test_a_cluster_that_is_too_small_is_told_before_anything_starts(
@@ -156,7 +144,7 @@ def test_a_cluster_that_is_too_small_is_told_before_anything_starts(
 
 
 def test_after_a_lost_node_ranks_go_on_from_a_copy_with_their_bits(
-    cluster: tuple[str, IO[str]], tmp_path: Path
+    cluster: tuple[str, IO[str]], tmp_path: Path, launch: Callable[..., Finished]
 ) -> None:
     address, orders = cluster
 
@@ -165,9 +153,9 @@ def test_after_a_lost_node_ranks_go_on_from_a_copy_with_their_bits(
         orders.flush()
 
     size = ("--nnodes", "2", "--nproc", "1", "--wait", "60", "--checkpoint_dir", "kept")
-    script = (str(_WORKER), "36")
+    script = (str(_WORKER), "24")
     words = (*size, "--keep_state", *script)
     code, output = _launch(tmp_path, address, *words, stop_at="step 12 ", happens=lose)
     assert code == 0, output
-    assert re.search(r"goes on after [123]0 steps, as they were kept in memory", output), output
-    assert _bits(output) == _bits(_alone(tmp_path, "36")) != []
+    assert re.search(r"goes on after [12]0 steps, as they were kept in memory", output), output
+    assert _bits(output) == _bits(launch(_WORKER, None, args=["24"]).logs[0]) != []

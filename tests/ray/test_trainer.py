@@ -34,6 +34,8 @@ def two_nodes() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as changes:
         changes.setenv("PYTHONPATH", str(ROOT))
         changes.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        # Ray's own is behind all else of a machine, which tests have to themselves at most.
+        changes.setenv("RAY_worker_niceness", "0")
         nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
         nodes.add_node(num_cpus=2)
         ray.init(nodes.address, logging_level="WARNING", log_to_driver=False)

@@ -31,7 +31,7 @@ from fleetpipe.job.job import pipeline_group
 from tests import jobs
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 16, 8, 2, 6, 4
-MICRO_BATCHES, ROWS, STEPS = 8, 1, 10
+MICRO_BATCHES, ROWS, STEPS = 8, 1, 4
 DROP = 0.1
 
 

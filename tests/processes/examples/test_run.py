@@ -38,28 +38,27 @@ def test_a_script_for_stock_paddle_runs_unedited(launcher: Launch, script: str) 
     assert first == ([] if "static" in script else alone)
 
 
-def test_the_command_launches_the_ranks_itself_and_ends_as_they_do(launcher: Launch) -> None:
-    command = """
-        import subprocess, sys
-        words = ["run", "--nproc", "2", sys.argv[1], sys.argv[2]]
-        done = subprocess.run([sys.executable, "-m", "fleetpipe", *words], check=False)
-        print("ended with", done.returncode)
-        """
-    script = str(SCRIPTS / "stock_alexnet.py")
-    told = launcher(command, None, args=[script, "2"]).logs[0]
+#: Prints the exit code of ``fleetpipe run`` with two ranks.
+COMMAND = """
+    import subprocess, sys
+    words = ["run", "--nproc", "2", *sys.argv[1:]]
+    done = subprocess.run([sys.executable, "-m", "fleetpipe", *words], check=False)
+    print("ended with", done.returncode)
+    """
+
+
+def test_the_command_launches_the_ranks_itself(launcher: Launch) -> None:
+    told = launcher(COMMAND, None, args=[str(SCRIPTS / "stock_alexnet.py"), "2"]).logs[0]
     # The launcher repeats what rank 0 prints.
     assert len(losses(told)) == 2
     assert "ended with 0" in told
-    told = launcher(command, None, args=[script, "two"]).logs[0]
-    assert "ValueError: invalid literal for int() with base 10: 'two'" in told
-    assert "ended with 1" in told
 
 
 # Paddle's own launcher takes what the variable names for GPUs, and dies where they are too few; its
 # start waits for ever where there are enough.
 @pytest.mark.parametrize(
     ("end", "code", "devices"),
-    [("sys.exit(3)", 3, "0,1"), ("os.kill(os.getpid(), 9)", 137, ""), ("sys.exit(4)", 4, "-1")],
+    [("int('two')", 1, "0,1"), ("os.kill(os.getpid(), 9)", 137, ""), ("sys.exit(4)", 4, "-1")],
 )
 def test_the_exit_code_is_that_of_the_rank_that_failed_first(
     launcher: Launch, tmp_path: Path, end: str, code: int, devices: str
@@ -75,14 +74,10 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(
         f"    {end}\n"
         "time.sleep(60)\n"
     )
-    command = """
-        import subprocess, sys
-        words = ["run", "--nproc", "2", sys.argv[1]]
-        done = subprocess.run([sys.executable, "-m", "fleetpipe", *words], check=False)
-        print("ended with", done.returncode)
-        """
-    finished = launcher(command, None, args=[str(script)], env={"CUDA_VISIBLE_DEVICES": devices})
-    assert f"ended with {code}" in finished.logs[0]
+    told = launcher(COMMAND, None, args=[str(script)], env={"CUDA_VISIBLE_DEVICES": devices}).logs
+    assert f"ended with {code}" in told[0]
+    # The launcher shows the log of the rank that failed.
+    assert ("ValueError: invalid literal for int() with base 10: 'two'" in told[0]) == (code == 1)
 
 
 def test_parity_takes_such_a_script_too(launch: Launch) -> None:

@@ -13,7 +13,7 @@ from fleetpipe import fleet
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.jobs import begin
-from tests.pipelines import ROWS, batch, job, mlp_layers, pipeline, sgd
+from tests.pipelines import ROWS, batch, job, mlp_layers, model_in_job, pipeline, sgd
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 ALONE = "PADDLE_TRAINER_ID" not in os.environ
@@ -36,8 +36,7 @@ def told(tensor: Any) -> list[Any]:
 
 def of_losses() -> Any:
     """Losses whose shape and dtype only the last stage can know."""
-    with job(2):
-        model = pipeline(loss_fn=[nn.CrossEntropyLoss(), wide])
+    with model_in_job(2, loss_fn=[nn.CrossEntropyLoss(), wide]) as model:
         data = given(*batch())
         evaluated = model.eval_batch(data, compute_loss=True)
         trained = model.train_batch(data, sgd(model), loss_fn_idx=1)
@@ -54,8 +53,7 @@ def of_iterators() -> Any:
             taken.append(seed)
             yield tuple(given(*batch(1, seed)))
 
-    with job(2):
-        model = pipeline()
+    with model_in_job(2) as model:
         optimizer, source, counts = sgd(model), items(), []
         losses = []
         for _ in range(2):
@@ -67,8 +65,7 @@ def of_iterators() -> Any:
 
 def of_a_vee() -> Any:
     """Rank 0 has the first and the last stage; rank 1 needs no data at all."""
-    with job(2, schedule="DualPipeV"):
-        model = pipeline()
+    with model_in_job(2, schedule="DualPipeV") as model:
         inputs, labels = batch()
         data = [inputs, labels] if RANK == 0 else None
         losses = [told(model.train_batch(data, sgd(model))) for _ in range(2)]
@@ -81,8 +78,7 @@ def of_a_vee() -> Any:
 def of_a_head() -> Any:
     """The parts of a head get labels from the last rank, and the norm counts each once."""
     layers = [*mlp_layers()[:-1], VocabularyHead(8, 4)]
-    with job(2):
-        model = pipeline(layers, loss_fn=VocabularyLoss())
+    with model_in_job(2, layers=layers, loss_fn=VocabularyLoss()) as model:
         clip = nn.ClipGradByGlobalNorm(0.01)
         adam = paddle.optimizer.Adam(0.1, parameters=model.parameters(), grad_clip=clip)
         optimizer, data = fleet.distributed_optimizer(adam), given(*batch())
