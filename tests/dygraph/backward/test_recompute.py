@@ -47,6 +47,8 @@ RUNS = [
     (2, 1, "ZBH1"),
     (2, 2, "ZBV"),
 ]
+#: Each run with one layer in a piece, or with two.
+PAIRS = [(run, 1 + number % 2) for number, run in enumerate(RUNS)]
 
 
 def dropout_layers() -> list[Any]:
@@ -79,8 +81,7 @@ def trained(
     )
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("interval", [1, 2, 100])
+@pytest.mark.parametrize(("run", "interval"), [*PAIRS, *((run, 100) for run in RUNS[1::4])])
 def test_bits_with_dropout_and_batch_norm(run: tuple[int, int, str], interval: int) -> None:
     assert trained(dropout_layers(), interval, run) == trained(dropout_layers(), 0, run)
 
@@ -135,8 +136,7 @@ def to_loss(output: Any, label: Any) -> Any:
     return ((output - label.astype("float32").mean()) ** 2).mean()
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize(("run", "interval"), PAIRS)
 def test_dicts_tuples_and_values_without_gradient(run: tuple[int, int, str], interval: int) -> None:
     layers = mapping_layers
     if run[0] * run[1] > 1:
@@ -207,8 +207,7 @@ def tied_layers() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("run", [(1, 1, "1F1B"), (2, 1, "1F1B"), (2, 2, "Interleaved1F1B")])
-@pytest.mark.parametrize("interval", [1, 2, 3])
+@pytest.mark.parametrize(("run", "interval"), [(RUNS[0], 1), (RUNS[1], 2), (RUNS[3], 3)])
 def test_a_shared_layer_used_several_times(run: tuple[int, int, str], interval: int) -> None:
     plain = trained(tied_layers(), 0, run, loss_fn=to_loss)
     assert trained(tied_layers(), interval, run, loss_fn=to_loss) == plain
@@ -522,8 +521,7 @@ class Penalized(nn.Linear):
         return y + slope.sum(axis=1, keepdim=True) + again.mean()
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize(("run", "interval"), PAIRS)
 def test_gradients_within_a_piece(run: tuple[int, int, str], interval: int) -> None:
     # The first piece is not recomputed, and its backward may be split.
     kinds = [nn.Linear, nn.Linear, Penalized, nn.Linear, Penalized, Penalized]
