@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe.locator.record import Meaning, RankTensors, Record
+from fleetpipe.locator.rows import OTHER
 
 
 class Location(NamedTuple):
@@ -117,7 +118,7 @@ _FORWARD = {
 
 def of_data(what: str, replica: int) -> str:
     """Says what is wrong with samples."""
-    if what == "other samples":
+    if what == OTHER:
         return (
             f"replica {replica} reads samples that the twin does not read in this step: its "
             "sampler is wrong, or the script needs to know that it runs on one device (--twin)"

@@ -22,7 +22,7 @@ from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.locator.options import SETTING, Setting
-from fleetpipe.locator.record import Meaning
+from fleetpipe.locator.record import READ_ON, Meaning
 from fleetpipe.locator.recorder import Recorder
 from fleetpipe.locator.twin import Feed, degrees_of_one
 from fleetpipe.paddle_api import paddle
@@ -310,6 +310,7 @@ class _Hooks:
     def _inputs_of(self, optimizer: Optimizer) -> None:
         recorder = self._recorder
         if self._put_off and self._feed is not None:
+            recorder.put(Meaning(recorder.step, "data", "", part=READ_ON), np.array(self._put_off))
             self._feed.average(self._put_off + 1, recorder.parameters())
             self._feed.rate(recorder.step, optimizer)
         recorder.gradients_as("reduction")

@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fleetpipe.errors import UsageError
+from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.launch import log_filter, script
 from fleetpipe.locator import record
 from fleetpipe.locator.causes import Location
@@ -29,10 +30,10 @@ def run(options: argparse.Namespace) -> int:
     """Runs what the options ask for; a process that was started to record, records.
 
     Returns:
-        0 where nothing differs beyond rounding, 1 where something does.
+        0 where nothing differs beyond rounding, 1 where something does, 2 where this fails itself.
 
     Raises:
-        UsageError: The job or its twin fails, or trains nothing.
+        UsageError: The job or its twin fails, trains nothing, or cannot be compared.
     """
     if SETTING in os.environ:
         if script.to_be_launched(options):
@@ -40,7 +41,13 @@ def run(options: argparse.Namespace) -> int:
         from fleetpipe.locator import collecting
 
         return collecting.run(options)
-    finding, steps = located(options)
+    try:
+        finding, steps = located(options)
+    except FleetPipeError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        return 2
     if options.json:
         print(json.dumps(None if finding is None else finding.as_dict()))
     elif finding is None:

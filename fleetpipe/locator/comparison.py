@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from fleetpipe.errors import UsageError
 from fleetpipe.locator import causes
 from fleetpipe.locator.causes import Location, Outcome, axis_between, first_split
 from fleetpipe.locator.layouts import layouts, part_of
 from fleetpipe.locator.parameters import ParameterChecks
-from fleetpipe.locator.record import Meaning, RankTensors, Record
-from fleetpipe.locator.rows import Matched, SampleRows, gathered, match
+from fleetpipe.locator.record import READ_ON, Meaning, RankTensors, Record
+from fleetpipe.locator.rows import OTHER, Matched, SampleRows, gathered, match
 from fleetpipe.locator.tolerance import Tolerances, gap, largest
 from fleetpipe.mesh.causes import STREAMS
 
@@ -231,6 +232,9 @@ class StepBesideTwin:
     def _data(self) -> Location | None:
         if self.matched.wrong is not None:
             what, replica = self.matched.wrong
+            read_on = Meaning(self.step, "data", "", part=READ_ON)
+            if what == OTHER and read_on in self.single.tensors:
+                raise _cut_by_the_script(replica, self.step)
             ranks = [r for r in self.job.ranks if self.job.replica(r) == replica]
             rest = [r for r in self.job.ranks if self.job.replica(r) != replica]
             axis = axis_between(ranks, rest, self.job.degrees)
@@ -337,6 +341,16 @@ class StepBesideTwin:
                 users = self._consumers(place) or [place.name]
                 return min(users, key=lambda name: name.count("."))
         return ""
+
+
+def _cut_by_the_script(replica: int, step: int) -> UsageError:
+    return UsageError(
+        f"the samples of replica {replica} cannot be compared with those of one device",
+        where=f"step {step}, a loop without train_batch",
+        cause="the script cuts them by a number of replicas that it does not ask Fleet for, so "
+        "that on one device it reads those of one replica; or the sampler is wrong",
+        fix="say how it runs on one device, with --twin NAME=VALUE or --twin-arguments",
+    )
 
 
 def _calls_of(rank: RankTensors, step: int) -> Counter[tuple[str, str, int]]:

@@ -28,6 +28,8 @@ PHASES = (
 
 #: The part of a gradient that there is before backward begins.
 LEFT = "left over"
+#: How often a twin has read further samples before it could step.
+READ_ON = "read on"
 
 
 class Meaning(NamedTuple):

@@ -9,6 +9,8 @@ import numpy as np
 
 from fleetpipe.locator.record import RankTensors, Record
 
+#: What is wrong with samples that the twin does not have.
+OTHER = "other samples"
 #: Of the twin: a micro-batch and a row of it.
 Row = tuple[int, int]
 
@@ -66,9 +68,9 @@ def match(job: Record, twin: Record, step: int) -> Matched:
                 rows[replica, number] = SampleRows(tuple(places), _whole(places, expected))
     if not rows:
         # Parts of sequences, or numbers drawn on each rank: nothing to be known by content.
-        return Matched({}, ("other samples", missing[0]) if missing and not _split(job) else None)
+        return Matched({}, (OTHER, missing[0]) if missing and not _split(job) else None)
     if missing:
-        return Matched(rows, ("other samples", missing[0]))
+        return Matched(rows, (OTHER, missing[0]))
     return Matched(rows, _repeated(samples, expected))
 
 

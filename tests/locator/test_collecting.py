@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 import pytest
 
+from fleetpipe import cli
 from fleetpipe.errors import UsageError
 from fleetpipe.locator import command, record
 from fleetpipe.locator.collecting import collecting
@@ -77,6 +78,17 @@ def test_steps_that_the_twin_lacks_are_no_equal_ones(
     monkeypatch.setattr(command, "_start", start)
     with pytest.raises(UsageError, match="after 1 of the job's 2 steps"):
         command.locate("train.py", log_dir=tmp_path)
+
+
+def test_an_error_of_its_own_is_no_difference(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def located(_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(command, "located", located)
+    assert cli.main(["locate", __file__]) == 2
+    assert "KeyError: 'a defect'" in capfd.readouterr().err
 
 
 def test_a_run_without_a_step_is_ended_at_its_limit(tmp_path: Path) -> None:

@@ -68,6 +68,18 @@ def test_rows_are_known_by_content_in_any_order() -> None:
     assert first_difference(compared(other), twin(), twin(ROUNDING)) is None
 
 
+def test_a_twin_that_lacks_the_samples_of_other_replicas_cannot_be_compared() -> None:
+    """It reads on, and what it reads is no replica's; where it need not, a sampler is wrong."""
+    job = [one_rank(rank, {"dp": rank}, ROWS[:2] + 50 * rank, 2) for rank in (0, 1)]
+    finding = first_difference(compared(job), twin(), twin(ROUNDING))
+    assert finding is not None
+    assert finding.phase == "data"
+    single = twin()
+    single.ranks[0].tensors[Meaning(0, "data", "", part=record.READ_ON)] = np.array(1)
+    with pytest.raises(UsageError, match="samples of replica 1 cannot be compared"):
+        first_difference(compared(job), single, twin(ROUNDING))
+
+
 def _scaled(phase: str, part: str, factor: float, rank: int | None = None) -> Change:
     def change(ranks: list[RankTensors]) -> None:
         for here in ranks if rank is None else [ranks[rank]]:
