@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.checkpoint.contents.training_state import plain
+from fleetpipe.fit.callbacks.state import callback_state, set_callback_state
 from fleetpipe.fit.criterion import Metric
 from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import BatchSource
-from fleetpipe.paddle_api.callbacks import callback_state, set_callback_state
 
 _ARRAY = "dtype"
 
