@@ -9,6 +9,7 @@ what is to be looked at.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import sys
@@ -119,11 +120,29 @@ def names() -> dict[str, set[str]]:
         },
         "environment variable": variables(),
     }
+    found.update(_pipelining())
     experts = getattr(topology, "EPHybridCommunicateGroup", None)
     if experts is not None:
         members = {name for name in _members(experts) if name.startswith("get_")}
         found[f"member of {ours}.base.topology.EPHybridCommunicateGroup"] = members
     return found
+
+
+def _pipelining() -> dict[str, set[str]]:
+    """Returns the names of ``auto_parallel.pipelining`` by table; none on 2.6.2, which lacks it."""
+    package = "paddle.distributed.auto_parallel.pipelining"
+    if VERSION.startswith("2."):
+        return {}
+    modules = [
+        importlib.import_module(f"{package}.{name}")
+        for name in ("schedules", "stage", "microbatch", "utils")
+    ]
+    return {
+        f"name in {module.__name__}": {
+            name for name in names_of(module, module.__name__) if callable(getattr(module, name))
+        }
+        for module in modules
+    }
 
 
 def missing() -> list[str]:

@@ -19,6 +19,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fleet.meta_parallel import PipelineLayer
 from fleetpipe.fleet.overlay import OVERLAYS
+from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.mesh.axes import AXES
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import StaticOptimizer
@@ -112,6 +113,11 @@ def test_a_name_is_fleetpipes_or_paddles_very_object(row: Row) -> None:
     if row.status == REFUSED:
         assert described
         assert find(path) is find(same)
+    elif row.status == WORKS and not path.startswith(OURS):
+        stock = {name: getattr(find(path), name) for name in dir(find(path))}
+        with in_place_of_paddles():
+            changed = [name for name in stock if getattr(find(path), name) is not stock[name]]
+        assert changed or device_kind() == "gpu"
     elif row.status == WORKS:
         on_gpu = "on GPU they are Paddle's own" in row.note and device_kind() == "gpu"
         assert on_gpu or missing(same) or find(path) is not find(same)

@@ -160,6 +160,17 @@ class Job:
                 self._transports = {view.rank: view}
         return self._transports
 
+    def connect_among(self, ranks: Sequence[int]) -> dict[int, Transport]:
+        """Returns the transport of this process in a pipeline that no axis of the job says.
+
+        Args:
+            ranks: The pipeline's, by their numbers in the job; one is this process.
+        """
+        if self._connections is None:
+            return {0: MemoryHub(1).endpoint(0)}
+        view = View(self._connections, ranks)
+        return {view.rank: view}
+
     def limit_waits(self, timeout: float) -> None:
         """Sets the seconds that any wait for another rank may last from now on."""
         self.timeout = timeout

@@ -61,9 +61,7 @@ def come_together(number: int, timeout: float) -> JobStore:
         PipelineTimeout: Names the ranks that did not come.
         FleetPipeError: As :func:`open_store`.
     """
-    if not _stores:
-        _stores.append(open_store(timeout))
-    store = _stores[0]
+    store = _store(timeout)
     store.timeout = timeout
     store.check = lambda: None
     meet(store, f"fleetpipe/{number}/here", timeout)
@@ -71,6 +69,12 @@ def come_together(number: int, timeout: float) -> JobStore:
 
 
 _stores: list[JobStore] = []
+
+
+def _store(timeout: float) -> JobStore:
+    if not _stores:
+        _stores.append(open_store(timeout))
+    return _stores[0]
 
 
 def open_store(timeout: float) -> JobStore:
@@ -191,6 +195,21 @@ def give_paddle_an_address(store: Store, timeout: float) -> None:
                 store.set("fleetpipe/master", f"{host}:{probe.getsockname()[1]}")
         meet(store, "fleetpipe/master/known", timeout)
         os.environ["PADDLE_MASTER"] = store.get("fleetpipe/master").decode()
+
+
+def begin_beside_paddle(timeout: float) -> None:
+    """Opens the job's store where Paddle is about to open its own. Collective over all ranks.
+
+    Args:
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        PipelineTimeout: Some did not come.
+        FleetPipeError: As :func:`open_store`.
+    """
+    begun = paddle.distributed.is_initialized()
+    if world_size() > 1 and not begun and not _paddle_has_an_address():
+        give_paddle_an_address(_store(timeout), timeout)
 
 
 def _paddle_has_an_address() -> bool:

@@ -6,18 +6,23 @@ to them. The names of older Paddle come with them, see :mod:`fleetpipe.launch.le
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 from fleetpipe import fleet as our_fleet
+from fleetpipe.config import PipelineConfig
+from fleetpipe.fleet import pipelining
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
+from fleetpipe.job import meeting
 from fleetpipe.launch.legacy import fluid
 from fleetpipe.launch.without_gpu import without_gpu
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import paddle, replaced
 
 
 class _Finder(MetaPathFinder):
@@ -43,7 +48,8 @@ def in_place_of_paddles() -> Iterator[None]:
     """Within it, imports of ``paddle.distributed.fleet`` get fleetpipe's modules.
 
     So do its attributes, as in ``paddle.distributed.fleet.init``, and every module below it that
-    fleetpipe has one for. The others stay Paddle's.
+    fleetpipe has one for. The others stay Paddle's. On a CPU the schedules of
+    ``paddle.distributed.auto_parallel.pipelining`` run on the engine.
     """
     tails = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
     counterparts = {PADDLES + tail: sys.modules[OURS + tail] for tail in tails}
@@ -55,7 +61,10 @@ def in_place_of_paddles() -> Iterator[None]:
     setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable
     sys.meta_path.insert(0, finder)
     try:
-        with without_gpu(), fluid.provided():
+        with ExitStack() as changes:
+            for change in (without_gpu, fluid.provided, pipelining.on_engine):
+                changes.enter_context(change())
+            changes.enter_context(_jobs_beside_groups())
             yield
     finally:
         sys.meta_path.remove(finder)
@@ -63,3 +72,21 @@ def in_place_of_paddles() -> Iterator[None]:
         for name in counterparts:
             sys.modules.pop(name, None)
         sys.modules.update(stock)
+
+
+@contextmanager
+def _jobs_beside_groups() -> Iterator[None]:
+    """Within it a script may call ``init_parallel_env`` before what begins a job.
+
+    Paddle's store would take the address of the job's, where the launcher gave it none.
+    """
+    stock = paddle.distributed.init_parallel_env
+
+    @functools.wraps(stock)
+    def begin(*arguments: Any, **options: Any) -> Any:
+        timeout = PipelineConfig.from_strategy(our_fleet.DistributedStrategy()).timeout
+        meeting.begin_beside_paddle(timeout)
+        return stock(*arguments, **options)
+
+    with replaced((paddle.distributed, "init_parallel_env", begin)):
+        yield

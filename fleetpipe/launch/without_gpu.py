@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Callable
 
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.meta_parallel import resharding_within
 
@@ -25,26 +25,16 @@ def without_gpu() -> Iterator[None]:
     """
     if device_kind() == "cpu":
         skipping = _skipping(paddle.device.synchronize)
-        with resharding_within(_copying), _replaced(paddle.device, "synchronize", skipping):
+        with resharding_within(_copying), replaced((paddle.device, "synchronize", skipping)):
             yield
     else:
         yield
 
 
 @contextmanager
-def _replaced(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    stock = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, stock)
-
-
-@contextmanager
 def _copying() -> Iterator[None]:
     clone = paddle.Tensor.clone
-    with _replaced(paddle.Tensor, "cuda", clone), _replaced(paddle.Tensor, "pin_memory", clone):
+    with replaced((paddle.Tensor, "cuda", clone), (paddle.Tensor, "pin_memory", clone)):
         yield
 
 

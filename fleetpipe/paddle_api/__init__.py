@@ -5,14 +5,18 @@ and nowhere else, so that a name which moved is mended in one file. ``tests/padd
 Each module says at its top where the two versions differ; what is said nowhere holds for both.
 
 Start with ``optimizer`` or ``tensor``, which most packages use. Importing this package is also the
-one check that Paddle is there at all; ``paddle`` and ``paddle_fleet`` come from here.
+one check that Paddle is there at all; ``paddle``, ``paddle_fleet`` and ``replaced``, which changes
+names of Paddle's for a while, come from here.
 
-Entered by: ``amp``, ``callbacks``, ``device``, ``kernels``, ``launcher``, ``layer``, ``loading``,
-``meta_parallel``, ``operations``, ``optimizer``, ``random``, ``static``, ``tensor``, ``topology``.
+Entered by: ``amp``, ``device``, ``kernels``, ``launcher``, ``layer``, ``loading``,
+``meta_parallel``, ``operations``, ``optimizer``, ``pipelining``, ``random``, ``static``,
+``tensor``, ``topology``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 from fleetpipe.errors import PaddleNotFound
@@ -36,4 +40,22 @@ paddle_fleet: ModuleType = _fleet
 #: Which Paddle this is.
 VERSION: str = paddle.version.full_version
 
-__all__ = ["VERSION", "paddle", "paddle_fleet"]
+
+@contextmanager
+def replaced(*names: tuple[object, str, object]) -> Iterator[None]:
+    """Within it modules and classes of Paddle's have other values.
+
+    Args:
+        names: A module or class, an attribute of it, and the value.
+    """
+    stock = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
+    for owner, name, value in names:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in stock:
+            setattr(owner, name, value)
+
+
+__all__ = ["VERSION", "paddle", "paddle_fleet", "replaced"]

@@ -1,0 +1,163 @@
+"""``auto_parallel.pipelining``: schedules of stages that a user cut. 3.3's alone."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Callable, NamedTuple
+
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import VERSION, paddle, replaced
+
+_NAME = "paddle.distributed.auto_parallel.pipelining.schedules"
+
+#: An entry of a row of Paddle's: "F", "B", "I" or "W", the stage and the micro-batch.
+Entry = tuple[str, int, int]
+
+
+class MicroBatchData(NamedTuple):
+    """What ``step`` was given, cut; for each micro-batch an entry.
+
+    Attributes:
+        arguments: Those of the first stage, by place.
+        keywords: Those of this process's stages, by name.
+        targets: Those of the loss; None where there are none.
+    """
+
+    arguments: list[tuple[Nest, ...]]
+    keywords: list[dict[str, Nest]]
+    targets: list[Tensor] | None
+
+
+class PaddleSchedule:
+    """What one of Paddle's schedules says, as one rank of its pipeline sees it.
+
+    Attributes:
+        name: The name of its class.
+        layers: By number, the layers of this process's stages.
+        stages: How many stages there are.
+        rank: This process's rank of the group.
+        members: The ranks of the job that the group has, in order.
+        rank_of: For each stage, the rank that has it.
+        micro_batches: How many there are in a batch.
+        trains: Whether there is a loss, and a backward.
+        rows: What each rank runs, in order; None where the class alone says it.
+    """
+
+    def __init__(self, schedule: Any) -> None:
+        """Reads a schedule."""
+        self._schedule = schedule
+        self._stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        first = self._stages[0]
+        self.name = type(schedule).__name__
+        self.layers: dict[int, Layer] = {one.stage_index: one.sublayer for one in self._stages}
+        self.stages: int = first.num_stages
+        self.rank: int = first.group_rank
+        group = first.group
+        self.members = [*(range(first.group_size) if group is None else group.ranks)]
+        self.rank_of: list[int] = [
+            first.stage_index_to_group_rank[stage] for stage in range(self.stages)
+        ]
+        self.micro_batches: int = schedule._n_microbatches
+        self.trains: bool = schedule._has_backward
+        self.rows: list[list[Entry]] | None = None
+        if order := getattr(schedule, "pipeline_order", None):
+            self.rows = [[*map(_entry, filter(None, order[rank]))] for rank in sorted(order)]
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this process has the last stage."""
+        return self.stages - 1 in self.layers
+
+    def loss(self, output: Nest, target: Nest) -> Tensor:
+        """Computes the loss of the next micro-batch, which ``step`` hands out."""
+        loss = self._schedule._compute_loss(output, target)
+        self._schedule._internal_losses.append(loss)
+        return loss
+
+    def keep(self, outputs: Sequence[Nest]) -> None:
+        """Keeps outputs of the last stage, which ``step(return_output=True)`` joins."""
+        self._stages[-1].output_chunks.extend(outputs)
+
+    def shared(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Yields the ranks of the job that share a weight with this one, and its gradient here."""
+        listed = {id(one): one for stage in self._stages for one in stage.shared_parameters}
+        for one in listed.values():
+            parameter = one["shared_param"]
+            if parameter is not None and parameter._is_initialized():
+                yield sorted(one["group"].ranks), parameter.grad._local_value()
+
+    def begin(self, data: MicroBatchData, losses: list[Tensor] | None) -> MicroBatchData:
+        """Checks a batch as Paddle does; forgets what a batch that failed has left."""
+        self._schedule._internal_losses.clear()
+        arguments, keywords = self._schedule._check_inputs(*data, losses)
+        return MicroBatchData(arguments, keywords, data.targets)
+
+    def end(self, losses: list[Tensor] | None) -> None:
+        """Puts the losses of the batch into the user's list, where there is one."""
+        self._schedule._update_losses(self._stages, losses)
+
+
+def _entry(action: Any) -> Entry:
+    return str(action.computation_type), action.stage_index, action.microbatch_index
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns what this process has of a tensor that is sharded or replicated over a mesh.
+
+    Raises:
+        ConfigError: Other processes have a part of it, too.
+    """
+    if not tensor.is_dist():
+        return tensor
+    if len(tensor.process_mesh.process_ids) > 1:
+        raise ConfigError(
+            "a stage hands on a tensor that several ranks hold",
+            expected="stages whose weights and data are on one rank each",
+            got=str(tensor.process_mesh),
+            fix="split the samples with fleet's dp_degree, and the weights with its mp_degree",
+        )
+    api: ModuleType = paddle.distributed.auto_parallel.api
+    return api.dtensor_to_local(tensor, tensor.process_mesh, tensor.placements)
+
+
+@contextmanager
+def stepping(
+    run: Callable[[Any, MicroBatchData, list[Tensor] | None], None],
+    refuse: Callable[[str], None],
+) -> Iterator[None]:
+    """Within it Paddle's schedules run by ``run``. Nothing changes on 2.6.2.
+
+    Args:
+        run: Called with the schedule, a batch, and the list that takes the losses.
+        refuse: Called with the name of a schedule that has a way of its own to run.
+    """
+    if VERSION.startswith("2."):
+        yield
+        return
+    schedules: Any = importlib.import_module(_NAME)
+
+    def step(
+        schedule: Any,
+        arg_mbs: Any = None,
+        kwarg_mbs: Any = None,
+        target_mbs: Any = None,
+        losses: Any = None,
+    ) -> None:
+        run(schedule, MicroBatchData(arg_mbs, kwarg_mbs, target_mbs), losses)
+
+    def initialize(schedule: Any, *_: Any) -> None:
+        refuse(type(schedule).__name__)
+
+    single, several = schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti
+    with replaced(
+        (schedules.ScheduleFThenB, "_step_microbatches", step),
+        (schedules.Schedule1F1B, "_step_microbatches", step),
+        (several, "_step_microbatches", step),
+        (single, "_initialize_stage", initialize),
+        (several, "_initialize_stages", initialize),
+    ):
+        yield
