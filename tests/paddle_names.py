@@ -18,6 +18,7 @@ from typing import Any
 
 import paddle
 from paddle.distributed import fleet
+from paddle.distributed.auto_parallel import constants
 from paddle.distributed.fleet.base import topology
 from paddle.distributed.fleet.meta_parallel import pipeline_parallel as wrappers
 from paddle.distributed.fleet.meta_parallel.parallel_layers import pp_layers
@@ -121,6 +122,10 @@ def names() -> dict[str, set[str]]:
         "environment variable": variables(),
     }
     found.update(_pipelining())
+    shards = "paddle.distributed.sharding"
+    found[f"name in {shards}"] = set(importlib.import_module(shards).__all__)
+    fields = constants.get_category_default_config(constants.PIPELINE)
+    found["field of paddle.distributed.Strategy.pipeline"] = set(fields)
     experts = getattr(topology, "EPHybridCommunicateGroup", None)
     if experts is not None:
         members = {name for name in _members(experts) if name.startswith("get_")}

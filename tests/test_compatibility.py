@@ -45,6 +45,8 @@ ALLOWED = {
     "option of": {WORKS, ACCEPTED, REFUSED},
     "value of": {WORKS, REFUSED},
     "switch of": {WORKS, REFUSED},
+    "field of": {PADDLES_OWN, REFUSED},
+    "key of": {REFUSED},
     "environment variable": {WORKS, ACCEPTED},
 }
 
@@ -110,7 +112,11 @@ def test_a_name_is_fleetpipes_or_paddles_very_object(row: Row) -> None:
     if described:
         build = functools.partial(_list_with, find(path))
         assert_refused(row, build) if row.status == REFUSED else build()
-    if row.status == REFUSED:
+    if row.status == REFUSED and not path.startswith(META):
+        if device_kind() == "cpu":
+            with in_place_of_paddles():
+                assert_refused(row, lambda: find(path)("model", "optimizer", "os"))
+    elif row.status == REFUSED:
         assert described
         assert find(path) is find(same)
     elif row.status == WORKS and not path.startswith(OURS):
@@ -355,6 +361,27 @@ def test_a_switch_of_the_strategy_in_static_graph(row: Row) -> None:
         assert_refused(row, wrap)
     else:
         wrap()
+
+
+@of("field of")
+def test_a_field_of_a_strategy_of_auto_parallel(row: Row) -> None:
+    strategy = paddle.distributed.Strategy()
+    assert hasattr(strategy.pipeline, row.name)
+    if row.status == REFUSED and device_kind() == "cpu":
+        setattr(strategy.pipeline, row.name, True)
+        layer = paddle.nn.Linear(1, 1)
+        with in_place_of_paddles():
+            build = find("paddle.distributed.auto_parallel.static.engine.Engine")
+            assert_refused(row, functools.partial(build, layer, strategy=strategy))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.kind == "key of"], ids=str)
+def test_a_key_of_a_cut_of_parallelize(row: Row) -> None:
+    config = {"pp_config": {"split_spec": "0", row.name: "0"}}
+    if device_kind() == "cpu":
+        with in_place_of_paddles():
+            split = functools.partial(paddle.distributed.parallelize, config=config)
+            assert_refused(row, functools.partial(split, paddle.nn.Linear(1, 1)))
 
 
 def test_the_page_lists_every_name_that_paddle_has() -> None:

@@ -3,7 +3,7 @@
 Every name that fleetpipe does not define is Paddle's very object; ``overlay`` has the table of the
 modules below that are fleetpipe's.
 
-Entered by: ``overlay``, ``pipelining``.
+Entered by: ``gpu_only``, ``overlay``, ``pipelining``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from typing import Any
 
 from fleetpipe import fleet as our_fleet
 from fleetpipe.config import PipelineConfig
-from fleetpipe.fleet import pipelining
+from fleetpipe.fleet import gpu_only, pipelining
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
 from fleetpipe.job import meeting
 from fleetpipe.launch.legacy import fluid
@@ -49,7 +49,7 @@ def in_place_of_paddles() -> Iterator[None]:
 
     So do its attributes, as in ``paddle.distributed.fleet.init``, and every module below it that
     fleetpipe has one for. The others stay Paddle's. On a CPU the schedules of
-    ``paddle.distributed.auto_parallel.pipelining`` run on the engine.
+    ``paddle.distributed.auto_parallel.pipelining`` run on the engine, and what needs a GPU says so.
     """
     tails = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
     counterparts = {PADDLES + tail: sys.modules[OURS + tail] for tail in tails}
@@ -62,7 +62,7 @@ def in_place_of_paddles() -> Iterator[None]:
     sys.meta_path.insert(0, finder)
     try:
         with ExitStack() as changes:
-            for change in (without_gpu, fluid.provided, pipelining.on_engine):
+            for change in (without_gpu, fluid.provided, pipelining.on_engine, gpu_only.refused):
                 changes.enter_context(change())
             changes.enter_context(_jobs_beside_groups())
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Union
 
 from fleetpipe.aliases import Layer
@@ -46,7 +47,8 @@ def borders_of(spec: SplitSpec, model: Layer, trace: Capture, stages: int | None
     _require_names(spec, model)
     if isinstance(spec, Sequence):
         return in_order(trace, [AtCall(path) for path in spec])
-    points = {path: point for path, point in spec.items() if isinstance(point, SplitPoint)}
+    # Paddle's own, of ``pp_config``, have these names too.
+    points = {path: SplitPoint[p.name] for path, p in spec.items() if isinstance(p, Enum)}
     if len(points) == len(spec):
         return in_order(trace, [AtCall(path, point) for path, point in points.items()])
     return _of_stages(spec, trace)

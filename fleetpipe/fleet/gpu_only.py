@@ -1,0 +1,108 @@
+"""Other ways of Paddle's to a pipeline or to sharding, which fail on a CPU, or end the process.
+
+Each is refused where a script asks for it, before any rank waits, and says what to use.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import VERSION, replaced
+from fleetpipe.paddle_api.device import device_kind
+
+_SHARDING = "paddle.distributed.fleet.meta_parallel.sharding"
+_INTERMEDIATE = "paddle.distributed.auto_parallel.intermediate"
+#: Classes of sharding, by the modules below ``_SHARDING``, with the stage of each.
+_CLASSES = {
+    "group_sharded_optimizer_stage2.GroupShardedOptimizerStage2": 2,
+    "group_sharded_stage2.GroupShardedStage2": 2,
+    "group_sharded_stage3.GroupShardedStage3": 3,
+}
+_LEVELS = {"os": 1, "os_g": 2, "p_g_os": 3}
+
+
+def _refuse_sharding(name: str, stage: int) -> NoReturn:
+    if stage == 3:
+        fix = (
+            "raise pp_degree or mp_degree, each rank of which holds its part of the parameters "
+            "alone; sharding_configs = {'stage': 2} shards gradients and the optimizer's state"
+        )
+    else:
+        fix = (
+            "fleet.init with hybrid_configs['sharding_degree'], strategy.sharding = True and "
+            f"strategy.sharding_configs = {{'stage': {stage}}}; then fleet.distributed_model and "
+            "fleet.distributed_optimizer"
+        )
+    raise ConfigError(f"{name} does not run on a CPU", got=f"stage {stage} of sharding", fix=fix)
+
+
+def _sharded(model: Any, optimizer: Any, level: str, *_: Any, **__: Any) -> NoReturn:
+    _refuse_sharding("group_sharded_parallel", _LEVELS.get(level, 1))
+
+
+def _constructor(name: str, stage: int) -> Callable[..., None]:
+    def begin(instance: Any, *_: Any, **__: Any) -> NoReturn:
+        _refuse_sharding(name, stage)
+
+    return begin
+
+
+def _cut(model: Any, optimizer: Any = None, config: Any = None) -> NoReturn:
+    spec = (config or {}).get("split_spec")
+    raise ConfigError(
+        "pp_config of dist.parallelize does not run on a CPU",
+        got=f"split_spec={spec!r}",
+        cause="it runs one stage after another, without micro-batches, and sends values in a way "
+        "that ends the process there",
+        fix="model = fleet.distributed_model(fleetpipe.pipeline(model, example_inputs, loss_fn=.., "
+        f"split_spec={spec!r})), then model.train_batch; a global_spec is not needed: what several "
+        "stages use goes to each of them",
+    )
+
+
+def _engine(stock: Callable[..., None]) -> Callable[..., None]:
+    """Returns a constructor of the engine of static graph: that of ``dist.to_static`` too."""
+
+    @functools.wraps(stock)
+    def begin(*arguments: Any, **options: Any) -> None:
+        strategy = inspect.signature(stock).bind(*arguments, **options).arguments.get("strategy")
+        if strategy is not None and strategy.pipeline.enable:
+            raise ConfigError(
+                "pipeline.enable of a dist.Strategy does not run on a CPU",
+                got=f"schedule_mode={strategy.pipeline.schedule_mode!r}",
+                fix="in dynamic graph fleetpipe.pipeline(model, example_inputs, split_spec=..); in "
+                "static graph device_guard and a DistributedStrategy with pipeline = True and "
+                "pipeline_configs",
+            )
+        stock(*arguments, **options)
+
+    return begin
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Within it these raise ``ConfigError`` on a CPU; on a GPU they are Paddle's."""
+    if device_kind() != "cpu":
+        yield
+        return
+    sharding = importlib.import_module("paddle.distributed.sharding")
+    engine = importlib.import_module("paddle.distributed.auto_parallel.static.engine").Engine
+    names: list[tuple[object, str, object]] = [
+        (sharding, "group_sharded_parallel", _sharded),
+        (engine, "__init__", _engine(engine.__init__)),
+    ]
+    for path, stage in _CLASSES.items():
+        module, _, name = path.partition(".")
+        owner = getattr(importlib.import_module(f"{_SHARDING}.{module}"), name)
+        names.append((owner, "__init__", _constructor(name, stage)))
+    if not VERSION.startswith("2."):
+        cutting = importlib.import_module(f"{_INTERMEDIATE}.parallelize")
+        names.append((cutting, "pipeline_parallel", _cut))
+    with replaced(*names):
+        yield
