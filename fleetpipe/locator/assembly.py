@@ -1,4 +1,4 @@
-"""WholeTensors tensors of a job, put together from what its ranks have."""
+"""Whole tensors of a job, put together from what its ranks have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class WholeTensors:
         for step in range(self._job.steps):
             now = {**now, **rank.names(step, "initial")}
             values.append(now)
-            now = {**now, **rank.names(step, "update")}
+            # Running statistics, which Paddle makes parameters, are left as buffers.
+            now = {**now, **rank.names(step, "update"), **rank.names(step, "buffer")}
         return values
 
     def parameter(self, step: int, name: str, like: np.ndarray) -> np.ndarray | None:

@@ -14,6 +14,7 @@ import pytest
 from fleetpipe import cli
 from fleetpipe.errors import UsageError
 from fleetpipe.locator import command, record
+from fleetpipe.locator.assembly import WholeTensors
 from fleetpipe.locator.collecting import collecting
 from fleetpipe.locator.command import _ended
 from fleetpipe.locator.options import Setting
@@ -37,6 +38,16 @@ def test_running_statistics_are_buffers_and_no_update(tmp_path: Path) -> None:
     rank = _recorded(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1D(2)), tmp_path)
     assert rank.names(0, "buffer").keys() == {"1._mean", "1._variance"}
     assert rank.names(0, "update").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_running_statistics_begin_a_step_as_the_one_before_left_them() -> None:
+    here = record.RankTensors(0, {})
+    for step, (phase, value) in enumerate([("initial", 1.0), ("buffer", 2.0), ("buffer", 3.0)]):
+        place = record.Meaning(max(step - 1, 0), phase, "1._mean", part="buffer")
+        here.tensors[place] = np.array([value])
+    whole = WholeTensors(record.Record([here], {}))
+    values = [whole.parameter(step, "1._mean", np.zeros(1)) for step in (0, 1)]
+    assert [value and value.item() for value in values] == [1.0, 2.0]
 
 
 def test_a_layer_that_is_not_trained_is_one_of_the_model(tmp_path: Path) -> None:
