@@ -1,0 +1,269 @@
+"""Random right programs, for none of which ``locate`` may name a place.
+
+    python -m tests.locator.right_programs FIRST COUNT
+
+All jobs run one after another in the same two ranks, and all twins in this process: a program takes
+a second or two, and not the ten of a ``fleetpipe locate``. Ranks verify each step by guards too.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from fleetpipe import fleet
+from fleetpipe.fleet.meta_parallel import (
+    ColumnParallelLinear,
+    LayerDesc,
+    PipelineLayer,
+    RowParallelLinear,
+    SharedLayerDesc,
+)
+from fleetpipe.locator import record
+from fleetpipe.locator.causes import Location
+from fleetpipe.locator.collecting import collecting
+from fleetpipe.locator.comparison import first_difference
+from fleetpipe.locator.recorder import Finished, Recorder
+from fleetpipe.locator.twin import Feed, degrees_of_one
+from tests import byhand, jobs
+
+RANKS, STEPS, VOCABULARY, LENGTH = 2, 3, 19, 6
+AXES = ("pp", "dp", "mp", "sharding")
+TWO_CHUNKS = ("Interleaved1F1B", "ZBV", "VHalf")
+
+
+class Program(NamedTuple):
+    """A training of two ranks.
+
+    Attributes:
+        axis: The one that is split.
+        loop: Whether it is a loop of its own, without ``train_batch``.
+        wrapped: Whether replicas of such a loop leave their sums to Fleet.
+        micro_batches: Of each replica.
+    """
+
+    number: int
+    axis: str
+    loop: bool
+    wrapped: bool
+    schedule: str
+    blocks: int
+    width: int
+    norm: str
+    activation: str
+    dropout: float
+    tied: bool
+    micro_batches: int
+    rows: int
+    optimizer: str
+    clip: float
+    scheduled: bool
+
+
+def drawn(number: int) -> Program:
+    """Returns the program of a number."""
+    draw = random.Random(number)
+    axis = draw.choice(AXES)
+    loop = axis != "pp" and draw.random() < 0.6
+    names = ("1F1B", "FThenB", "ZBH1", "ZBH2", "Eager1F1B", *TWO_CHUNKS)
+    return Program(
+        number,
+        axis,
+        loop,
+        axis in ("mp", "sharding") or draw.random() < 0.5,
+        draw.choice(names) if axis == "pp" else "1F1B",
+        draw.choice([2, 3, 5]),
+        draw.choice([4, 8, 12]),
+        draw.choice(["LayerNorm", "Identity"] + ["BatchNorm1D"] * (not loop)),
+        draw.choice(["gelu", "relu", "silu", "tanh"]),
+        draw.choice([0.0, 0.0, 0.3]),
+        not loop and draw.random() < 0.5,
+        draw.choice([1, 2, 4]) if axis != "pp" else draw.choice([2, 4]),
+        draw.choice([1, 2, 3]),
+        draw.choice(["SGD", "Momentum", "Adam", "AdamW", "RMSProp"]),
+        draw.choice([0.0, 0.05, 100.0]),
+        draw.random() < 0.3,
+    )
+
+
+class Block(nn.Layer):
+    """A norm, two products, which mp splits, a dropout, and the way around them."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        width = program.width
+        named = {"data_format": "NLC"} if program.norm == "BatchNorm1D" else {}
+        self.norm = getattr(nn, program.norm)(width, **named)
+        self.up: Any = nn.Linear(width, 2 * width)
+        self.down: Any = nn.Linear(2 * width, width)
+        if program.axis == "mp":
+            self.up = ColumnParallelLinear(width, 2 * width, has_bias=True, gather_output=False)
+            self.down = RowParallelLinear(2 * width, width, has_bias=True, input_is_parallel=True)
+        self.activation = getattr(nn.functional, program.activation)
+        self.dropout = nn.Dropout(program.dropout)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.dropout(self.down(self.activation(self.up(self.norm(x)))))
+
+
+def logits(table: Any, hidden: Any) -> Any:
+    return paddle.matmul(hidden, table.weight, transpose_y=True)
+
+
+class Loss(nn.Layer):
+    """The mean over all tokens of a micro-batch."""
+
+    def forward(self, output: Any, labels: Any) -> Any:
+        return nn.functional.cross_entropy(output, labels.unsqueeze(-1))
+
+
+def descriptions(program: Program) -> list[Any]:
+    """Returns the list of layers."""
+    middle = [LayerDesc(Block, program) for _ in range(program.blocks)]
+    sizes = VOCABULARY, program.width
+    if not program.tied:
+        return [LayerDesc(nn.Embedding, *sizes), *middle, LayerDesc(nn.Linear, *sizes[::-1])]
+    return [
+        SharedLayerDesc("table", nn.Embedding, None, "weight", *sizes),
+        *middle,
+        SharedLayerDesc("table", nn.Embedding, logits, "weight", *sizes),
+    ]
+
+
+def optimizer_of(program: Program, parameters: list[Any]) -> tuple[Any, Any]:
+    """Returns an optimizer, and its scheduler or None."""
+    rate: Any = 0.02
+    if program.scheduled:
+        rate = paddle.optimizer.lr.StepDecay(0.02, step_size=1, gamma=0.5)
+    clip = nn.ClipGradByGlobalNorm(program.clip) if program.clip else None
+    kind = getattr(paddle.optimizer, program.optimizer)
+    return kind(rate, parameters=parameters, grad_clip=clip), rate if program.scheduled else None
+
+
+def batch(program: Program, step: int) -> list[Any]:
+    """Returns this rank's samples, or all of them on one device."""
+    count = program.micro_batches * program.rows
+    total = count * (RANKS if program.axis in ("dp", "sharding") else 1)
+    draw = np.random.default_rng([program.number, step])
+    tokens = draw.integers(0, VOCABULARY, [total, LENGTH + 1])
+    topology = fleet.get_hybrid_communicate_group()
+    replicas = topology.get_data_parallel_world_size() * topology.get_sharding_parallel_world_size()
+    place = topology.get_data_parallel_rank() + topology.get_sharding_parallel_rank()
+    part = tokens[place * total // replicas : (place + 1) * total // replicas]
+    return [paddle.to_tensor(part[:, :-1].copy()), paddle.to_tensor(part[:, 1:].copy())]
+
+
+def train(program: Program) -> None:
+    """Trains a program as its user would."""
+    strategy = jobs.strategy(
+        *(program.micro_batches, program.schedule),
+        **{"rows": program.rows, "own": {"guards": 1}, program.axis: RANKS},
+    )
+    fleet.init(is_collective=True, strategy=strategy)
+    try:
+        paddle.seed(program.number)
+        if program.loop:
+            _by_loop(program)
+        else:
+            _by_train_batch(program)
+    finally:
+        fleet.shutdown()
+
+
+def _by_train_batch(program: Program) -> None:
+    chunks = {"num_virtual_pipeline_stages": 2} if program.schedule in TWO_CHUNKS else {}
+    degree = RANKS if program.axis == "pp" else 1
+    layers = PipelineLayer(descriptions(program), num_stages=degree, loss_fn=Loss(), **chunks)
+    model = fleet.distributed_model(layers)
+    plain, scheduler = optimizer_of(program, model.parameters())
+    optimizer = fleet.distributed_optimizer(plain)
+    for step in range(STEPS):
+        model.train_batch(batch(program, step), optimizer, scheduler)
+
+
+def _by_loop(program: Program) -> None:
+    layers = [description.build_layer() for description in descriptions(program)]
+    model: Any = nn.Sequential(*layers)
+    topology = fleet.get_hybrid_communicate_group()
+    replicas = topology.get_data_parallel_world_size()
+    optimizer, scheduler = optimizer_of(program, model.parameters())
+    if program.wrapped:
+        model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
+    loss_fn = Loss()
+    # Replicas have dropouts of their own; ranks along mp have the same values.
+    place = topology.get_data_parallel_rank() + topology.get_sharding_parallel_rank()
+    paddle.seed(1000 + program.number + place)
+    for step in range(STEPS):
+        tokens, labels = batch(program, step)
+        rows = len(tokens) // program.micro_batches
+        for number in range(program.micro_batches):
+            part = slice(number * rows, (number + 1) * rows)
+            loss = loss_fn(model(tokens[part]), labels[part]) / program.micro_batches
+            loss.backward()
+        for parameter in model.parameters() if replicas > 1 and not program.wrapped else ():
+            paddle.distributed.all_reduce(parameter.grad)
+            with paddle.no_grad():
+                parameter.grad.scale_(1 / replicas)
+        optimizer.step()
+        optimizer.clear_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def _recorded(program: Program, folder: Path, rank: int, feed: Feed | None = None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        if feed is not None:
+            stack.enter_context(degrees_of_one(feed.replicas))
+        stack.enter_context(collecting(Recorder(folder, STEPS, rank), feed))
+        stack.enter_context(suppress(Finished))
+        train(program)
+
+
+def run_jobs(folder: str, numbers: list[int]) -> None:
+    """What each of the ranks does."""
+    for number in numbers:
+        rank = paddle.distributed.get_rank()
+        _recorded(drawn(number), Path(folder, str(number), "job"), rank)
+
+
+def named(program: Program, home: Path) -> Location | None:
+    """Runs the twin of a job that has run, and returns the place that is named."""
+    _recorded(program, home / "twin", 0, Feed(home / "job", perturbed=False))
+    job, twin = record.read(home / "job"), record.read(home / "twin")
+    assert job.steps == twin.steps == STEPS, (job.steps, twin.steps)
+    if first_difference(job, twin) is None:
+        return None
+    _recorded(program, home / "moved", 0, Feed(home / "job", perturbed=True))
+    return first_difference(job, twin, record.read(home / "moved"))
+
+
+def alarms(numbers: list[int]) -> list[int]:
+    """Returns the numbers of the programs for which a place is named."""
+    wrong = []
+    with tempfile.TemporaryDirectory() as folder:
+        byhand.call(run_jobs, RANKS, folder, numbers, folder=Path(folder), timeout=3600.0)
+        for number in numbers:
+            place = named(drawn(number), Path(folder, str(number)))
+            if place is not None:
+                wrong.append(number)
+                print(f"{drawn(number)}\n{place}", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    # Ranks import what they call from here.
+    from tests.locator.right_programs import alarms as by_name
+
+    first, count = map(int, sys.argv[1:])
+    false = by_name([*range(first, first + count)])
+    print(f"{len(false)} of {count} right programs are named: {false}")
+    sys.exit(bool(false))
