@@ -149,9 +149,10 @@ class Compiled:
         reductions.add_shared(self._gradients, recipe.shared, job.group())
         reductions.add_replicas(self._gradients, job.replicas())
         if recipe.limit is not None:
-            factor = reductions.clip_factor(
-                self._gradients, recipe.counted, recipe.limit, job.group()
-            )
+            norm = reductions.gradient_norm(self._gradients, recipe.counted, job.group())
+            # Read where somebody looks.
+            job.progress.gradient_norm = norm.item
+            factor = reductions.clip_factor(norm, recipe.limit)
             share(tensor_of(self.scope, CLIP_FACTOR), factor.get_tensor())
 
     def step(self) -> None:

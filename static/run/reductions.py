@@ -59,10 +59,8 @@ def global_norm(optimizer: Optimizer) -> float | None:
     return float(clip.clip_norm)
 
 
-def clip_factor(
-    gradients: Mapping[str, Tensor], owned: Sequence[str], limit: float, group: Group
-) -> Tensor:
-    """Returns limit / max(norm, limit) over the gradients of all ranks. Collective.
+def gradient_norm(gradients: Mapping[str, Tensor], owned: Sequence[str], group: Group) -> Tensor:
+    """Returns the norm of the gradients of all ranks, float32 of shape [1]. Collective.
 
     Each gradient counts once, on the rank that owns its parameter, and the squares are added up in
     the order of the names, as Paddle does.
@@ -70,7 +68,6 @@ def clip_factor(
     Args:
         gradients: Gradients of this rank's parameters, dynamic tensors by name.
         owned: Those of them that count here.
-        limit: The limit of the norm.
         group: The ranks of the pipeline.
     """
     squares = {name: (gradients[name] * gradients[name]).sum() for name in owned}
@@ -78,6 +75,10 @@ def clip_factor(
     for by_name in group.all_gather(squares):
         everyone.update(by_name)
     ordered = [everyone[name].reshape([1]).astype("float32") for name in sorted(everyone)]
-    norm = paddle.sqrt(paddle.add_n(ordered))
+    return paddle.sqrt(paddle.add_n(ordered))
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """Returns limit / max(norm, limit)."""
     bound = paddle.full([1], limit, "float32")
     return bound / paddle.clip(norm, min=limit)

@@ -15,6 +15,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet
+from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import full_state_dict, state_dict
 from tests.launching import ROOT, Finished, JobFailed
@@ -57,8 +58,11 @@ def trained(
         shapes.append(None if found[1] is None else list(found[1].shape))
     state = {name: value.tobytes() for name, value in state_dict().items()}
     whole = {name: value.tobytes() for name, value in full_state_dict().items()}
+    job = current_job()
+    assert job is not None
+    shown = job.progress.gradient_norm()
     fleet.shutdown()
-    return {"whole": whole, "losses": losses, "shapes": shapes, "state": state}
+    return {"whole": whole, "losses": losses, "shapes": shapes, "state": state, "norm": shown}
 
 
 def union(ranks: list[dict[str, Any]]) -> dict[str, bytes]:
@@ -84,6 +88,8 @@ def test_two_ranks_clip_together_and_share_what_is_fetched(on_ranks: Call) -> No
     (alone,) = on_ranks(partial(trained, 2, fetch="all", clip=0.05), None)
     ranks = on_ranks(partial(trained, 2, fetch="all", clip=0.05, broadcast=True), 2)
     assert ranks[0]["losses"] == ranks[1]["losses"]
+    # From it comes the factor, which the parameters show.
+    assert ranks[0]["norm"] == ranks[1]["norm"] > 0.05
     assert np.shape(ranks[0]["losses"]) == (3, 4)
     np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=0, atol=1e-6)
     expected = alone["state"]
