@@ -8,6 +8,7 @@ ends the relay.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
@@ -40,4 +41,6 @@ def relay(first: int, second: int) -> None:
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(PermissionError):  # a network does not wait for a processor
+        os.nice(-10)
     relay(*map(int, sys.argv[1:]))

@@ -198,6 +198,7 @@ class SlowRanks:
         names = ("cpu", "wall", "data", "save")
         self._comparisons = {name: StepComparison(peers) for name in names}
         self._links: dict[tuple[int, int], StepComparison] = {}
+        self._flights: dict[tuple[int, int], float] = {}
         self._limits = {rank: ProcessorLimit() for rank in places}
         self.slow: list[SlowRank] = []
 
@@ -240,17 +241,21 @@ class SlowRanks:
         """Compares links by how long messages are on their way.
 
         Both ways together, so that clocks may differ. What that costs a step is as many times as
-        long as an end waits for messages of the other; where none does, it costs nothing.
+        long as an end waits for messages of the other; where none does, it costs nothing: that end
+        noticed them when it had computed, and the way takes at most as long as that, or as before.
         """
         ways = {
             (int(source), rank): (flight, awaited)
             for rank, row in step.items()
             for source, flight, awaited in zip(*(row.flights[n::3] for n in range(3)))
         }
-        for (rank, peer), (there, awaited) in ways.items():
+        for way, (flight, awaited) in ways.items():
+            known = math.inf if awaited else self._flights.get(way, math.inf)
+            self._flights[way] = min(flight, known)
+        for (rank, peer), (_, awaited) in ways.items():
             if rank < peer and (peer, rank) in ways:
-                back, also = ways[peer, rank]
-                waits = (awaited + also) / 2
+                waits = (awaited + ways[peer, rank][1]) / 2
                 costs = _LINK_MATTERS * span / waits if waits else math.inf
                 link = self._links.setdefault((rank, peer), StepComparison({rank: []}, LEAST_LINK))
-                link.add({rank: there + back}, costs)
+                both = self._flights[rank, peer] + self._flights[peer, rank]
+                link.add({rank: both}, costs)

@@ -131,6 +131,21 @@ def test_a_link_for_which_nobody_waits_is_not_named() -> None:
     assert named(200, later(0.01 * STEP / 4, 100)) == {}
 
 
+def test_messages_for_which_nobody_waits_say_little_of_a_link() -> None:
+    """They are noticed late; where the link is slow some end waits, and it is named."""
+
+    def change(step: int, rank: int, row: StepRow) -> StepRow:
+        if rank != 1 or not 60 <= step < 200:
+            return later(0.3 * STEP / 4, 200)(step, rank, row)
+        flights = list(row.flights)
+        flights[4] += 0.5
+        flights[5] = 0
+        return row._replace(flights=tuple(flights))
+
+    assert set(named(195, change)) == set()
+    assert set(named(215, change)) == {(1, "link to rank 2")}
+
+
 @pytest.mark.parametrize("period", [0.1, 0.25])
 def test_a_rank_whose_processor_is_limited_is_named_for_that(period: float) -> None:
     """A step takes 1.3 times as long; the kernel takes the processor away once in a period."""

@@ -118,6 +118,8 @@ class Inbox:
         orderly: Whether the peer said goodbye before the end.
         reason: Why the peer left, in its own words, if it gave any.
         nbytes: Bytes of the messages that are kept for later.
+        delay: While this end waits for what it reads: how long it was ready to and had no
+            processor; else None.
     """
 
     def __init__(self, sock: socket.socket, peer: int, seal: Seal | None = None) -> None:
@@ -133,6 +135,7 @@ class Inbox:
         self.orderly = False
         self.reason = ""
         self.nbytes = 0
+        self.delay: float | None = None
         self._peer = peer
         self._sock = sock
         self._seal = seal
@@ -144,7 +147,7 @@ class Inbox:
         self._channels: dict[int, _Channel] = {}
         self._by_key: dict[tuple[Any, ...], _Channel] = {}
         self._kept: dict[MessageKey, deque[tuple[Any, int]]] = {}
-        self._quickest: tuple[int, int] | None = None
+        self._quickest: tuple[bool, int, float] | None = None
 
     @property
     def messages(self) -> int:
@@ -154,14 +157,15 @@ class Inbox:
     def flight(self) -> float | None:
         """Returns how long a message between stages was on its way, and begins anew.
 
-        It is the quickest of the largest ones that came since the last call: of small ones beside
-        them the time says little, and a busy processor adds to most but not to all.
+        It is the quickest of the largest ones that this end waited for since the last call: of
+        small ones beside them the time says little, and what comes while this end computes is
+        noticed later. Where it waited for none it is the quickest of those.
 
         Returns:
             Seconds, by the clocks of both ends, which may differ; None where none came.
         """
         quickest, self._quickest = self._quickest, None
-        return None if quickest is None else quickest[1] / 1e9
+        return None if quickest is None else quickest[2]
 
     def take(self, key: MessageKey) -> tuple[bool, Any]:
         """Returns (True, value) of the oldest message of ``key``, reading what has arrived.
@@ -260,7 +264,8 @@ class Inbox:
 
     def _time(self, frame: _Frame) -> None:
         if frame.header.kind != _CONTROL:
-            timed = -frame.header.payload, time.monotonic_ns() - frame.sent
+            flight = (time.monotonic_ns() - frame.sent) / 1e9 - (self.delay or 0.0)
+            timed = self.delay is None, -frame.header.payload, flight
             self._quickest = timed if self._quickest is None else min(self._quickest, timed)
 
     def _begin_frame(self) -> _Frame | None:

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.representation import shows
+from fleetpipe.systems import ProcessorQueue
 from fleetpipe.transport.base import Store, Value
 from fleetpipe.transport.joining.connections import DEFAULT_TIMEOUT, join
 from fleetpipe.transport.limit import Limit
@@ -120,6 +121,7 @@ class SocketTransport:
             end.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._queue: ProcessorQueue | None = None
         self._connections = {
             peer: Connection(sock, rank, peer, self._wake, (seals or {}).get(peer))
             for peer, sock in sockets.items()
@@ -168,9 +170,11 @@ class SocketTransport:
         limit = Limit(timeout)
         while True:
             arrived, value = self.try_receive(peer, key)
+            inbox = self._connections[peer].inbox
+            inbox.delay = None
             if arrived:
                 return value
-            self._connections[peer].inbox.prepare(key)
+            inbox.prepare(key)
             self._raise_if_any_died(Route(key, peer, self.rank))
             if not self._wait(limit, awaited=peer):
                 raise self._late(peer, key, timeout)
@@ -235,6 +239,7 @@ class SocketTransport:
     def _release(self) -> None:
         self._closed = True
         self._connections = {}
+        self._queue = None
         self._selector.close()
         forks.holding.discard(self)
         self._woken.close()
@@ -281,13 +286,20 @@ class SocketTransport:
                 self._full.discard(connection)
                 self._selector.register(connection.fd, selectors.EVENT_READ, connection)
         self.awaited = awaited if awaited >= 0 else None
+        # Made here: it is that of the thread that waits.
+        queue = self._queue = self._queue or ProcessorQueue()
+        queued = queue.seconds()
         ready = self._selector.select(nap)
+        delay = queue.seconds() - queued
         self.awaited = None
         for key, _ in ready:
             if key.data is None:
                 self._woken.recv(4096)
-            elif key.data.peer != awaited:
+                continue
+            key.data.inbox.delay = delay
+            if key.data.peer != awaited:
                 self._read_ahead(key.data)
+                key.data.inbox.delay = None
         return True
 
     def _read_ahead(self, connection: Connection) -> None:

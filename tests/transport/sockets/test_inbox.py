@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 
@@ -91,7 +92,13 @@ def test_tensors_made_ahead_belong_to_one_message_each(
     assert len({tensor.data_ptr() for tensor in received}) == 40
 
 
-def test_the_quickest_of_the_largest_messages_is_timed(
+def sent_before(seconds: float, data: bytes) -> bytes:
+    """A frame as if it had been on its way for so long."""
+    moment = struct.pack("<Q", time.monotonic_ns() - int(seconds * 1e9))
+    return data[: HEADER_BYTES - 8] + moment + data[HEADER_BYTES:]
+
+
+def test_the_quickest_of_the_largest_messages_that_were_waited_for_is_timed(
     ends: tuple[SocketTransport, socket.socket],
 ) -> None:
     transport, theirs = ends
@@ -101,10 +108,15 @@ def test_the_quickest_of_the_largest_messages_is_timed(
         (60, frame(b"", b"12345678", channel=1)),
         (30, frame(FOUR_BYTES, b"1234")),
     ):
-        sent = struct.pack("<Q", time.monotonic_ns() - seconds * 10**9)
-        theirs.sendall(data[: HEADER_BYTES - 8] + sent + data[HEADER_BYTES:])
+        theirs.sendall(sent_before(seconds, data))
         transport.receive(1, forward(3), LIMIT)
+    later = threading.Timer(0.1, theirs.sendall, [sent_before(120, frame(b"", b"1234"))])
     assert transport.flights() == {1: pytest.approx(60, abs=20)}
+    theirs.sendall(sent_before(60, frame(b"", b"12345678", channel=1)))
+    transport.receive(1, forward(3), LIMIT)
+    later.start()
+    transport.receive(1, forward(3), LIMIT)
+    assert transport.flights() == {1: pytest.approx(120, abs=20)}
     assert transport.flights() == {}
 
 
