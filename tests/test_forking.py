@@ -10,18 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import forking
-from tests.launching import ROOT, Finished, JobFailed, JobHung, JobLeftProcesses
+from tests.fixtures import Launch, Patch
+from tests.launching import ROOT, JobFailed, JobHung, JobLeftProcesses
 from tests.test_launching import end
 
 pytest.importorskip("paddle")
-
-Launch = Callable[..., Finished]
 
 
 def test_each_rank_has_its_log_its_arguments_and_its_environment(launch: Launch) -> None:
@@ -125,7 +123,7 @@ def test_a_process_that_outlives_its_job_is_reported_and_killed(launch: Launch) 
 
 
 def test_the_answer_to_an_interrupted_question_is_not_another_ones(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, monkeypatch: Patch
 ) -> None:
     def interrupted() -> str:
         raise KeyboardInterrupt

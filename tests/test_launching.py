@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launching import Finished, JobFailed, JobHung, JobLeftProcesses
-
-Launch = Callable[..., Finished]
+from tests.fixtures import Launch, Patch
+from tests.launching import JobFailed, JobHung, JobLeftProcesses
 
 
 def is_running(pid: int) -> bool:
@@ -124,9 +122,7 @@ def test_helpers_stand_beside_the_script(launcher: Launch, tmp_path: Path) -> No
     assert launcher(tmp_path / "main.py", None).logs == ("found",)
 
 
-def test_the_parents_job_is_not_inherited(
-    launcher: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_parents_job_is_not_inherited(launcher: Launch, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PADDLE_TRAINER_ID", "5")
     job = launcher("import os; print(os.environ.get('PADDLE_TRAINER_ID'))", None)
     assert job.logs == ("None",)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe import numerics
+from tests.fixtures import Patch
 
 AMD = "vendor_id : AuthenticAMD\nflags : fpu sse4_2 avx2 bmi2\n"
 INTEL = "vendor_id : GenuineIntel\nflags : fpu sse4_2 avx2 bmi2\n"
@@ -15,9 +16,7 @@ OLD_AMD = "vendor_id : AuthenticAMD\nflags : fpu sse4_2 avx bmi2\n"
 
 
 @pytest.mark.parametrize(("cpu", "wanted"), [(AMD, "5"), (INTEL, None), (OLD_AMD, None)])
-def test_only_amd_with_avx2_is_set(
-    cpu: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_amd_with_avx2_is_set(cpu: str, wanted: str | None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda self, **options: cpu)
     monkeypatch.delenv("MKL_DEBUG_CPU_TYPE", raising=False)
     monkeypatch.delenv("FLEETPIPE_MKL", raising=False)
@@ -26,9 +25,7 @@ def test_only_amd_with_avx2_is_set(
     assert numerics.environment()["MKL_DEBUG_CPU_TYPE"] == (wanted or "")
 
 
-def test_the_users_own_setting_and_the_switch_are_respected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_users_own_setting_and_the_switch_are_respected(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda self, **options: AMD)
     monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "4")
     numerics.prepare()

@@ -12,6 +12,7 @@ import pytest
 from fleetpipe.arguments import require_folder
 from fleetpipe.cli import main
 from fleetpipe.errors import ConfigError
+from tests.fixtures import Capture, Patch
 from tests.launching import ROOT
 
 SMALL = ["schedule", "1F1B", "--ranks", "2", "--micro-batches", "2"]
@@ -39,12 +40,7 @@ def script(tmp_path: Path) -> Path:
     ],
 )
 def test_a_place_that_cannot_be_written_is_refused_before_the_script_runs(
-    words: list[str],
-    option: str,
-    cause: str,
-    script: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], option: str, cause: str, script: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     if "/proc" in " ".join(words) and not Path("/proc/self").exists():
         pytest.skip("this system has no /proc, in which nobody can write")

@@ -11,13 +11,14 @@ import pytest
 import fleetpipe
 from fleetpipe.cli import main
 from fleetpipe.schedules import Schedule, build
+from tests.fixtures import Capture
 
 
 def run(words: str) -> int:
     return main(["schedule", *words.split()])
 
 
-def test_text_draws_and_gives_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_draws_and_gives_the_figures(capsys: Capture) -> None:
     assert run("1f1b --ranks 2 --micro-batches 2") == 0
     output = capsys.readouterr()
     assert "rank 0  F0 F1 .  .  B0--- .  B1---" in output.out
@@ -25,7 +26,7 @@ def test_text_draws_and_gives_the_figures(capsys: pytest.CaptureFixture[str]) ->
     assert output.err == ""
 
 
-def test_json_has_exactly_these_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_exactly_these_keys(capsys: Capture) -> None:
     assert run("GPipe --ranks 4 --micro-batches 8 --format json") == 0
     value = json.loads(capsys.readouterr().out)
     actions = value.pop("actions")
@@ -44,7 +45,7 @@ def test_json_has_exactly_these_keys(capsys: pytest.CaptureFixture[str]) -> None
     assert actions[3][:2] == ["F3.0", "F3.1"]
 
 
-def test_actions_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_actions_can_be_verified(tmp_path: Path, capsys: Capture) -> None:
     assert run("Eager1F1B --ranks 3 --micro-batches 4 --format actions") == 0
     text = capsys.readouterr().out
     assert Schedule.parse(text) == build("Eager1F1B", ranks=3, micro_batches=4)
@@ -54,9 +55,7 @@ def test_actions_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "valid schedule: Eager1F1B, 3 ranks, 4 micro-batches" in capsys.readouterr().out
 
 
-def test_costs_come_from_a_file_and_from_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_costs_come_from_a_file_and_from_options(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "costs.json"
     file.write_text('{"forward": [1, 2], "input_grad": 2, "weight_grad": [1, 1], "bytes": [5, 7]}')
     words = f"1F1B --ranks 2 --micro-batches 1 --format json --costs {file}"
@@ -94,16 +93,14 @@ def test_costs_come_from_a_file_and_from_options(
         ("1F1B --ranks 2 --micro-batches 2 --format xml", "invalid choice"),
     ],
 )
-def test_a_refused_request_exits_with_2(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_request_exits_with_2(words: str, message: str, capsys: Capture) -> None:
     assert run(words) == 2
     output = capsys.readouterr()
     assert message in output.err
     assert output.out == ""
 
 
-def test_auto_searches_within_the_cap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_searches_within_the_cap(tmp_path: Path, capsys: Capture) -> None:
     words = "auto --ranks 4 --micro-batches 8 --format json --memory-cap"
     assert run(f"{words} 3.5 --input-grad-frees 0.5 --comm 0.1") == 0
     value = json.loads(capsys.readouterr().out)
@@ -118,9 +115,7 @@ def test_auto_searches_within_the_cap(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "a cap of at least 40" in capsys.readouterr().err
 
 
-def test_a_cap_in_bytes_holds_for_every_schedule(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cap_in_bytes_holds_for_every_schedule(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "costs.json"
     file.write_text('{"bytes": [10, 20]}')
     words = f"1F1B --ranks 2 --micro-batches 4 --costs {file} --memory-cap"
@@ -130,7 +125,7 @@ def test_a_cap_in_bytes_holds_for_every_schedule(
     assert "at most 19 bytes" in capsys.readouterr().err
 
 
-def test_options_reach_the_schedule_and_its_costs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_reach_the_schedule_and_its_costs(capsys: Capture) -> None:
     words = "--ranks 4 --micro-batches 10 --format json"
     peaks = []
     for options in ("", "--groups 6,4", "--warmup-slack 1"):
@@ -143,7 +138,7 @@ def test_options_reach_the_schedule_and_its_costs(capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["makespan"] == pytest.approx(57.6)
 
 
-def test_plot_and_trace_write_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_and_trace_write_files(tmp_path: Path, capsys: Capture) -> None:
     pytest.importorskip("matplotlib")
     picture, trace = tmp_path / "zbv.png", tmp_path / "zbv.json"
     words = "ZBV --ranks 3 --micro-batches 5 --format json"
@@ -157,7 +152,7 @@ def test_plot_and_trace_write_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "missing" in capsys.readouterr().err
 
 
-def test_a_memory_cap_that_is_passed_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_memory_cap_that_is_passed_exits_with_1(capsys: Capture) -> None:
     words = "1F1B --ranks 4 --micro-batches 8 --memory-cap"
     assert run(f"{words} 4") == 0
     capsys.readouterr()
@@ -169,7 +164,7 @@ def test_a_memory_cap_that_is_passed_exits_with_1(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("lowered", [False, True])
 def test_verify_tells_what_is_valid_from_what_is_not(
-    lowered: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lowered: bool, tmp_path: Path, capsys: Capture
 ) -> None:
     schedule = build("1F1B", ranks=2, micro_batches=2)
     text = str(schedule.lower() if lowered else schedule)
@@ -185,9 +180,7 @@ def test_verify_tells_what_is_valid_from_what_is_not(
     assert "B0.1 is missing" in capsys.readouterr().err
 
 
-def test_verify_options_stand_in_for_the_header(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_options_stand_in_for_the_header(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "file.txt"
     file.write_text("F0.0 F3.0 B3.0 B0.0\nF1.0 F2.0 B2.0 B1.0\n")
     assert main(["verify", str(file)]) == 1
@@ -200,9 +193,7 @@ def test_verify_options_stand_in_for_the_header(
     assert "F0.2 is missing" in capsys.readouterr().err
 
 
-def test_verify_of_what_is_no_text_exits_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_of_what_is_no_text_exits_with_2(tmp_path: Path, capsys: Capture) -> None:
     assert main(["verify", str(tmp_path / "none.txt")]) == 2
     assert "none.txt" in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
@@ -235,9 +226,7 @@ def test_the_command_runs_as_a_module_where_there_is_no_paddle(tmp_path: Path) -
     ],
     ids=["header", "token"],
 )
-def test_a_file_with_endless_numbers_is_refused(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_with_endless_numbers_is_refused(text: str, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "schedule.txt").write_text(text)
     assert main(["verify", str(tmp_path / "schedule.txt")]) == 2
     told = capsys.readouterr().err
@@ -245,9 +234,7 @@ def test_a_file_with_endless_numbers_is_refused(
     assert len(told) < 400
 
 
-def test_names_of_a_file_do_not_steer_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_a_file_do_not_steer_the_terminal(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "schedule.txt"
     header = "name=\x1b[31m ranks=1 micro_batches=1 chunks=1 placement=loop"
     file.write_text(f"# fleetpipe-schedule 1 {header}\nF0.0\n")

@@ -16,25 +16,26 @@ import fleetpipe
 from fleetpipe import cli
 from fleetpipe.cli import COMMANDS, main
 from fleetpipe.launch.log_filter import environment, quiet
+from tests.fixtures import Capture, Patch
 from tests.launching import ROOT
 from tests.test_without_paddle import without_paddle
 
 SMALL = ("1F1B", "--ranks", "2", "--micro-batches", "2")
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_told(capsys: Capture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"fleetpipe {fleetpipe.__version__}\n"
 
 
-def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_a_command_too(capsys: Capture) -> None:
     for words, same in ((["help"], ["--help"]), (["help", "plan"], ["plan", "--help"])):
         assert main(words) == main(same) == 0
         first, second = capsys.readouterr().out.split("usage:")[1:]
         assert first == second
 
 
-def test_completions_know_commands_and_their_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_completions_know_commands_and_their_options(capsys: Capture) -> None:
     pytest.importorskip("shtab")
     assert main(["--print-completion", "bash"]) == 0
     text = capsys.readouterr().out
@@ -53,9 +54,7 @@ def test_the_commands_that_start_ranks_spell_options_alike() -> None:
     assert all(alike <= options for options in known)
 
 
-def test_no_word_at_all_is_answered_with_every_command(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_no_word_at_all_is_answered_with_every_command(capsys: Capture) -> None:
     assert main([]) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -80,7 +79,7 @@ def test_every_argument_has_a_help_text(command: cli.Command) -> None:
     ],
 )
 def test_a_wrong_name_is_answered_with_the_nearest(
-    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], hint: str, capsys: Capture
 ) -> None:
     assert main(words) == 2
     output = capsys.readouterr()
@@ -104,7 +103,7 @@ def test_a_wrong_name_is_answered_with_the_nearest(
     ],
 )
 def test_a_wrong_option_is_answered_with_the_nearest(
-    words: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], hint: str, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "train.py").write_text("")
     assert main([word.format(tmp_path / "train.py") for word in words]) == 2
@@ -133,7 +132,7 @@ def test_options_behind_a_script_are_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "parity"])
-def test_a_missing_script_is_named_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_script_is_named_alone(command: str, capsys: Capture) -> None:
     assert main([command, "--nproc", "2"]) == 2
     assert capsys.readouterr().err.endswith("the following arguments are required: SCRIPT\n")
 
@@ -182,7 +181,7 @@ assert main(["run", train]) == 2  # this one needs it
     ],
 )
 def test_a_file_that_cannot_be_used_names_the_argument_and_what_to_give(
-    words: list[str], named: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], named: tuple[str, ...], tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert main([word.format(tmp_path) for word in words]) == 2
@@ -198,7 +197,7 @@ def test_a_file_that_cannot_be_used_names_the_argument_and_what_to_give(
     [("--ranks", 10**9), ("--ranks", 1025), ("--micro-batches", 10**9), ("--chunks", 10**9)],
 )
 def test_what_would_be_computed_for_minutes_is_refused_with_the_limit(
-    option: str, number: int, capsys: pytest.CaptureFixture[str]
+    option: str, number: int, capsys: Capture
 ) -> None:
     words = ["VPP", "--ranks", "2", "--micro-batches", "2", option, str(number)]
     assert main(["schedule", *words]) == 2
@@ -218,7 +217,7 @@ def test_what_would_be_computed_for_minutes_is_refused_with_the_limit(
     ids=["deep", "deep in a key", "long", "large", "lists in a list", "no object"],
 )
 def test_strange_costs_are_refused_without_a_traceback(
-    costs: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    costs: str, message: str, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "costs.json").write_text(costs)
     assert main(["schedule", *SMALL, "--costs", str(tmp_path / "costs.json")]) == 2
@@ -227,9 +226,7 @@ def test_strange_costs_are_refused_without_a_traceback(
     assert str(tmp_path / "costs.json") in output
 
 
-def test_paddles_own_lines_are_shown_from_a_level_on(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paddles_own_lines_are_shown_from_a_level_on(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.delenv("GLOG_minloglevel", raising=False)
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     logger = logging.getLogger("paddle.distributed.fleet.utils.log_util")
@@ -254,7 +251,7 @@ def test_paddles_own_lines_are_shown_from_a_level_on(
 
 
 def test_what_starts_another_frameworks_program_has_a_command_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import fleetpipe
 from fleetpipe import fleet
 from tests import jobs
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers
-from tests.launching import ROOT, Finished
+from tests.fixtures import Call, Launch
+from tests.launching import ROOT
 
 WORKER = ROOT / "tests" / "fit" / "fit_worker.py"
-
-Launch = Callable[..., Finished]
 
 
 def reports(launch: Launch, folder: Path, nproc: int | None, dp: int) -> list[Any]:
@@ -98,9 +96,7 @@ def fitted() -> tuple[list[Any], int, int]:
     return [losses.train, losses.eval, outputs.tolist()], trained, Counted.read - trained
 
 
-def test_a_rank_between_the_first_and_the_last_reads_no_sample(
-    on_ranks: Callable[..., Any],
-) -> None:
+def test_a_rank_between_the_first_and_the_last_reads_no_sample(on_ranks: Call) -> None:
     alone = fitted()
     first, between, last = on_ranks(fitted, 3)
     assert alone[1:] == (2 * (2 * 32 + 5) + 2 * 41, 41)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job import attempt_files
 from tests import jobs
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
+from tests.fixtures import Launch
 from tests.launch.supervisor.commands import launched
-from tests.launching import ROOT, Finished
+from tests.launching import ROOT
 
 WORKER = ROOT / "tests" / "fit" / "resume_worker.py"
-
-Launch = Callable[..., Finished]
 
 
 def told(log: str) -> list[str]:

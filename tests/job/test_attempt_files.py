@@ -6,17 +6,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
 from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.failure import Failure
+from tests.fixtures import Patch
 
 
-def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def as_rank(monkeypatch: Patch, rank: int) -> None:
     monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
 
 
-def test_without_a_folder_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_nothing_is_told(monkeypatch: Patch) -> None:
     monkeypatch.delenv(attempt_files.FOLDER, raising=False)
     monkeypatch.delenv(attempt_files.NUMBER, raising=False)
     attempt_files.tell_failure(Failure(0, "raised", "boom"))
@@ -27,9 +26,7 @@ def test_without_a_folder_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert attempt_files.number() == 0
 
 
-def test_what_ranks_tell_is_read_in_its_order(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_ranks_tell_is_read_in_its_order(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv(attempt_files.FOLDER, str(tmp_path))
     first, second = Failure(2, "died", "it ended"), Failure(1, "raised", "boom", "Traceback")
     as_rank(monkeypatch, 1)
@@ -46,7 +43,7 @@ def test_what_ranks_tell_is_read_in_its_order(
 
 
 def test_two_threads_that_tell_at_once_leave_one_of_their_failures(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: Patch, tmp_path: Path
 ) -> None:
     as_rank(monkeypatch, 1)
     failures = [Failure(2, "died", "it ended"), Failure(1, "raised", "boom", "Traceback" * 500)]
@@ -67,9 +64,7 @@ def test_two_threads_that_tell_at_once_leave_one_of_their_failures(
         assert [file.name for file in home.iterdir()] == ["failure.1"]
 
 
-def test_a_page_says_which_step_a_rank_is_in(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_page_says_which_step_a_rank_is_in(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv(attempt_files.FOLDER, str(tmp_path))
     as_rank(monkeypatch, 1)
     write = attempt_files.page()

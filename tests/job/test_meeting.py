@@ -21,6 +21,7 @@ from fleetpipe.errors import (
     TransportError,
 )
 from fleetpipe.job import meeting
+from tests.fixtures import Patch
 
 
 class MemoryStore:
@@ -44,10 +45,7 @@ class MemoryStore:
 
 
 def play(
-    monkeypatch: pytest.MonkeyPatch,
-    ranks: int,
-    act: Callable[[int], Any],
-    only: tuple[int, ...] | None = None,
+    monkeypatch: Patch, ranks: int, act: Callable[[int], Any], only: tuple[int, ...] | None = None
 ) -> dict[int, Any]:
     """Runs ``act(rank)`` on a thread for each rank; returns what each returned or raised."""
     local = threading.local()
@@ -70,7 +68,7 @@ def play(
     return results
 
 
-def test_all_go_on_when_the_last_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_go_on_when_the_last_has_come(monkeypatch: Patch) -> None:
     store = MemoryStore()
 
     def act(rank: int) -> float:
@@ -82,7 +80,7 @@ def test_all_go_on_when_the_last_has_come(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(moments.values()) - min(moments.values()) < 0.09
 
 
-def test_those_that_came_name_those_that_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_came_name_those_that_did_not(monkeypatch: Patch) -> None:
     store = MemoryStore()
 
     def act(rank: int) -> None:
@@ -97,7 +95,7 @@ def test_those_that_came_name_those_that_did_not(monkeypatch: pytest.MonkeyPatch
         assert str(error).startswith("ranks [1, 3] did not call fleet.init within")
 
 
-def test_nobody_waits_for_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_rank_that_has_ended(monkeypatch: Patch) -> None:
     store = MemoryStore()
     raised = play(
         monkeypatch,
@@ -110,7 +108,7 @@ def test_nobody_waits_for_a_rank_that_has_ended(monkeypatch: pytest.MonkeyPatch)
         assert str(raised[rank]).startswith("rank 1 ended and did not come to the check\n")
 
 
-def test_a_rank_that_came_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_came_may_end(monkeypatch: Patch) -> None:
     store = MemoryStore()
     ended: list[int] = []
 
@@ -132,13 +130,13 @@ class FailedStore(MemoryStore):
         return value
 
 
-def test_a_failure_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_ends_the_wait(monkeypatch: Patch) -> None:
     store = FailedStore()
     raised = play(monkeypatch, 2, lambda _: meeting.meet(store, "there", 60.0, "it"), only=(0,))
     assert str(raised[0]) == "rank 1 raised"
 
 
-def test_a_rank_that_came_may_fail_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_came_may_fail_afterwards(monkeypatch: Patch) -> None:
     store = FailedStore()
     store.add("there/1", 1)
     found = play(monkeypatch, 2, lambda _: meeting.meet(store, "there", 60.0, "it"), only=(0,))
@@ -146,9 +144,7 @@ def test_a_rank_that_came_may_fail_afterwards(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("asked", ["there/1", "there/late"])
-def test_a_rank_may_come_and_fail_while_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, asked: str
-) -> None:
+def test_a_rank_may_come_and_fail_while_it_is_asked_for(monkeypatch: Patch, asked: str) -> None:
     class Slow(MemoryStore):
         """Answers from before rank 1 came; when the answer is here, rank 1 came and failed."""
 
@@ -163,7 +159,7 @@ def test_a_rank_may_come_and_fail_while_it_is_asked_for(
     assert found == {0: None}
 
 
-def test_rank_0_stays_until_the_others_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_stays_until_the_others_have_gone(monkeypatch: Patch) -> None:
     store = MemoryStore()
 
     def act(rank: int) -> float:
@@ -175,15 +171,13 @@ def test_rank_0_stays_until_the_others_have_gone(monkeypatch: pytest.MonkeyPatch
     assert moments[0] >= moments[2] > moments[1]
 
 
-def environment(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
+def environment(monkeypatch: Patch, rank: int, port: int) -> None:
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:1")
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
     monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
 
 
-def test_a_port_that_is_taken_is_refused_and_not_taken_for_the_store(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_port_that_is_taken_is_refused_and_not_taken_for_the_store(monkeypatch: Patch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -198,14 +192,14 @@ def test_a_port_that_is_taken_is_refused_and_not_taken_for_the_store(
         assert "does not answer as the job's store" in str(late.value)
 
 
-def test_an_address_of_another_host_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_another_host_is_called_so(monkeypatch: Patch) -> None:
     environment(monkeypatch, 0, 0)
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "192.0.2.1:20000")
     with pytest.raises(TransportError, match=r"192\.0\.2\.1 is no address of this host"):
         meeting.open_store(5)
 
 
-def store_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], int]:
+def store_of_two_ranks(monkeypatch: Patch) -> tuple[list[Any], int]:
     """Opens a store as two ranks, of which the environment is left the second's; and its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -218,18 +212,14 @@ def store_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], int]
     return stores, port
 
 
-def test_the_store_of_another_job_is_not_taken_for_ones_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_store_of_another_job_is_not_taken_for_ones_own(monkeypatch: Patch) -> None:
     _, port = store_of_two_ranks(monkeypatch)
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", f"127.0.0.1:{port},127.0.0.1:2")
     with pytest.raises(PipelineTimeout, match="rank 0 did not call"):
         meeting.open_store(0.3)
 
 
-def test_a_rank_left_over_from_an_earlier_life_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_left_over_from_an_earlier_life_is_refused_by_name(monkeypatch: Patch) -> None:
     monkeypatch.setenv("FLEETPIPE_INCARNATION", "2")
     _stores, _ = store_of_two_ranks(monkeypatch)
     monkeypatch.setenv("FLEETPIPE_INCARNATION", "1")
@@ -246,7 +236,7 @@ def test_a_rank_left_over_from_an_earlier_life_is_refused_by_name(
 
 
 def test_paddle_gets_an_address_for_a_store_of_its_own_where_it_has_none(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     store = MemoryStore()
     monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:1")
@@ -261,9 +251,7 @@ def test_paddle_gets_an_address_for_a_store_of_its_own_where_it_has_none(
     assert int(port) != 1
 
 
-def test_paddles_own_store_at_the_jobs_address_is_refused_on_every_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_paddles_own_store_at_the_jobs_address_is_refused_on_every_rank(monkeypatch: Patch) -> None:
     for name in ("PADDLE_MASTER", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(paddle.distributed, "is_initialized", lambda: True)
@@ -277,9 +265,7 @@ def test_paddles_own_store_at_the_jobs_address_is_refused_on_every_rank(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_address_of_ipv6_is_refused_before_anybody_waits(
-    monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_an_address_of_ipv6_is_refused_before_anybody_waits(monkeypatch: Patch, rank: int) -> None:
     monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "[fd00::1]:6170,[fd00::2]:6170")
     with pytest.raises(ConfigError, match=r"cannot be served at \[fd00::1\]"):

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from paddle import nn
 import fleetpipe
 from fleetpipe.checkpoint.files import tensors
 from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED
+from tests.fixtures import Launch, Patch
 from tests.launch.supervisor.commands import launched
-from tests.launching import ROOT, Finished
-
-Launch = Callable[..., Finished]
+from tests.launching import ROOT
 
 WORKER = ROOT / "tests" / "launch" / "resume_worker.py"
 REPLICAS_WORKER = WORKER.with_name("replicas_worker.py")
@@ -118,7 +117,7 @@ def _own_signals() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_own_signals")
 def test_a_signal_while_a_save_is_being_written_ends_behind_it_and_one_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     written = threading.Event()
     write_at = tensors.write_at

@@ -7,7 +7,6 @@ import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -25,7 +24,8 @@ from fleetpipe.job import attempt_files
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from tests.check_types import sources, tree
-from tests.launching import ROOT, Finished
+from tests.fixtures import Capture, Launch, Patch
+from tests.launching import ROOT
 
 PADDLES = "paddle.distributed.fleet"
 LAUNCHED = ROOT / "fleetpipe" / "launch" / "rank_main.py"
@@ -91,9 +91,7 @@ def test_what_fleetpipe_does_not_define_stays_paddles() -> None:
     assert names["util"] is importlib.import_module(util)
 
 
-def test_a_module_of_paddles_that_nobody_loaded_yet_is_found_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_module_of_paddles_that_nobody_loaded_yet_is_found_once(monkeypatch: Patch) -> None:
     before = theirs.cloud_utils
     monkeypatch.setattr(fleet, "cloud_utils", before)
     for name in (f"{PADDLES}.cloud_utils", "fleetpipe.fleet.cloud_utils"):
@@ -162,7 +160,7 @@ print(told(), sys.modules["__main__"].told is told, helper.__file__)
     ],
 )
 def test_a_script_sees_and_ends_what_it_would_under_python(
-    launch: Callable[..., Finished], end: str, code: int, tmp_path: Path
+    launch: Launch, end: str, code: int, tmp_path: Path
 ) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "helper.py").write_text("")
@@ -219,10 +217,7 @@ def test_an_error_is_shown_once_whichever_rank_has_it(
 
 @pytest.mark.parametrize("brief", ["rank 1 raised x", None])
 def test_of_an_error_of_another_rank_a_line_is_shown(
-    tmp_path: Path,
-    brief: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, brief: str | None, monkeypatch: Patch, capsys: Capture
 ) -> None:
     error = PeerFailed("rank 1 raised: x", got="from rank 1")
     error.brief = brief
@@ -235,7 +230,7 @@ def test_of_an_error_of_another_rank_a_line_is_shown(
 
 
 def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     assert main(["run", str(tmp_path / "missing.py")]) == 2
     assert "there is no file" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 from fleetpipe.cli import main
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.train import pipeline_parallel
+from tests.fixtures import Capture, Patch
 from tests.launching import ROOT
 
 SCRIPT = """
@@ -31,7 +32,7 @@ with job(2):
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def script(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "train.py"
@@ -39,7 +40,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_right_script_passes(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_right_script_passes(script: Path, capsys: Capture) -> None:
     report = script.with_suffix(".json")
     original = PipelineParallel.train_batch
     assert main(["parity", "--report", str(report), str(script)]) == 0
@@ -51,9 +52,7 @@ def test_a_right_script_passes(script: Path, capsys: pytest.CaptureFixture[str])
     assert (found["passed"], found["steps"]) == (True, 3)
 
 
-def test_a_wrong_script_fails_and_names_the_layer(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_script_fails_and_names_the_layer(script: Path, capsys: Capture) -> None:
     assert main(["parity", str(script), "--wrong"]) == 1
     assert "first difference: step 0: gradient of 4.weight" in capsys.readouterr().out
 
@@ -65,7 +64,7 @@ def test_an_error_of_the_script_keeps_its_traceback(script: Path) -> None:
 
 
 def test_evaluations_of_a_script_are_compared_where_it_calls_them(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     before = "model.predict_batch(batch()[0][:3])\n    for seed"
     lines = script.read_text().replace("for seed", before)
@@ -78,7 +77,7 @@ def test_evaluations_of_a_script_are_compared_where_it_calls_them(
 
 
 def test_a_scheduler_that_the_pipeline_steps_twice_fails(
-    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     train_batch = PipelineParallel.train_batch
 
@@ -94,15 +93,13 @@ def test_a_scheduler_that_the_pipeline_steps_twice_fails(
 
 @pytest.mark.parametrize(("theirs", "code"), [(0, 0), (1, 1), (2, 2), (-9, 1)])
 def test_the_code_of_launched_ranks_is_passed_on(
-    theirs: int, code: int, script: Path, monkeypatch: pytest.MonkeyPatch
+    theirs: int, code: int, script: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("fleetpipe.launch.script.launch", lambda options, *words: theirs)
     assert main(["parity", "--nproc", "2", str(script)]) == code
 
 
-def test_what_cannot_be_compared_is_refused(
-    script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_compared_is_refused(script: Path, capsys: Capture) -> None:
     text = script.read_text()
     script.write_text(text.replace("scheduler)))", "scheduler, None, 0, True)))"))
     assert main(["parity", str(script)]) == 2
@@ -110,7 +107,7 @@ def test_what_cannot_be_compared_is_refused(
 
 
 def test_a_script_that_trains_nothing_or_is_not_there_is_no_success(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], script: Path
+    tmp_path: Path, capsys: Capture, script: Path
 ) -> None:
     empty = tmp_path / "empty.py"
     empty.write_text("")

@@ -12,10 +12,9 @@ from fleetpipe.dygraph.batch import micro_batches
 from fleetpipe.dygraph.train import runtime
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.fixtures import Patch
 from tests.parity.defects import FORMS, cut_by_hand, differences
 from tests.pipelines import FEATURES, batch, mlp_layers, model_in_job, sgd
-
-Patch = pytest.MonkeyPatch
 
 
 class Pair(nn.Layer):

@@ -13,10 +13,9 @@ from fleetpipe import fleet, parity
 from fleetpipe.dygraph.batch import stage
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph import sliced
+from tests.fixtures import Patch
 from tests.parity.defects import differences
 from tests.pipelines import batch, job, model_in_job, pipeline, sgd
-
-Patch = pytest.MonkeyPatch
 
 
 class Branch(nn.Layer):

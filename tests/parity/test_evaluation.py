@@ -12,11 +12,9 @@ from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.dygraph.batch import outputs, stage
 from fleetpipe.dygraph.train import forward_batch, pipeline_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.fixtures import Patch
 from tests.parity.defects import FORMS, differences
 from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd
-
-Patch = pytest.MonkeyPatch
-
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "loss": lambda session, rows: session.eval_batch([x[:rows] for x in batch()], True),

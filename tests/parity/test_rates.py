@@ -9,11 +9,9 @@ import pytest
 
 from fleetpipe import parity
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
+from tests.fixtures import Patch
 from tests.parity.defects import differences
 from tests.pipelines import batch, mlp_and_sgd, model_in_job, sgd
-
-Patch = pytest.MonkeyPatch
-
 
 LR = paddle.optimizer.lr
 SCHEDULERS: dict[str, Callable[[], Any]] = {

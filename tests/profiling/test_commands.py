@@ -10,6 +10,7 @@ import pytest
 from fleetpipe.cli import main
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.profiling.estimating import estimates
+from tests.fixtures import Capture
 from tests.profiling.models import big_vocabulary, even
 
 
@@ -21,9 +22,7 @@ def profile(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_plan_is_printed_and_written(
-    profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_is_printed_and_written(profile: str, tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "plan.json"
     words = ["plan", profile, "--ranks", "4", "--micro-batches", "6", "--memory-cap", "200MB"]
     assert main([*words, "-o", str(file)]) == 0
@@ -45,9 +44,7 @@ def test_plans_and_profiles_are_drawn(profile: str, tmp_path: Path) -> None:
     assert all(f">{number} {layer.name}<" in text for number, layer in enumerate(layers.layers))
 
 
-def test_requests_that_cannot_be_met_are_refused(
-    profile: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_that_cannot_be_met_are_refused(profile: str, capsys: Capture) -> None:
     for words, message in (
         (["--ranks", "4", "--memory-cap", "1MB"], "no plan keeps within"),
         (["--ranks", "4", "--memory-cap", "much"], "2GiB"),
@@ -62,7 +59,7 @@ def test_requests_that_cannot_be_met_are_refused(
 
 @pytest.mark.parametrize("command", [["plan", "--ranks", "16"], ["estimate", "--ranks", "2,16"]])
 def test_a_search_of_minutes_is_refused(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "profile.json"
     even(200).write(path)
@@ -72,9 +69,7 @@ def test_a_search_of_minutes_is_refused(
     assert main(["estimate", str(path), "--micro-batches", "1" * 10]) == 2
 
 
-def test_estimates_are_a_table_of_every_schedule(
-    profile: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_estimates_are_a_table_of_every_schedule(profile: str, capsys: Capture) -> None:
     assert main(["estimate", profile, "--ranks", "2,4", "--micro-batches", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     found = {(line.split()[0], line.split()[2]) for line in lines[1:]}
@@ -83,9 +78,7 @@ def test_estimates_are_a_table_of_every_schedule(
     assert len(json.loads(capsys.readouterr().out)[0]["peak_bytes"]) == 2
 
 
-def test_an_estimate_for_more_ranks_than_layers_is_refused(
-    profile: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_estimate_for_more_ranks_than_layers_is_refused(profile: str, capsys: Capture) -> None:
     assert main(["estimate", profile, "--ranks", "2,40"]) == 2
     captured = capsys.readouterr()
     assert "cannot be cut into 40 stages" in captured.err

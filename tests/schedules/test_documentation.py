@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.cli import main
+from tests.fixtures import Capture, Patch
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
@@ -23,10 +24,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("block", blocks("console"))
 def test_the_commands_print_what_the_page_shows(
-    block: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    block: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")

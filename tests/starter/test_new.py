@@ -8,17 +8,15 @@ import re
 import reprlib
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.starter import command
-from tests.launching import ROOT, Finished
+from tests.fixtures import Capture, Launch, Patch
+from tests.launching import ROOT
 from tests.test_without_paddle import without_paddle
-
-Launch = Callable[..., Finished]
 
 # The project needs it; so do the tests, whose extra names it.
 pytest.importorskip("yaml")
@@ -113,16 +111,12 @@ assert not any(name.startswith("paddle") for name in sys.modules)
 @pytest.mark.parametrize(
     "name", ["1st", "my project", "paddle", "Fleetpipe", "a.b", "-", "é", "a" * 101]
 )
-def test_a_bad_name_is_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_name_is_refused(name: str, tmp_path: Path, capsys: Capture) -> None:
     assert main(["new", "--", str(tmp_path / name)]) == 2
     assert f"{reprlib.repr(name)} cannot be the name of a project" in capsys.readouterr().err
 
 
-def test_no_name_is_not_this_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_name_is_not_this_folder(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", ""]) == 2
     assert "a project needs a name" in capsys.readouterr().err
@@ -130,7 +124,7 @@ def test_no_name_is_not_this_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_stays(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("mine")
     (tmp_path / "file").write_text("mine")

@@ -14,6 +14,7 @@ from fleetpipe import fleet, log
 from fleetpipe.capture.running import host_memory, stages
 from fleetpipe.errors import BoundaryError, CaptureError, ConfigError
 from fleetpipe.paddle_api.optimizer import learning_rate_of
+from tests.fixtures import LogCapture, Patch
 
 ROWS = 8
 
@@ -49,7 +50,7 @@ def wrapped(build: Any = Gated, **options: Any) -> tuple[Any, Any, Any]:
     return pipe, fleet.distributed_model(pipe), fleet.distributed_optimizer(adam)
 
 
-def test_it_ends_after_two_batches_and_says_what_it_cost(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_ends_after_two_batches_and_says_what_it_cost(caplog: LogCapture) -> None:
     log.once.cache_clear()  # an earlier test may have taken just as long, and said so
     _, model, optimizer = wrapped()
     rate = learning_rate_of(optimizer.wrapped)
@@ -96,7 +97,7 @@ def test_a_difference_ends_the_job_before_the_parameters_change(batch: int) -> N
     fleet.shutdown()
 
 
-def test_the_optimizers_update_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizers_update_is_compared(monkeypatch: Patch) -> None:
     pipe, model, optimizer = wrapped()
     kind = type(optimizer.wrapped)
     step = kind.step
@@ -114,7 +115,7 @@ def test_the_optimizers_update_is_compared(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_model_that_finds_no_room_is_not_called_equal(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: Patch, caplog: LogCapture
 ) -> None:
     monkeypatch.setattr(host_memory, "_available", lambda: 1000)
     _, model, optimizer = wrapped()
@@ -127,7 +128,7 @@ def test_a_model_that_finds_no_room_is_not_called_equal(
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_it_is_left_out_where_nobody_asks(verify: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_left_out_where_nobody_asks(verify: bool, caplog: LogCapture) -> None:
     _, model, optimizer = wrapped(verify=verify)
     for step in range(2):
         model.train_batch(data(step), optimizer)
@@ -195,7 +196,7 @@ class Hooked(Gated):
 
 
 @pytest.mark.parametrize("build", [Assigns, Hooked])
-def test_plain_models_pass(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_models_pass(build: Any, caplog: LogCapture) -> None:
     _, model, optimizer = wrapped(build)
     for step in range(2):
         model.train_batch(data(step), optimizer)
@@ -203,9 +204,7 @@ def test_plain_models_pass(build: Any, caplog: pytest.LogCaptureFixture) -> None
     fleet.shutdown()
 
 
-def test_a_copy_without_the_hooks_of_parameters_is_no_measure(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_copy_without_the_hooks_of_parameters_is_no_measure(caplog: LogCapture) -> None:
     def build() -> Any:
         model = Gated()
         model.first.weight.register_hook(lambda grad: grad * 0.5)
@@ -241,9 +240,7 @@ def test_a_layer_that_is_frozen_between_the_first_batches_is_no_difference() -> 
     fleet.shutdown()
 
 
-def test_a_hook_that_reaches_into_the_model_is_no_measure(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_hook_that_reaches_into_the_model_is_no_measure(caplog: LogCapture) -> None:
     def build() -> Any:
         model, features = Gated(), {}
         model.features = features

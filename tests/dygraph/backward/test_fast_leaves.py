@@ -17,6 +17,7 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import build
 from tests.dygraph.backward.test_split import grads_of, numbers, score
+from tests.fixtures import Patch
 from tests.pipelines import FEATURES, batch, bits, job, pipeline, sgd
 
 WHOLE = build("1F1B", ranks=1, micro_batches=1)
@@ -29,14 +30,14 @@ THRESHOLDS = linear._FEWEST, linear._FEWEST_COLUMNS
 
 
 @pytest.fixture(autouse=True)
-def _small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_layers(monkeypatch: Patch) -> None:
     """Layers are taken that are too small to gain time: so tests are short."""
     monkeypatch.setattr(linear, "_FEWEST", 2**14)
     monkeypatch.setattr(linear, "_FEWEST_COLUMNS", 1)
 
 
 @pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+def fast(monkeypatch: Patch) -> list[tuple[int, ...]]:
     """The shapes of what the fast way took."""
     shapes: list[tuple[int, ...]] = []
     original = linear._linear
@@ -115,9 +116,7 @@ def test_a_difference_in_one_bit_is_seen() -> None:
     assert not same_bits(lambda x: x * x, lambda x: x * x * minus * minus * minus, (zeros,), zeros)
 
 
-def test_other_bits_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, fast: list[tuple[int, ...]]
-) -> None:
+def test_other_bits_are_not_used(monkeypatch: Patch, fast: list[tuple[int, ...]]) -> None:
     plain, other = two()
     monkeypatch.setattr(
         linear, "_ones", lambda rows, dtype: paddle.full([1, rows], 1 + 2**-23, dtype)
@@ -194,7 +193,7 @@ def test_what_backward_needs_may_not_change() -> None:
 
 @pytest.mark.parametrize("why", ["cast", "off", "no gradients", "small", "replaced", "in a class"])
 def test_where_layers_stay_as_they_are(
-    why: str, fast: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    why: str, fast: list[tuple[int, ...]], monkeypatch: Patch
 ) -> None:
     layer, x = nn.Linear(24, 128), numbers(16 if why == "small" else 128, 24)
     if why == "in a class":
@@ -217,11 +216,7 @@ def test_where_layers_stay_as_they_are(
     [(128, 256, True), (127, 256, False), (32, 1024, True), (512, 255, False), (300, 300, True)],
 )
 def test_layers_are_taken_that_gain_time(
-    rows: int,
-    outputs: int,
-    is_fast: bool,
-    fast: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
+    rows: int, outputs: int, is_fast: bool, fast: list[tuple[int, ...]], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(linear, "_FEWEST", THRESHOLDS[0])
     monkeypatch.setattr(linear, "_FEWEST_COLUMNS", THRESHOLDS[1])

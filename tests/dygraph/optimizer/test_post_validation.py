@@ -15,6 +15,7 @@ from fleetpipe.dygraph.optimizer import clip_global
 from fleetpipe.dygraph.optimizer.clip_global import GlobalNormClip, replace_clips
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
 from fleetpipe.mesh import Degrees, SoleGroup
+from tests.fixtures import Patch
 
 optimizers = paddle.optimizer
 #: Of the other stage's gradients, by step: the own ones are below the limit, both are not.
@@ -39,7 +40,7 @@ class Late:
 class OtherStage:
     """Stands for the job of two stages of which this process is the first."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, early: bool = False) -> None:
+    def __init__(self, monkeypatch: Patch, early: bool = False) -> None:
         self.parameters: list[Any] = []
         self.early = early
         self.calls = 0
@@ -136,7 +137,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_that_was_clipped_is_put_back_with_all_its_state(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: Patch
 ) -> None:
     if not hasattr(optimizers, kind):
         pytest.skip("a later Paddle has it")
@@ -146,14 +147,12 @@ def test_a_step_that_was_clipped_is_put_back_with_all_its_state(
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Momentum", "AdamW"])
-def test_the_rate_of_a_scheduler_is_that_of_the_step(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rate_of_a_scheduler_is_that_of_the_step(kind: str, monkeypatch: Patch) -> None:
     later = train(OPTIMIZERS[kind], OtherStage(monkeypatch), scheduler=True)
     assert later.taken_back == 3
 
 
-def test_master_weights_are_put_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_master_weights_are_put_back_too(monkeypatch: Patch) -> None:
     """No kernel on CPU has any: what stands for one is doubled by each step."""
     stage, own = OtherStage(monkeypatch), made(1)
     stage.parameters = made(2)
@@ -175,14 +174,12 @@ def test_master_weights_are_put_back_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert master.tolist() == [8.0, 8.0]
 
 
-def test_what_has_arrived_is_not_gone_ahead_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_arrived_is_not_gone_ahead_of(monkeypatch: Patch) -> None:
     later = train(OPTIMIZERS["AdamW"], OtherStage(monkeypatch, early=True))
     assert (later.ahead, later.taken_back) == (0, 0)
 
 
-def test_groups_with_norms_of_their_own_are_put_back_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_with_norms_of_their_own_are_put_back_together(monkeypatch: Patch) -> None:
     """The other stage's gradients are in both groups there, and so twice in the norm here."""
     stage = OtherStage(monkeypatch)
     own = made(1)
@@ -215,9 +212,7 @@ def test_groups_with_norms_of_their_own_are_put_back_together(
     assert stage.calls == 2 * 2 * len(SCALES)
 
 
-def test_a_first_group_that_another_clip_steps_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_first_group_that_another_clip_steps_is_waited_for(monkeypatch: Patch) -> None:
     OtherStage(monkeypatch)
     own = made(1)
     groups = [
@@ -234,7 +229,7 @@ def test_a_first_group_that_another_clip_steps_is_waited_for(
     assert later.ahead == 0
 
 
-def test_an_optimizer_of_the_users_own_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_of_the_users_own_waits(monkeypatch: Patch) -> None:
     class Counting(optimizers.SGD):  # type: ignore[misc]
         """Its state is where nobody else can know."""
 
@@ -248,9 +243,7 @@ def test_an_optimizer_of_the_users_own_waits(monkeypatch: pytest.MonkeyPatch) ->
     assert later.ahead == 0
 
 
-def test_gradients_too_small_for_a_product_are_stepped_with_alike(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gradients_too_small_for_a_product_are_stepped_with_alike(monkeypatch: Patch) -> None:
     """A factor of 1 leaves denormal numbers as they are."""
     stage = OtherStage(monkeypatch)
     found = []

@@ -16,6 +16,7 @@ from fleetpipe.errors import ConfigError, PeerFailed
 from fleetpipe.mesh.groups import DirectGroup, SoleGroup
 from tests.dygraph.members import on_all
 from tests.dygraph.sequences.ranks import sequence_ranks
+from tests.fixtures import Patch
 
 ROWS, SIZE = 2, 8
 
@@ -80,13 +81,7 @@ def gap(found: list[Any], expected: list[Any]) -> float:
     [(1, 1, 2, 2), (2, 1, 4, 2), (4, 1, 4, 1), (3, 1, 6, 3), (1, 2, 4, 2), (2, 2, 4, 4)],
 )
 def test_split_attention_is_the_whole(
-    sep: int,
-    cp: int,
-    heads: int,
-    shared: int,
-    causal: bool,
-    packed: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    sep: int, cp: int, heads: int, shared: int, causal: bool, packed: bool, monkeypatch: Patch
 ) -> None:
     """With tiles smaller than a chunk, and keys that several heads share."""
     monkeypatch.setattr(blocks, "TILE", 5)
@@ -139,7 +134,7 @@ def test_no_rank_holds_more_than_two_parts_of_keys_and_values() -> None:
             assert whole // cp + max(own.cp.held) <= 2 * whole // cp
 
 
-def test_causal_work_is_shared_out_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causal_work_is_shared_out_evenly(monkeypatch: Patch) -> None:
     monkeypatch.setattr(blocks, "TILE", 4)
     case, counted = Case(128, 2, 2, False), blocks._scores
     work: dict[int, int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,9 +14,9 @@ from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job.groups.exchanges import Exchanges
 from fleetpipe.mesh.groups import DirectGroup, Group
 from tests import jobs
+from tests.fixtures import Call
 from tests.transport.helpers import LIMIT, join_all
 
-Call = Callable[..., Any]
 RANKS = 3
 SIZES = [[1, 2, 0], [0, 1, 1], [2, 0, 3]]
 

@@ -20,6 +20,7 @@ from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.transport.wire.seal import Seal, Seals
 from fleetpipe.watch.records import MOST_ROWS, RankRecord
+from tests.fixtures import Capture, Patch
 
 Begin = Callable[[int], "list[Watch]"]
 
@@ -46,7 +47,7 @@ def begin() -> Iterator[Begin]:
 
 
 @pytest.fixture(autouse=True)
-def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def exits(monkeypatch: Patch) -> list[int]:
     """The exit codes with which a watch would have ended this process."""
     codes: list[int] = []
     monkeypatch.setattr(module.os, "_exit", codes.append)
@@ -161,7 +162,7 @@ def test_a_rank_that_left_while_it_was_needed_is_named(begin: Begin) -> None:
 
 
 def test_a_timeout_says_where_all_are_and_is_one_on_every_rank(
-    begin: Begin, capfd: pytest.CaptureFixture[str]
+    begin: Begin, capfd: Capture
 ) -> None:
     first, second, third = begin(3)
     second.progress.action = lambda: "operation F1.2"
@@ -180,7 +181,7 @@ def test_a_timeout_says_where_all_are_and_is_one_on_every_rank(
     assert "most recent call first" in capfd.readouterr().err
 
 
-def test_a_silent_rank_is_called_so(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_is_called_so(begin: Begin, monkeypatch: Patch) -> None:
     first, second = begin(2)
     assert soon(lambda: first._peers[1].record.action != "nothing heard yet")
     first._peers[1].heard -= 7
@@ -190,7 +191,7 @@ def test_a_silent_rank_is_called_so(begin: Begin, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_thread_gives_up_for_a_main_thread_that_hangs_beyond_its_limit(
-    begin: Begin, exits: list[int], monkeypatch: pytest.MonkeyPatch
+    begin: Begin, exits: list[int], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(peers, "SILENT_SECONDS", 0.6)
@@ -224,10 +225,7 @@ def test_a_limit_begins_anew_where_one_within_it_ends(begin: Begin) -> None:
 
 
 def test_a_process_that_does_not_notice_is_ended_with_one_line(
-    begin: Begin,
-    exits: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    begin: Begin, exits: list[int], monkeypatch: Patch, capfd: Capture
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     _, second = begin(2)
@@ -240,7 +238,7 @@ def test_a_process_that_does_not_notice_is_ended_with_one_line(
 
 
 def test_a_process_on_its_way_out_is_left_alone(
-    begin: Begin, exits: list[int], monkeypatch: pytest.MonkeyPatch
+    begin: Begin, exits: list[int], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     first, second, third = begin(3)
@@ -321,7 +319,7 @@ def test_bytes_that_are_no_message_end_all_by_name(begin: Begin, words: bytes) -
     ],
 )
 def test_a_record_that_is_none_is_left_out_and_said_once(
-    begin: Begin, words: bytes, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, words: bytes, monkeypatch: Patch
 ) -> None:
     """The job goes on, and knows of the rank what it last said in order."""
     said: list[object] = []
@@ -336,7 +334,7 @@ def test_a_record_that_is_none_is_left_out_and_said_once(
 
 
 def test_a_rank_that_cannot_say_how_it_gets_on_says_what_it_does(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, monkeypatch: Patch
 ) -> None:
     said: list[object] = []
     monkeypatch.setattr(module._log, "warning", lambda text, *values: said.append(text % values))
@@ -349,7 +347,7 @@ def test_a_rank_that_cannot_say_how_it_gets_on_says_what_it_does(
 
 
 def test_a_process_that_was_stopped_does_not_hold_the_time_against_others(
-    begin: Begin, exits: list[int], monkeypatch: pytest.MonkeyPatch
+    begin: Begin, exits: list[int], monkeypatch: Patch
 ) -> None:
     """Suspended for 100 s, with a failure that its main thread had no time to notice."""
     monkeypatch.setattr(module, "GRACE_SECONDS", 60.0)
@@ -372,7 +370,7 @@ def test_an_error_in_the_description_does_not_stop_the_watch(begin: Begin) -> No
 
 
 def test_a_watch_that_breaks_fails_its_rank(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, exits: list[int]
+    begin: Begin, monkeypatch: Patch, exits: list[int]
 ) -> None:
     first, second = begin(2)
     monkeypatch.setattr(first, "_read", lambda peer: 1 / 0)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.launch.supervisor.attempts import POISONED
 from fleetpipe.report.attempts import attempts_of
+from tests.fixtures import Capture, Launch
 from tests.launch.supervisor.commands import launched
-from tests.launching import Finished
-
-Launch = Callable[..., Finished]
 
 #: What each rank does in each attempt stands in the script's arguments.
 SCRIPT = """
@@ -118,9 +113,7 @@ def test_wrong_numbers_are_refused_before_anything_starts(tmp_path: Path) -> Non
     assert main(["launch", str(tmp_path / "missing.py")]) == 2
 
 
-def test_several_hosts_are_refused_with_what_to_use(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_hosts_are_refused_with_what_to_use(tmp_path: Path, capsys: Capture) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     went = "--master=10.0.0.1:80", "--host=10.0.0.1", "--elastic_timeout=9", "--neighbour-every=3"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ from paddle import nn
 from fleetpipe import fleet, parity
 from fleetpipe.io import DistributedBatchSampler
 from tests import jobs
+from tests.fixtures import Call
 from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, pipeline, sgd
 
-Call = Callable[..., Any]
 STEPS = 20
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fleetpipe.paddle_api import VERSION
+from tests.fixtures import Call
 from tests.processes.axes import experts_worker as cases
 
 pytestmark = pytest.mark.skipif(VERSION.startswith("2."), reason="2.6.2 has no ep_degree")
-Call = Callable[..., Any]
 SPREAD = {"pp": 2, "sharding": 2, "ep": 2}
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures import Call
 from tests.processes.axes import hybrid_worker as cases
-
-Call = Callable[..., Any]
 
 
 def launched(on_ranks: Call, ranks: int, *chosen: Callable[[], Any]) -> dict[str, list[Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
@@ -12,9 +12,9 @@ from fleetpipe import fleet
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import VERSION
 from tests import jobs
+from tests.fixtures import Call
 from tests.pipelines import CLASSES, FEATURES, ROWS, batch, pipeline
 
-Call = Callable[..., Any]
 STEPS, MICRO_BATCHES, NORM = 3, 2, 0.5
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.fixtures import Call
 from tests.processes.axes import sharding_worker as cases
 from tests.processes.axes.sharding_worker import Case
 
-Call = Callable[..., Any]
 BESIDE = {"pp": 2, "sharding": 2}
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.launching import ROOT, Finished
+from tests.fixtures import Launch
+from tests.launching import ROOT
 
 EXAMPLE = ROOT / "examples" / "dygraph_alexnet.py"
 LINE = re.compile(r"single_loss:\s+(\S+) pp_loss:\s+(\S+)")
 
 
-def reported(launch: Callable[..., Finished], folder: Path, nproc: int | None, *args: str) -> Any:
+def reported(launch: Launch, folder: Path, nproc: int | None, *args: str) -> Any:
     """Runs the example and returns its report, with what every rank printed checked."""
     report = folder / "report.json"
     job = launch(EXAMPLE, nproc, args=["--report", str(report), *args])
@@ -39,7 +39,7 @@ def reported(launch: Callable[..., Finished], folder: Path, nproc: int | None, *
     ("nproc", "words"), [(2, ()), (4, ("--schedule", "FThenB"))], ids=["two", "four"]
 )
 def test_the_pipeline_is_bit_exact_on_several_ranks(
-    launch: Callable[..., Finished], tmp_path: Path, nproc: int, words: tuple[str, ...]
+    launch: Launch, tmp_path: Path, nproc: int, words: tuple[str, ...]
 ) -> None:
     found = reported(launch, tmp_path, nproc, *words)
     assert (found["steps"], found["ranks"]) == (5, nproc)
@@ -47,34 +47,28 @@ def test_the_pipeline_is_bit_exact_on_several_ranks(
     assert (found["data"], found["dp"], found["mp"]) == ("digits", 1, 1)
 
 
-def test_one_process_plays_three_ranks(launch: Callable[..., Finished], tmp_path: Path) -> None:
+def test_one_process_plays_three_ranks(launch: Launch, tmp_path: Path) -> None:
     assert reported(launch, tmp_path, None, "--pp", "3")["ranks"] == 3
 
 
-def test_parameters_that_move_stay_bit_exact(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_parameters_that_move_stay_bit_exact(launch: Launch, tmp_path: Path) -> None:
     found = reported(launch, tmp_path, None, "--learning-rate", "0.05", "--steps", "8")
     assert found["steps"] == 8
 
 
-def test_mnist_files_are_read_by_paddles_own_class(
-    launch: Callable[..., Finished], tmp_path: Path
-) -> None:
+def test_mnist_files_are_read_by_paddles_own_class(launch: Launch, tmp_path: Path) -> None:
     write_mnist(tmp_path)
     found = reported(launch, tmp_path, None, "--data", str(tmp_path), "--steps", "2")
     assert found["data"] == "MNIST"
 
 
-def test_a_missing_folder_is_an_error(launch: Callable[..., Finished], tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(launch: Launch, tmp_path: Path) -> None:
     job = launch(EXAMPLE, None, args=["--data", str(tmp_path / "nowhere")], check=False)
     assert job.returncode == 1
     assert "train-images-idx3-ubyte.gz" in job.logs[0]
 
 
-def test_an_unknown_schedule_fails_before_any_process_waits(
-    launch: Callable[..., Finished],
-) -> None:
+def test_an_unknown_schedule_fails_before_any_process_waits(launch: Launch) -> None:
     job = launch(EXAMPLE, 2, args=["--schedule", "1FB1"], check=False)
     assert job.returncode != 0
     for log in job.logs:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.launching import ROOT, Finished
+from tests.fixtures import Launch
+from tests.launching import ROOT
 
 EXAMPLE = ROOT / "examples" / "dygraph_gpt.py"
 SMALL = ["--width", "32", "--length", "16", "--steps", "4"]
 STEP = re.compile(r"^step (\d+): loss (\S+), \S+ s$", re.MULTILINE)
 #: How close losses are; gradients and parameters have the example's own tolerance.
 CLOSE = 1e-6
-
-Launch = Callable[..., Finished]
 
 
 def reported(launch: Launch, folder: Path, nproc: int | None, *args: str) -> Any:

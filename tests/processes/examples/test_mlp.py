@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.launching import ROOT, Finished
+from tests.fixtures import Launch
+from tests.launching import ROOT
 
 EXAMPLE = ROOT / "examples" / "dygraph_mlp.py"
 ACCURACY = re.compile(r"^test accuracy: (\S+)$", re.MULTILINE)
 LINE = re.compile(r"^epoch \d+, iteration (\d+): loss (\S+), \S+ s$", re.MULTILINE)
-
-Launch = Callable[..., Finished]
 
 
 def reported(launch: Launch, folder: Path, nproc: int | None, *args: str) -> Any:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.launching import ROOT, Finished
+from tests.fixtures import Launch
+from tests.launching import ROOT
 
 EXAMPLE = ROOT / "examples" / "resnet_cifar.py"
-
-Launch = Callable[..., Finished]
 
 
 def run(launch: Launch, folder: Path, nproc: int | None, *args: str) -> tuple[Any, str]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fleetpipe.paddle_api.device import device_kind
-from tests.launching import ROOT, Finished
+from tests.fixtures import Launch
+from tests.launching import ROOT
 
 LAUNCHED = ROOT / "fleetpipe" / "launch" / "rank_main.py"
 SCRIPTS = ROOT / "tests" / "scripts"
 LOSS = re.compile(r"^pp_loss: +(\d+) (\S+)$", re.MULTILINE)
-
-Launch = Callable[..., Finished]
 
 
 def losses(log: str) -> list[float]:

@@ -7,7 +7,6 @@ import json
 import pickle
 import re
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import numpy as np
 import paddle
 import pytest
 
-from tests.launching import ROOT, Finished
+from tests.fixtures import Launch
+from tests.launching import ROOT
 from tests.static.networks import FEATURES, static_mode
-
-Launch = Callable[..., Finished]
 
 LIFE = f"""
 import json, os, sys

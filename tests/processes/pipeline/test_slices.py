@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from tests.fixtures import Call
 from tests.processes.pipeline.slices_worker import lost, odd, pipeline, plain
-
-Call = Callable[..., Any]
 
 
 def test_a_model_that_is_no_pipeline_trains_on_two_axes(on_ranks: Call) -> None:

@@ -18,6 +18,7 @@ from fleetpipe.profiling.clusters.sensitivity import limits
 from fleetpipe.profiling.memory import peak_bytes
 from fleetpipe.schedules import Costs, build
 from fleetpipe.schedules.simulation.timeline import simulate
+from tests.fixtures import Capture
 from tests.profiling.clusters.test_cluster import CLUSTER, MODEL, written
 
 
@@ -134,9 +135,7 @@ def test_what_limits_is_what_would_help(job: TrainingJob) -> None:
     assert rows["hosts"].gain > 0
 
 
-def test_the_command_prints_tables_json_and_a_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_tables_json_and_a_picture(tmp_path: Path, capsys: Capture) -> None:
     pytest.importorskip("matplotlib")
     model = str(written(tmp_path, {"transformer": MODEL}, "model.json"))
     cluster = str(written(tmp_path, CLUSTER, "cluster.json"))
@@ -157,9 +156,7 @@ def test_the_command_prints_tables_json_and_a_picture(
     assert PipelinePlan.read(file).ranks == 2
 
 
-def test_requests_that_cannot_be_met_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_that_cannot_be_met_are_refused(tmp_path: Path, capsys: Capture) -> None:
     model = str(written(tmp_path, {"transformer": MODEL}, "model.json"))
     cluster = str(written(tmp_path, CLUSTER, "cluster.json"))
     tiny = str(written(tmp_path, {**CLUSTER, "memory": "20MB"}, "tiny.json"))

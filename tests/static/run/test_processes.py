@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,9 @@ from fleetpipe import fleet
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import full_state_dict, state_dict
+from tests.fixtures import Call, Launch
 from tests.launching import ROOT, Finished, JobFailed
 from tests.static.networks import MICRO_BATCHES, batches, mlp, strategy_of, unsplit
-
-Call = Callable[..., Any]
 
 
 def trained(
@@ -141,7 +139,7 @@ def test_a_rank_that_dies_ends_the_other(on_ranks: Call) -> None:
     assert job.seconds < 40
 
 
-def test_the_examples_equal_one_program(launch: Callable[..., Finished], tmp_path: Path) -> None:
+def test_the_examples_equal_one_program(launch: Launch, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     args = ["--steps", "2", "--report", str(report)]
     launch(ROOT / "examples" / "static_mlp.py", None, args=["--pp", "3", *args])
@@ -180,7 +178,5 @@ OLDER = """
 """
 
 
-def test_the_older_program_is_bit_equal_where_paddle_builds_it_on_request(
-    launch: Callable[..., Finished],
-) -> None:
+def test_the_older_program_is_bit_equal_where_paddle_builds_it_on_request(launch: Launch) -> None:
     launch(OLDER, None)
