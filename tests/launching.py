@@ -135,6 +135,21 @@ def run(
     return job
 
 
+def command(
+    *words: object, cwd: Path | str = ROOT, timeout: float = 120.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command, which imports this tree's packages, to its end."""
+    return subprocess.run(
+        [*map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
 def script_file(script: Path | str, home: Path) -> Path:
     """The file of a script; source code is written to one in ``home``."""
     if isinstance(script, Path):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests import once
-from tests.launching import ROOT
+from tests.launching import ROOT, command
 
 HIDE_PADDLE = f"""
 import sys
@@ -24,8 +24,7 @@ sys.meta_path.insert(0, Hidden())
 
 
 def without_paddle(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", HIDE_PADDLE + code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return command(sys.executable, "-c", HIDE_PADDLE + code, timeout=60)
 
 
 def test_schedules_partition_and_their_commands_need_no_paddle() -> None:

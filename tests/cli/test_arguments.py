@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from fleetpipe.arguments import require_folder
 from fleetpipe.cli import main
 from fleetpipe.errors import ConfigError
 from tests.fixtures import Capture, Patch
-from tests.launching import ROOT
+from tests.launching import command
 
 SMALL = ["schedule", "1F1B", "--ranks", "2", "--micro-batches", "2"]
 
@@ -75,27 +74,9 @@ def test_a_full_disk_takes_an_empty_folder_and_is_refused_all_the_same(tmp_path:
         "require('--log-dir', sys.argv[1] + '/room/log')\n"
     )
     (tmp_path / "room").mkdir()
-    done = (
-        subprocess.run(
-            [
-                "unshare",
-                "-m",
-                "sh",
-                "-c",
-                'mount -t tmpfs -o size=32k none "$2/room" || exit 99\nexec "$0" -c "$1" "$2"',
-                sys.executable,
-                program,
-                str(tmp_path),
-            ],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        if sys.platform == "linux"
-        else None
-    )
+    mounted = 'mount -t tmpfs -o size=32k none "$2/room" || exit 99\nexec "$0" -c "$1" "$2"'
+    words = ("unshare", "-m", "sh", "-c", mounted, sys.executable, program, tmp_path)
+    done = command(*words) if sys.platform == "linux" else None
     if done is None or done.returncode == 99 or "unshare" in done.stderr:
         pytest.skip("no small disk can be mounted here: it takes Linux, root and unshare")
     assert f"--log-dir: cannot use {tmp_path}/room/log" in done.stderr

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import fleetpipe
 from fleetpipe.cli import main
 from fleetpipe.schedules import Schedule, build
 from tests.fixtures import Capture
+from tests.launching import command
 
 
 def run(words: str) -> int:
@@ -204,14 +204,8 @@ def test_the_command_runs_as_a_module_where_there_is_no_paddle(tmp_path: Path) -
     (tmp_path / "paddle.py").write_text("raise ImportError('no Paddle here')")
     root = Path(fleetpipe.__file__).parent.parent
     words = ("1F1B", "--ranks", "2", "--micro-batches", "2", "--format", "actions")
-    finished = subprocess.run(
-        [sys.executable, "-m", "fleetpipe", "schedule", *words],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    here = f"{tmp_path}{os.pathsep}{root}"
+    finished = command(sys.executable, "-m", "fleetpipe", "schedule", *words, PYTHONPATH=here)
     assert finished.stderr == ""
     assert finished.returncode == 0
     assert Schedule.parse(finished.stdout) == build("1F1B", ranks=2, micro_batches=2)

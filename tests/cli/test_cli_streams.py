@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,22 +9,15 @@ from pathlib import Path
 import pytest
 
 from fleetpipe import cli
-from tests.launching import ROOT
+from tests.launching import command
 
 SMALL = "schedule 1F1B --ranks 2 --micro-batches 2"
 
 
-def shell(command: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def shell(words: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs ``fleetpipe`` as a shell does; F stands for it."""
-    return subprocess.run(
-        ["bash", "-c", command.replace("F ", f"{sys.executable} -m fleetpipe ", 1)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    line = words.replace("F ", f"{sys.executable} -m fleetpipe ", 1)
+    return command("bash", "-c", line, cwd=folder, **environment)
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])

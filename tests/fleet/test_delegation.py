@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import pickle
 import pkgutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from paddle.distributed import fleet as theirs
 from fleetpipe import fleet
 from fleetpipe.fleet import overlay
 from fleetpipe.fleet.overlay import OVERLAYS
+from tests.launching import command
 
 OWN = {
     "DistributedStrategy",
@@ -77,10 +77,7 @@ for name, module in before.items():
 assert fleetpipe.fleet.fleet is theirs.fleet
 print(len(before))
 """
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
-    )
+    done = command(sys.executable, "-c", script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.splitlines()[-1]) > 50
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import VERSION
-from tests.launching import ROOT
+from tests.launching import command
 from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd
 
 collective: Any = _collective
@@ -86,14 +84,7 @@ def test_a_child_that_runs_the_script_again_is_told_what_to_write(tmp_path: Path
         "child.join()\n"
         "raise SystemExit(7 if child.exitcode else 0)\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = command(sys.executable, script)
     assert done.returncode == 7, done.stderr
     assert "StateError: a process that multiprocessing started runs the script" in done.stderr
     assert 'below `if __name__ == "__main__":`' in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -13,7 +12,7 @@ from paddle.distributed import fleet as theirs
 
 import fleetpipe
 from fleetpipe.errors import ConfigError
-from tests.launching import ROOT, Finished
+from tests.launching import Finished, command
 
 SCRIPT = """
 import sys
@@ -31,10 +30,7 @@ assert PipelineLayer is parallel_layers.PipelineLayer is ours.meta_parallel.Pipe
 
 
 def test_a_script_that_installs_first_finds_fleetpipe() -> None:
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = command(sys.executable, "-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     # Nor does taking it back fail when Python ends.
     assert "Exception ignored" not in done.stderr

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import reprlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +12,8 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.starter import command
+from tests import launching
 from tests.fixtures import Capture, Launch, Patch
-from tests.launching import ROOT
 from tests.test_without_paddle import without_paddle
 
 # The project needs it; so do the tests, whose extra names it.
@@ -30,10 +28,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def done_in(folder: Path, *words: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        words, cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=200
-    )
+    done = launching.command(*words, cwd=folder, timeout=200, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT
+from tests.launching import ROOT, command
 
 pytestmark = pytest.mark.processes
 
@@ -32,17 +31,8 @@ def test_the_batch_script_trains_a_pipeline(tmp_path: Path) -> None:
         "SLURM_NTASKS": "2",
         "SLURM_CPUS_PER_TASK": "1",
         "PATH": f"{folder}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
     }
-    done = subprocess.run(
-        ["bash", BATCH, WORKER],
-        cwd=tmp_path,
-        env={**os.environ, **told},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = command("bash", BATCH, WORKER, cwd=tmp_path, **told)
     assert done.returncode == 0, done.stderr
     reports = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(2)]
     assert [report["total"] for report in reports] == [[2, 2, 2]] * 2
