@@ -76,10 +76,20 @@ def begin(
 
 
 @contextmanager
+def begun(strategy: Any = None) -> Iterator[Any]:
+    """Within it there is a job of a strategy."""
+    fleet.init(is_collective=True, strategy=strategy)
+    try:
+        yield current_job()
+    finally:
+        fleet.shutdown()
+
+
+@contextmanager
 def job(*args: Any, **options: Any) -> Iterator[Any]:
     """Begins a job by `begin`, and ends it."""
-    begun = begin(*args, **options)
+    running = begin(*args, **options)
     try:
-        yield begun
+        yield running
     finally:
         fleet.shutdown()

@@ -23,6 +23,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import VERSION
+from tests.jobs import begun
 from tests.launching import command
 from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd
 
@@ -177,12 +178,9 @@ def test_a_strategy_of_paddles_own_works_too() -> None:
     stock = paddle_fleet.DistributedStrategy()
     stock.hybrid_configs = {"pp_degree": 2}
     stock.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
-    fleet.init(is_collective=True, strategy=stock)
-    try:
+    with begun(stock):
         model = pipeline()
         assert float(model.train_batch(batch(), sgd(model))) > 0
-    finally:
-        fleet.shutdown()
 
 
 def test_the_options_survive_a_copy_and_merge() -> None:
@@ -367,9 +365,6 @@ def test_data_that_does_not_fit_is_refused_with_what_was_expected(data: Any, mes
 
 
 def test_a_model_at_one_stage_is_an_ordinary_model() -> None:
-    fleet.init(is_collective=True, strategy=strategy(pp_degree=1))
-    try:
+    with begun(strategy(pp_degree=1)):
         linear = nn.Linear(2, 2)
         assert fleet.distributed_model(linear) is linear
-    finally:
-        fleet.shutdown()

@@ -13,6 +13,7 @@ from fleetpipe import fleet, parity
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.errors import CheckpointError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.jobs import begun
 from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd
 
 
@@ -180,14 +181,11 @@ def test_a_loss_that_is_scaled_late_is_compared() -> None:
         "pp_configs": {"delay_scale_loss": True},
     }
     strategy.pipeline_configs = {"accumulate_steps": 3, "micro_batch_size": 2}
-    fleet.init(is_collective=True, strategy=strategy)
-    try:
+    with begun(strategy):
         model = pipeline()
         session = parity.begin(model, sgd(model))
         for seed in range(3):
             session.step(batch(3, seed))
-    finally:
-        fleet.shutdown()
     assert session.report.passed, session.report.verdict()
 
 

@@ -15,6 +15,7 @@ from fleetpipe import fleet
 from fleetpipe.static import SingleProgram, install, state_dict
 from tests import jobs
 from tests.jobs import ROWS as ROWS
+from tests.jobs import begun
 
 FEATURES, CLASSES, MICRO_BATCHES = 6, 4, 4
 
@@ -94,8 +95,7 @@ def pipelined(
     """Trains a pipeline in one process; returns what is fetched by step, and the state."""
     with static_mode():
         paddle.seed(7)
-        fleet.init(is_collective=True, strategy=strategy)
-        try:
+        with begun(strategy):
             fetches = build()
             optimizer = make()
             fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
@@ -107,8 +107,6 @@ def pipelined(
                 results.append(exe.run(main, feed=feed, fetch_list=list(fetches)))
                 _step_rate(optimizer)
             return results, state_dict()
-        finally:
-            fleet.shutdown()
 
 
 def unsplit(

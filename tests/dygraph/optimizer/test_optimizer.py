@@ -17,6 +17,7 @@ from fleetpipe import fleet, log
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
+from tests.jobs import begun
 from tests.pipelines import ROWS, batch, bits, job, mlp_and_sgd, mlp_layers, pipeline, sgd
 
 Make = Callable[[list[Any]], Any]
@@ -398,11 +399,8 @@ def test_mixed_precision_by_strategy_is_float32_on_cpu_and_that_is_told_once(
     strategy.amp = True
     strategy.amp_configs = {"use_pure_bf16": level == "O2"}
     for _ in range(2):
-        fleet.init(is_collective=True, strategy=strategy)
-        try:
+        with begun(strategy):
             model = pipeline()
             assert model.train_batch(batch(), sgd(model)).dtype == paddle.float32
             assert {p.dtype for p in model.parameters()} == {paddle.float32}
-        finally:
-            fleet.shutdown()
     assert caplog.text.count("strategy.amp has no effect on CPU") == 1

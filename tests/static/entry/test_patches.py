@@ -17,6 +17,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, ScheduleError, StateError
 from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import StaticOptimizer, install, pipeline_of, uninstall
+from tests.jobs import begun
 from tests.static.networks import batches, mlp, static_mode, strategy_of
 
 
@@ -77,13 +78,9 @@ def test_a_guarded_program_without_a_pipeline_can_be_saved(tmp_path: Path) -> No
 
 
 def test_without_the_switch_the_optimizer_is_paddles() -> None:
-    with static_mode():
-        fleet.init(is_collective=True)
-        try:
-            wrapped = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1))
-            assert not isinstance(wrapped, StaticOptimizer)
-        finally:
-            fleet.shutdown()
+    with static_mode(), begun():
+        wrapped = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1))
+        assert not isinstance(wrapped, StaticOptimizer)
 
 
 def test_a_program_in_stages_needs_the_switch() -> None:
@@ -102,32 +99,24 @@ def minimized(strategy: Any, build: Any = None) -> Any:
 
 
 def test_the_strategy_may_come_after_init() -> None:
-    with static_mode():
-        fleet.init(is_collective=True)
-        try:
-            loss = minimized(strategy_of())[0]
-            exe = paddle.static.Executor(paddle.CPUPlace())
-            exe.run(paddle.static.default_startup_program())
-            assert exe.run(feed=batches(1)[0], fetch_list=[loss])[0] > 0
-            hcg = fleet.get_hybrid_communicate_group()
-            assert hcg.get_pipe_parallel_world_size() == 2
-        finally:
-            fleet.shutdown()
+    with static_mode(), begun():
+        loss = minimized(strategy_of())[0]
+        exe = paddle.static.Executor(paddle.CPUPlace())
+        exe.run(paddle.static.default_startup_program())
+        assert exe.run(feed=batches(1)[0], fetch_list=[loss])[0] > 0
+        hcg = fleet.get_hybrid_communicate_group()
+        assert hcg.get_pipe_parallel_world_size() == 2
 
 
 def test_a_clone_runs_as_one_program_in_one_process() -> None:
-    with static_mode():
-        fleet.init(is_collective=True, strategy=strategy_of())
-        try:
-            minimized(strategy_of())
-            exe = paddle.static.Executor(paddle.CPUPlace())
-            exe.run(paddle.static.default_startup_program())
-            clone = paddle.static.default_main_program().clone()
-            target = clone.global_block().all_parameters()[0]
-            before, after = (exe.run(clone, feed=batches(1)[0], fetch_list=[target]) for _ in "ab")
-            np.testing.assert_array_equal(before[0], after[0])
-        finally:
-            fleet.shutdown()
+    with static_mode(), begun(strategy_of()):
+        minimized(strategy_of())
+        exe = paddle.static.Executor(paddle.CPUPlace())
+        exe.run(paddle.static.default_startup_program())
+        clone = paddle.static.default_main_program().clone()
+        target = clone.global_block().all_parameters()[0]
+        before, after = (exe.run(clone, feed=batches(1)[0], fetch_list=[target]) for _ in "ab")
+        np.testing.assert_array_equal(before[0], after[0])
 
 
 def test_a_pipeline_ends_with_its_job() -> None:
@@ -150,12 +139,8 @@ def test_schedules_that_are_refused(mode: str, words: str) -> None:
         strategy = fleet.DistributedStrategy()
         strategy.pipeline = True
         strategy.pipeline_configs = {"accumulate_steps": 4, "schedule_mode": mode}
-        fleet.init(is_collective=True)
-        try:
-            with pytest.raises(ConfigError, match=words):
-                minimized(strategy, mlp(2))
-        finally:
-            fleet.shutdown()
+        with begun(), pytest.raises(ConfigError, match=words):
+            minimized(strategy, mlp(2))
 
 
 @pytest.mark.parametrize("options", [{"post_validation": True}, {"guards": 10}])
@@ -184,12 +169,9 @@ def test_switches_that_are_refused(switch: str) -> None:
     with static_mode():
         strategy = strategy_of()
         setattr(strategy, switch, True)
-        fleet.init(is_collective=True)
-        try:
-            with pytest.raises(ConfigError, match=rf"strategy\.{switch} in a static pipeline"):
-                minimized(strategy)
-        finally:
-            fleet.shutdown()
+        refused = pytest.raises(ConfigError, match=rf"strategy\.{switch} in a static pipeline")
+        with begun(), refused:
+            minimized(strategy)
 
 
 def test_an_optimizer_decorated_for_mixed_precision_is_refused() -> None:
@@ -272,12 +254,9 @@ def test_what_a_pipeline_cannot_cut(build: Any, words: str) -> None:
     with static_mode():
         if build is sparse and is_pir(paddle.static.default_main_program()):
             pytest.skip("under PIR this gradient is dense")
-        fleet.init(is_collective=True, strategy=strategy_of())
-        try:
+        with begun(strategy_of()):
             with pytest.raises(ValueError, match=words) as caught:
                 minimized(strategy_of(), build)
             if build is through_control_flow:
                 place = rf"operation '\S+' \({re.escape(__file__)}, line \d+\)"
                 assert re.search(place, str(caught.value))
-        finally:
-            fleet.shutdown()

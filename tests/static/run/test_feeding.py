@@ -16,6 +16,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.paddle_api.static import EOFException, is_pir
 from fleetpipe.static import DataLoader, pipeline_of
+from tests.jobs import begun
 from tests.static.networks import (
     FEATURES,
     MICRO_BATCHES,
@@ -34,16 +35,13 @@ def running(build: Any = None, **own: Any) -> Iterator[Any]:
     with static_mode():
         paddle.seed(7)
         strategy = strategy_of(**own)
-        fleet.init(is_collective=True, strategy=strategy)
-        try:
+        with begun(strategy):
             fetches = (build or mlp(2))()
             optimizer = paddle.optimizer.SGD(0.1)
             fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
             exe = paddle.static.Executor(paddle.CPUPlace())
             exe.run(paddle.static.default_startup_program())
             yield exe, fetches
-        finally:
-            fleet.shutdown()
 
 
 def micro_batches(feed: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
@@ -162,16 +160,13 @@ def test_what_cannot_be_fetched() -> None:
 def test_the_startup_program_comes_first() -> None:
     with static_mode():
         strategy = strategy_of()
-        fleet.init(is_collective=True, strategy=strategy)
-        try:
+        with begun(strategy):
             fetches = mlp(2)()
             optimizer = paddle.optimizer.SGD(0.1)
             fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
             exe = paddle.static.Executor(paddle.CPUPlace())
             with pytest.raises(ConfigError, match="startup program"):
                 exe.run(feed=batches(1)[0])
-        finally:
-            fleet.shutdown()
 
 
 def until_the_end(exe: Any, loss: Any) -> list[Any]:
