@@ -17,14 +17,16 @@ from paddle import nn
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 
-WIDTH, ROWS, BATCHES = 512, 64, 8
+WIDTH, ROWS, BATCHES = 256, 32, 8
 GUARDS = (0, 1, 10, 100)
 
 
 def main(steps: int) -> None:
     """Prints the median of each model's steps, in milliseconds, and of the verified ones."""
     strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {f"{os.environ.get('DEGREES', 'pp')}_degree": 2}
+    axis = os.environ.get("DEGREES", "pp")
+    stages = 2 if axis == "pp" else 1
+    strategy.hybrid_configs = {f"{axis}_degree": 2}
     strategy.pipeline_configs = {"accumulate_steps": BATCHES, "micro_batch_size": ROWS}
     fleet.init(is_collective=True, strategy=strategy)
     pairs = []
@@ -37,7 +39,7 @@ def main(steps: int) -> None:
             LayerDesc(nn.LayerNorm, WIDTH),
         ]
         model = fleet.distributed_model(
-            PipelineLayer(block * 4, num_stages=None, loss_fn=nn.MSELoss())
+            PipelineLayer(block * 4, num_stages=stages, loss_fn=nn.MSELoss())
         )
         clip = nn.ClipGradByGlobalNorm(1.0)
         made = paddle.optimizer.AdamW(1e-3, parameters=model.parameters(), grad_clip=clip)
