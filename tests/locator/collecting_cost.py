@@ -23,7 +23,7 @@ from tests.pipelines import adam, pipeline
 def main(width: int, steps: int) -> None:
     """Prints the median of both, and their ratio."""
     program = drawn(0)._replace(
-        axis="pp", blocks=4, width=width, norm="LayerNorm", tied=True, micro_batches=4, rows=16
+        axes=["pp"], blocks=4, width=width, norm="LayerNorm", tied=True, micro_batches=4, rows=16
     )
     with jobs.job(2, 4, rows=16), tempfile.TemporaryDirectory() as folder:
         model = pipeline(descriptions(program), loss_fn=Loss())

@@ -2,8 +2,8 @@
 
     python -m tests.locator.right_programs FIRST COUNT
 
-All jobs run one after another in the same two ranks, and all twins in this process: a program takes
-a second or two, and not the ten of a ``fleetpipe locate``. Ranks verify each step by guards too.
+All jobs run one after another in the same ranks, two or four, and all twins in this process: a
+program takes a second or two, not the ten of a ``fleetpipe locate``. Guards verify each step too.
 """
 
 from __future__ import annotations
@@ -35,23 +35,30 @@ from fleetpipe.locator.recorder import Finished, Recorder
 from fleetpipe.locator.twin import Feed, degrees_of_one
 from tests import byhand, jobs
 
-RANKS, STEPS, VOCABULARY, LENGTH = 2, 3, 19, 6
-AXES = ("pp", "dp", "mp", "sharding")
+STEPS, VOCABULARY, LENGTH = 3, 19, 6
+#: What is split in two: along one axis, or along two.
+AXES = (
+    *(["pp"], ["dp"], ["mp"], ["sharding"]) * 3,
+    *(["pp", "dp"], ["pp", "mp"], ["dp", "mp"], ["pp", "sharding"], ["dp", "sharding"]),
+)
 TWO_CHUNKS = ("Interleaved1F1B", "ZBV", "VHalf")
 
 
 class Program(NamedTuple):
-    """A training of two ranks.
+    """A training of two or four ranks.
 
     Attributes:
-        axis: The one that is split.
+        axes: Those that are split in two.
         loop: Whether it is a loop of its own, without ``train_batch``.
         wrapped: Whether replicas of such a loop leave their sums to Fleet.
         micro_batches: Of each replica.
+        scheduled: Whether a scheduler changes the learning rate.
+        evaluates: Whether it evaluates between steps.
+        freezes: Whether the embedding is not trained.
     """
 
     number: int
-    axis: str
+    axes: list[str]
     loop: bool
     wrapped: bool
     schedule: str
@@ -66,31 +73,37 @@ class Program(NamedTuple):
     optimizer: str
     clip: float
     scheduled: bool
+    decay: float
+    evaluates: bool
+    freezes: bool
 
 
 def drawn(number: int) -> Program:
     """Returns the program of a number."""
     draw = random.Random(number)
-    axis = draw.choice(AXES)
-    loop = axis != "pp" and draw.random() < 0.6
+    axes = draw.choice(AXES)
+    loop = "pp" not in axes and draw.random() < 0.6
     names = ("1F1B", "FThenB", "ZBH1", "ZBH2", "Eager1F1B", *TWO_CHUNKS)
     return Program(
         number,
-        axis,
+        axes,
         loop,
-        axis in ("mp", "sharding") or draw.random() < 0.5,
-        draw.choice(names) if axis == "pp" else "1F1B",
+        axes != ["dp"] or draw.random() < 0.5,
+        draw.choice(names) if "pp" in axes else "1F1B",
         draw.choice([2, 3, 5]),
         draw.choice([4, 8, 12]),
         draw.choice(["LayerNorm", "Identity"] + ["BatchNorm1D"] * (not loop)),
         draw.choice(["gelu", "relu", "silu", "tanh"]),
         draw.choice([0.0, 0.0, 0.3]),
         not loop and draw.random() < 0.5,
-        draw.choice([1, 2, 4]) if axis != "pp" else draw.choice([2, 4]),
+        draw.choice([2, 4] if "pp" in axes else [1, 2, 4]),
         draw.choice([1, 2, 3]),
         draw.choice(["SGD", "Momentum", "Adam", "AdamW", "RMSProp"]),
         draw.choice([0.0, 0.05, 100.0]),
         draw.random() < 0.3,
+        draw.choice([0.0, 0.1]),
+        draw.random() < 0.3,
+        draw.random() < 0.2,
     )
 
 
@@ -104,7 +117,7 @@ class Block(nn.Layer):
         self.norm = getattr(nn, program.norm)(width, **named)
         self.up: Any = nn.Linear(width, 2 * width)
         self.down: Any = nn.Linear(2 * width, width)
-        if program.axis == "mp":
+        if "mp" in program.axes:
             self.up = ColumnParallelLinear(width, 2 * width, has_bias=True, gather_output=False)
             self.down = RowParallelLinear(2 * width, width, has_bias=True, input_is_parallel=True)
         self.activation = getattr(nn.functional, program.activation)
@@ -144,48 +157,57 @@ def optimizer_of(program: Program, parameters: list[Any]) -> tuple[Any, Any]:
     if program.scheduled:
         rate = paddle.optimizer.lr.StepDecay(0.02, step_size=1, gamma=0.5)
     clip = nn.ClipGradByGlobalNorm(program.clip) if program.clip else None
+    for parameter in parameters:
+        if program.freezes and not program.tied and parameter.shape == [VOCABULARY, program.width]:
+            parameter.stop_gradient = True
     kind = getattr(paddle.optimizer, program.optimizer)
-    return kind(rate, parameters=parameters, grad_clip=clip), rate if program.scheduled else None
+    made = kind(rate, parameters=parameters, grad_clip=clip, weight_decay=program.decay)
+    return made, rate if program.scheduled else None
 
 
 def batch(program: Program, step: int) -> list[Any]:
     """Returns this rank's samples, or all of them on one device."""
     count = program.micro_batches * program.rows
-    total = count * (RANKS if program.axis in ("dp", "sharding") else 1)
+    total = count * 2 ** len({"dp", "sharding"}.intersection(program.axes))
     draw = np.random.default_rng([program.number, step])
     tokens = draw.integers(0, VOCABULARY, [total, LENGTH + 1])
     topology = fleet.get_hybrid_communicate_group()
     replicas = topology.get_data_parallel_world_size() * topology.get_sharding_parallel_world_size()
-    place = topology.get_data_parallel_rank() + topology.get_sharding_parallel_rank()
-    part = tokens[place * total // replicas : (place + 1) * total // replicas]
+    part = np.split(tokens, replicas)[_replica()]
     return [paddle.to_tensor(part[:, :-1].copy()), paddle.to_tensor(part[:, 1:].copy())]
+
+
+def _replica() -> int:
+    topology = fleet.get_hybrid_communicate_group()
+    sharding: int = topology.get_sharding_parallel_world_size()
+    return topology.get_data_parallel_rank() * sharding + topology.get_sharding_parallel_rank()
 
 
 def train(program: Program) -> None:
     """Trains a program as its user would."""
     strategy = jobs.strategy(
         *(program.micro_batches, program.schedule),
-        **{"rows": program.rows, "own": {"guards": 1}, program.axis: RANKS},
+        **{"rows": program.rows, "own": {"guards": 1}, **dict.fromkeys(program.axes, 2)},
     )
     fleet.init(is_collective=True, strategy=strategy)
     try:
         paddle.seed(program.number)
-        if program.loop:
-            _by_loop(program)
-        else:
-            _by_train_batch(program)
+        with suppress(Finished):
+            _by_loop(program) if program.loop else _by_train_batch(program)
     finally:
         fleet.shutdown()
 
 
 def _by_train_batch(program: Program) -> None:
     chunks = {"num_virtual_pipeline_stages": 2} if program.schedule in TWO_CHUNKS else {}
-    degree = RANKS if program.axis == "pp" else 1
+    degree = 2 if "pp" in program.axes else 1
     layers = PipelineLayer(descriptions(program), num_stages=degree, loss_fn=Loss(), **chunks)
     model = fleet.distributed_model(layers)
     plain, scheduler = optimizer_of(program, model.parameters())
     optimizer = fleet.distributed_optimizer(plain)
     for step in range(STEPS):
+        if program.evaluates:
+            model.eval_batch(batch(program, step + 1), compute_loss=True)
         model.train_batch(batch(program, step), optimizer, scheduler)
 
 
@@ -199,16 +221,21 @@ def _by_loop(program: Program) -> None:
         model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
     loss_fn = Loss()
     # Replicas have dropouts of their own; ranks along mp have the same values.
-    place = topology.get_data_parallel_rank() + topology.get_sharding_parallel_rank()
-    paddle.seed(1000 + program.number + place)
+    paddle.seed(1000 + program.number + _replica())
     for step in range(STEPS):
         tokens, labels = batch(program, step)
+        if program.evaluates:
+            model.eval()
+            with paddle.no_grad():
+                loss_fn(model(tokens), labels)
+            model.train()
         rows = len(tokens) // program.micro_batches
         for number in range(program.micro_batches):
             part = slice(number * rows, (number + 1) * rows)
             loss = loss_fn(model(tokens[part]), labels[part]) / program.micro_batches
             loss.backward()
-        for parameter in model.parameters() if replicas > 1 and not program.wrapped else ():
+        trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
+        for parameter in trained if replicas > 1 and not program.wrapped else ():
             paddle.distributed.all_reduce(parameter.grad)
             with paddle.no_grad():
                 parameter.grad.scale_(1 / replicas)
@@ -224,7 +251,6 @@ def _recorded(program: Program, folder: Path, rank: int, feed: Feed | None = Non
         if feed is not None:
             stack.enter_context(degrees_of_one(feed.replicas))
         stack.enter_context(collecting(Recorder(folder, STEPS, rank), feed))
-        stack.enter_context(suppress(Finished))
         train(program)
 
 
@@ -250,7 +276,12 @@ def alarms(numbers: list[int]) -> list[int]:
     """Returns the numbers of the programs for which a place is named."""
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        byhand.call(run_jobs, RANKS, folder, numbers, folder=Path(folder), timeout=3600.0)
+        for split in (1, 2):
+            chosen = [number for number in numbers if len(drawn(number).axes) == split]
+            if chosen:
+                byhand.call(
+                    *(run_jobs, 2**split, folder, chosen), folder=Path(folder), timeout=3600.0
+                )
         for number in numbers:
             place = named(drawn(number), Path(folder, str(number)))
             if place is not None:
