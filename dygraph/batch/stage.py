@@ -19,6 +19,7 @@ from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.meta_parallel import WeightGradStore
 from fleetpipe.paddle_api.tensor import run_backward
 from fleetpipe.schedules import Edge, Placement
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
@@ -259,6 +260,10 @@ class DygraphStage:
             )
         else:
             self._run_backward(stage, micro_batch, [output], [None])
+        if WeightGradStore.cache:
+            # A schedule of Paddle's would add them later; in the same order, so with these bits.
+            WeightGradStore.flush()
+            WeightGradStore.pop()
         if self._crossings is not None:
             self._crossings[stage] = crossing_of(differentiable(value), differentiable(output))
         grads = {edge: tuple(leaf.grad for leaf in leaves) for edge, leaves in received.items()}

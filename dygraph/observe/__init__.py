@@ -1,4 +1,5 @@
 """What watches the stages while they run: hooks, timers, checks for NaN, guards, measured costs.
 
-Entered by: ``finite``, ``guards``, ``hooks``, ``layer_meter``, ``profile``, ``timers``.
+Entered by: ``early_recompute``, ``finite``, ``guards``, ``hooks``, ``layer_meter``, ``profile``,
+``timers``.
 """

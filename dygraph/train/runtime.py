@@ -24,6 +24,7 @@ from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.dygraph.layers.sliceable import require_sliceable
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
+from fleetpipe.dygraph.observe.early_recompute import EarlyRecompute
 from fleetpipe.dygraph.observe.guards import Guards
 from fleetpipe.dygraph.observe.hooks import HookCalls, IssuedSends, UserHooks, watches_sends
 from fleetpipe.dygraph.observe.timers import TimedActions, Timers
@@ -38,6 +39,7 @@ from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import agreement, meeting
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.paddle_api.meta_parallel import RecomputeStore
 from fleetpipe.schedules import Plan, Schedule
 
 
@@ -187,9 +189,16 @@ class Runtime:
         self._observers.append(observer)
         self._connect()
 
-    def watch_sends(self) -> None:
-        """Has hooks called between a send and the next wait, where there are any by now."""
-        if watches_sends() and not self._sends_watched:
+    def watch_exchanges(self) -> None:
+        """Has done what belongs between actions, where there is anything by now.
+
+        That is hooks between a send and the next wait, and recomputation while a rank waits.
+        """
+        late = watches_sends() and not self._sends_watched
+        if RecomputeStore.enabled:
+            RecomputeStore.clear()
+            late = late or not self._waits_filled
+        if late:
             self._connect()
 
     def resize(self, micro_batches: int, micro_batch_size: int) -> None:
@@ -420,7 +429,9 @@ class Runtime:
         placement = self.schedule.placement
         self._sends_watched = watches_sends()
         issued = IssuedSends(self.hook_calls, placement.rank_of) if self._sends_watched else None
-        observers = (self.guards, issued, self.trace, chaos)
+        self._waits_filled = bool(RecomputeStore.enabled)
+        early = EarlyRecompute() if self._waits_filled else None
+        observers = (self.guards, issued, early, self.trace, chaos)
         training = [observer for observer in observers if observer is not None]
         self.meter = StepMeter(self._plan, self.job.pipeline_ranks())
         costs = self.config.costs

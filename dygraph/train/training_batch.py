@@ -96,7 +96,7 @@ class TrainingBatch:
         self._optimizer = optimizer
         runtime = self._runtime
         runtime.layers.begin(training=True)
-        runtime.watch_sends()
+        runtime.watch_exchanges()
         companion = runtime.companion
         if companion is not None:
             data, weights, loss_fn_idx = self._beside

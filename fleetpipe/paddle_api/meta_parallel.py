@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ContextDecorator, contextmanager
 from enum import Enum
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from paddle.base import initializer as _defaults
 from paddle.base.param_attr import ParamAttr
@@ -191,6 +191,58 @@ def _register_global_hook(location: Enum, hook: Hook) -> None:
     pipeline_parallel_callbacks_.register_hook(location, hook)
 
 
+class _WeightGradStore:
+    """Weight gradients that layers put off, of which 2.6.2 has none."""
+
+    cache: tuple[()] = ()
+
+
+class _RecomputeStore:
+    """What layers drop in a forward and compute again: a rank does it early while it waits.
+
+    Paddle's next version has it; the name of a span's method, ``run_recompute_now()``, is its own.
+
+    Attributes:
+        enabled: Whether layers put spans here.
+        groups: The spans that nobody has run yet, by the stage and micro-batch of their forward.
+        key: The stage and micro-batch whose forward runs.
+    """
+
+    enabled: bool = False
+    groups: ClassVar[dict[Any, list[Any]]] = {}
+    key: ClassVar[Any] = None
+
+    @classmethod
+    def put(cls, span: Any) -> None:
+        """Takes a span of the forward that runs."""
+        cls.groups.setdefault(cls.key, []).append(span)
+
+    @classmethod
+    def drop(cls, span: Any) -> None:
+        """Forgets a span that was run."""
+        for key, spans in [*cls.groups.items()]:
+            rest = [one for one in spans if one is not span]
+            cls.groups.update({key: rest})
+            if not rest:
+                del cls.groups[key]
+
+    @classmethod
+    def pending(cls) -> list[Any]:
+        """Returns the spans that nobody has run yet."""
+        return [span for spans in cls.groups.values() for span in spans]
+
+    @classmethod
+    def clear(cls) -> None:
+        """Forgets all spans."""
+        cls.groups.clear()
+
+
+_zero_bubble: Any = getattr(paddle_fleet.meta_parallel, "zero_bubble_utils", None)
+#: Where ``SplitBWLinear`` puts weight gradients off.
+WeightGradStore: Any = getattr(_zero_bubble, "WeightGradStore", _WeightGradStore)
+RecomputeStore: Any = getattr(_zero_bubble, "RecomputeStore", _RecomputeStore)
+if _zero_bubble is not None:
+    _zero_bubble.RecomputeStore = RecomputeStore
 LocalSharedLayerDesc: Any = getattr(
     paddle_fleet.meta_parallel, "LocalSharedLayerDesc", _LocalSharedLayerDesc
 )
