@@ -188,6 +188,19 @@ def _model(rank: int, group: Any) -> Any:
     return SimpleNamespace(layers=layers, config=config)
 
 
+def _shared(rank: int, group: Any) -> list[bytes]:
+    """Returns the gradient of a weight that two stages share, on a mesh of one rank for each."""
+    mesh = dist.ProcessMesh([0, 1], dim_names=["pp"])
+    layers = blocks(2)
+    for number, layer in enumerate(layers):
+        layer[0].weight = dist.shard_tensor(layer[0].weight, mesh[number], [dist.Replicate()])
+    pair = {"params": [layer[0].weight for layer in layers]}
+    stage = paddles("PipelineStage")(layers[rank], rank, 2, group=group, shared_parameters=[pair])
+    inputs, target = data(0)
+    paddles("ScheduleFThenB")(stage, 1, loss_fn=LOSS).step(inputs, target=target)
+    return [layers[rank][0].weight.grad._local_value().numpy().tobytes()]
+
+
 def train_on_two_ranks() -> dict[str, Any]:
     """Trains under each schedule, with nothing but Paddle's own calls."""
     with in_place_of_paddles():
@@ -205,6 +218,7 @@ def train_on_two_ranks() -> dict[str, Any]:
         inputs, target = data(0)
         schedule.step(input_ids=inputs, target=target)
         results["get_pipeline_schedule"] = noted([*model.layers[rank::2]])
+        results["shared"] = _shared(rank, group)
         wrong = paddles("Schedule1F1B")(stages(2, rank, 1, group)[0], 2 + 2 * rank, loss_fn=LOSS)
         try:
             wrong.step(inputs, target=target)
@@ -227,6 +241,11 @@ def test_ranks_have_the_bits_of_the_plain_model(on_ranks: Callable[..., list[Any
         LOSS(x, y).backward()
     parts = [result["get_pipeline_schedule"] for result in results]
     assert parts == [noted([*plain.layers[rank::2]]) for rank in range(2)]
+    tied = blocks(2)
+    tied[1][0].weight = tied[0][0].weight
+    LOSS(nn.Sequential(*tied)(data(0)[0]), data(0)[1]).backward()
+    gradient = tied[0][0].weight.grad.numpy().tobytes()
+    assert [result["shared"] for result in results] == [[gradient]] * 2
     assert all("micro_batches=2" in result["wrong"] for result in results)
 
 

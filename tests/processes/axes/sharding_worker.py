@@ -20,6 +20,34 @@ from tests.processes.axes.hybrid_worker import KINDS, adamw, in_groups, momentum
 from tests.scalers import enabled_scaler, half_precision
 
 STEPS = 3
+
+
+class Muon(paddle.optimizer.Optimizer):  # type: ignore[misc]
+    """Momentum whose matrices are made orthogonal, each as a whole: Paddle to 3.3 has none."""
+
+    def _create_accumulators(self, block: Any, parameters: Any) -> None:
+        for parameter in parameters:
+            self._add_accumulator("momentum", parameter)
+
+    def _append_optimize_op(self, block: Any, param_and_grad: Any) -> None:
+        parameter, gradient = param_and_grad
+        moment = self._get_accumulator("momentum", parameter)
+        moment.set_value(moment * 0.9 + gradient)
+        update = moment
+        if moment.ndim == 2:
+            update = moment / (moment.norm() + 1e-7)
+            for _ in range(5):
+                gram = update @ update.T
+                update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
+        parameter.set_value(parameter - 0.02 * update)
+
+
+def muon(parameters: Any) -> Any:
+    """An optimizer that needs whole matrices."""
+    clip = nn.ClipGradByGlobalNorm(0.5)
+    return Muon(0.02, parameters=list(parameters), grad_clip=clip)
+
+
 OPTIMIZERS = {"adamw": adamw, "momentum": momentum, "groups": in_groups}
 
 
@@ -63,7 +91,7 @@ def drawn(seed: int) -> Case:
 
 def trained(case: Case, stage: int, report: bool = False) -> dict[str, Any]:
     """Trains a job; returns what it ends with, and what plain Paddle does."""
-    kind, make = KINDS[case.model], OPTIMIZERS[case.optimizer]
+    kind, make = KINDS[case.model], {**OPTIMIZERS, "muon": muon}[case.optimizer]
     options = {"micro_batches": case.micro_batches, "schedule": case.schedule}
     chunks = {"num_virtual_pipeline_stages": 2} if case.schedule == "ZBV" else {}
     scaling = half_precision() if case.scaled else nullcontext()

@@ -34,6 +34,7 @@ def test_gradients_are_scattered_to_their_owners(on_ranks: Call) -> None:
         Case(BESIDE, "tied", optimizer="groups", apart=True),
         Case(BESIDE, "gpt", "ZBH1", "momentum", scaled=True),
         Case({"dp": 2, "sharding": 2}, "gpt", optimizer="momentum"),
+        Case(BESIDE, optimizer="muon"),
     ]
     assert_as_stage_1(on_ranks, chosen)
 
