@@ -1,7 +1,8 @@
 """Files that are, at any moment, the old ones or the new ones whole.
 
 They are written as a draft beside their place and renamed. What is to survive a crash of the host
-goes through :func:`replacing`, which syncs; the others survive the death of a process.
+goes through :func:`replacing` or :func:`appearing`, which sync; the others survive the death of a
+process.
 """
 
 from __future__ import annotations
@@ -34,10 +35,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: They cannot be written; the files that were there stay.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_left(folder)
-    draft = folder / f".draft-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    draft.mkdir()
+    draft = _draft_folder(folder)
     try:
         yield draft
         files = sorted(draft.iterdir())
@@ -46,6 +44,27 @@ def replacing(folder: Path) -> Iterator[Path]:
         for file in files:
             file.replace(folder / file.name)
         systems.sync_folder(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder; when the body ends it is ``folder``, synced and whole.
+
+    Args:
+        folder: Does not exist, or is empty.
+
+    Raises:
+        OSError: It cannot be written, or there is such a folder; then nothing has changed.
+    """
+    draft = _draft_folder(folder.parent)
+    try:
+        yield draft
+        for path in [*draft.rglob("*"), draft]:
+            (systems.sync_folder if path.is_dir() else sync)(path)
+        draft.rename(folder)
+        systems.sync_folder(folder.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -90,6 +109,15 @@ def sync(file: Path) -> None:
     """Waits until the contents of a file are on the disk."""
     with file.open("r+b") as opened:  # Windows syncs no file that is open for reading alone
         os.fsync(opened.fileno())
+
+
+def _draft_folder(parent: Path) -> Path:
+    """Makes a new draft in a folder, which is made where it is not."""
+    parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(parent)
+    draft = parent / f".draft-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    draft.mkdir()
+    return draft
 
 
 def _draft_name(file: Path) -> Path:

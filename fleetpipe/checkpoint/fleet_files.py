@@ -7,9 +7,9 @@ cannot be read is a ``CheckpointError`` that says what the file seems to be.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint import pickled
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle
+
+Contents = TypeVar("Contents")
 
 #: The stub knows tensors only.
 _write: Any = paddle.save
@@ -100,7 +102,37 @@ def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     return [*_read(path)[1].items()]
 
 
+def placed(path: str | os.PathLike[str]) -> dict[str, Nest]:
+    """Does what :func:`arrays` does, with :class:`pickled.Placed` for what is large."""
+    return _guarded(path, lambda file: _pickled_dict(file, placed=True))[0]
+
+
+def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.Record:
+    """Reads an object that ``paddle.save`` wrote, without making or running any.
+
+    Args:
+        path: The file.
+        kinds: Names of classes, with their modules, of which it may hold objects.
+
+    Raises:
+        CheckpointError: As for :func:`load`.
+    """
+
+    def read_record(file: BinaryIO) -> pickled.Record:
+        contents = pickled.read(file, kinds)
+        if not isinstance(contents, pickled.Record):
+            raise pickled.Refused(f"a {type(contents).__name__}, not an object")
+        return contents
+
+    return _guarded(path, read_record)
+
+
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Nest], dict[str, str]]:
+    return _guarded(path, _pickled_dict)
+
+
+def _guarded(path: str | os.PathLike[str], read: Callable[[BinaryIO], Contents]) -> Contents:
+    """Returns what ``read`` makes of a file; what it stumbles over is one error of the file."""
     name = os.fspath(path)
     if not os.path.exists(name):
         raise CheckpointError(f"there is no {name}", fix="check the path, and which ranks saved")
@@ -108,7 +140,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Nest], dict[str, str]
         raise CheckpointError(f"{name} is no file", fix="pass a file that paddle.save wrote")
     try:
         with open(name, "rb") as file:
-            return _pickled_dict(file)
+            return read(file)
     except OSError as error:
         raise CheckpointError(
             f"{name} cannot be read", cause=str(error), fix="make it readable for this process"
@@ -136,9 +168,11 @@ def _cause(name: str) -> str:
     return f"it has {size} bytes and begins with {begin[:24]!r}"
 
 
-def _pickled_dict(file: BinaryIO) -> tuple[dict[str, Nest], dict[str, str]]:
+def _pickled_dict(
+    file: BinaryIO, *, placed: bool = False
+) -> tuple[dict[str, Nest], dict[str, str]]:
     """Returns the contents of a file, and the names that Paddle counted."""
-    contents = pickled.read(file)
+    contents = pickled.read(file, placed=placed)
     if not isinstance(contents, dict):
         raise pickled.Refused(f"a {type(contents).__name__}, not a dict")
     names = contents.pop(_NAMES, {})

@@ -13,9 +13,10 @@ import math
 import os
 import pickle
 import pickletools
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Collection, Mapping
 from types import FunctionType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ Pickled = Any
 _SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8), "c": (8, 16)}
 _DTYPES = {f"{kind}{size}" for kind, sizes in _SIZES.items() for size in sizes}
 _OPERATIONS = (
-    *("PROTO", "FRAME", "STOP", "MARK", "REDUCE", "BUILD", "GLOBAL", "STACK_GLOBAL"),
+    *("PROTO", "FRAME", "STOP", "MARK", "REDUCE", "BUILD", "GLOBAL", "STACK_GLOBAL", "NEWOBJ"),
     *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
     *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
@@ -41,11 +42,30 @@ class Refused(ValueError):
     """A pickle holds what ``paddle.save`` does not write; the message says what."""
 
 
-def read(file: BinaryIO) -> Pickled:
+class Placed(NamedTuple):
+    """An array that was left in its file.
+
+    Attributes:
+        dtype: Of its elements, as they stand there.
+        shape: Its shape.
+        order: ``"C"`` or ``"F"``: how they are ordered.
+        begin: Where they begin in the file.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    order: Literal["C", "F"]
+    begin: int
+
+
+def read(file: BinaryIO, records: Collection[str] = (), *, placed: bool = False) -> Pickled:
     """Returns what a file of ``paddle.save`` holds.
 
     Args:
         file: Open for reading, at its begin.
+        records: Names of classes, with their modules, of which it may hold objects, as a
+            :class:`Record` each.
+        placed: Whether large arrays are left where they are, as :class:`Placed`.
 
     Returns:
         Dicts, lists, tuples, numbers, strings, and arrays in the place of tensors, which may share
@@ -55,7 +75,7 @@ def read(file: BinaryIO) -> Pickled:
         Refused: It holds something else.
         ValueError: It is no pickle, or ends early.
     """
-    machine = _Machine(_Bytes(file))
+    machine = _Machine(_Bytes(file), records, placed)
     try:
         value = machine.load()
     except _STUMBLES as error:
@@ -81,6 +101,21 @@ class _Bytes:
             raise ValueError(f"{count} bytes are announced, and {len(data)} left")
         return data
 
+    def passed(self, count: int) -> _Place:
+        """Passes over bytes, which are there, and returns where they are."""
+        begin = self._file.tell()
+        if begin + count > self._size:
+            raise ValueError(f"{count} bytes are announced, and {self._size - begin} left")
+        self._file.seek(count, os.SEEK_CUR)
+        return _Place(begin, nbytes=count)
+
+
+class _Place(NamedTuple):
+    """Bytes of a file that are not read."""
+
+    begin: int
+    nbytes: int
+
 
 class _Unbuilt:
     """An array or a dtype whose state follows.
@@ -98,6 +133,30 @@ class _Unbuilt:
         self.value = self._build(state)
 
 
+class _Kind(str):
+    """The name of a class of records."""
+
+
+class Record(_Unbuilt):
+    """An object of a class that is not called: what its state says.
+
+    Attributes:
+        kind: The name of its class, without the module.
+        fields: Its attributes by name.
+    """
+
+    def __init__(self, kind: str) -> None:
+        """Has no attributes yet."""
+        super().__init__(self._take)
+        self.kind = kind
+        self.fields: dict[str, Pickled] = {}
+
+    def _take(self, state: Pickled) -> Pickled:
+        if type(state) is not dict:
+            raise Refused("an object with a state that is no dict")
+        self.fields = state
+
+
 class _Operations(dict[int, Callable[[Any], None]]):
     def __missing__(self, code: int) -> Callable[[Any], None]:
         names = {ord(operation.code): operation.name for operation in pickletools.opcodes}
@@ -110,8 +169,15 @@ _Python: Any = pickle._Unpickler
 class _Machine(_Python):  # type: ignore[misc]
     """Python's own, with fewer operations."""
 
-    def find_class(self, module: str, name: str) -> Callable[..., Pickled]:
+    def __init__(self, file: _Bytes, records: Collection[str], placed: bool) -> None:
+        super().__init__(file)
+        self._records = records
+        self._large = file.passed if placed else file.read
+
+    def find_class(self, module: str, name: str) -> Callable[..., Pickled] | _Kind:
         full = f"{module}.{name}"
+        if full in self._records:
+            return _Kind(name)
         if full not in _CALLS:
             raise Refused(f"the name {full[:80]!r}")
         return _CALLS[full]
@@ -125,6 +191,20 @@ class _Machine(_Python):  # type: ignore[misc]
         if not isinstance(call, FunctionType) or type(arguments) is not tuple:
             raise Refused("a call of something that is no function")
         self.append(call(*arguments))
+
+    def load_newobj(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack.pop()
+        if not isinstance(kind, _Kind) or arguments != ():
+            raise Refused("an object of something else than a class of records")
+        self.append(Record(kind))
+
+    def load_binbytes(self) -> None:
+        (count,) = struct.unpack("<I", self.read(4))
+        self.append(self._large(count))
+
+    def load_binbytes8(self) -> None:
+        (count,) = struct.unpack("<Q", self.read(8))
+        self.append(self._large(count))
 
     def load_build(self) -> None:
         state = self.stack.pop()
@@ -141,11 +221,15 @@ class _Machine(_Python):  # type: ignore[misc]
 
     def _put(self, items: list[Pickled]) -> None:
         keys = items[::2]
-        if len(items) % 2 or any(type(key) not in (str, int) for key in keys):
+        if len(items) % 2 or any(not _is_key(key) for key in keys):
             raise Refused("a dict whose keys are neither names nor numbers")
         if type(self.stack[-1]) is not dict:
             raise Refused("an item of something else than a dict")
         self.stack[-1].update(zip(keys, items[1::2]))
+
+
+def _is_key(key: Pickled) -> bool:
+    return type(key) in (str, int) or isinstance(key, Record)
 
 
 _Machine.dispatch = _Operations(
@@ -167,22 +251,27 @@ def _array(*_: object) -> _Unbuilt:
     return _Unbuilt(_array_of)
 
 
-def _array_of(state: Pickled) -> np.ndarray:
+def _array_of(state: Pickled) -> np.ndarray | Placed:
     """Makes an array of ``(version, shape, dtype, whether in Fortran's order, bytes)``."""
     _, shape, unbuilt, in_fortrans_order, data = state
     dtype = unbuilt.value
-    if not isinstance(dtype, np.dtype) or not isinstance(data, bytes):
+    if not isinstance(dtype, np.dtype) or not isinstance(data, (bytes, _Place)):
         raise Refused("an array that is not of numbers")
     if not all(type(size) is int and size >= 0 for size in shape):
         raise Refused("an array without a shape")
-    if math.prod(shape) * dtype.itemsize != len(data):
-        raise Refused(f"{len(data)} bytes for an array of {dtype} of shape {[*shape]}"[:200])
-    array: np.ndarray = np.ndarray(shape, dtype, data, order="F" if in_fortrans_order else "C")
+    nbytes = data.nbytes if isinstance(data, _Place) else len(data)
+    if math.prod(shape) * dtype.itemsize != nbytes:
+        raise Refused(f"{nbytes} bytes for an array of {dtype} of shape {[*shape]}"[:200])
+    order: Literal["C", "F"] = "F" if in_fortrans_order else "C"
+    if isinstance(data, _Place):
+        return Placed(dtype, tuple(shape), order, data.begin)
+    array: np.ndarray = np.ndarray(shape, dtype, data, order=order)
     return array.astype(dtype.newbyteorder("="), copy=False)
 
 
 def _scalar(dtype: Pickled, data: Pickled) -> Pickled:
-    return _array_of((1, (), dtype, False, data))[()]
+    array: Any = _array_of((1, (), dtype, False, data))
+    return array[()]
 
 
 def _empty_dict() -> dict[str, Pickled]:
@@ -244,14 +333,18 @@ def _finished(
         made: What has been returned for each container, by its identity.
         depth: Containers around it.
     """
-    if isinstance(value, _Unbuilt) and isinstance(value.value, np.ndarray):
+    if isinstance(value, _Unbuilt) and isinstance(value.value, (np.ndarray, Placed)):
         return value.value, 0
     if value is None or isinstance(value, _PLAIN):
         return value, 0
-    if type(value) not in (dict, list, tuple):
+    if type(value) not in (dict, list, tuple, Record):
         raise Refused("a name or an array that was not finished")
     if id(value) not in made and depth < _DEEPEST:
         made[id(value)] = (None, _DEEPEST)  # for one that holds itself
+        if type(value) is Record:
+            value.fields, height = _finished(value.fields, made, depth + 1)
+            made[id(value)] = (value, 1 + height)
+            return made[id(value)]
         items = value.values() if type(value) is dict else value
         pairs = [_finished(item, made, depth + 1) for item in items]
         parts = [part for part, _ in pairs]
