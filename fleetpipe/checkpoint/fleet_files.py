@@ -107,7 +107,7 @@ def placed(path: str | os.PathLike[str]) -> dict[str, Nest]:
     return _guarded(path, lambda file: _pickled_dict(file, placed=True))[0]
 
 
-def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.Record:
+def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.PickledObject:
     """Reads an object that ``paddle.save`` wrote, without making or running any.
 
     Args:
@@ -118,9 +118,9 @@ def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.Reco
         CheckpointError: As for :func:`load`.
     """
 
-    def read_record(file: BinaryIO) -> pickled.Record:
+    def read_record(file: BinaryIO) -> pickled.PickledObject:
         contents = pickled.read(file, kinds)
-        if not isinstance(contents, pickled.Record):
+        if not isinstance(contents, pickled.PickledObject):
             raise pickled.Refused(f"a {type(contents).__name__}, not an object")
         return contents
 

@@ -64,7 +64,7 @@ def read(file: BinaryIO, records: Collection[str] = (), *, placed: bool = False)
     Args:
         file: Open for reading, at its begin.
         records: Names of classes, with their modules, of which it may hold objects, as a
-            :class:`Record` each.
+            :class:`PickledObject` each.
         placed: Whether large arrays are left where they are, as :class:`Placed`.
 
     Returns:
@@ -137,7 +137,7 @@ class _Kind(str):
     """The name of a class of records."""
 
 
-class Record(_Unbuilt):
+class PickledObject(_Unbuilt):
     """An object of a class that is not called: what its state says.
 
     Attributes:
@@ -196,7 +196,7 @@ class _Machine(_Python):  # type: ignore[misc]
         arguments, kind = self.stack.pop(), self.stack.pop()
         if not isinstance(kind, _Kind) or arguments != ():
             raise Refused("an object of something else than a class of records")
-        self.append(Record(kind))
+        self.append(PickledObject(kind))
 
     def load_binbytes(self) -> None:
         (count,) = struct.unpack("<I", self.read(4))
@@ -229,7 +229,7 @@ class _Machine(_Python):  # type: ignore[misc]
 
 
 def _is_key(key: Pickled) -> bool:
-    return type(key) in (str, int) or isinstance(key, Record)
+    return type(key) in (str, int) or isinstance(key, PickledObject)
 
 
 _Machine.dispatch = _Operations(
@@ -337,11 +337,11 @@ def _finished(
         return value.value, 0
     if value is None or isinstance(value, _PLAIN):
         return value, 0
-    if type(value) not in (dict, list, tuple, Record):
+    if type(value) not in (dict, list, tuple, PickledObject):
         raise Refused("a name or an array that was not finished")
     if id(value) not in made and depth < _DEEPEST:
         made[id(value)] = (None, _DEEPEST)  # for one that holds itself
-        if type(value) is Record:
+        if type(value) is PickledObject:
             value.fields, height = _finished(value.fields, made, depth + 1)
             made[id(value)] = (value, 1 + height)
             return made[id(value)]

@@ -147,7 +147,9 @@ def test_fleets_layer_files_are_read_and_written(
         assert manager.restore(model=other, only=("model",)).step == 7
         assert bits(other.full_state_dict()) == bits(model.full_state_dict())
         said(capsys, "convert", ours, again)
-        assert "steps after step 6" in said(capsys, "convert", theirs, ours, "--step", "6", code=2)
+        assert "step 6 or later ones" in said(
+            capsys, "convert", theirs, ours, "--step", "6", code=2
+        )
         third = pipeline(layers).layers
         third.set_state_dir(again)
         assert bits(third.full_state_dict()) == bits(model.full_state_dict())

@@ -147,10 +147,15 @@ class Layout(NamedTuple):
     size: int
 
 
-def laid_out(tensors: Mapping[str, Described]) -> Layout:
-    """Returns the file that holds ``tensors``, those with the largest elements first."""
+def laid_out(tensors: Mapping[str, Described], made_for: str = "pd") -> Layout:
+    """Returns the file that holds ``tensors``, those with the largest elements first.
+
+    Args:
+        tensors: What it is to hold, by name.
+        made_for: The library that its tensors are of, which some readers ask for.
+    """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
-    entries: dict[str, object] = {"__metadata__": {"format": "pd"}}
+    entries: dict[str, object] = {"__metadata__": {"format": made_for}}
     ends, end = {}, 0
     for name, tensor in ordered:
         ends[name], end = end, end + tensor.nbytes
@@ -224,7 +229,7 @@ def damaged(path: Path, got: str) -> CheckpointError:
         f"{path.name} is damaged",
         where=str(path),
         got=got,
-        fix="restore another step; fleetpipe checkpoint verify says what else is damaged",
+        fix="take another step, or copy this one again; fleetpipe checkpoint verify checks a run",
     )
 
 

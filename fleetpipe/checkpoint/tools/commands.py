@@ -22,6 +22,8 @@ from fleetpipe.errors import CheckpointError, ConfigError, printable
 
 #: Shown however many ways they are split; the others where they are.
 _USUAL_AXES = ("dp", "mp", "pp", "sharding")
+#: Those of fleetpipe.checkpoint.formats.convert, which loads Paddle.
+_FORMATS = ("fleetpipe", "fleet", "formers", "distributed", "unified", "huggingface")
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -32,18 +34,45 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=list(_ACTIONS),
         help="list, or ls: the steps of a run; show: what a step holds; verify: compare with the "
         "checksums; diff: the first tensor of which two steps have other bits; merge: the model in "
-        "one file; convert: the layer files of Fleet to a run, or a step to layer files",
+        "one file; convert: a checkpoint of any format to any other",
     )
-    parser.add_argument("path", type=Path, help="the folder of a run, or of one of its steps")
+    parser.add_argument(
+        "path",
+        type=Path,
+        help="the folder of a run, or of one of its steps; convert: that of any checkpoint",
+    )
     parser.add_argument(
         "other",
         type=Path,
         nargs="?",
         help="diff: the other run or step; merge: a new .safetensors or .pdparams file; "
-        "convert: the folder to write",
+        "convert: the folder to write, a new one or that of a run",
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="which step of a run; by default the newest"
+        "--step",
+        type=int,
+        metavar="N",
+        help="which step of a run, by default the newest; convert: that of the run to write",
+    )
+    parser.add_argument(
+        "--to",
+        choices=_FORMATS,
+        help="convert: the format to write; by default fleetpipe, of a run of fleetpipe's fleet",
+    )
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=_FORMATS,
+        help="convert: the format of what is read; by default it is recognized by its files",
+    )
+    parser.add_argument(
+        "--names",
+        metavar="MAP",
+        help="convert: other names for the tensors: a file of JSON with Paddle's aoa_statements, "
+        "or one of fleetpipe's, such as paddlenlp-llama, from Hugging Face's names",
+    )
+    parser.add_argument(
+        "--reverse-names", action="store_true", help="convert: reads the map from right to left"
     )
 
 
@@ -154,20 +183,26 @@ def _merge(arguments: argparse.Namespace) -> int:
     if target.suffix == ".safetensors":
         merge(reader, target)
     else:
-        _converting().write_parameters(reader, target)
+        _converting().write_parameters(reader.folder, target)
     _say(f"{reader.folder.name}: {_size(target.stat().st_size)} in {target}")
     return 0
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    if [*arguments.path.glob("layer_*-model_states.pdparams")]:
-        step = arguments.step or 0
-        count = _converting().from_layer_files(arguments.path, arguments.other, step)
-        _say(f"step {step} of {arguments.other}: {count} tensors")
-        return 0
-    reader = _model_of(arguments)
-    count = _converting().to_layer_files(reader, arguments.other)
-    _say(f"{reader.folder.name}: {count} layer files in {arguments.other}")
+    converting = _converting()
+    names = None
+    if arguments.names is not None:
+        names = converting.read_map(arguments.names, reverse=arguments.reverse_names)
+    _say(
+        converting.convert(
+            arguments.path,
+            arguments.other,
+            to=arguments.to,
+            source_format=arguments.source_format,
+            names=names,
+            step=arguments.step,
+        )
+    )
     return 0
 
 
@@ -185,7 +220,7 @@ _ALONE = ("list", "ls", "show", "verify")
 
 def _converting() -> Any:
     """Returns the module that loads Paddle."""
-    return importlib.import_module("fleetpipe.checkpoint.tools.converting")
+    return importlib.import_module("fleetpipe.checkpoint.formats.convert")
 
 
 def _is_step(path: Path) -> bool:

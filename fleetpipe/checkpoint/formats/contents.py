@@ -1,0 +1,157 @@
+"""What a checkpoint of any format holds: tensors that are read when they are wanted, and the rest.
+
+Names are those of fleetpipe's own checkpoints: the optimizer's are ``3.weight/moment1_0``, and a
+master weight has the name of its parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint.contents.parts import TensorName
+from fleetpipe.checkpoint.contents.training_state import plain
+from fleetpipe.checkpoint.files import host_memory, tensors
+from fleetpipe.checkpoint.files.tensors import CODES, Described, Stored
+from fleetpipe.checkpoint.pickled import Placed
+
+#: The file of a learning rate's scheduler in checkpoints of PaddleNLP and PaddleFormers.
+SCHEDULER = "scheduler.pdparams"
+#: How many names an error shows.
+MOST_SHOWN = 10
+
+
+class LazyTensor(NamedTuple):
+    """A tensor that is not read yet.
+
+    Attributes:
+        described: Its dtype and shape.
+        read: Reads it: an array of its shape, of unsigned numbers that have its bits.
+    """
+
+    described: Described
+    read: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint.
+
+    Attributes:
+        tensors: Its tensors, those of the model in the model's order.
+        step: The step after which it was saved; None where it does not say.
+        scheduler: The state of the learning rate's scheduler; None where there is none.
+        files: What else stands in its folder, of which nothing is read.
+    """
+
+    tensors: Mapping[TensorName, LazyTensor]
+    step: int | None = None
+    scheduler: Mapping[str, Any] | None = None
+    files: tuple[Path, ...] = ()
+
+    def of(self, group: str) -> dict[str, LazyTensor]:
+        """Returns the tensors of a group by name."""
+        return {name.name: tensor for name, tensor in self.tensors.items() if name.group == group}
+
+
+def shown(names: list[str]) -> str:
+    """Returns names for an error, at most ten."""
+    more = len(names) - MOST_SHOWN
+    return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def bits(described: Described) -> np.dtype:
+    """Returns the dtype of arrays that hold the bits of a tensor."""
+    return np.dtype(f"u{described.itemsize}")
+
+
+def stored_tensor(path: Path, stored: Stored) -> LazyTensor:
+    """Returns a tensor of a safetensors file."""
+
+    def read() -> np.ndarray:
+        array = np.empty(stored.tensor.shape, bits(stored.tensor))
+        try:
+            with FileIO(str(path)) as file:
+                tensors.read(file, stored, None, memory_of(array))
+        except (OSError, EOFError) as error:
+            raise tensors.damaged(path, f"{type(error).__name__}: {error}") from error
+        return array
+
+    return LazyTensor(stored.tensor, read)
+
+
+def placed_tensor(path: Path, array: np.ndarray | Placed) -> LazyTensor:
+    """Returns an array of a file of ``paddle.save``, which may have been left there."""
+    if not isinstance(array, (np.ndarray, Placed)):
+        raise tensors.damaged(path, f"a {type(array).__name__} in the place of a tensor")
+    # Paddle has no uint16: it is how bfloat16 is saved.
+    dtype = "bfloat16" if array.dtype == np.uint16 else array.dtype.name
+    if dtype not in CODES:
+        raise tensors.damaged(path, f"an array of {dtype}")
+    described = Described(dtype, tuple(array.shape))
+
+    def read() -> np.ndarray:
+        values = array if isinstance(array, np.ndarray) else _values(path, array)
+        native = values.astype(values.dtype.newbyteorder("="), order="C", copy=False)
+        return native.view(bits(described))
+
+    return LazyTensor(described, read)
+
+
+def _values(path: Path, array: Placed) -> np.ndarray:
+    count = math.prod(array.shape)
+    values = np.fromfile(path, array.dtype, count, offset=array.begin)
+    if values.size != count:
+        raise tensors.damaged(path, f"{values.size} of {count} elements at {array.begin}")
+    return values.reshape(array.shape, order=array.order)
+
+
+def memory_of(array: np.ndarray) -> memoryview:
+    """Returns the bytes of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def paddle_tensor(tensor: LazyTensor) -> Any:
+    """Reads a tensor as one of Paddle's."""
+    made, memory = host_memory.empty(tensor.described)
+    memory[:] = memory_of(np.ascontiguousarray(tensor.read()))
+    return made
+
+
+def scheduler_in(folder: Path) -> Mapping[str, Any] | None:
+    """Returns the state of a scheduler, where a folder has one.
+
+    Raises:
+        CheckpointError: The file is damaged.
+    """
+    path = folder / SCHEDULER
+    return plain(fleet_files.arrays(path), SCHEDULER) if path.is_file() else None
+
+
+def write_rest(state: Checkpoint, folder: Path) -> None:
+    """Writes what is no tensor: the scheduler, and copies of files of which nothing was read.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    for file in state.files:
+        shutil.copy2(file, folder)
+    if state.scheduler is not None:
+        fleet_files.save(folder / SCHEDULER, dict(state.scheduler))
+
+
+def other_files(folder: Path, *patterns: str) -> tuple[Path, ...]:
+    """Returns the files of a folder that match none of some patterns."""
+    return tuple(
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not any(path.match(pattern) for pattern in patterns)
+    )

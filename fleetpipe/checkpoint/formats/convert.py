@@ -1,0 +1,157 @@
+"""Converts a checkpoint of any format to any other: the table of formats, and how one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from fleetpipe.atomic_file import appearing
+from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, MODEL, OPTIMIZER
+from fleetpipe.checkpoint.formats import distributed, layer_files, run, safetensors_folder
+from fleetpipe.checkpoint.formats.contents import Checkpoint, paddle_tensor, shown
+from fleetpipe.checkpoint.formats.name_map import NameMap, read_map, renamed
+from fleetpipe.errors import CheckpointError
+
+FLEETPIPE, FLEET = "fleetpipe", "fleet"
+_TRAINED = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
+
+
+class Format(NamedTuple):
+    """A way to keep a checkpoint in files.
+
+    Attributes:
+        files: By which files it is recognized.
+        is_there: Whether a folder has it.
+        read: Reads a folder.
+        write: Fills an empty folder.
+        groups: What it has a place for.
+    """
+
+    files: str
+    is_there: Callable[[Path], bool]
+    read: Callable[[Path], Checkpoint]
+    write: Callable[[Checkpoint, Path], None] | None
+    groups: tuple[str, ...] = _TRAINED
+
+
+#: By name, in the order in which a folder is looked at: fleetpipe's has files of others in it.
+FORMATS = {
+    FLEETPIPE: Format("manifest.json", run.is_there, run.read_step, None, tuple(GROUPS)),
+    FLEET: Format(
+        "layer_*-model_states.pdparams",
+        *(layer_files.is_there, layer_files.read_folder, layer_files.write_folder),
+        (MODEL,),
+    ),
+    "formers": Format(
+        "model_state/*.metadata",
+        *(distributed.is_formers, distributed.read_folder, distributed.write_formers),
+    ),
+    "distributed": Format(
+        "*.metadata",
+        *(distributed.is_there, distributed.read_folder, distributed.write_folder),
+    ),
+    "unified": Format(
+        "optimizer.safetensors.index.json",
+        safetensors_folder.is_unified,
+        safetensors_folder.read_folder,
+        safetensors_folder.write_unified,
+    ),
+    "huggingface": Format(
+        "model.safetensors or model.safetensors.index.json",
+        safetensors_folder.is_there,
+        safetensors_folder.read_model,
+        safetensors_folder.write_huggingface,
+        (MODEL,),
+    ),
+}
+
+
+def format_of(folder: Path) -> str:
+    """Returns the name of the format of a folder.
+
+    Raises:
+        CheckpointError: It is none of them.
+    """
+    for name, one in FORMATS.items():
+        if folder.is_dir() and one.is_there(folder):
+            return name
+    raise CheckpointError(
+        "there is no checkpoint in this folder" if folder.is_dir() else "there is no such folder",
+        where=str(folder),
+        expected="; ".join(f"{name}: {one.files}" for name, one in FORMATS.items()),
+        fix="pass the folder in which these files are, of one step; --from says its format",
+    )
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    to: str | None = None,
+    source_format: str | None = None,
+    names: NameMap | None = None,
+    step: int | None = None,
+) -> str:
+    """Converts a checkpoint. The target appears whole, or not at all.
+
+    Args:
+        source: The folder of a checkpoint; or that of a run of fleetpipe's.
+        target: A folder that does not exist; or that of a run, to which a step is added.
+        to: The format to write; None: Fleet's of a run of fleetpipe's, fleetpipe's of others.
+        source_format: The format to read; None: what the folder has.
+        names: Gives the tensors other names.
+        step: Which step of a run; or, where fleetpipe's is written, the number of the new one.
+
+    Returns:
+        Sentences of what was written, and of what was left out.
+
+    Raises:
+        CheckpointError: The source is damaged, or the target is there.
+        ConfigError: The map of names does not fit.
+        OSError: A file cannot be written.
+    """
+    read_as = source_format or format_of(source)
+    write_as = to or (FLEET if read_as == FLEETPIPE else FLEETPIPE)
+    if write_as != FLEETPIPE and target.exists():
+        raise CheckpointError(
+            "the target is there, and nothing is written over",
+            where=str(target),
+            fix="give a folder that does not exist",
+        )
+    state = run.read_step(source, step) if read_as == FLEETPIPE else FORMATS[read_as].read(source)
+    if not state.tensors:
+        raise CheckpointError("the checkpoint has no tensors", where=str(source))
+    if names is not None:
+        state = renamed(state, names)
+    fitting = {n: t for n, t in state.tensors.items() if n.group in FORMATS[write_as].groups}
+    left_out = [str(name) for name in state.tensors if name not in fitting]
+    state = replace(state, tensors=fitting)
+    write = FORMATS[write_as].write
+    if write is None:
+        number = step if step is not None and read_as != FLEETPIPE else state.step or 0
+        run.write_step(state, target, number)
+        written = f"step {number} of {target}: {len(fitting)} tensors"
+    else:
+        with appearing(target) as draft:
+            write(state, draft)
+        written = f"{target}: {len(fitting)} tensors from {read_as} to {write_as}"
+    if left_out:
+        written += f"\nleft out, as {write_as} has no place for it: {shown(left_out)}"
+    return written
+
+
+def write_parameters(folder: Path, target: Path) -> None:
+    """Writes the model of a step of fleetpipe's in one file of ``paddle.save``.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        OSError: The file cannot be written.
+    """
+    model = run.read_step(folder).of(MODEL)
+    fleet_files.save(target, {name: paddle_tensor(tensor) for name, tensor in model.items()})
+
+
+__all__ = ["FORMATS", "Format", "convert", "format_of", "read_map", "write_parameters"]

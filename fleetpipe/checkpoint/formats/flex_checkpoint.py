@@ -1,0 +1,125 @@
+"""Paddle's distributed checkpoint: the classes of its metadata, and its language for names.
+
+Both are 3.3's. 2.6.2 has fewer fields in another module, which readers allow for, and no language.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import VERSION
+
+_METADATA = "dcp.metadata"
+#: The names of the classes that a file of metadata is made of, in 3.3 and before.
+RECORDS = frozenset(
+    f"paddle.distributed.{module}.{name}"
+    for module in (f"flex_checkpoint.{_METADATA}", "checkpoint.metadata")
+    for name in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")
+)
+#: Stands before names of layers of a list, ``0.weight``: the language has no names of digits.
+_NUMBERED = "numbered_"
+_NUMBER = re.compile(r"(?<![\w.$])(?=\d+\.|\$LAYER_ID\.)")
+_MISFITS = (AssertionError, ValueError, LookupError, SyntaxError, RuntimeError)
+
+
+class Copied(NamedTuple):
+    """A part of a tensor, which another one has as a part of itself.
+
+    Attributes:
+        source: The name of the tensor that it is read from.
+        taken: The part of that one.
+        put: Where it stands in the new tensor.
+        orders: The permutations of its axes, one after another.
+    """
+
+    source: str
+    taken: tuple[slice, ...]
+    put: tuple[slice, ...]
+    orders: tuple[list[int], ...]
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"paddle.distributed.flex_checkpoint.{name}")
+    except ImportError:
+        raise ConfigError(
+            f"Paddle {VERSION} has no flex_checkpoint, which this conversion needs",
+            fix="convert with Paddle 3.3",
+        ) from None
+
+
+def metadata_of(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> Any:
+    """Returns the metadata of a checkpoint in which every tensor is whole.
+
+    Args:
+        tensors: The dtype, the shape and the file of each, by name.
+    """
+    classes = _module(_METADATA)
+    described, places = {}, {}
+    for name, (dtype, shape, file) in tensors.items():
+        begin = (0,) * len(shape)
+        described[name] = [classes.LocalTensorMetadata(begin, shape, dtype, shape)]
+        places[classes.LocalTensorIndex(name, begin, local_shape=shape)] = file
+    return classes.Metadata(described, places, {name: (name,) for name in tensors})
+
+
+def composed(
+    statements: Sequence[str], reverse: bool, shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> tuple[dict[str, tuple[Copied, ...]], list[str]]:
+    """Runs statements of Paddle's ``aoa_config`` over the names of a model.
+
+    Args:
+        statements: Such as ``"a.weight^T -> b.weight"``.
+        reverse: Whether they are read from right to left.
+        shapes: The dtype and shape of each tensor of the model, by name.
+
+    Returns:
+        What each tensor that comes out is put together from; and the names that no statement reads.
+
+    Raises:
+        ConfigError: This Paddle has no such language, or a statement does not fit the model.
+    """
+    described = _module("dcp.sharded_weight").ShardedWeightDesc
+    words = {_NUMBER.sub(_NUMBERED, name): one for name, one in shapes.items()}
+    shards = {
+        name: [described(name, shape, shape, (0,) * len(shape), dtype)]
+        for name, (dtype, shape) in words.items()
+    }
+    config = {
+        "aoa_statements": [_NUMBER.sub(_NUMBERED, statement) for statement in statements],
+        "aoa_config_reverse": reverse,
+        "enable_traceback": False,
+    }
+    new_engine = _module("aoa.aoa_engine").AOAEngine
+    try:
+        engine = new_engine(config, shards, None)
+    except _MISFITS as error:
+        raise ConfigError(
+            "a statement of the map does not fit the tensors", got=str(error)[:300]
+        ) from error
+    outputs, unread = {}, []
+    for word, tensor in engine.output_vars.items():
+        name = word.removeprefix(_NUMBERED)
+        # What no statement reads comes out under its own name, and is no result of one.
+        if word in engine.input_vars and word not in engine.intermediate_vars:
+            unread.append(name)
+        outputs[name] = tuple(
+            Copied(source.removeprefix(_NUMBERED), tuple(taken), tuple(put), _orders(steps or ()))
+            for source, taken, put, steps in tensor.slices
+        )
+    return outputs, unread
+
+
+def _orders(steps: Sequence[str]) -> tuple[list[int], ...]:
+    casts = [step for step in steps if not step.startswith("[")]
+    if casts:
+        raise ConfigError(
+            f"a map of names does not cast (={casts[0]})",
+            fix="leave dtype= out: tensors keep their bits",
+        )
+    return tuple(ast.literal_eval(step) for step in steps)

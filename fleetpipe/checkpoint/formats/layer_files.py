@@ -1,0 +1,72 @@
+"""Fleet's folder of layer files, ``layer_00-tensor_00-model_states.pdparams``: a model alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
+from fleetpipe.checkpoint.formats.contents import (
+    Checkpoint,
+    LazyTensor,
+    paddle_tensor,
+    placed_tensor,
+)
+from fleetpipe.errors import CheckpointError
+
+_FILE = re.compile(
+    r"layer_(?P<layer>\d{2,})(-virtual_pp_stage_\d{2,})?"
+    r"-tensor_(?P<shard>\d{2,})-model_states\.pdparams"
+)
+_NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
+
+
+def is_there(folder: Path) -> bool:
+    """Whether a folder has such files."""
+    return any(folder.glob("layer_*-model_states.pdparams"))
+
+
+def read_folder(folder: Path) -> Checkpoint:
+    """Reads what the files say that they hold.
+
+    Raises:
+        CheckpointError: A file cannot be read, or holds a shard of its layer.
+    """
+    contents: dict[TensorName, LazyTensor] = {}
+    matches = [(match, path) for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))]
+    for match, path in sorted(matches, key=lambda pair: (int(pair[0]["layer"]), pair[1])):
+        if int(match["shard"]):
+            raise CheckpointError(
+                "files of shards do not say how their layers were cut",
+                where=str(path),
+                fix="load them in a job of the same mp_degree by layers.set_state_dir(folder), "
+                "then save with a CheckpointManager",
+            )
+        for name, array in fleet_files.placed(path).items():
+            full = TensorName(MODEL, f"{int(match['layer'])}.{name}")
+            contents[full] = placed_tensor(path, array)
+    return Checkpoint(contents)
+
+
+def write_folder(state: Checkpoint, folder: Path) -> None:
+    """Writes a model without shared layers. A layer without parameters has a file, too.
+
+    Raises:
+        CheckpointError: The model has shared layers, or other names than a list of layers; or a
+            tensor cannot be read.
+        OSError: A file cannot be written.
+    """
+    layers: dict[int, dict[str, LazyTensor]] = {}
+    for name, tensor in state.of(MODEL).items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise CheckpointError(
+                f"{name!r} belongs to no single layer of a list",
+                cause="the layer is shared by several entries, or the model is not a PipelineLayer",
+                fix="restore the checkpoint in a job, then layers.save_state_dict(folder)",
+            )
+        layers.setdefault(int(match["layer"]), {})[match["name"]] = tensor
+    for layer in range(max(layers, default=-1) + 1):
+        read = {name: paddle_tensor(tensor) for name, tensor in layers.get(layer, {}).items()}
+        fleet_files.save(folder / f"layer_{layer:02d}-tensor_00-model_states.pdparams", read)

@@ -1,0 +1,332 @@
+"""Checkpoints of Paddle, of libraries and of Hugging Face: any to any, bits equal, or refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.distributed import load_state_dict, save_state_dict
+from safetensors.numpy import load_file, save_file
+
+import fleetpipe
+from fleetpipe.checkpoint.formats import distributed
+from fleetpipe.cli import main
+from tests.pipelines import bits
+
+NEW = paddle.__version__.startswith("3.")
+pytestmark = pytest.mark.skipif(not NEW, reason="Paddle 2.6.2 writes no such metadata")
+PLACES = ("fleetpipe", "formers", "distributed", "unified")
+
+
+def convert(*words: object, code: int = 0) -> None:
+    assert main(["checkpoint", "convert", *map(str, words)]) == code
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    convert(*words, code=2)
+    return capsys.readouterr().err
+
+
+def write_unified(folder: Path, groups: dict[str, dict[str, np.ndarray]]) -> Path:
+    """As a Trainer of PaddleNLP writes it."""
+    folder.mkdir()
+    for group, arrays in groups.items():
+        file = f"{group}-00001-of-00001.safetensors"
+        save_file(arrays, folder / file, metadata={"format": "np"})
+        index = {"metadata": {"total_size": 0}, "weight_map": dict.fromkeys(arrays, file)}
+        (folder / f"{group}.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "trainer_state.json").write_text('{"global_step": 7}')
+    paddle.save({"last_epoch": 7, "last_lr": 0.1}, str(folder / "scheduler.pdparams"))
+    return folder
+
+
+def trained() -> tuple[nn.Layer, paddle.optimizer.Optimizer]:
+    """A model and an optimizer, before the first step."""
+    paddle.seed(3)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    return model, paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+
+
+def step(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
+    model(paddle.arange(8.0).reshape([2, 4])).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+
+
+@pytest.fixture
+def unified(tmp_path: Path) -> Path:
+    """A trained model with the state of its optimizer."""
+    model, adam = trained()
+    step(model, adam)
+    names = {parameter.name: name for name, parameter in model.named_parameters()}
+    states = {}
+    for key, value in adam.state_dict().items():
+        parameter = next((name for name in names if key.startswith(name)), None)
+        if parameter is not None:
+            states[f"{names[parameter]}/{key[len(parameter) + 1 :]}"] = value.numpy()
+    parameters = {name: value.numpy() for name, value in model.state_dict().items()}
+    masters = {name: value.astype("float32") + 1 for name, value in parameters.items()}
+    groups = {"model": parameters, "optimizer": states, "master_weights": masters}
+    return write_unified(tmp_path / "unified-0", groups)
+
+
+def arrays(folder: Path) -> dict[str, bytes]:
+    """Returns all tensors of a unified checkpoint, by the library."""
+    return {
+        f"{file.name.split('-')[0]} {name}": array.tobytes() + str(array.shape).encode()
+        for file in folder.glob("*.safetensors")
+        for name, array in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("source", PLACES)
+def test_any_format_becomes_any_other_with_the_same_bits(
+    unified: Path, tmp_path: Path, source: str
+) -> None:
+    convert(unified, tmp_path / "source", "--to", source)
+    for target in PLACES:
+        convert(tmp_path / "source", tmp_path / target, "--to", target)
+        convert(tmp_path / target, tmp_path / f"{target}-back", "--to", "unified")
+        assert arrays(tmp_path / f"{target}-back") == arrays(unified)
+    index = json.loads((tmp_path / "unified/model.safetensors.index.json").read_text())
+    assert [*index["weight_map"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert paddle.load(str(tmp_path / "unified/scheduler.pdparams"))["last_epoch"] == 7
+    convert(tmp_path / "source", tmp_path / "layers", "--to", "fleet")
+    convert(tmp_path / "layers", tmp_path / "alone", "--to", "huggingface")
+    model = {name: one for name, one in arrays(unified).items() if name.startswith("model ")}
+    assert arrays(tmp_path / "alone") == model
+
+
+def test_training_goes_on_from_a_trainers_checkpoint(unified: Path, tmp_path: Path) -> None:
+    straight, adam = trained()
+    step(straight, adam)
+    for file in unified.glob("master_weights*"):
+        file.unlink()
+    convert(unified, tmp_path / "run")
+    model, other = trained()
+    assert fleetpipe.load_single(model, tmp_path / "run", optimizer=other) == 7
+    for one in ((straight, adam), (model, other)):
+        step(*one)
+    assert bits(model.state_dict()) == bits(straight.state_dict())
+
+
+def test_what_paddle_saves_is_read_and_the_other_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "SHARD_BYTES", 100)
+    dtypes = ["float32", "float16", "bfloat16", "int64", "bool", "uint8", "float64"]
+    state = {dtype: paddle.arange(12).reshape([3, 4]).astype(dtype) for dtype in dtypes}
+    state["scalar"] = paddle.to_tensor(2.5)
+    # A dict in a dict, and what only looks like the state of an optimizer.
+    state["inner"] = {"bias.moment1_0": paddle.ones([2])}
+    save_state_dict(state, str(tmp_path / "paddle"))
+    convert(tmp_path / "paddle", tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "again", "--to", "distributed")
+    assert len([*(tmp_path / "again").glob("*.distcp")]) > 2
+    flat = {**state, "inner.bias.moment1_0": state.pop("inner")["bias.moment1_0"]}
+    del flat["inner"]
+    loaded = {name: paddle.zeros_like(value) for name, value in flat.items()}
+    load_state_dict(loaded, str(tmp_path / "again"))
+    assert bits(loaded) == bits(flat)
+
+
+def save_part(folder: Path, rank: int, gather: Callable[..., None]) -> None:
+    """Saves as one of two ranks does: rows of one tensor, and a flat part of another."""
+    from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
+
+    piece = slice(7 * rank, 7 + 8 * rank)
+    rows = paddle.arange(12.0).reshape([4, 3])[2 * rank : 2 * rank + 2]
+    name, flat = "rows.moment1_0", paddle.arange(15.0)[piece]
+    state = {
+        "rows": ShardedWeight("rows", rows, (2, 3), (4, 3), (2 * rank, 0)),
+        name: ShardedWeight(name, flat, (5, 3), (5, 3), (0, 0), True, piece),
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(paddle.distributed, "get_world_size", lambda *_: 2)
+        patched.setattr(paddle.distributed, "get_rank", lambda *_: rank)
+        patched.setattr(paddle.distributed, "all_gather_object", gather)
+        save_state_dict(state, str(folder), process_group=object())
+
+
+def save_parts(folder: Path) -> None:
+    """Saves as two ranks do, after a first run that records what they gather of each other."""
+    told: list[list[Any]] = [[], []]
+    for rank, values in enumerate(told):
+
+        def record(gathered: list[Any], value: Any, *_: Any, to: list[Any] = values) -> None:
+            to.append(value)
+            gathered.append(value)
+
+        save_part(folder / "recorded", rank, record)
+    for rank in range(2):
+        calls = zip(*told)
+
+        def gather(gathered: list[Any], *_: Any, of: Iterator[Any] = calls) -> None:
+            gathered.extend(next(of))
+
+        save_part(folder / "parts", rank, gather)
+
+
+def test_parts_of_two_ranks_are_put_together(tmp_path: Path) -> None:
+    save_parts(tmp_path)
+    assert len([*(tmp_path / "parts").glob("*.distcp")]) == 2
+    convert(tmp_path / "parts", tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "whole", "--to", "distributed")
+    convert(tmp_path / "whole", tmp_path / "unified", "--from", "distributed", "--to", "unified")
+    (file,) = (tmp_path / "unified").glob("model-*")
+    assert np.array_equal(load_file(file)["rows"], np.arange(12.0).reshape(4, 3))
+    state = {"rows.moment1_0": paddle.zeros([5, 3])}
+    load_state_dict(state, str(tmp_path / "whole"))
+    assert state["rows.moment1_0"].tolist() == np.arange(15.0).reshape(5, 3).tolist()
+
+
+def llama() -> dict[str, np.ndarray]:
+    """The names of Hugging Face, and sizes that are all different."""
+    numbers = np.random.default_rng(1)
+    shapes = {"self_attn.q_proj": (6, 5), "self_attn.k_proj": (4, 5), "self_attn.v_proj": (4, 5)}
+    shapes.update({"self_attn.o_proj": (5, 6), "mlp.gate_proj": (7, 5), "mlp.up_proj": (7, 5)})
+    shapes.update({"mlp.down_proj": (5, 7), "input_layernorm": (5,)})
+    shapes["post_attention_layernorm"] = (5,)
+    names = {f"model.layers.{n}.{name}": shape for n in range(11) for name, shape in shapes.items()}
+    names.update({"model.embed_tokens": (9, 5), "model.norm": (5,), "lm_head": (9, 5)})
+    return {
+        f"{name}.weight": numbers.standard_normal(shape).astype("float32")
+        for name, shape in names.items()
+    }
+
+
+def test_a_llama_of_hugging_face_is_one_of_paddlenlp(tmp_path: Path) -> None:
+    theirs = llama()
+    moments = {f"{name}/moment1_0": array + 1 for name, array in theirs.items()}
+    powers = {f"{name}/beta1_pow_acc_0": np.ones(1, "float32") for name in theirs}
+    source = write_unified(tmp_path / "hf", {"model": theirs, "optimizer": {**moments, **powers}})
+    convert(source, tmp_path / "nlp", "--to", "unified", "--names", "paddlenlp-llama")
+    model = load_file(tmp_path / "nlp/model-00001-of-00001.safetensors")
+    optimizer = load_file(tmp_path / "nlp/optimizer-00001-of-00001.safetensors")
+    query = theirs["model.layers.10.self_attn.q_proj.weight"].T
+    assert np.array_equal(model["llama.layers.10.self_attn.q_proj.weight"], query)
+    assert np.array_equal(model["lm_head.weight"], theirs["lm_head.weight"].T)
+    assert np.array_equal(model["llama.norm.weight"], theirs["model.norm.weight"])
+    moment = optimizer["llama.layers.10.self_attn.q_proj.weight/moment1_0"]
+    assert np.array_equal(moment, query + 1)
+    words = ("--names", "paddlenlp-llama", "--reverse-names")
+    convert(tmp_path / "nlp", tmp_path / "back", "--to", "unified", *words)
+    assert arrays(tmp_path / "back") == arrays(source)
+
+
+def test_names_of_layers_of_a_list_are_names_of_a_map(unified: Path, tmp_path: Path) -> None:
+    names = tmp_path / "names.json"
+    statements = ["$LAYER_ID.weight^T -> h.$LAYER_ID.w", "$LAYER_ID.bias -> h.$LAYER_ID.b"]
+    names.write_text(json.dumps({"aoa_statements": statements}))
+    words = ("--to", "unified", "--names", names)
+    convert(unified, tmp_path / "there", *words)
+    model = load_file(tmp_path / "there/model-00001-of-00001.safetensors")
+    assert {name: array.shape for name, array in model.items()} == {
+        "h.0.w": (3, 4),
+        "h.0.b": (3,),
+        "h.2.w": (2, 3),
+        "h.2.b": (2,),
+    }
+    convert(tmp_path / "there", tmp_path / "back", *words, "--reverse-names")
+    assert arrays(tmp_path / "back") == arrays(unified)
+
+
+def test_fused_tensors_are_split_and_joined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fused = np.arange(24, dtype="float32").reshape(4, 6)
+    source = write_unified(tmp_path / "hf", {"model": {"h.0.c_attn": fused, "unused": fused}})
+    statements = ["h.$LAYER_ID.c_attn -> q.$LAYER_ID, k.$LAYER_ID, v.$LAYER_ID, axis=1"]
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps({"aoa_statements": [*statements, "unused -> _"]}))
+    convert(source, tmp_path / "split", "--to", "huggingface", "--names", names)
+    split = load_file(tmp_path / "split/model-00001-of-00001.safetensors")
+    assert {name: array.tolist() for name, array in split.items()} == {
+        f"{part}.0": fused[:, 2 * n : 2 * n + 2].tolist() for n, part in enumerate("qkv")
+    }
+    names.write_text(json.dumps({"aoa_statements": statements}))
+    convert(tmp_path / "split", tmp_path / "join", "--to", "huggingface", "--names", names,
+            "--reverse-names")  # fmt: skip
+    joined = load_file(tmp_path / "join/model-00001-of-00001.safetensors")
+    assert np.array_equal(joined["h.0.c_attn"], fused)
+    names.write_text('{"aoa_statements": ["h.0.c_attn -> c, dtype=\'float16\'"]}')
+    told = refused(capsys, tmp_path / "join", tmp_path / "cast", "--names", names)
+    assert "does not cast (=float16)" in told
+
+
+def test_damage_is_refused_with_the_name_of_the_file(
+    unified: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(unified, tmp_path / "flat", "--to", "distributed")
+    model, index = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
+    places = json.loads((unified / index).read_text())
+    moved = {"weight_map": {**places["weight_map"], "2.bias": "gone.safetensors"}}
+    lost = {"weight_map": dict.fromkeys(("0.weight", "0.bias", "2.weight"), model)}
+    extra = {"weight_map": {**places["weight_map"], "3.bias": model}}
+    outside = {"weight_map": {**places["weight_map"], "2.bias": f"../unified-0/{model}"}}
+    cases: list[tuple[Path, bytes, str]] = [
+        (unified / model, (unified / model).read_bytes()[:-4], model),
+        (unified / index, b"{", index),
+        (unified / index, json.dumps(moved).encode(), "gone.safetensors cannot be read"),
+        (unified / index, json.dumps(lost).encode(), "no place for 2.bias"),
+        (unified / index, json.dumps(extra).encode(), "no tensor '3.bias'"),
+        (unified / index, json.dumps(outside).encode(), "names of files of the folder"),
+    ]
+    flat = tmp_path / "flat"
+    shard = flat / "0_0.distcp"
+    content = pickle.loads(shard.read_bytes())
+    name, first = "0.weight", content["0.weight"]
+    cases += [
+        (shard, shard.read_bytes()[:-40], "0_0.distcp is not what paddle.save writes"),
+        (shard, pickle.dumps({**content, name: first[:-1]}, 4), "0.metadata says [4, 3]"),
+        (shard, pickle.dumps({**content, name: first.astype("float64")}, 4), "parts of float64"),
+        (shard, pickle.dumps({"0.bias": content["0.bias"]}, 4), "no '0.weight'"),
+        (flat / "0.metadata", pickle.dumps(print), "nothing of it was run"),
+        (flat / "0.metadata", (flat / "0.metadata").read_bytes()[:-99], "0.metadata is not"),
+    ]
+    for path, damage, message in cases:
+        whole = path.read_bytes()
+        path.write_bytes(damage)
+        assert message in refused(capsys, path.parent, tmp_path / "new", "--to", "unified")
+        path.write_bytes(whole)
+    shard.rename(flat / "other")
+    assert "there is no" in refused(capsys, flat, tmp_path / "new", "--to", "unified")
+    (flat / "0.metadata").rename(flat / "other.metadata.part")
+    (flat / "other").rename(shard)
+    assert "its save did not end" in refused(capsys, flat, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    assert not [*tmp_path.glob(".draft-*")]
+
+
+def test_misuse_says_what_to_do(
+    unified: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(unified, tmp_path / "there", "--to", "unified")
+    before = arrays(tmp_path / "there")
+    assert "nothing is written over" in refused(
+        capsys, unified, tmp_path / "there", "--to", "distributed"
+    )
+    assert arrays(tmp_path / "there") == before
+    convert(unified, tmp_path / "run", "--step", 5)
+    assert "--step 6, or another" in refused(capsys, unified, tmp_path / "run", "--step", 5)
+    new = tmp_path / "new"
+    assert "one file *.metadata" in refused(capsys, unified, new, "--from", "distributed")
+    assert "--from says its format" in refused(capsys, tmp_path / "nowhere", new)
+    names = tmp_path / "names.json"
+    names.write_text('{"aoa_statements": ["0.weight -> a"]}')
+    told = refused(capsys, unified, new, "--names", names)
+    assert "does not speak of 3 tensors" in told
+    assert "0.bias, 2.bias, 2.weight" in told
+    names.write_text('{"aoa_statements": ["missing -> a"]}')
+    assert "lacks tensors" in refused(capsys, unified, new, "--names", names)
+    names.write_text('{"statements": []}')
+    assert str(names) in refused(capsys, unified, new, "--names", names)
+    assert "paddlenlp-llama" in refused(capsys, unified, new, "--names", "llama")
+    assert not new.exists()
