@@ -74,8 +74,8 @@ def on_ranks(ranks: int, *options: str) -> list[Any]:
         command += ["--nproc_per_node", str(ranks), *sys.argv, *options]
         # Theirs is the folder of the script, not the one from which this began.
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, ANSWERS: folder}
-        environment = {**os.environ, **own}
+        added = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, ANSWERS: folder}
+        environment = {**os.environ, **added}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             logs = sorted(Path(folder).glob("log/workerlog.*"))

@@ -241,8 +241,8 @@ class SlowRanks:
         """Compares links by how long messages are on their way.
 
         Both ways together, so that clocks may differ. What that costs a step is as many times as
-        long as an end waits for messages of the other; where none does, it costs nothing: that end
-        noticed them when it had computed, and the way takes at most as long as that, or as before.
+        long as each end waits for messages of the other; where one does not, it costs nothing: that
+        end notices them when it has computed, and the way takes at most as long as that or before.
         """
         ways = {
             (int(source), rank): (flight, awaited)
@@ -250,11 +250,11 @@ class SlowRanks:
             for source, flight, awaited in zip(*(row.flights[n::3] for n in range(3)))
         }
         for way, (flight, awaited) in ways.items():
-            known = math.inf if awaited else self._flights.get(way, math.inf)
-            self._flights[way] = min(flight, known)
+            most = math.inf if awaited else self._flights.get(way, math.inf)
+            self._flights[way] = min(flight, most)
         for (rank, peer), (_, awaited) in ways.items():
             if rank < peer and (peer, rank) in ways:
-                waits = (awaited + ways[peer, rank][1]) / 2
+                waits = min(awaited, ways[peer, rank][1])
                 costs = _LINK_MATTERS * span / waits if waits else math.inf
                 link = self._links.setdefault((rank, peer), StepComparison({rank: []}, LEAST_LINK))
                 both = self._flights[rank, peer] + self._flights[peer, rank]
