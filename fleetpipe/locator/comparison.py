@@ -212,20 +212,19 @@ class StepBesideTwin:
             for (one, mask), (other, same) in itertools.combinations(masks, 2):
                 axis = axis_between([one], [other], self.job.degrees)
                 values = place._replace(part="output 0")
-                outputs = [r.tensors.get(values) for r in (one, other)]
                 if axis not in ("dp", "sharding", "mp") or mask.tobytes() != same.tobytes():
                     continue
-                if axis == "mp" and self._whole_on_ranks(values, outputs[0]):
+                if axis == "mp" and self._is_whole(one, values):
                     continue
                 numbers, k = [one.rank, other.rank], place.micro_batch
                 cause = STREAMS.format(axis)
                 return Location(place.name, "forward", axis, numbers, self.step, k, 1.0, 0.0, cause)
         return None
 
-    def _whole_on_ranks(self, place: Meaning, output: np.ndarray | None) -> bool:
-        """Whether a rank has a whole value, which its members have too."""
-        whole = self._by_call[place.phase, place.name, place.part, place.call]
-        return output is None or any(t.shape == output.shape for t in whole.values())
+    def _is_whole(self, rank: RankTensors, place: Meaning) -> bool:
+        """Whether a rank has a whole value of its rows, which its members have too."""
+        value = rank.tensors.get(place)
+        return value is None or value.shape in {t.shape for t in self.expected(rank, place)}
 
     # Data and loss
 

@@ -209,6 +209,24 @@ def test_parts_that_are_never_added_up_are_named() -> None:
     assert "missing all-reduce over mp" in finding.cause
 
 
+@pytest.mark.parametrize("width", [20, 40])
+def test_members_may_drop_the_same_of_a_whole_value_and_not_of_shards(width: int) -> None:
+    single, ranks = twin(), []
+    place, wide = Meaning(0, "forward", "drop", 0, "output 0"), np.ones([3, 40], "float32")
+    single.ranks[0].tensors[place] = ROWS @ wide
+    for rank in range(4):
+        rows = ROWS[rank // 2 * 2 :][:2]
+        here = one_rank(rank, {"dp": rank // 2, "mp": rank % 2}, rows, 2)
+        here.tensors[place] = (rows @ wide)[:, :width]
+        draw = np.random.default_rng(rank // 2)
+        here.tensors[place._replace(part="mask")] = draw.random([2, width]) < 0.5
+        ranks.append(here)
+    finding = first_difference(Record(ranks, {"dp": 2, "mp": 2}), single, single)
+    assert (finding is None) == (width == 40)
+    assert finding is None or finding.layer == "drop"
+    assert finding is None or "the same numbers on ranks along mp" in finding.cause
+
+
 def test_a_rounding_error_counts_only_without_a_measure() -> None:
     job = replicas()
     _scaled("forward", "output 0", float(ROUNDING), 1)(job)
