@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Callable, NoReturn
 
 from fleetpipe.aliases import Nest
-from fleetpipe.dygraph.layers.tied import called_through
+from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.paddle_api import paddle
 
 
@@ -28,7 +28,7 @@ class PipelineLayerChunk(paddle.nn.Layer):
             if isinstance(function, paddle.nn.Layer):
                 self.add_sublayer(str(index), function)
             elif index in keys:
-                self.add_sublayer(keys[index], *called_through(function))
+                self.add_sublayer(keys[index], *layers_in(function))
 
     def get_run_function(self) -> list[Callable[[Nest], Nest]]:
         """Returns the layers and functions in order."""
