@@ -12,10 +12,11 @@ Kind = TypeVar("Kind")
 
 
 def chosen(models: dict[str, Kind]) -> dict[str, Kind]:
-    """Returns those of the models that are to be run, by name.
+    """Returns those of a library's models that are to be run, by name.
 
-    Raises:
-        KeyError: The environment names another.
+    The environment may name others: those of another library.
     """
     names = os.environ.get(VARIABLE)
-    return {name: models[name] for name in names.split(",")} if names else models
+    if not names:
+        return models
+    return {name: models[name] for name in names.split(",") if name in models}

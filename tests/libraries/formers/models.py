@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,38 @@ _SIZES = {
     "fuse_rms_norm": False,
 }
 _TIED = {**_SIZES, "tie_word_embeddings": True}
+_MIXTURE = {
+    **_SIZES,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_token_dispatcher_type": "alltoall",
+}
+_YARN = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_LATENT = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "rope_scaling": _YARN,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "n_group": 2,
+    "topk_group": 1,
+}
+_SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 
 #: By version of PaddleFormers, the models: the class's prefix, and its configuration.
 VERSIONS = {
@@ -40,6 +73,11 @@ VERSIONS = {
         "llama tied": ("Llama", _TIED),
         "qwen2": ("Qwen2", _SIZES),
         "qwen3": ("Qwen3", _SIZES),
+        "phi3": ("Phi3", _SIZES),
+        "qwen2moe": ("Qwen2Moe", {**_MIXTURE, "shared_expert_intermediate_size": 64}),
+        "qwen3moe": ("Qwen3Moe", _MIXTURE),
+        "glm4moe": ("Glm4Moe", {**_MIXTURE, **_SHARED}),
+        "deepseekv3": ("DeepseekV3", {**_MIXTURE, **_SHARED, **_LATENT}),
     },
 }
 
@@ -53,30 +91,41 @@ def version() -> str:
 
 
 MODELS = families.chosen(VERSIONS[version()]) if version() in VERSIONS else {}
+#: Those that are run with pp 2 alone.
+PLAIN = frozenset({"phi3", "qwen2moe", "qwen3moe", "glm4moe", "deepseekv3"})
+
+
+#: What 1.2.0's modules import from packages that are not published; the classes here do not use it.
+_PLACEHOLDERS = {
+    "paddleformers.transformers.gpt_provider": {
+        "GPTModelProvider": type("GPTModelProvider", (), {"transform_rules": {}})
+    },
+    "paddlefleet_ops": {"is_deep_ep_available": lambda: False},
+}
 
 
 def class_of(model: str, ending: str) -> Any:
     """Returns a class of the library: ``Qwen2ForCausalLMPipe``, ``Qwen2Config``."""
     prefix, _ = MODELS[model]
-    if version() == "1.2.0" and prefix.startswith("Qwen"):
-        return _qwen_of_1_2(prefix, ending)
-    return getattr(importlib.import_module("paddleformers.transformers"), prefix + ending)
-
-
-def _qwen_of_1_2(prefix: str, ending: str) -> Any:
-    """Returns a class of a module that 1.2.0 does not import without the package paddlefleet.
-
-    The module needs it for a class that has nothing to do with these; an empty one will do. What
-    is built on Paddle's Fleet has "Deprecated" in its name there.
-    """
-    name = "paddleformers.transformers.gpt_provider"
-    if name not in sys.modules:
-        sys.modules[name] = placeholder = ModuleType(name)
-        placeholder.GPTModelProvider = object  # type: ignore[attr-defined]
-    package = f"paddleformers.transformers.{prefix.lower()}"
+    if version() != "1.2.0":
+        return getattr(importlib.import_module("paddleformers.transformers"), prefix + ending)
+    for name, content in _PLACEHOLDERS.items():
+        if name not in sys.modules:
+            sys.modules[name] = placeholder = ModuleType(name)
+            vars(placeholder).update(content)
+    # Qwen2Moe is in qwen2_moe, Llama in llama.
+    package = "_".join(re.findall("[A-Z][a-z0-9_]+", prefix)).lower()
+    package = f"paddleformers.transformers.{package}"
     if ending == "Config":
         return getattr(importlib.import_module(f"{package}.configuration"), prefix + ending)
-    return getattr(importlib.import_module(f"{package}.modeling"), f"{prefix}{ending}Deprecated")
+    classes = importlib.import_module(f"{package}.modeling")
+    # What is built on Paddle's Fleet has "Deprecated" in its name where there is another.
+    return getattr(classes, f"{prefix}{ending}Deprecated", None) or vars(classes)[prefix + ending]
+
+
+def labels_of(model: str, labels: Any) -> Any:
+    """Returns the labels of a batch as the family's pipeline takes them."""
+    return (labels,) if MODELS[model][0] == "DeepseekV3" else labels
 
 
 def causal_mask(rows: int = MICRO_BATCHES * ROWS) -> np.ndarray[Any, Any]:
