@@ -220,6 +220,7 @@ class PlanTask:
             backward=tuple(stage.backward for stage in stages),
             input_grad=tuple(stage.input_grad for stage in stages),
             weight_grad=tuple(stage.weight_grad for stage in stages),
+            exchange=tuple(stage.exchange for stage in stages),
             comm=self.comm(shape, stages),
             **options,
         )

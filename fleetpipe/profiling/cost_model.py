@@ -99,9 +99,13 @@ class LayerCost:
     exchanges: int = 0
     exchanged: int = 0
 
+    def exchange(self, link: Link) -> float:
+        """Returns the seconds of the exchanges of F, and of B or I, over a link."""
+        return (link.latency * self.exchanges + link.per_byte * self.exchanged) / 2
+
     def with_exchanges(self, link: Link) -> LayerCost:
-        """Returns what it costs where its exchanges go over a link: half in F, half in B or I."""
-        half = (link.latency * self.exchanges + link.per_byte * self.exchanged) / 2
+        """Returns what it costs where its exchanges go over a link."""
+        half = self.exchange(link)
         if not half:
             return self
         slower = {
@@ -185,6 +189,7 @@ class StageCost(NamedTuple):
         held_split: Bytes that F holds until I.
         waiting: Bytes held between I and W.
         working: Most bytes that an action takes besides what is held.
+        exchange: Of the seconds of F, and of B or I, those that a link of exchanges adds.
     """
 
     forward: float
@@ -199,6 +204,7 @@ class StageCost(NamedTuple):
     held_split: int
     waiting: int
     working: int
+    exchange: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -209,13 +215,19 @@ class StageCost(NamedTuple):
 class Stages:
     """The costs of every stage that a cut of some layers can make, in few steps each."""
 
-    def __init__(self, layers: Sequence[LayerCost], loss: LayerCost | None) -> None:
+    def __init__(
+        self, layers: Sequence[LayerCost], loss: LayerCost | None, exchange: Link | None = None
+    ) -> None:
         """Takes the layers.
 
         Args:
             layers: All layers of a model.
             loss: What the last stage computes besides; None for nothing.
+            exchange: What their exchanges go over, if that is not in their times.
         """
+        link = exchange or Link(0.0, 0.0)
+        self._exchanges = [0.0, *accumulate(layer.exchange(link) for layer in layers)]
+        layers = [layer.with_exchanges(link) for layer in layers]
         # The loss is one more layer, which is always in the last stage and never recomputed.
         self._all = [*layers, *([] if loss is None else [loss])]
         self.count = len(layers)
@@ -294,6 +306,7 @@ class Stages:
             *(forward, backward, input_grad, max(weight_grad, 0)),
             *(parameters, gradients, buffers, output),
             *(max(held, 0), max(held_split, 0), max(waiting, 0), working),
+            self._exchanges[end] - self._exchanges[start],
         )
 
     def cut(

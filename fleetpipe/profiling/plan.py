@@ -285,6 +285,7 @@ def _costs(stages: Sequence[StageCost], comm: tuple[float, ...]) -> Costs:
         backward=tuple(stage.backward for stage in stages),
         input_grad=tuple(stage.input_grad for stage in stages),
         weight_grad=tuple(stage.weight_grad for stage in stages),
+        exchange=tuple(stage.exchange for stage in stages),
         comm=comm,
         bytes=tuple(stage.held for stage in stages),
     )

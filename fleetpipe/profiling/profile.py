@@ -201,8 +201,11 @@ class Profile:
             "input_grad": [stage.input_grad for stage in stages],
             "weight_grad": [stage.weight_grad for stage in stages],
             "comm": self.links[0].seconds(max(stage.output for stage in stages)),
+            "exchange": [stage.exchange for stage in stages],
             "bytes": [stage.held for stage in stages],
         }
+        if not any(figures["exchange"]):
+            del figures["exchange"]
         if not self.splits:
             del figures["input_grad"], figures["weight_grad"]
         if self.slices:
@@ -221,7 +224,7 @@ class Profile:
     @property
     def stages(self) -> Stages:
         """What stages of these layers cost, exchanges included."""
-        return Stages([layer.with_exchanges(self.exchange) for layer in self.layers], self.loss)
+        return Stages(self.layers, self.loss, self.exchange)
 
     @property
     def stages_of_slices(self) -> tuple[Stages, ...]:

@@ -113,7 +113,14 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     )
     costs.add_argument("--comm", type=number, metavar="C", help="latency between ranks")
     costs.add_argument(
-        "--overlapped", type=number, metavar="FB", help="a fused pair of F and B; F + B by default"
+        "--exchange",
+        type=number,
+        metavar="X",
+        help="the part of F, and of B, in which ranks of a stage wait for each other's tokens: in a"
+        " fused pair it passes while the other one computes",
+    )
+    costs.add_argument(
+        "--overlapped", type=number, metavar="FB", help="a fused pair of F and B; by default F + B"
     )
     costs.add_argument(
         "--input-grad-frees",

@@ -17,7 +17,7 @@ from fleetpipe.schedules.placement import Placement
 #: One figure for every stage, or one for each stage in order.
 PerStage = Union[float, tuple[float, ...]]
 
-_PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "bytes", "comm")
+_PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "bytes", "comm", "exchange")
 _SCALAR = ("overlapped", "input_grad_frees")
 
 _SOURCE = Source(
@@ -27,7 +27,10 @@ _SOURCE = Source(
 )
 
 
-@shows("forward", "input_grad", "weight_grad", "backward", "comm", "overlapped", "bytes")
+@shows(
+    *("forward", "input_grad", "weight_grad", "backward"),
+    *("comm", "exchange", "overlapped", "bytes"),
+)
 @dataclass(frozen=True)
 class Costs:
     """Costs of the actions of one stage each, in any unit of time.
@@ -39,8 +42,11 @@ class Costs:
         backward: Time of B; None means I + W.
         comm: Latency of a value on an edge between different ranks, and of its gradient back; one
             figure, or one for each stage that values leave. It keeps no rank busy.
-        overlapped: Time of a fused pair of one F and one B; None means their sum, as it is for
-            every other fused unit.
+        exchange: The part of an F of a stage, and of a B, in which its rank waits for exchanges
+            with others of the stage; one figure, or one for each stage. In a fused pair of one F
+            and one B of two stages each is hidden as far as the other one computes so long.
+        overlapped: Time of a fused pair of one F and one B in any case; None means what
+            ``exchange`` leaves of their sum. Other fused units take the sum.
         input_grad_frees: Share, 0..1, of a forward's activations that I releases. W releases the
             rest, and B everything.
         bytes: Activation bytes that a forward of a stage holds, for ``Timeline.peak_bytes``.
@@ -58,6 +64,7 @@ class Costs:
     weight_grad: PerStage = 1
     backward: PerStage | None = None
     comm: PerStage = 0
+    exchange: PerStage = 0
     overlapped: float | None = None
     input_grad_frees: float = 0
     bytes: PerStage | None = None
@@ -194,6 +201,7 @@ class Costs:
                 forward=part(self.forward, share),
                 input_grad=part(self.input_grad, share),
                 weight_grad=part(self.weight_grad, share),
+                exchange=part(self.exchange, share),
                 backward=None if self.backward is None else part(self.backward, share),
                 bytes=None if self.bytes is None else part(self.bytes, share),
                 each_slice=None,
@@ -221,10 +229,15 @@ class Costs:
 
     def of_fused(self, unit: Fused) -> float:
         """Returns the time of a fused unit."""
-        kinds = sorted(action.kind for action in unit.actions)
-        if kinds == ["B", "F"] and self.overlapped is not None:
+        times = [self.of(action.kind, action.stage) for action in unit.actions]
+        if sorted(action.kind for action in unit.actions) != ["B", "F"]:
+            return sum(times)
+        if self.overlapped is not None:
             return self.overlapped
-        return sum(self.of(action.kind, action.stage) for action in unit.actions)
+        stages = {action.stage for action in unit.actions}
+        if len(stages) == 1:
+            return sum(times)
+        return max(sum(times) - sum(_at(self.exchange, stage) for stage in stages), *times)
 
     def bytes_of(self, action: Action) -> float:
         """Returns the activation bytes that a forward of the action's stage holds."""

@@ -136,3 +136,5 @@ def test_a_plan_weighs_the_exchanges_of_experts_and_of_sequences() -> None:
     dear, plain = (over_network.stages.stage(n, n + 1) for n in (0, 2))
     assert dear.forward - plain.forward == pytest.approx(2.5e-3)
     assert dear.backward - plain.backward == pytest.approx(2.5e-3)
+    # Which is what a fused pair may hide.
+    assert (dear.exchange, plain.exchange) == (pytest.approx(2.5e-3), 0)

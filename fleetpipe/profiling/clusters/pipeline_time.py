@@ -75,6 +75,7 @@ def _played(
         backward=tuple(stage.backward for stage in stages),
         input_grad=tuple(stage.input_grad for stage in stages),
         weight_grad=tuple(stage.weight_grad for stage in stages),
+        exchange=tuple(stage.exchange for stage in stages),
         comm=comm,
     )
     times = replay(schedule, None, costs)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fleetpipe.errors import ConfigError, ScheduleError
-from fleetpipe.schedules import Action, Costs, Edge, Placement, build, chain
+from fleetpipe.schedules import Action, Costs, Edge, Fused, Placement, build, chain
 from tests.schedules.helpers import WHOLE, schedule_of
 
 
@@ -44,6 +46,17 @@ def test_a_fused_pair_has_its_own_cost_and_waits_for_all_its_inputs() -> None:
     # B0.0 leaves with the pair, not after the part of it that is B.
     assert late.events[0][2][1:] == (12.5, 14.5)
     assert late.peak_activations == (2, 2)
+
+
+@pytest.mark.parametrize(("exchange", "pair"), [(0, 8), (1, 6), ((0, 2, 1, 0), 5), (2, 5)])
+def test_a_fused_pair_hides_its_exchanges(exchange: Any, pair: float) -> None:
+    """As far as the other half computes; nothing else does."""
+    costs = Costs(forward=3, backward=5, input_grad=3, weight_grad=2, exchange=exchange)
+    timeline = build("DualPipeV", ranks=2, micro_batches=6).simulate(costs)
+    lengths = {"F": 3, "B": 5, "I": 3, "W": 2}
+    for item, begin, end in timeline.events[1]:
+        expected = pair if isinstance(item, Fused) else lengths[item.kind]
+        assert end - begin == expected, item
 
 
 def test_only_a_forward_and_a_whole_backward_overlap() -> None:
