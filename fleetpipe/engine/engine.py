@@ -16,6 +16,7 @@ from fleetpipe import log
 from fleetpipe.engine.observer import Blocked, Instruction, Observer, message_of, wrapped
 from fleetpipe.engine.stage import Stage, Values
 from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, ScheduleError
+from fleetpipe.mesh.turns import SideState, Turns
 from fleetpipe.schedules import Action, Edge, Free, Fused, Op, Plan, Recv, Send
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch, parts
 from fleetpipe.schedules.operations import ranks_of
@@ -37,6 +38,7 @@ class Walker:
         transport: Transport,
         arrive: Callable[[str], None],
         observers: Sequence[Observer] = (),
+        turns: Turns | None = None,
     ) -> None:
         """Compiles the operations of ``rank`` once, so that a step only calls them.
 
@@ -47,6 +49,7 @@ class Walker:
             transport: This rank's connections.
             arrive: Called with the name of each collective operation that the rank reaches.
             observers: What watches the operations; the first one is innermost.
+            turns: Runs a fused forward and backward; None: one runs after the other.
         """
         self.rank = rank
         self.transport = transport
@@ -57,6 +60,8 @@ class Walker:
         self._stage = stage
         self._arrive = arrive
         self._observers = observers
+        self._turns = turns
+        self._failed: Action | None = None
         self._first_micro_batch = 0
         self._ops = plan.ops[rank]
         self._program = [tuple(self._compile(op)) for op in self._ops]
@@ -76,6 +81,7 @@ class Walker:
         """
         self._next = self._part = 0
         self._first_micro_batch = first_micro_batch
+        self._failed = None
         self.values.clear()
         self.held = self.peak_held = 0
 
@@ -117,6 +123,7 @@ class Walker:
         text = f"rank {self.rank}, operation {op}"
         instructions = self._program[self._next]
         action, _ = instructions[min(self._part, len(instructions) - 1)]
+        action = self._failed or action
         if isinstance(action, Action):
             text += f" (stage {action.stage}, micro-batch {action.micro_batch})"
         return text + done
@@ -126,7 +133,9 @@ class Walker:
 
         The actions of a fused unit run one after another, each after the receives it waits for.
         """
-        if isinstance(op, (Action, Fused)):
+        if isinstance(op, Fused) and self._turns is not None and _takes_turns(op):
+            yield from self._compile_pair(op, self._turns)
+        elif isinstance(op, (Action, Fused)):
             for action in parts(op):
                 yield from self._compile_action(action)
         elif isinstance(op, Recv):
@@ -140,6 +149,25 @@ class Walker:
             yield op, self._watched(op, free)
         else:
             yield op, self._watched(op, functools.partial(self._arrive, str(op)))
+
+    def _compile_pair(self, op: Fused, turns: Turns) -> Iterator[tuple[Op, Instruction]]:
+        """Yields what a fused forward and backward do that take turns.
+
+        They begin when all that one of them waits for is there.
+        """
+        halves = []
+        for action in parts(op):
+            *receives, (_, compute) = self._compile_action(action)
+            yield from receives
+            halves.append(functools.partial(self._half, action, compute))
+        yield op, functools.partial(turns.run, *halves)
+
+    def _half(self, action: Action, compute: Instruction) -> None:
+        try:
+            compute()
+        except BaseException:
+            self._failed = self._failed or action
+            raise
 
     def _compile_action(self, action: Action) -> Iterator[tuple[Op, Instruction]]:
         kind, stage, micro_batch = action
@@ -219,6 +247,7 @@ class Engine:
         transports: Mapping[int, Transport],
         timeout: float,
         observers: Sequence[Observer] = (),
+        overlapping: SideState | None = None,
     ) -> None:
         """Compiles the plan for every rank in ``transports``.
 
@@ -228,11 +257,14 @@ class Engine:
             transports: The connections of each rank that this process plays: its own one, or all.
             timeout: Seconds that a wait for one message may last.
             observers: What watches every operation; the first one is innermost.
+            overlapping: Where a fused forward and backward are to take turns: what each of them
+                has for itself. None: one runs after the other.
         """
+        turns = None if overlapping is None else Turns(overlapping, timeout)
         self._plan = plan
         self._timeout = timeout
         self._walkers = {
-            rank: Walker(plan, rank, stage, transport, self._arrive, observers)
+            rank: Walker(plan, rank, stage, transport, self._arrive, observers, turns)
             for rank, transport in transports.items()
         }
         self._collectives: Mapping[str, Callable[[], None]] = {}
@@ -311,6 +343,12 @@ class Engine:
         self._arrived[collective] += 1
         if self._arrived[collective] == len(self._walkers):
             self._collectives[collective]()
+
+
+def _takes_turns(unit: Fused) -> bool:
+    """Whether a unit is a forward, fused with a backward of another stage."""
+    kinds = [action.kind for action in unit.actions]
+    return kinds == ["F", "B"] and unit.actions[0].stage != unit.actions[1].stage
 
 
 def _located(error: Exception, walker: Walker) -> Exception:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.mesh.turns import here
 from fleetpipe.schedules import Action, Fused, Op, Plan, Recv
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.operations import ranks_of
@@ -89,7 +90,8 @@ class StepMeter:
         queued = limited = 0.0
         if self._queue is not None:
             queued, limited = self._queue.seconds(), self._queue.limited_seconds()
-        return _Moment(time.monotonic(), time.thread_time(), queued, limited)
+        cpu = time.thread_time() + here.helped
+        return _Moment(time.monotonic(), cpu, queued, limited)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`."""

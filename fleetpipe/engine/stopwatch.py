@@ -6,13 +6,14 @@ import time
 from typing import Callable
 
 from fleetpipe.engine.observer import Blocked, Instruction
+from fleetpipe.mesh.turns import stretch
 
 
 class Stopwatch:
     """An instruction that is timed from its first call to the end of the last one.
 
     An instruction that is blocked is called again once its message is there: the wait is a part of
-    it. One that raises is not counted.
+    it. One that raises is not counted. Of two that take turns each has the time of its own turns.
     """
 
     __slots__ = ("_begin", "_clock", "_instruction", "_record")
@@ -39,7 +40,7 @@ class Stopwatch:
         self._begin = None
         blocked = self._instruction()
         if blocked is None:
-            self._record(begin, self._clock())
+            self._record(*stretch(begin, self._clock()))
         else:
             self._begin = begin
         return blocked

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from fleetpipe.errors import PeerFailed
-from fleetpipe.mesh import traffic
+from fleetpipe.mesh import traffic, turns
 from fleetpipe.mesh.sums import added, added_up, copies
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
@@ -241,7 +241,7 @@ class DirectGroup:
         traffic.note([outgoing[peer] for peer in self._peers()])
         for peer in self._peers():
             self.transport.send(peer, self._exchange, outgoing[peer])
-        return self._begin(self._exchange, outgoing[self.rank])
+        return _Exchange(self._begin(self._exchange, outgoing[self.rank]))
 
     def reduce_scatter(self, parts: Sequence[Any]) -> Any:
         """Returns the sum of the parts that all members have for this one. Collective.
@@ -344,6 +344,19 @@ class _DirectGathering:
         """
         self._group.advance(self, wait=True)
         return [self.by_member[member] for member in range(self._group.ranks)]
+
+
+class _Exchange:
+    """An ``all_to_all`` on its way: what takes turns with its member may run meanwhile."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        self._gathering = gathering
+        self.arrived = gathering.arrived
+
+    def values(self) -> list[Value]:
+        """Hands the turn over, whether they are here or not; then see :class:`Gathering`."""
+        turns.hand_over()
+        return self._gathering.values()
 
 
 class GlooGroup(DirectGroup):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import PipelineTimeout
+from fleetpipe.mesh import turns
 from fleetpipe.schedules import Edge, Plan, Schedule, build, chain, forward_only
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.transport import MemoryHub
@@ -112,6 +115,53 @@ def test_fused_actions_both_run() -> None:
     )
     diary, _, _ = played(Schedule.parse(text).lower())
     assert diary.lines == ["F0.0 ", "F0.1 ", "B0.0 ", "B0.1 "]
+
+
+class Exchanging(Diary):
+    """A stage that exchanges something in the middle of each forward and backward."""
+
+    fails = ""
+
+    def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
+        values = super().forward(stage, micro_batch, inputs)
+        turns.hand_over()
+        if self.fails == f"F{stage}.{micro_batch}":
+            raise KeyError("mine")
+        self.lines.append(f"end of F{stage}.{micro_batch}")
+        return values
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
+        grads = super().backward(stage, micro_batch, output_grads)
+        turns.hand_over()
+        self.lines.append(f"end of B{stage}.{micro_batch}")
+        return grads
+
+    def suspend(self) -> Callable[[], None]:
+        return lambda: None
+
+    def inherited(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def test_a_fused_forward_and_backward_of_two_stages_take_turns() -> None:
+    plan = Schedule.parse(
+        "# fleetpipe-schedule 1 name=hand ranks=1 micro_batches=2 chunks=2 placement=vee\n"
+        "F0.0 F1.0 (F0.1|B1.0) (F1.1|B0.0) B1.1 B0.1"
+    ).lower()
+    stage = Exchanging(plan.edges)
+    engine = Engine(plan, stage, {0: MemoryHub(1).endpoint(0)}, 1, overlapping=stage)
+    engine.run({"REDUCE": list, "STEP": list})
+    assert stage.lines[4:12] == [
+        *("F0.1 ", "B1.0 ", "end of F0.1", "end of B1.0"),
+        *("F1.1 0>1=y0.1", "B0.0 0>1=g1.0", "end of F1.1", "end of B0.0"),
+    ]
+    assert stage.alive == set()
+    stage.fails = "F1.1"
+    with pytest.raises(KeyError, match="mine") as caught:
+        engine.run({"REDUCE": list, "STEP": list})
+    assert "end of B0.0" not in stage.lines[16:]
+    if sys.version_info >= (3, 11):
+        assert r"operation (F1.1|B0.0) (stage 1, micro-batch 1)" in caught.value.__notes__[0]
 
 
 def test_a_forward_only_plan_keeps_nothing() -> None:

@@ -1,0 +1,211 @@
+"""Two computations of a rank that take turns: one runs while an exchange of the other travels.
+
+Each runs in a thread of its own, and one at a time: it hands the turn over where it has begun an
+exchange with other ranks and would wait for it. So the order in which all of it runs depends on
+what the two compute, and not on timing; with it all bits, and the order of messages.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from contextlib import AbstractContextManager
+from typing import Callable, Protocol
+
+from fleetpipe.errors import PipelineTimeout
+
+
+class SideState(Protocol):
+    """What each computation has for itself in a process that has one of it."""
+
+    def suspend(self) -> Callable[[], None]:
+        """Leaves the process as it is without the computation; returns what takes that back."""
+
+    def inherited(self) -> AbstractContextManager[object]:
+        """Returns the context in which another thread computes as this one does now."""
+
+
+class _Side:
+    """One of two computations.
+
+    Attributes:
+        other: The other one.
+        ended: Whether it has ended, by an error too.
+        away: Seconds that it has waited for its turn since the first.
+    """
+
+    other: _Side
+
+    def __init__(self, turns: Turns, errors: list[BaseException]) -> None:
+        self.ended = False
+        self.away = 0.0
+        self._turns, self._errors = turns, errors
+        self._turn = threading.Semaphore(0)
+        self._begun = time.perf_counter()
+
+    def run(self, computation: Callable[[], None]) -> None:
+        """Runs a computation from the first turn on; its error is kept."""
+        here.side = self
+        try:
+            self._wait()
+            self.away = 0.0
+            computation()
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            here.side = None
+            self.ended = True
+            self.other.give()
+
+    def give(self) -> None:
+        """Gives it the turn."""
+        self._turn.release()
+
+    def hand_over(self) -> None:
+        """Lets the other one run until that hands over or ends."""
+        if self.other.ended:
+            return
+        resume = self._turns.state.suspend()
+        self.other.give()
+        try:
+            self._wait()
+        finally:
+            resume()
+
+    def _wait(self) -> None:
+        since = time.perf_counter()
+        if not self._turn.acquire(timeout=self._turns.limit):
+            raise _stuck(self._turns.limit)
+        self.away += time.perf_counter() - since
+        if self._errors:
+            raise _Abandoned
+
+    def stretch(self, begin: float, end: float) -> tuple[float, float]:
+        """As :func:`stretch`, for this side."""
+        length = end - begin - self.away
+        return (end - length, end) if self.other.ended else (self._begun, self._begun + length)
+
+
+class _Abandoned(Exception):
+    """Unwinds a computation, because the other one has failed."""
+
+
+class _Here(threading.local):
+    """Of a thread.
+
+    Attributes:
+        side: Of two computations the one that runs in it.
+        helped: Seconds of processor time that another thread has computed for it.
+    """
+
+    side: _Side | None = None
+    helped = 0.0
+
+
+here = _Here()
+
+
+def hand_over() -> None:
+    """Called where an exchange is on its way: lets the other computation run, where there is one.
+
+    Raises:
+        PipelineTimeout: The turn did not come back within the limit.
+    """
+    if here.side is not None:
+        here.side.hand_over()
+
+
+def stretch(begin: float, end: float) -> tuple[float, float]:
+    """Returns when something ran, if two that take turns ran one after the other instead."""
+    side = here.side
+    return (begin, end) if side is None or not side.away else side.stretch(begin, end)
+
+
+class Turns:
+    """Runs pairs of computations.
+
+    Attributes:
+        state: What each computation has for itself.
+        limit: Seconds that one may have to wait for its turn.
+    """
+
+    def __init__(self, state: SideState, timeout: float) -> None:
+        """Begins without a pair.
+
+        Args:
+            state: What each computation has for itself.
+            timeout: Seconds that a wait for one message may last. One for the turn lasts twice as
+                long, for the other computation may wait for a message.
+        """
+        self.state, self.limit = state, 2 * timeout
+        self._helper: queue.SimpleQueue[Callable[[], None] | None] | None = None
+
+    def run(self, first: Callable[[], object], second: Callable[[], object]) -> None:
+        """Runs two computations, the second one in this thread.
+
+        What is drawn at random after them is what would be drawn after ``first``.
+
+        Raises:
+            Exception: What one of them raised; the other one ends in its next exchange.
+            PipelineTimeout: One of them did not go on within the limit.
+        """
+        errors: list[BaseException] = []
+        first_side, second_side = _Side(self, errors), _Side(self, errors)
+        first_side.other, second_side.other = second_side, first_side
+        inherited, done = self.state.inherited(), threading.Event()
+        at_begin = at_end = self.state.suspend()
+        spent = 0.0
+
+        def helped() -> None:
+            nonlocal at_end, spent
+            since = time.thread_time()
+            with inherited:
+                first()
+                at_end = self.state.suspend()
+            spent = time.thread_time() - since
+
+        def aside() -> None:
+            first_side.run(helped)
+            done.set()
+
+        def resumed() -> None:
+            at_begin()
+            second()
+
+        self._threads().put(aside)
+        first_side.give()
+        second_side.run(resumed)
+        if not done.wait(self.limit):
+            raise _stuck(self.limit)
+        here.helped += spent
+        if errors:
+            raise errors[0]
+        at_end()
+
+    def _threads(self) -> queue.SimpleQueue[Callable[[], None] | None]:
+        """Returns what takes work to the other thread, which ends with this object."""
+        if self._helper is None:
+            self._helper = queue.SimpleQueue()
+            serve = threading.Thread(
+                target=_serve, args=(self._helper,), name="fleetpipe-turns", daemon=True
+            )
+            serve.start()
+            weakref.finalize(self, self._helper.put, None)
+        return self._helper
+
+
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := work.get()) is not None:
+        run()
+        del run
+
+
+def _stuck(limit: float) -> PipelineTimeout:
+    return PipelineTimeout(
+        "a forward and a backward take turns, and one of them does not go on",
+        expected=f"an exchange or its end within {limit:g} s",
+        cause="a layer that computes for longer than that, or for ever",
+        fix='raise fleetpipe_configs["timeout"], or set fleetpipe_configs["overlap"] = False',
+    )
