@@ -217,6 +217,15 @@ class Keys:
                 self._streams[name] = GeneratorStates()
             states.put_back()
 
+    def suspend(self) -> Callable[[], None]:
+        """Returns what makes the call of now the one that runs again."""
+        micro_batch, call, streams = self.micro_batch, self._call, dict(self._streams)
+
+        def resume() -> None:
+            self.micro_batch, self._call, self._streams = micro_batch, call, streams
+
+        return resume
+
     def _seed(self, seed: int) -> None:
         """Does what ``paddle.seed`` does, which looks for devices each time."""
         if self.python:
@@ -335,6 +344,18 @@ class RandomStates:
             tracker.set_states_tracker(dict(self._streams))
         np.random.set_state(self._numpy)
         random.setstate(self._python)
+
+
+def suspend() -> Callable[[], None]:
+    """Returns what has layers draw on from here, when others have drawn meanwhile."""
+    states, keys = RandomStates(), None if _keys is None else _keys.suspend()
+
+    def resume() -> None:
+        states.put_back()
+        if keys is not None:
+            keys()
+
+    return resume
 
 
 @contextmanager

@@ -38,6 +38,7 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     "slices": None,
     "loss_reduction": "mean",
     "memory_cap": None,
+    "overlap": True,
     "post_validation": False,
     "rng": "keyed",
     "serve": None,
@@ -64,6 +65,8 @@ class PipelineConfig:
             known; it takes back what was clipped.
         fast_leaves: Dynamic graph: whether layers may compute the same bits in less time.
         guards: Dynamic graph: after how many steps invariants are verified again; 0: never.
+        overlap: Dynamic graph: whether the exchanges of a fused forward and backward travel while
+            the other one computes.
         rng: What random operations of layers draw from: ``"keyed"``, a stream of each layer and
             micro-batch, or ``"fleet"``, Paddle's generator as it is.
         serve: Where the first rank serves the job's board; None: nowhere.
@@ -88,6 +91,7 @@ class PipelineConfig:
     post_validation: bool = False
     fast_leaves: bool = True
     guards: int = 0
+    overlap: bool = True
     rng: str = "keyed"
     serve: Address | None = None
     timeout: float = DEFAULT_TIMEOUT
@@ -120,6 +124,7 @@ class PipelineConfig:
             post_validation=_switch("post_validation", options["post_validation"]),
             fast_leaves=_switch("fast_leaves", options["fast_leaves"]),
             guards=_guards(options["guards"]),
+            overlap=_switch("overlap", options["overlap"]),
             rng=_choice("rng", options["rng"], ("keyed", "fleet")),
             serve=_serve(options["serve"]),
             timeout=_timeout(options["timeout"]),

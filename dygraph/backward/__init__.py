@@ -2,5 +2,6 @@
 
 Start with ``recompute.py`` for the first and ``split.py`` for the second.
 
-Entered by: ``adding``, ``crossings``, ``deferral_report``, ``recompute``, ``split``.
+Entered by: ``adding``, ``crossings``, ``deferral_report``, ``own_state``, ``recompute``,
+``split``.
 """

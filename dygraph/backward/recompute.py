@@ -10,12 +10,14 @@ Sublinear Memory Cost, arXiv:1604.06174.)
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Callable
 
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.dygraph.backward.own_state import changes
 from fleetpipe.dygraph.nest import leaves_like, replace, tensors_of
 from fleetpipe.dygraph.random_keys import RandomStates, random_states_kept
 from fleetpipe.errors import ConfigError
@@ -23,9 +25,9 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import automatic_casts
 from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.paddle_api.tensor import (
+    SavedBy,
     is_parameter,
     same_memory,
-    saved_by,
     switch_gradients_on,
 )
 
@@ -219,7 +221,6 @@ class _Rerun:
         piece.learn(self._state)
 
     def _again(self) -> None:
-        global _rerunning
         filled: list[tuple[Tensor, int]] = []
         tickets = iter(self._tickets)
 
@@ -232,14 +233,14 @@ class _Rerun:
                 filled.append((tensor, tensor.inplace_version))
             return same_memory(tensor) if self._piece.differentiates else None
 
-        before, _rerunning = _rerunning, True
+        before, _here.rerunning = _here.rerunning, True
         try:
             with random_states_kept(), self._state_of_then(), paddle.enable_grad(), self._casts():
                 self._random.put_back()
                 with _opened(fill, _kept if self._piece.differentiates else _refuse):
                     self._run(self._inputs())
         finally:
-            _rerunning = before
+            _here.rerunning = before
         self._check(filled, next(tickets, None) is None)
 
     def _inputs(self) -> Nest:
@@ -312,8 +313,14 @@ def _refuse(_packed: object) -> None:
     raise RuntimeError("backward cannot run through the second run of a recomputed piece")
 
 
-_in_piece = False
-_rerunning = False
+class _Here(threading.local):
+    """What runs in a thread."""
+
+    in_piece = False
+    rerunning = False
+
+
+_here = _Here()
 _failure: Exception | None = None
 
 
@@ -322,23 +329,28 @@ def _opened(
     pack: Callable[[Tensor], object], unpack: Callable[[Tensor | _Ticket], Tensor]
 ) -> Iterator[None]:
     """Within it autograd saves by way of ``pack``."""
-    global _in_piece
-    before, _in_piece = _in_piece, True
+    before, _here.in_piece = _here.in_piece, True
+    saving = SavedBy(pack, unpack)
     try:
-        with saved_by(pack, unpack):
+        saving.begin()
+        changes.append(saving)
+        try:
             yield
+        finally:
+            changes.remove(saving)
+            saving.end()
     finally:
-        _in_piece = before
+        _here.in_piece = before
 
 
 def in_piece() -> bool:
     """Whether layers run just now whose activations are not kept."""
-    return _in_piece
+    return _here.in_piece
 
 
 def rerunning() -> bool:
     """Whether layers run just now only to get their activations back."""
-    return _rerunning
+    return _here.rerunning
 
 
 def cause_of(error: Exception) -> Exception:

@@ -11,6 +11,7 @@ from typing import Callable
 from fleetpipe.aliases import Nest, Strategy, Tensor
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph import experts, tensor_parallel
+from fleetpipe.dygraph.backward.own_state import OwnState
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
@@ -440,13 +441,24 @@ class Runtime:
             self.config.micro_batches * self.config.micro_batch_size,
             None if costs is not None and costs.bytes is not None else self.config.memory_cap,
         )
-        self.engine = self._engine(self._plan, [*training, self.meter])
+        self.engine = self._engine(self._plan, [*training, self.meter], self._overlapping())
         edges = self.layers.edges(training=False)
         self.evaluation = Evaluation(placement, edges, self._engine)
 
-    def _engine(self, plan: Plan, training: Sequence[Observer] = ()) -> Engine:
+    def _overlapping(self) -> OwnState | None:
+        """Returns what lets a fused forward and backward take turns, if they exchange anything."""
+        exchange = self._has_experts or self.job.degrees.sep > 1
+        return OwnState() if self.config.overlap and exchange and not self.job.local else None
+
+    def _engine(
+        self,
+        plan: Plan,
+        training: Sequence[Observer] = (),
+        overlapping: OwnState | None = None,
+    ) -> Engine:
         observers = [*self._observers]
         if self.timers is not None:
             observers.append(TimedActions(self.timers))
         observers += training
-        return Engine(plan, self.stage, self.job.connect(), self.job.timeout, observers)
+        connections, timeout = self.job.connect(), self.job.timeout
+        return Engine(plan, self.stage, connections, timeout, observers, overlapping)

@@ -118,6 +118,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         ``transport``: what tensors between ranks go over, ``"sockets"`` or Paddle's
         ``"process_group"`` (default ``FLEETPIPE_TRANSPORT``, else the latter on GPUs alone).
         ``fast_leaves``: whether layers may compute the same bits in less time (default True).
+        ``overlap``: whether exchanges of a fused forward and backward, as DualPipeV has them,
+        travel while the other one computes (default True).
         ``post_validation``: whether a rank steps before the norm of all gradients is known, and
         puts its state back where they were clipped after all (default False; the same bits).
         ``guards``: after how many steps the invariants of training are verified again (default 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,13 +28,18 @@ class Finished(SystemExit):
     """As many steps as were wanted are recorded: the script need not go on."""
 
 
+class _Here(threading.local):
+    """What runs in a thread."""
+
+    forwarding = False
+
+
 class Recorder:
     """Collects what one process computes.
 
     Attributes:
         step: The training step that runs.
         micro_batch: The micro-batch whose forward runs, within the step and replica.
-        forwarding: Whether layers are called for a training step.
         in_pipeline: Whether ``train_batch`` runs, which says itself what runs when.
     """
 
@@ -50,7 +56,7 @@ class Recorder:
         self._record = record.RankTensors(rank, {})
         self.step = 0
         self.micro_batch = -1
-        self.forwarding = False
+        self._here = _Here()
         self.in_pipeline = False
         self._roots: list[tuple[str, Layer]] = []
         self._paths: dict[int, str] = {}
@@ -60,6 +66,15 @@ class Recorder:
         self._made: dict[int, tuple[Tensor, Meaning]] = {}
         self._last: dict[str, np.ndarray] = {}
         self._noted: set[str] = set()
+
+    @property
+    def forwarding(self) -> bool:
+        """Whether layers are called for a training step, in this thread."""
+        return self._here.forwarding
+
+    @forwarding.setter
+    def forwarding(self, forwarding: bool) -> None:
+        self._here.forwarding = forwarding
 
     # What there is
 

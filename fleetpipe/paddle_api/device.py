@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 from paddle.base import core
 from paddle.base.dygraph.base import guard
@@ -33,6 +34,13 @@ def dynamic_mode() -> Iterator[None]:
     else:
         with guard():
             yield
+
+
+def used_here() -> Callable[[], None]:
+    """Returns what has another thread use the device of this one."""
+    framework: ModuleType = paddle.framework
+    place = framework._current_expected_place()
+    return lambda: framework._set_expected_place(place)
 
 
 def device_id() -> int:

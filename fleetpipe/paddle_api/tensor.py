@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Callable
 
@@ -102,29 +101,34 @@ def switch_gradients_on() -> None:
     framework._dygraph_tracer()._has_grad = True
 
 
-@contextmanager
-def saved_by(pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+class SavedBy:
     """Does what ``paddle.autograd.saved_tensors_hooks`` does, but not within ``paddle.grad``.
 
     The graph that it makes there for gradients of gradients saves what it needs as it is: Paddle
     fails where hooks take some of that.
     """
-    hooks = paddle.autograd.saved_tensors_hooks(pack, unpack)
-    grad: Callable[..., Any] = _eager.run_partial_grad
 
-    def freely(*args: object) -> Any:
-        hooks.__exit__()
+    def __init__(self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> None:
+        """Has ``pack`` say what is saved of a tensor, and ``unpack`` give the tensor back."""
+        self._hooks = paddle.autograd.saved_tensors_hooks(pack, unpack)
+        self._grad: Callable[..., Any] = _eager.run_partial_grad
+
+    def begin(self) -> None:
+        """Has autograd save so from here on."""
+        self._hooks.__enter__()
+        _eager.run_partial_grad = self._freely
+
+    def end(self) -> None:
+        """Has it save tensors as they are; may be followed by another :meth:`begin`."""
+        self._hooks.__exit__()
+        _eager.run_partial_grad = self._grad
+
+    def _freely(self, *args: object) -> Any:
+        self._hooks.__exit__()
         try:
-            return grad(*args)
+            return self._grad(*args)
         finally:
-            hooks.__enter__()
-
-    _eager.run_partial_grad = freely
-    try:
-        with hooks:
-            yield
-    finally:
-        _eager.run_partial_grad = grad
+            self._hooks.__enter__()
 
 
 def saves_freely() -> bool:

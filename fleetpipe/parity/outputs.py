@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Callable
@@ -15,18 +16,23 @@ from fleetpipe.parity.differences import Difference, compare
 Outputs = dict[str, list[Tensor]]
 
 
-_backward_runs = False
+class _Here(threading.local):
+    """What runs in a thread."""
+
+    backward = False
+
+
+_here = _Here()
 
 
 @contextmanager
 def backward_running() -> Iterator[None]:
     """Within it no output is recorded: a layer that is recomputed is called a second time."""
-    global _backward_runs
-    before, _backward_runs = _backward_runs, True
+    before, _here.backward = _here.backward, True
     try:
         yield
     finally:
-        _backward_runs = before
+        _here.backward = before
 
 
 @contextmanager
@@ -67,7 +73,7 @@ def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
     def keep(_layer: Layer, _inputs: Nest, output: Nest) -> None:
         # Copies: the next layer may work in place, and only where no border between stages stands
         # before it would both sides show it.
-        if not _backward_runs:
+        if not _here.backward:
             kept.extend(tensor.detach().clone() for tensor in tensors_of(output))
 
     return keep

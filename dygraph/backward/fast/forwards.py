@@ -13,6 +13,7 @@ from typing import Callable
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph.backward.fast import linear
+from fleetpipe.dygraph.backward.own_state import changes
 
 #: ``forward(*args, **named)`` of one layer.
 Forward = Callable[..., Nest]
@@ -47,19 +48,36 @@ class FastForwards:
         )
 
 
-@contextmanager
-def replaced(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
-    """Within it each layer has another forward."""
-    before = []
-    try:
-        for layer, forward in forwards:
+class _Replacement:
+    """Other forwards of some layers, for a while."""
+
+    def __init__(self, forwards: Iterable[tuple[Layer, Forward]]) -> None:
+        self._forwards = list(forwards)
+        self._before: list[tuple[Layer, object]] = []
+
+    def begin(self) -> None:
+        for layer, forward in self._forwards:
             # Around Layer.__setattr__, which looks for parameters first.
-            before.append((layer, layer.__dict__.get("forward", _MISSING)))
+            self._before.append((layer, layer.__dict__.get("forward", _MISSING)))
             layer.__dict__["forward"] = forward
-        yield
-    finally:
-        for layer, forward in before:
+
+    def end(self) -> None:
+        while self._before:
+            layer, forward = self._before.pop()
             if forward is _MISSING:
                 layer.__dict__.pop("forward", None)
             else:
                 layer.__dict__["forward"] = forward
+
+
+@contextmanager
+def replaced(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
+    """Within it each layer has another forward."""
+    replacement = _Replacement(forwards)
+    changes.append(replacement)
+    try:
+        replacement.begin()
+        yield
+    finally:
+        changes.remove(replacement)
+        replacement.end()

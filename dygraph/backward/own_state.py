@@ -1,0 +1,63 @@
+"""What a forward and a backward that take turns have for themselves in their process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Callable, Protocol
+
+from fleetpipe.dygraph import random_keys
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.amp import automatic_casts
+from fleetpipe.paddle_api.device import used_here
+
+
+class Change(Protocol):
+    """Something of the process that is changed for a while."""
+
+    def begin(self) -> None:
+        """Makes the change."""
+
+    def end(self) -> None:
+        """Takes it back; it may be made again after that."""
+
+
+#: The changes of now, in the order in which they were made: whoever makes one keeps it here.
+changes: list[Change] = []
+
+
+class OwnState:
+    """Changes and random states; see :mod:`fleetpipe.mesh.turns`.
+
+    Paddle has a thread's casts, device and switch of gradients for that thread alone.
+    """
+
+    def suspend(self) -> Callable[[], None]:
+        """Takes changes back, the last first; returns what makes them again, and draws on."""
+        made, states = changes[:], random_keys.suspend()
+        changes.clear()
+        for change in reversed(made):
+            change.end()
+
+        def resume() -> None:
+            for change in made:
+                change.begin()
+                changes.append(change)
+            states()
+
+        return resume
+
+    def inherited(self) -> AbstractContextManager[None]:
+        """Returns a context, of another thread, with the casts, device and gradients of here."""
+        return _inherited(automatic_casts(), used_here(), paddle.is_grad_enabled())
+
+
+@contextmanager
+def _inherited(
+    casts: Callable[[], AbstractContextManager[object]],
+    use_device: Callable[[], None],
+    gradients: bool,
+) -> Iterator[None]:
+    use_device()
+    with casts(), paddle.set_grad_enabled(gradients):
+        yield
