@@ -10,7 +10,9 @@ from fleetpipe.mesh.groups import DirectGroup, Group
 from fleetpipe.transport import MessageKey
 
 _numbers = itertools.count()
-_MOST_CALLS = 1 << 32
+#: What was told last and what is told now differ in their number, and numbers come again: a header
+#: that was seen before is known to the transport, and one for every step would fill its memory.
+_CYCLE = 2
 
 
 class Stopping:
@@ -49,18 +51,16 @@ class Stopping:
         if not isinstance(self._group, DirectGroup):
             return self._announced
         peers = [rank for rank in range(self._group.ranks) if rank != self._group.rank]
-        number, self._calls = self._calls % _MOST_CALLS, self._calls + 1
+        self._calls += 1
         for rank in peers:
             # One that has done its last step and left need not be told.
             with contextlib.suppress(PeerFailed):
-                self._group.transport.send(rank, self._key(number), self._announced)
-        if number == 0:
+                self._group.transport.send(rank, self._key(self._calls), self._announced)
+        if self._calls == 1:
             return False
-        said = [
-            self._group.transport.receive(rank, self._key(number - 1), self._timeout)
-            for rank in peers
-        ]
+        before = self._key(self._calls - 1)
+        said = [self._group.transport.receive(rank, before, self._timeout) for rank in peers]
         return requested or any(said)
 
     def _key(self, number: int) -> MessageKey:
-        return MessageKey("C", 0, 0, self._name, number)
+        return MessageKey("C", 0, 0, self._name, number % _CYCLE)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fleetpipe.job.stopping import Stopping
 from fleetpipe.mesh.groups import DirectGroup, SoleGroup
-from fleetpipe.transport import MemoryHub
+from fleetpipe.transport import MemoryHub, MemoryTransport, MessageKey
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -27,6 +29,25 @@ def test_all_ranks_stop_after_the_step_behind_the_one_in_which_one_was_asked(
             agreements[asked].ask()
         answers = [agreement.agreed() for agreement in agreements]
         assert answers == [step > in_step] * ranks
+
+
+def test_messages_of_later_steps_have_the_keys_of_earlier_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub, keys = MemoryHub(2), set()
+    first, second = (Stopping(DirectGroup(hub.endpoint(rank), 1), 1) for rank in range(2))
+    second._name = first._name
+    send = MemoryTransport.send
+
+    def noted(transport: MemoryTransport, peer: int, key: MessageKey, value: Any) -> None:
+        keys.add(key)
+        send(transport, peer, key, value)
+
+    monkeypatch.setattr(MemoryTransport, "send", noted)
+    for _ in range(10):
+        assert not first.agreed()
+        assert not second.agreed()
+    assert len(keys) <= 2, "a transport keeps what it knows of each: memory grows"
 
 
 def test_one_process_stops_after_the_step_that_it_is_in() -> None:
