@@ -280,8 +280,11 @@ class ParameterChecks:
 
     def clip(self) -> Location | None:
         """Finds ranks that do not clip, or the first gradient that was clipped by another norm."""
+        place = Meaning(self._step, "optimizer input", "", part="learning rate")
         clipping = [rank for rank in self._job.ranks if rank.names(self._step, "clip")]
-        rest = [rank for rank in self._job.ranks if rank not in clipping]
+        # A rank whose shard has no parameter steps none, and clips none.
+        stepping = [rank for rank in self._job.ranks if place in rank.tensors]
+        rest = [rank for rank in stepping if rank not in clipping]
         if clipping and rest and self._single.names(self._step, "clip"):
             axis = axis_between(rest, clipping, self._job.degrees)
             return self._finding("", "clip", axis, rest, causes.UNCLIPPED)

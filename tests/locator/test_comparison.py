@@ -127,6 +127,9 @@ def test_a_rank_that_does_not_clip_is_named() -> None:
     assert (finding.phase, finding.axis, finding.ranks) == ("clip", "dp", [1])
     assert finding.as_dict()["difference"] is None
     assert "cannot be measured" in str(finding)
+    # Its shard has no parameter: others step for it.
+    del job[1].tensors[Meaning(0, "optimizer input", "", part="learning rate")]
+    assert first_difference(compared(job), single, moved) is None
 
 
 def test_rows_of_another_micro_batch_are_said_with_a_layer_that_differs() -> None:
