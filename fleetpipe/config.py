@@ -40,6 +40,7 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     "memory_cap": None,
     "overlap": True,
     "post_validation": False,
+    "rehearse": None,
     "rng": "keyed",
     "serve": None,
     "timeout": None,
@@ -67,6 +68,8 @@ class PipelineConfig:
         guards: Dynamic graph: after how many steps invariants are verified again; 0: never.
         overlap: Dynamic graph: whether the exchanges of a fused forward and backward travel while
             the other one computes.
+        rehearse: Dynamic graph: ``"bfloat16"`` or ``"float16"``, in which a CPU computes what
+            ``paddle.amp`` has in it on a GPU; None: all is as Paddle has it on that device.
         rng: What random operations of layers draw from: ``"keyed"``, a stream of each layer and
             micro-batch, or ``"fleet"``, Paddle's generator as it is.
         serve: Where the first rank serves the job's board; None: nowhere.
@@ -92,6 +95,7 @@ class PipelineConfig:
     fast_leaves: bool = True
     guards: int = 0
     overlap: bool = True
+    rehearse: str | None = None
     rng: str = "keyed"
     serve: Address | None = None
     timeout: float = DEFAULT_TIMEOUT
@@ -125,6 +129,7 @@ class PipelineConfig:
             fast_leaves=_switch("fast_leaves", options["fast_leaves"]),
             guards=_guards(options["guards"]),
             overlap=_switch("overlap", options["overlap"]),
+            rehearse=_rehearse(options["rehearse"]),
             rng=_choice("rng", options["rng"], ("keyed", "fleet")),
             serve=_serve(options["serve"]),
             timeout=_timeout(options["timeout"]),
@@ -356,6 +361,10 @@ def _transport(value: object) -> str | None:
     """Returns what tensors between ranks go over, if the strategy or the environment says it."""
     value = os.environ.get("FLEETPIPE_TRANSPORT") or None if value is None else value
     return None if value is None else _choice("transport", value, (SOCKETS, PROCESS_GROUP))
+
+
+def _rehearse(value: object) -> str | None:
+    return None if value is None else _choice("rehearse", value, ("bfloat16", "float16"))
 
 
 def _serve(value: object) -> Address | None:

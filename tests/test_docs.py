@@ -88,8 +88,9 @@ def test_the_python_of_a_page_runs(
     for match in BLOCK.finditer(text):
         if "plot" in match["code"]:
             pytest.importorskip("matplotlib")
-        if '"ep_degree"' in match["code"] and paddle.version.full_version.startswith("2."):
-            pytest.skip("2.6.2 has no ep_degree")
+        for option in ('"ep_degree"', '"rehearse"'):
+            if option in match["code"] and paddle.version.full_version.startswith("2."):
+                pytest.skip(f"2.6.2 has no {option}")
         exec(match["given"] or "", names)
         # Empty lines before it, so that an error has the line of the page.
         above = "\n" * text.count("\n", 0, match.start("code"))

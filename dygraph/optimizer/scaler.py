@@ -15,6 +15,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import note_unscaled, replace_unscale, scale_of, scaler_counts
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.optimizer import optimized_parameters
+from fleetpipe.paddle_api.rehearsal import rehearsed
 
 _log = log.logger(__name__)
 
@@ -42,7 +43,7 @@ def prepared(scaler: Scaler) -> Scaler:
         scaler.scale(paddle.zeros([1]))
     if scaler.is_enable():
         return agreeing(scaler)
-    if device_kind() == "cpu":
+    if device_kind() == "cpu" and rehearsed() is None:
         log.once(
             _log.warning,
             "a GradScaler does nothing on CPU: gradients are computed in float32 there",

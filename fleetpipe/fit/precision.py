@@ -13,6 +13,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import checked_amp
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.rehearsal import rehearsed
 
 _log = log.logger(__name__)
 
@@ -66,7 +67,7 @@ def precision_of(
         ) from error
     if level == "O0":
         return Precision()
-    if device_kind() == "cpu":
+    if device_kind() == "cpu" and rehearsed() is None:
         log.once(
             _log.warning,
             "amp_configs: on a CPU auto_cast changes nothing; all is computed as it is",

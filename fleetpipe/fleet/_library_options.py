@@ -14,6 +14,7 @@ from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.rehearsal import rehearsed
 
 LIBRARIES = ("paddlenlp", "paddleformers")
 #: PaddleFormers' norm, and the first version that fuses it where the configuration says nothing.
@@ -34,13 +35,14 @@ def refuse_library_options(model: Layer) -> None:
     if device_kind() != "cpu":
         return
     config = model.config
-    if config.dtype in ("float16", "bfloat16"):
+    if config.dtype in ("float16", "bfloat16") and config.dtype != rehearsed():
         raise ConfigError(
             f"the library's layers do not run in {config.dtype} on a CPU",
             got=f"{type(model).__name__} with config.dtype={config.dtype!r}",
             cause="the checkpoint has that dtype, or from_pretrained was given it; Paddle has no "
             "CPU kernels for some of the layers",
-            fix='from_pretrained(.., dtype="float32")',
+            fix='from_pretrained(.., dtype="float32"), or strategy.fleetpipe_configs = '
+            f"{{'rehearse': {config.dtype!r}}}",
         )
     if getattr(config, "use_fused_rms_norm", False):
         raise ConfigError(

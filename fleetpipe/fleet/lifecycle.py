@@ -26,6 +26,7 @@ from fleetpipe.mesh.axes import Degrees, Mesh
 from fleetpipe.mesh.degree_checks import sharding_stage
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
+from fleetpipe.paddle_api.rehearsal import end_rehearsal, rehearse, require_rounding
 from fleetpipe.paddle_api.topology import (
     LocalTopology,
     choose_backend,
@@ -89,6 +90,8 @@ def init(
             got=f"fleet.init(is_collective={is_collective}) with pp_degree={degrees.pp}",
             fix="fleet.init(is_collective=True, strategy=strategy)",
         )
+    if config.rehearse is not None and device_kind() == "cpu":
+        require_rounding(config.rehearse)
     arguments = (role_maker, is_collective, strategy, log_level)
     dynamic = paddle.in_dynamic_mode()
     shards = dynamic and is_collective and degrees.state_shards > 1
@@ -98,7 +101,7 @@ def init(
         return _init_static(degrees, arguments)
     if not is_collective:
         return _fleet.init(*arguments)
-    if strategy.amp and device_kind() == "cpu":
+    if strategy.amp and device_kind() == "cpu" and config.rehearse is None:
         log.once(
             _log.warning, "strategy.amp has no effect on CPU: Paddle computes in float32 there"
         )
@@ -140,6 +143,12 @@ def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job
             "the optimizer of a static pipeline is minimized after fleet.init",
             fix="fleet.init(is_collective=True) in static mode, before minimize",
         )
+    if config.rehearse is not None:
+        raise ConfigError(
+            "a rehearsal is of dynamic graph",
+            got=f"fleetpipe_configs['rehearse'] = {config.rehearse!r} in static graph",
+            fix="leave it out; paddle.amp.auto_cast(dtype='bfloat16') runs on CPUs in static graph",
+        )
     strategy = copy.deepcopy(strategy)
     strategy.hybrid_configs = {"dp_degree": degrees.dp, "pp_degree": degrees.pp}
     running = current_job()
@@ -176,6 +185,7 @@ def shutdown() -> None:
     try:
         job.end(sys.exc_info()[1])
     finally:
+        end_rehearsal()
         forget_topology()
         static.uninstall()
         _static_arguments = None
@@ -237,6 +247,7 @@ def _change_strategy(
             got=str(degrees),
             fix="call fleet.shutdown() first",
         )
+    _rehearse(config)
     running.limit_waits(config.timeout)
     running.scatters_gradients = stage == 2
     install_topology(running.hcg, copy.deepcopy(strategy))
@@ -270,9 +281,17 @@ def _begin(
         begun = start.begin_together(mesh, facts, config.timeout, number, groups, transport)
     begun.scatters_gradients = stage == 2
     job.begin(begun)
+    _rehearse(config)
     reporting.begin(begun, config.serve)
     tensor_parallel.connect_shards(begun)
     return _fleet
+
+
+def _rehearse(config: PipelineConfig) -> None:
+    """Has ``paddle.amp`` work where this is a CPU and the options ask for it."""
+    if config.rehearse is not None and device_kind() != "cpu":
+        log.once(_log.warning, f"nothing is rehearsed: this device has {config.rehearse} itself")
+    rehearse(config.rehearse if device_kind() == "cpu" else None)
 
 
 def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, number: int) -> Job:
@@ -331,6 +350,7 @@ def _end_with_process() -> None:
     error = process_exit.error()
     if isinstance(error, AttributeError) and _STOCK_ON_CPU in str(error):
         _log.error(_STOCK_HINT)
+    end_rehearsal()
     try:
         job.end(error)
     except FleetPipeError as failure:

@@ -120,6 +120,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         ``fast_leaves``: whether layers may compute the same bits in less time (default True).
         ``overlap``: whether exchanges of a fused forward and backward, as DualPipeV has them,
         travel while the other one computes (default True).
+        ``rehearse``: ``"bfloat16"`` or ``"float16"``, in which a CPU is to compute what
+        ``paddle.amp`` computes in it on a GPU (default none).
         ``post_validation``: whether a rank steps before the norm of all gradients is known, and
         puts its state back where they were clipped after all (default False; the same bits).
         ``guards``: after how many steps the invariants of training are verified again (default 0:

@@ -9,8 +9,8 @@ one check that Paddle is there at all; ``paddle``, ``paddle_fleet`` and ``replac
 names of Paddle's for a while, come from here.
 
 Entered by: ``amp``, ``device``, ``kernels``, ``launcher``, ``layer``, ``loading``,
-``meta_parallel``, ``operations``, ``optimizer``, ``pipelining``, ``random``, ``static``,
-``tensor``, ``topology``.
+``meta_parallel``, ``operations``, ``optimizer``, ``pipelining``, ``random``, ``rehearsal``,
+``static``, ``tensor``, ``topology``.
 """
 
 from __future__ import annotations

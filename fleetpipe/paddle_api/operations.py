@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
-from types import BuiltinFunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Callable, Protocol
 
 from paddle import _C_ops, _legacy_C_ops
@@ -31,11 +31,15 @@ _Tensor: Any = core.eager.Tensor
 GRAD_HOOKS = ("_register_grad_hook", "_remove_grad_hook")
 #: The one by which Paddle's ``recompute`` takes what it is given.
 SHARED_BY_RECOMPUTE = "_new_shared_tensor"
-#: Methods in C that compute a Tensor, write into one, or change its gradient.
-_METHODS = (
+#: Methods in C of arithmetic.
+ARITHMETIC = (
     *(f"__{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__r{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")),
     *(f"__{name}__" for name in ("matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge")),
+)
+#: Methods in C that compute a Tensor, write into one, or change its gradient.
+_METHODS = (
+    *ARITHMETIC,
     *("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous", "detach", "detach_"),
     *("copy_", "_copy_to", "_local_value", *GRAD_HOOKS),
     *(SHARED_BY_RECOMPUTE, "set_value", "_tensor_use_gpudnn"),
@@ -151,7 +155,7 @@ def intercepted(listener: OperationListener) -> Iterator[None]:
         setattr(holder, name, value)
 
     try:
-        for module, name, function in _bound_operations():
+        for module, name, function in bound_operations():
             put(module, name, functools.partial(_called, chosen, "operation", function))
         for names, heard in ((_METHODS, "operation"), (_READS, "read"), (_MEMORY, "memory")):
             for name in names:
@@ -295,21 +299,26 @@ def _apply(chosen: _Choice, apply: Any) -> Any:
     return classmethod(applied)
 
 
-def _bound_operations() -> Iterator[tuple[Any, str, Function]]:
+def bound_operations() -> Iterator[tuple[Any, str, Function]]:
     """Yields each name by which a module of Python's holds an operation."""
-    for module, name, function in _found_in(frozenset(sys.modules)):
+    for module, name, function in _found_in(frozenset(sys.modules), _C_ops.matmul):
         if vars(module).get(name) is function:
             yield module, name, function
 
 
 @functools.lru_cache(maxsize=1)
-def _found_in(modules: frozenset[str]) -> list[tuple[Any, str, Function]]:
-    """Returns each name by which modules hold an operation: they are many, and seldom change."""
+def _found_in(modules: frozenset[str], one: Function) -> list[tuple[Any, str, Function]]:
+    """Returns each name by which modules hold an operation: they are many, and seldom change.
+
+    Args:
+        modules: The names of the modules that are loaded.
+        one: One of the operations: a rehearsal replaces them all.
+    """
     types = {
         function
         for module in (_C_ops, _legacy_C_ops)
         for function in vars(module).values()
-        if isinstance(function, BuiltinFunctionType)
+        if _is_operation(function)
     }
     return [
         (module, name, value)
@@ -317,8 +326,14 @@ def _found_in(modules: frozenset[str]) -> list[tuple[Any, str, Function]]:
         # Those of the library itself are where Paddle's modules take the functions from.
         if not path.startswith("paddle.base.libpaddle") and isinstance(module, ModuleType)
         for name, value in list(vars(module).items())
-        if isinstance(value, BuiltinFunctionType) and value in types
+        if _is_operation(value) and value in types
     ]
+
+
+def _is_operation(value: Any) -> bool:
+    """Whether a value is a function in C, or one by which a rehearsal wraps such a function."""
+    wrapped = getattr(value, "__wrapped__", None) if isinstance(value, FunctionType) else value
+    return isinstance(wrapped, BuiltinFunctionType)
 
 
 def provide(operations: Mapping[str, Function]) -> None:

@@ -24,6 +24,7 @@ from paddle.nn import clip as _stock_clip
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Program, Scheduler, Tensor, Variable
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.rehearsal import rehearsed
 
 _clips: ModuleType = _stock_clip
 _mixed: ModuleType = _mixed_precision
@@ -241,7 +242,8 @@ def squared_norm(gradient: Tensor) -> Tensor:
     if gradient.is_selected_rows():
         merged = _clips.merge_selected_rows(gradient)
         gradient = merged._get_tensor_from_selected_rows()
-    if gradient.place.is_cpu_place() and gradient.dtype in (paddle.float16, paddle.bfloat16):
+    half = gradient.dtype in (paddle.float16, paddle.bfloat16)
+    if half and gradient.place.is_cpu_place() and rehearsed() is None:
         # There the kernel is missing, and Paddle's own clip fails.
         gradient = gradient.astype("float32")
     return _clips._squared_l2_norm(gradient)

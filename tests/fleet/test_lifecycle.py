@@ -23,6 +23,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import VERSION
+from fleetpipe.paddle_api.rehearsal import rehearsed
 from tests.jobs import begun
 from tests.launching import command
 from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd
@@ -200,6 +201,7 @@ def test_the_options_survive_a_copy_and_merge() -> None:
         ({"timout": 5}, "did you mean 'timeout'"),
         ({"loss_reduction": "average"}, "'mean', 'sum' or 'tokens'"),
         ({"rng": None}, "'keyed' or 'fleet'"),
+        ({"rehearse": "float8"}, "'bfloat16' or 'float16'"),
         ({"fetch": "first"}, "'mean', 'last' or 'all'"),
         ({"groups": 4}, "no list of sizes"),
         ({"timeout": 0}, "above 0"),
@@ -213,6 +215,20 @@ def test_an_option_of_fleetpipe_that_cannot_be_used_is_refused(
     with pytest.raises(ConfigError, match=message), job(2, **configs):
         pass
     assert current_job() is None
+
+
+def test_a_rehearsal_lasts_as_long_as_the_job_or_is_refused_on_2_6() -> None:
+    if VERSION.startswith("2."):
+        with (
+            pytest.raises(ConfigError, match="cannot rehearse bfloat16"),
+            job(2, rehearse="bfloat16"),
+        ):
+            pass
+    else:
+        with job(2, rehearse="bfloat16"):
+            assert paddle.amp.is_bfloat16_supported()
+    assert current_job() is None
+    assert rehearsed() is None
 
 
 def test_an_unknown_schedule_is_refused_with_the_nearest() -> None:

@@ -1,0 +1,216 @@
+"""Puts a rehearsal before Paddle's operations, and takes it away."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from paddle.base import core
+
+from fleetpipe import log
+from fleetpipe.aliases import DType, Tensor
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import VERSION, paddle, replaced
+from fleetpipe.paddle_api.operations import ARITHMETIC, Function, bound_operations
+from fleetpipe.paddle_api.rehearsal.casts import (
+    CASTABLE,
+    HALVES,
+    NORMS,
+    automatic_dtype,
+    tracer_on_gpu,
+)
+from fleetpipe.paddle_api.rehearsal.rounding import (
+    cast,
+    changed,
+    computed,
+    tensors_of,
+    with_master_weights,
+    writes,
+    written,
+)
+
+_log = log.logger(__name__)
+_Tensor: Any = core.eager.Tensor
+
+#: Methods in C that run operations, beside arithmetic.
+_METHODS = ("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous")
+#: Operations that change no value and write in place, or cast: a CPU has them for every dtype.
+_STAY = frozenset(
+    {"cast", "cast_", "assign_out_", "assign_value_", "full_", "reshape_"}
+    | {
+        "squeeze_",
+        "unsqueeze_",
+        "flatten_",
+        "transpose_",
+        "view_shape",
+        "view_dtype",
+        "share_data",
+        "share_data_",
+    }
+)
+#: The operations that methods of arithmetic run; that of ``__rmul__`` is that of ``__mul__``.
+_ARITHMETIC = {
+    "add": "add",
+    "sub": "subtract",
+    "mul": "multiply",
+    "div": "divide",
+    "truediv": "divide",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "pow": "pow",
+    "matmul": "matmul",
+}
+
+
+class _Rehearsal:
+    """What is replaced while a rehearsal is on.
+
+    Attributes:
+        dtype: ``"bfloat16"`` or ``"float16"``.
+        rounded: Whether any operation had a tensor of this dtype.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.rounded = False
+        self._replacements = ExitStack()
+
+    def begin(self) -> None:
+        """Replaces operations, and what ``paddle.amp`` asks of the device."""
+        self._replacements.enter_context(replaced(*self._of_operations(), *self._of_amp()))
+
+    def end(self) -> None:
+        """Puts back what :meth:`begin` replaced."""
+        self._replacements.close()
+
+    def _of_operations(self) -> Iterator[tuple[object, str, object]]:
+        for module, name, function in bound_operations():
+            # A GPU adds the bias of a Linear in the kernel of its product.
+            linear = function.__name__ == "linear"
+            operation = "fused_gemm_epilogue" if linear else function.__name__
+            if operation not in _STAY:
+                yield module, name, self._operation(function, operation)
+        for method in (*ARITHMETIC, *_METHODS):
+            if hasattr(_Tensor, method):
+                function = getattr(_Tensor, method)
+                yield _Tensor, method, self._operation(function, _operation_of(method))
+
+    def _of_amp(self) -> Iterator[tuple[object, str, object]]:
+        optimizer = paddle.optimizer.Optimizer
+        apply = with_master_weights(optimizer._apply_optimize)
+        yield optimizer, "_apply_optimize", apply
+        casts, scaling = sys.modules["paddle.amp.auto_cast"], sys.modules["paddle.amp.grad_scaler"]
+        yield casts, "_dygraph_tracer", tracer_on_gpu
+        yield scaling, "_dygraph_tracer", tracer_on_gpu
+        for dtype in HALVES:
+            yield casts, f"_is_gpu_{dtype}_supported", functools.partial(self._supports, dtype)
+            # What paddle.amp.is_bfloat16_supported and Layer.bfloat16 ask.
+            yield core, f"is_{dtype}_supported", functools.partial(_is_rehearsed, dtype)
+
+    def _supports(self, dtype: str) -> bool:
+        if dtype != self.dtype:
+            raise ConfigError(
+                f"paddle.amp is to cast to {dtype}, and the rehearsal is of {self.dtype}",
+                cause=f"auto_cast or decorate without dtype={self.dtype!r}",
+                fix=f"give each of them dtype={self.dtype!r}, or set "
+                f"strategy.fleetpipe_configs = {{'rehearse': {dtype!r}}}",
+            )
+        return True
+
+    def _operation(self, function: Function, operation: str) -> Function:
+        half = HALVES[self.dtype]
+        run = written if writes(operation) else computed
+
+        @functools.wraps(function)
+        def rehearsed_operation(*args: Any, **named: Any) -> Any:
+            tensors = list(tensors_of((*args, *named.values())))
+            if tensors and run is computed:
+                goal = automatic_dtype(operation, tensors)
+                if goal is not None:
+                    only = tensors[0] if operation in NORMS else None
+                    to_goal = functools.partial(_cast_to, goal, only)
+                    args = changed(to_goal, args)
+                    named = dict(zip(named, changed(to_goal, named.values())))
+                    tensors = list(tensors_of((*args, *named.values())))
+            if not any(tensor.dtype == half for tensor in tensors):
+                return function(*args, **named)
+            self.rounded = True
+            return run(function, operation, half, args, named)
+
+        return rehearsed_operation
+
+
+_running: _Rehearsal | None = None
+
+
+def require_rounding(dtype: str) -> None:
+    """Refuses a Paddle whose casts cut digits off on a CPU, as 2.6.2's do.
+
+    Raises:
+        ConfigError: It does.
+    """
+    half = HALVES[dtype]
+    step = paddle.finfo(half).eps
+    near = cast(paddle.to_tensor(1 + 0.75 * step, "float32"), half)
+    if float(near.astype("float32")) != 1 + step:
+        raise ConfigError(
+            f"this Paddle cannot rehearse {dtype}: on a CPU it cuts off what a GPU rounds",
+            got=f"paddlepaddle {VERSION}",
+            fix="rehearse with paddlepaddle 3.3, or leave fleetpipe_configs['rehearse'] out",
+        )
+
+
+def rehearse(dtype: str | None) -> None:
+    """Begins a rehearsal in the place of the one that is on; None ends that alone.
+
+    Args:
+        dtype: ``"bfloat16"`` or ``"float16"``.
+    """
+    global _running
+    if dtype == rehearsed():
+        return
+    end_rehearsal()
+    if dtype is not None:
+        _running = _Rehearsal(dtype)
+        _running.begin()
+
+
+def _is_rehearsed(dtype: str, place: object) -> bool:
+    return dtype == rehearsed()
+
+
+def rehearsed() -> str | None:
+    """Returns the dtype of the rehearsal that is on; None without one."""
+    return None if _running is None else _running.dtype
+
+
+def end_rehearsal() -> None:
+    """Ends the rehearsal that is on, and says so where it has rounded nothing."""
+    global _running
+    ended, _running = _running, None
+    if ended is None:
+        return
+    ended.end()
+    if not ended.rounded:
+        log.once(
+            _log.warning,
+            f"the rehearsal of {ended.dtype} had nothing to round: the script neither casts its "
+            "model, as paddle.amp.decorate does, nor computes within paddle.amp.auto_cast",
+        )
+
+
+def _cast_to(goal: DType, only: Tensor | None, tensor: Tensor) -> Tensor:
+    """Returns an operand as automatic casts make it; ``only``: the one that they change."""
+    stays = only is not None and tensor is not only
+    if stays or tensor.dtype not in CASTABLE or tensor.dtype == goal:
+        return tensor
+    return cast(tensor, goal)
+
+
+def _operation_of(method: str) -> str:
+    """Returns the name of the operation that a method in C runs."""
+    bare = method.strip("_")
+    return _ARITHMETIC.get(bare) or _ARITHMETIC.get(bare.removeprefix("r"), method)
