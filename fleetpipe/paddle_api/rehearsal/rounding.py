@@ -31,9 +31,13 @@ _PROMOTING = frozenset(
 )
 
 
+#: Those that write into an argument, and whose names do not say so.
+_WRITING = ("_setitem_dygraph", "check_finite_and_unscale")
+
+
 def writes(operation: str) -> bool:
     """Whether an operation writes into one of its arguments."""
-    return operation.endswith("_") or operation == "_setitem_dygraph"
+    return operation.endswith("_") or operation in _WRITING
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -119,6 +123,9 @@ class _Copies:
             # Some kernels of CPUs step the parameter alone, others look at both.
             is_master = any(tensor is master for master in self._masters.values())
             return _assign(tensor) if is_master else tensor
+        for original, copy in self._of.values():
+            if original is tensor:
+                return copy
         copy = self._masters.get(tensor.name)
         copy = cast(tensor, paddle.float32) if copy is None else copy
         self._of[id(copy)] = (tensor, copy)

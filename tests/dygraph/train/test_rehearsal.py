@@ -150,7 +150,7 @@ def by_the_pipeline(recipe: Recipe, *args: Any, **options: Any) -> Trained:
         Recipe(level="O1"),
         Recipe("convolutions", optimizer=momentum),
         Recipe("convolutions", "O1", "float16", momentum, 1024.0),
-        Recipe("gpt", "O2", "float16", adamw),
+        Recipe("gpt", "O2", "float16", adamw, 1024.0),
     ],
 )
 def test_a_pipeline_has_the_bits_of_the_single_model(recipe: Recipe) -> None:
