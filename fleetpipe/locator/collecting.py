@@ -18,6 +18,7 @@ from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.stage import DygraphStage
+from fleetpipe.dygraph.observe.guards import Guards
 from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
@@ -81,6 +82,9 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
         put(DygraphStage, "forward", hooks.stage_forward)
         put(Losses, "take", hooks.loss)
         put(Runtime, "reduce_gradients", hooks.reduction)
+        if feed is not None:
+            # A twin steps by the job's gradients, not by those whose norm a guard has measured.
+            put(Guards, "begin", lambda *_: None)
         clips: Any = paddle.nn.ClipGradByNorm.__base__
         for kind in _with_method(clips, "__call__"):
             put(kind, "__call__", hooks.clip)
