@@ -134,7 +134,8 @@ class ProcessorQueue:
     def _open(self, path: str) -> int | None:
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDONLY)
-            weakref.finalize(self, os.close, file)
+            # At the end of the process transports still wait for what they have sent to leave.
+            weakref.finalize(self, os.close, file).atexit = False
             return file
         return None
 

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -197,12 +198,13 @@ def call(
 def answer(home: str) -> NoReturn:
     """What a rank of `call` runs.
 
-    It ends behind the handlers of an exit. What Python takes down after these costs half a second
-    of a core for each rank, and is left to the tests that launch scripts.
+    It ends behind its threads and the handlers of an exit. What Python takes down after these costs
+    half a second of a core for each rank, and is left to the tests that launch scripts.
     """
     function, args = pickle.loads(Path(home, "call").read_bytes())
     result = pickle.dumps(function(*args))
     Path(home, os.environ.get("PADDLE_TRAINER_ID", "0")).write_bytes(result)
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
