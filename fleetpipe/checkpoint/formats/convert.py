@@ -123,7 +123,11 @@ def convert(
         )
     state = run.read_step(source, step) if read_as == FLEETPIPE else FORMATS[read_as].read(source)
     if not state.tensors:
-        raise CheckpointError("the checkpoint has no tensors", where=str(source))
+        raise CheckpointError(
+            "the checkpoint has no tensors",
+            where=str(source),
+            fix="pass the folder of a step that has a model",
+        )
     if names is not None:
         state = renamed(state, names)
     fitting = {n: t for n, t in state.tensors.items() if n.group in FORMATS[write_as].groups}

@@ -100,7 +100,9 @@ def composed(
         engine = new_engine(config, shards, None)
     except _MISFITS as error:
         raise ConfigError(
-            "a statement of the map does not fit the tensors", got=str(error)[:300]
+            "a statement of the map does not fit the tensors",
+            got=str(error)[:300],
+            fix="correct it, in the language of Paddle's aoa_config; docs/checkpoints.md has one",
         ) from error
     outputs, unread = {}, []
     for word, tensor in engine.output_vars.items():

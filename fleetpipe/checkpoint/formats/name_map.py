@@ -166,7 +166,9 @@ def _built(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTe
         source = sources[part.source].described
         if any(piece.stop > size for piece, size in zip(part.taken, source.shape)):
             raise CheckpointError(
-                f"what belongs to {part.source!r} has another shape", got=str(source)
+                f"what belongs to {part.source!r} has another shape",
+                got=str(source),
+                fix="save the checkpoint again: its optimizer is that of another model",
             )
 
     def read() -> np.ndarray:
