@@ -50,7 +50,7 @@ ONCE: dict[str, tuple[str, ...]] = {
         "launch/test_resume.py",
     ),
     "joins on ranks what one process, or fewer axes, shows of both versions": (
-        *("processes/axes/test_pairs_of_axes.py", "processes/axes/test_three_axes.py"),
+        "processes/combinations",
         *("processes/pipeline/test_schedules.py", "processes/examples/test_doors.py"),
         "processes/examples/test_resnet_cifar.py",
     ),

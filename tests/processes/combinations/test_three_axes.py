@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes.axes.three_axes_worker import train
+from tests.processes.combinations.three_axes_worker import train
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBH1")
 

@@ -1,6 +1,6 @@
 """Every pair and every triple of axes at 2, beside one device with all of the data: a table.
 
-    python -m tests.processes.axes.table_of_axes [pp sep mp ..]      all, or those of these axes
+    python -m tests.processes.combinations.table_of_axes [pp sep mp ..]
 
 A model with causal attention of packed documents and a mixture of experts trains for three steps
 of AdamW with a clip by the global norm. Shown are the largest differences to plain Paddle on whole
@@ -179,7 +179,7 @@ def degrees_of(axes: tuple[str, ...]) -> dict[str, int]:
 def main() -> None:
     """Prints a row for each pair and triple, as it ends."""
     # Ranks find a function by the name of its module, which is not that of the program.
-    call = importlib.import_module("tests.processes.axes.table_of_axes").differences
+    call = importlib.import_module("tests.processes.combinations.table_of_axes").differences
     chosen = tuple(sys.argv[1:]) or AXES
     combinations = [c for n in (2, 3) for c in itertools.combinations(chosen, n)]
     print(f"{'axes':22} {'loss':>9} {'gradients':>9} {'parameters':>10}")

@@ -1,0 +1,1 @@
+"""Several axes of ranks at once, beside one device."""
