@@ -28,6 +28,10 @@ from tests.launching import Finished
 # More threads would change the bits of a product. Paddle reads this once, when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A shell that starts tests in its background has them ignore Ctrl-C, and so would all they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Where a process that crashes leaves its stacks: the workers of xdist inherit the environment.
 os.environ.setdefault("FLEETPIPE_TEST_CRASHES", tempfile.mkdtemp(prefix="crashes-"))
 CRASHES = Path(os.environ["FLEETPIPE_TEST_CRASHES"])
