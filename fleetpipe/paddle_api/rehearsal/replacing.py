@@ -38,19 +38,11 @@ _Tensor: Any = core.eager.Tensor
 #: Methods in C that run operations, beside arithmetic.
 _METHODS = ("_getitem_dygraph", "_setitem_dygraph", "clone", "contiguous")
 #: Operations that change no value and write in place, or cast: a CPU has them for every dtype.
-_STAY = frozenset(
-    {"cast", "cast_", "assign_out_", "assign_value_", "full_", "reshape_"}
-    | {
-        "squeeze_",
-        "unsqueeze_",
-        "flatten_",
-        "transpose_",
-        "view_shape",
-        "view_dtype",
-        "share_data",
-        "share_data_",
-    }
-)
+_STAY = {
+    *("cast", "cast_", "assign_out_", "assign_value_", "full_", "reshape_", "squeeze_"),
+    *("unsqueeze_", "flatten_", "transpose_", "view_shape", "view_dtype"),
+    *("share_data", "share_data_"),
+}
 #: The operations that methods of arithmetic run; that of ``__rmul__`` is that of ``__mul__``.
 _ARITHMETIC = {
     "add": "add",
