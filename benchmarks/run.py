@@ -34,7 +34,7 @@ class Benchmark(NamedTuple):
     """A script and how it is run.
 
     Attributes:
-        name: Of the file in ``benchmarks/``.
+        name: Of the file in ``benchmarks/``, or in a folder of it.
         options: With which it runs.
         limit: Seconds after which it is ended.
     """
@@ -106,7 +106,8 @@ def run(benchmark: Benchmark, folder: Path, *options: str) -> dict[str, Any]:
     """Runs a benchmark; returns its figures, seconds, and as ``state`` how it ended."""
     result, log = folder / f"{benchmark.name}.json", folder / f"{benchmark.name}.log"
     result.unlink(missing_ok=True)
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{benchmark.name}.py")]
+    (script,) = (ROOT / "benchmarks").rglob(f"{benchmark.name}.py")
+    command = [sys.executable, str(script)]
     command += [*benchmark.options.split(), *options, "--json", str(result)]
     # Scripts of other folders import the benchmarks too.
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -180,7 +181,7 @@ def main() -> int:
         if arguments.only and benchmark.name not in arguments.only:
             continue
         peer = ("--peer", arguments.peer) if arguments.peer and benchmark.name == "pipeline" else ()
-        print(f"benchmarks/{benchmark.name}.py, at most {benchmark.limit:g} s", flush=True)
+        print(f"{benchmark.name}.py, at most {benchmark.limit:g} s", flush=True)
         written["benchmarks"].append(run(benchmark, BUILD, *peer))
         # What there is when the run is cut off can be read.
         path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

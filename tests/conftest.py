@@ -51,7 +51,7 @@ CLOCK = {
     "tests/ray/test_cluster.py",
     "tests/ray/test_trainer.py",
     "tests/starter/test_new.py",
-    "tests/test_launching.py",
+    "tests/harness/test_launching.py",
 }
 
 # The machine's load must not decide whether a property holds.

@@ -8,7 +8,7 @@ Fleet's face, parity, the ranks of a job, and the code of the documentation's pa
 from __future__ import annotations
 
 #: By reason, files and folders below ``tests``. Everything under NO_PADDLE can be collected where
-#: no Paddle is, which tests/test_without_paddle.py checks.
+#: no Paddle is, which tests/ground/test_without_paddle.py checks.
 NO_PADDLE = "imports no Paddle"
 ONCE: dict[str, tuple[str, ...]] = {
     NO_PADDLE: (
@@ -18,27 +18,28 @@ ONCE: dict[str, tuple[str, ...]] = {
         *("schedules/test_api.py", "schedules/test_costs.py", "schedules/test_edges.py"),
         *("schedules/test_documentation.py", "schedules/test_pages.py"),
         *("schedules/test_placement.py", "schedules/test_registry.py", "why", "job/watching"),
-        *("job/test_attempt_files.py", "engine/test_stopwatch.py", "test_atomic_file.py"),
+        *("job/test_attempt_files.py", "engine/test_stopwatch.py", "ground/test_atomic_file.py"),
         *("launch/keeping/test_segment.py", "launch/keeping/test_slots.py"),
-        *("test_heap.py", "test_log.py"),
+        *("ground/test_heap.py", "ground/test_log.py"),
         *("cli", "engine/test_step_meter.py", "io/test_killed.py", "job/test_run_progress.py"),
         *("processes/hosts/test_slurm.py", "report/test_compare.py", "starter"),
         *("transport/joining/test_handshake.py", "transport/sockets/test_outbox.py"),
         *("transport/test_interface.py", "transport/test_limit.py", "transport/test_listening.py"),
         *("transport/wire/test_message.py", "transport/wire/test_parsing.py"),
-        *("transport/wire/test_structure.py", "test_without_paddle.py"),
+        *("transport/wire/test_structure.py", "ground/test_without_paddle.py"),
         *("watch/test_board.py", "watch/test_server.py", "watch/test_slow_ranks.py"),
     ),
     "reads text, numbers and files of Python's": (
-        *("job/test_slurm.py", "report/test_in_a_browser.py", "test_benchmarks.py"),
-        *("test_json_value.py", "test_representation.py", "watch/test_command.py"),
+        *("job/test_slurm.py", "report/test_in_a_browser.py", "repository/test_benchmarks.py"),
+        *("ground/test_json_value.py", "ground/test_representation.py", "watch/test_command.py"),
     ),
     "reads the repository's files or builds its packages": (
-        *("test_environment.py", "test_errors.py", "test_house.py", "test_kubernetes.py"),
-        *("packaging", "test_repository.py", "style", "paddle_api/test_private_names.py"),
+        *("repository/test_environment.py", "repository/test_errors.py", "style", "packaging"),
+        *("repository/test_kubernetes.py", "repository/test_repository.py", "test_house.py"),
+        "paddle_api/test_private_names.py",
     ),
     "checks what tests are started with, and every started test uses": (
-        *("test_forking.py", "test_launching.py", "test_systems.py"),
+        *("harness/test_forking.py", "harness/test_launching.py", "ground/test_systems.py"),
     ),
     "makes connections, or cuts them and hosts off, below Paddle": (
         *("processes/hosts/test_hosts.py", "processes/hosts/test_two_hosts.py"),

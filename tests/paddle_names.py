@@ -24,7 +24,7 @@ from paddle.distributed.fleet.meta_parallel import pipeline_parallel as wrappers
 from paddle.distributed.fleet.meta_parallel.parallel_layers import pp_layers
 from paddle.distributed.fleet.utils import hybrid_parallel_util, sequence_parallel_utils
 
-from tests.tables import rows
+from tests.repository.tables import rows
 
 VERSION = paddle.__version__
 FLEET = Path(fleet.__file__).parent

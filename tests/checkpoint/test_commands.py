@@ -15,8 +15,8 @@ import fleetpipe
 from fleetpipe.checkpoint.files import manifest
 from fleetpipe.cli import main
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.ground.test_without_paddle import without_paddle
 from tests.pipelines import bits, job, mlp_layers, pipeline
-from tests.test_without_paddle import without_paddle
 
 
 @pytest.fixture

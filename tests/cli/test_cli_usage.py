@@ -17,8 +17,8 @@ from fleetpipe import cli
 from fleetpipe.cli import COMMANDS, main
 from fleetpipe.launch.log_filter import environment, quiet
 from tests.fixtures import Capture, Patch
+from tests.ground.test_without_paddle import without_paddle
 from tests.launching import ROOT
-from tests.test_without_paddle import without_paddle
 
 SMALL = ("1F1B", "--ranks", "2", "--micro-batches", "2")
 

@@ -26,7 +26,7 @@ _NO_IDENTITY = {
 _ANOTHER_KERNEL = {
     f"{_HOSTS}the_other_end_of_a_unix_socket": _UNIX,
     f"{_HOSTS}what_a_cut_cable_lost": "an option of Linux",
-    "tests/test_heap.py": "the heap is not glibc's",
+    "tests/ground/test_heap.py": "the heap is not glibc's",
     "tests/checkpoint/test_saving.py::test_a_copy_is_written_while": "threads have no nice value",
 }
 #: Tests of what a system does not have, by the begin of their ids.
@@ -49,7 +49,7 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "tests/job/test_job.py::test_the_end_of_a_job_tells": "one process has no connections",
         "tests/job/test_job.py::test_a_job_whose_failure": "one process has no connections",
         "tests/checkpoint/ranks/test_dead_ranks.py": "there are no ranks to kill",
-        "tests/test_forking.py::test_a_fork_waits": "there is no /proc",
+        "tests/harness/test_forking.py::test_a_fork_waits": "there is no /proc",
         "tests/ray": "the supervisor and its ranks",
         "tests/launch/keeping": "the supervisor and its ranks",
         "tests/launch/supervisor": "the supervisor and its ranks",

@@ -20,8 +20,8 @@ from fleetpipe.report.curves import Curve, with_mean
 from fleetpipe.report.numbers import aligned, clock, labels, seconds, short, size, ticks
 from fleetpipe.report.page import page, templates_of
 from fleetpipe.report.run import read
+from tests.ground.test_without_paddle import without_paddle
 from tests.report.runs import EVIL, row, schedule, written
-from tests.test_without_paddle import without_paddle
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 

@@ -48,7 +48,7 @@ def test_every_schedule_has_its_grid() -> None:
 
 
 def test_the_table_is_what_the_simulator_says() -> None:
-    table = runpy.run_path(str(ROOT / "benchmarks" / "compare_schedules.py"))["table"]
+    table = runpy.run_path(str(ROOT / "benchmarks" / "schedules" / "compare_schedules.py"))["table"]
     assert table(4, 16) in (PAGES / "choosing.md").read_text(encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from fleetpipe.cli import main
 from fleetpipe.starter import command
 from tests import launching
 from tests.fixtures import Capture, Launch, Patch
-from tests.test_without_paddle import without_paddle
+from tests.ground.test_without_paddle import without_paddle
 
 # The project needs it; so do the tests, whose extra names it.
 pytest.importorskip("yaml")

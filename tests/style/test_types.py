@@ -25,7 +25,7 @@ MYPY = [
     str(ROOT / ".mypy_cache" / sys.platform),
 ]
 #: A line's mistake stands behind it, as the line that it becomes.
-SCRIPT = (ROOT / "tests" / "users_script.txt").read_text(encoding="utf-8")
+SCRIPT = (ROOT / "tests" / "style" / "users_script.txt").read_text(encoding="utf-8")
 PADDLES = (paddle_fleet, paddle_fleet.meta_parallel)
 MISTAKES = [number for number, line in enumerate(SCRIPT.splitlines(), 1) if "# wrong:" in line]
 

@@ -12,9 +12,19 @@ from typing import Any
 
 import pytest
 
-from tests import byhand, pipelines, test_kubernetes
-from tests.namespaces import Host, cut, joined, launch, launched, mend, started, why_not
+from tests import byhand, pipelines
 from tests.processes.hosts import hosts_worker
+from tests.processes.hosts.namespaces import (
+    Host,
+    cut,
+    joined,
+    launch,
+    launched,
+    mend,
+    started,
+    why_not,
+)
+from tests.repository import test_kubernetes
 
 pytestmark = pytest.mark.processes
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.namespaces import Host, cut, joined, launch, started, why_not
+from tests.processes.hosts.namespaces import Host, cut, joined, launch, started, why_not
 
 pytestmark = pytest.mark.processes
 

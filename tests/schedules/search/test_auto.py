@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.search import ROWS, measure
+from benchmarks.schedules.search import ROWS, measure
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Costs, Schedule, build, names
 from fleetpipe.schedules.registry import searched_costs
@@ -31,7 +31,7 @@ def families_within(
     return spans
 
 
-# The last row, 32 ranks, takes as long as the others together: benchmarks/search.py has it.
+# The last row, 32 ranks, takes as long as all others: benchmarks/schedules/search.py.
 @pytest.mark.parametrize("row", ROWS[:-1])
 @pytest.mark.parametrize("column", [1, 2])
 def test_the_columns_zb_1p_and_zb_2p_of_the_paper(row: tuple[float, ...], column: int) -> None:

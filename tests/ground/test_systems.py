@@ -13,7 +13,7 @@ from fleetpipe import systems
 from fleetpipe.errors import UsageError
 from tests import hidden_names
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 #: What the suite runs as on each system: one process, and ranks on the one that lacks most.
 TESTS = {
     "win32": ["tests/checkpoint/test_files.py", "tests/engine/test_engine.py"],

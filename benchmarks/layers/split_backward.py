@@ -1,6 +1,6 @@
 """What a split backward costs beside a whole one, layer by layer: I + W over B.
 
-    OMP_NUM_THREADS=1 python benchmarks/split_backward.py [--repeats 15]
+    OMP_NUM_THREADS=1 python benchmarks/layers/split_backward.py [--repeats 15]
 
 For each stack of layers two stages live in this process, of which one splits its backward. They run
 forward and backward in turn, two micro-batches each, of which the second is measured: the gradients

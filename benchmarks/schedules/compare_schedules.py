@@ -1,6 +1,6 @@
 """Compares all schedules by simulation, as a table in Markdown.
 
-python benchmarks/compare_schedules.py --ranks 4 --micro-batches 16
+python benchmarks/schedules/compare_schedules.py --ranks 4 --micro-batches 16
 
 Every rank has the same share of the model, whose F, I and W take time 1 each; with v chunks on a
 rank, or v slices of a sequence, each takes 1/v. Peaks are in micro-batches of such a share.

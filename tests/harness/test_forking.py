@@ -16,8 +16,8 @@ import pytest
 
 from tests import forking
 from tests.fixtures import Launch, Patch
+from tests.harness.test_launching import end
 from tests.launching import ROOT, JobFailed, JobHung, JobLeftProcesses
-from tests.test_launching import end
 
 pytest.importorskip("paddle")
 

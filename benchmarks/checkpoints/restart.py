@@ -1,6 +1,6 @@
 """Kills a rank of a job again and again, and measures what is lost and how soon it goes on.
 
-    python benchmarks/restart.py [--keep_state] [--kills 30] [--ranks 3] [--seed 1]
+    python benchmarks/checkpoints/restart.py [--keep_state] [--kills 30] [--ranks 3] [--seed 1]
 
 A rank is killed (SIGKILL) in every life of one job, at chosen moments of first, middle and last
 rank in turn; see ``workers/restart_worker.py``. Then the final parameters are compared with those
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.figures import Figure, parser, report
 
-WORKER = Path(__file__).with_name("workers") / "restart_worker.py"
+WORKER = Path(__file__).resolve().parents[1] / "workers" / "restart_worker.py"
 #: Enough for the steps that the lives do before they are killed.
 STEPS_OF_A_LIFE = 7
 

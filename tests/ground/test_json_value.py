@@ -21,7 +21,7 @@ from fleetpipe.report import run
 from fleetpipe.schedules import Costs, Schedule, build
 from fleetpipe.why import read_trace
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 SOURCE = Source("this is no shelf", ConfigError, "build one")
 
 #: Any value of JSON; numbers that are large, and NaN, among them.

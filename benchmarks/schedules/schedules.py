@@ -1,7 +1,7 @@
 """Measures what a schedule costs: to build, verify, simulate, draw and lower it, and in memory.
 
-python benchmarks/schedules.py                        1F1B and ZBV, up to p=64, m=4096
-python benchmarks/schedules.py --names VHalf,Hanayo --sizes 64x1024
+python benchmarks/schedules/schedules.py                        1F1B and ZBV, up to p=64, m=4096
+python benchmarks/schedules/schedules.py --names VHalf,Hanayo --sizes 64x1024
 """
 
 from __future__ import annotations

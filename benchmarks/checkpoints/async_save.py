@@ -1,6 +1,6 @@
 """Measures what a checkpoint that is saved in the background costs the steps that go on meanwhile.
 
-    python benchmarks/async_save.py [--ranks 2] [--repeats 30] [--rows 512]
+    python benchmarks/checkpoints/async_save.py [--ranks 2] [--repeats 30] [--rows 512]
 
 One job, in which blocks of steps with and without a save take turns: two blocks without one, whose
 ratio is the noise of the machine, then a save and a block as long, in which it is written. It is

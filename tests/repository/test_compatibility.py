@@ -27,7 +27,7 @@ from tests import paddle_names
 from tests.check_types import sources, tree
 from tests.launching import ROOT
 from tests.pipelines import batch, bits, job, mlp_layers, pipeline, sgd
-from tests.tables import STATUSES, Row, rows
+from tests.repository.tables import STATUSES, Row, rows
 
 VERSION = paddle.__version__
 ROWS = [row for row in rows() if row.is_there_on(VERSION)]

@@ -1,6 +1,6 @@
 """Trains the GPT stack under several schedules side by side, on two CPU ranks.
 
-    OMP_NUM_THREADS=1 python benchmarks/run_schedules.py [--repeats 7] [--hidden 256 768]
+    OMP_NUM_THREADS=1 python benchmarks/schedules/run_schedules.py [--repeats 7] [--hidden 256 768]
 
 All schedules live in one job and train in turn, so that the machine's load hits all alike. The
 bubble is that of one traced step, beside what the simulator predicts from the mean cost of each

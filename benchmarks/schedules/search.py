@@ -1,7 +1,7 @@
 """Searches for schedules at the costs of the Zero Bubble paper and compares with its columns.
 
-python benchmarks/search.py              all rows, caps p and 2p
-python benchmarks/search.py --most 16    rows with at most 16 ranks
+python benchmarks/schedules/search.py              all rows, caps p and 2p
+python benchmarks/schedules/search.py --most 16    rows with at most 16 ranks
 """
 
 from __future__ import annotations

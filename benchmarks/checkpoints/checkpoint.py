@@ -1,6 +1,6 @@
 """Measures checkpoints of one process beside ``paddle.save``.
 
-    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py [--megabytes 1000] [--repeats 5]
+    OMP_NUM_THREADS=1 python benchmarks/checkpoints/checkpoint.py [--megabytes 1000] [--repeats 5]
 
 A model and Adam's moments of that size are written and read in turn by both. ``paddle.save`` is
 given a file that is synced afterwards, as ours are; its files have no checksums. What a save in the

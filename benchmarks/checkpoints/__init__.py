@@ -1,0 +1,1 @@
+"""What saving costs a training, and what a killed rank costs a job."""

@@ -1,0 +1,1 @@
+"""What all packages stand on: errors, numbers, files, logs, and what systems differ in."""
