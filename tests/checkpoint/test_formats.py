@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from collections.abc import Callable, Iterator
@@ -256,9 +257,49 @@ def test_fused_tensors_are_split_and_joined(
             "--reverse-names")  # fmt: skip
     joined = load_file(tmp_path / "join/model-00001-of-00001.safetensors")
     assert np.array_equal(joined["h.0.c_attn"], fused)
-    names.write_text('{"aoa_statements": ["h.0.c_attn -> c, dtype=\'float16\'"]}')
-    told = refused(capsys, tmp_path / "join", tmp_path / "cast", "--names", names)
-    assert "does not cast (=float16)" in told
+
+
+def numbers() -> dict[str, Any]:
+    """Every number of the half precisions, and many of float32; by dtype."""
+    halves = np.arange(1 << 16, dtype="uint32")
+    # At, beside and halfway between numbers of bfloat16, and around the least of float16.
+    near = [(halves << 16) + part for part in (0, 1, 0x7FFF, 0x8000, 0x8001, 0x1000, 0x1001)]
+    floats = np.concatenate([*near, halves + 0x33000000]).astype("uint32").view("float32")
+    brains = (halves << 16).view("float32")
+    # Of these paddle.cast makes wrong numbers of float16: it shifts by more bits than there are.
+    for array in (floats, brains):
+        array[(abs(array) > 1.6e-27) & (abs(array) < 6.7e-24)] = 0
+    words = (brains.view("uint32") >> 16).astype("uint16")
+    tensors = {"float32": paddle.to_tensor(floats)}
+    for name, bits_of in (("float16", halves.astype("uint16")), ("bfloat16", words)):
+        tensors[name] = paddle.to_tensor(bits_of.view("int16")).view(name)
+    return tensors
+
+
+def test_a_map_casts_as_paddle_does(tmp_path: Path) -> None:
+    tensors = {f"{name}.w": tensor.reshape([-1, 4]) for name, tensor in numbers().items()}
+    moments = {f"{name}.moment1_0": tensor for name, tensor in tensors.items()}
+    save_state_dict({**tensors, **moments}, str(tmp_path / "paddle"))
+    for source, target in itertools.permutations(("float32", "float16", "bfloat16"), 2):
+        statements = [f"{source}.w^T -> t", f"t -> cast, dtype='{target}'"]
+        statements += [f"{name} -> _" for name in tensors if name != f"{source}.w"]
+        names = tmp_path / "names.json"
+        names.write_text(json.dumps({"aoa_statements": statements}))
+        out = tmp_path / f"{source}-{target}"
+        convert(tmp_path / "paddle", out, "--to", "distributed", "--names", names)
+        whole = tensors[f"{source}.w"].T.contiguous()
+        expected = {"cast": whole.astype(target), "cast.moment1_0": whole}
+        loaded = {name: paddle.zeros_like(value) for name, value in expected.items()}
+        load_state_dict(loaded, str(out))
+        assert bits(loaded) == bits(expected), (source, target)
+
+
+def test_no_other_dtype_is_cast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_unified(tmp_path / "hf", {"model": {"a": np.arange(3)}})
+    names = tmp_path / "names.json"
+    names.write_text('{"aoa_statements": ["a -> b, dtype=\'float16\'"]}')
+    refusal = refused(capsys, source, tmp_path / "new", "--names", names)
+    assert "'a' cannot be cast from int64 to float16" in refusal
 
 
 def test_damage_is_refused_with_the_name_of_the_file(

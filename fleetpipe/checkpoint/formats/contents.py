@@ -20,7 +20,7 @@ from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.checkpoint.files import host_memory, tensors
-from fleetpipe.checkpoint.files.tensors import CODES, Described, Stored
+from fleetpipe.checkpoint.files.tensors import CODES, Described, Region, Stored
 from fleetpipe.checkpoint.pickled import Placed
 
 #: The file of a learning rate's scheduler in checkpoints of PaddleNLP and PaddleFormers.
@@ -34,11 +34,15 @@ class LazyTensor(NamedTuple):
 
     Attributes:
         described: Its dtype and shape.
-        read: Reads it: an array of its shape, of unsigned numbers that have its bits.
+        read_part: What :meth:`read` calls.
     """
 
     described: Described
-    read: Callable[[], np.ndarray]
+    read_part: Callable[[Region | None], np.ndarray]
+
+    def read(self, cut: Region | None = None) -> np.ndarray:
+        """Reads a part of it, by default all: an array of unsigned numbers that have its bits."""
+        return self.read_part(cut)
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,22 @@ def bits(described: Described) -> np.dtype:
     return np.dtype(f"u{described.itemsize}")
 
 
-def stored_tensor(path: Path, stored: Stored) -> LazyTensor:
-    """Returns a tensor of a safetensors file."""
+def part_of(array: np.ndarray, cut: Region | None) -> np.ndarray:
+    """Returns a part of an array; without a cut, the array."""
+    return (
+        array if cut is None else array[(slice(None),) * cut.axis + (slice(cut.start, cut.stop),)]
+    )
 
-    def read() -> np.ndarray:
-        array = np.empty(stored.tensor.shape, bits(stored.tensor))
+
+def stored_tensor(path: Path, stored: Stored) -> LazyTensor:
+    """Returns a tensor that a file has as safetensors files do, one row behind another."""
+
+    def read(cut: Region | None) -> np.ndarray:
+        shape = stored.tensor.shape
+        array = np.empty(shape if cut is None else cut.part(shape), bits(stored.tensor))
         try:
             with FileIO(str(path)) as file:
-                tensors.read(file, stored, None, memory_of(array))
+                tensors.read(file, stored, cut, memory_of(array))
         except (OSError, EOFError) as error:
             raise tensors.damaged(path, f"{type(error).__name__}: {error}") from error
         return array
@@ -97,11 +109,13 @@ def placed_tensor(path: Path, array: np.ndarray | Placed) -> LazyTensor:
     if dtype not in CODES:
         raise tensors.damaged(path, f"an array of {dtype}")
     described = Described(dtype, tuple(array.shape))
+    if isinstance(array, Placed) and array.order == "C" and array.dtype.isnative:
+        return stored_tensor(path, Stored(described, array.begin))
 
-    def read() -> np.ndarray:
+    def read(cut: Region | None) -> np.ndarray:
         values = array if isinstance(array, np.ndarray) else _values(path, array)
         native = values.astype(values.dtype.newbyteorder("="), order="C", copy=False)
-        return native.view(bits(described))
+        return part_of(native.view(bits(described)), cut)
 
     return LazyTensor(described, read)
 

@@ -16,7 +16,7 @@ import numpy as np
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.checkpoint.files.tensors import CODES, Described
+from fleetpipe.checkpoint.files.tensors import CODES, Described, Region
 from fleetpipe.checkpoint.formats import flex_checkpoint
 from fleetpipe.checkpoint.formats.contents import (
     SCHEDULER,
@@ -25,6 +25,7 @@ from fleetpipe.checkpoint.formats.contents import (
     bits,
     other_files,
     paddle_tensor,
+    part_of,
     placed_tensor,
     scheduler_in,
     stored_tensor,
@@ -64,6 +65,21 @@ class _Part(NamedTuple):
     begin: tuple[int, ...]
     shape: tuple[int, ...]
     range: tuple[int, int] | None
+
+    def is_in(self, cut: Region | None) -> bool:
+        """Whether any of it is in a part of the whole tensor."""
+        if cut is None:
+            return True
+        begin = self.begin[cut.axis]
+        return begin < cut.stop and cut.start < begin + self.shape[cut.axis]
+
+    def put(self, values: np.ndarray, whole: np.ndarray) -> None:
+        """Puts it into the whole tensor."""
+        inner = whole[tuple(slice(b, b + n) for b, n in zip(self.begin, self.shape))]
+        if self.range is None:
+            inner[...] = values
+        else:
+            inner.flat[slice(*self.range)] = values
 
 
 def is_there(folder: Path) -> bool:
@@ -143,7 +159,8 @@ class _Shards:
                 for key, file in metadata["storage_metadata"].items()
             }
             self.tensors = {
-                name: self._whole(name, [*self._parts_of(name)]) for name in self._described
+                name: self._whole(name, [*dict.fromkeys(self._parts_of(name))])
+                for name in self._described
             }
         except CheckpointError:
             raise
@@ -172,20 +189,18 @@ class _Shards:
             raise tensors.damaged(parts[0].file, f"{name!r} has parts of {got}, not of {dtype}")
         if count != int(np.prod(shape)):
             raise tensors.damaged(self._path, f"{count} elements for {name!r}, {described}")
+        for part in parts:
+            if any(b + n > size for b, n, size in zip(part.begin, part.shape, shape)):
+                raise tensors.damaged(self._path, f"a part of {name!r} at {[*part.begin]}")
 
-        def read() -> np.ndarray:
+        def read(cut: Region | None) -> np.ndarray:
             if len(pieces) == 1 and pieces[0].described.shape == shape:
-                return pieces[0].read()
+                return pieces[0].read(cut)
             whole = np.empty(shape, bits(described))
             for part, piece in zip(parts, pieces):
-                inner = whole[tuple(slice(b, b + n) for b, n in zip(part.begin, part.shape))]
-                if inner.shape != part.shape:
-                    raise tensors.damaged(self._path, f"a part of {name!r} at {[*part.begin]}")
-                if part.range is None:
-                    inner[...] = piece.read()
-                else:
-                    inner.flat[slice(*part.range)] = piece.read()
-            return whole
+                if part.is_in(cut):
+                    part.put(piece.read(), whole)
+            return part_of(whole, cut)
 
         return LazyTensor(described, read)
 

@@ -35,12 +35,14 @@ class Copied(NamedTuple):
         taken: The part of that one.
         put: Where it stands in the new tensor.
         orders: The permutations of its axes, one after another.
+        casts: The dtypes that it is cast to, one after another.
     """
 
     source: str
     taken: tuple[slice, ...]
     put: tuple[slice, ...]
     orders: tuple[list[int], ...]
+    casts: tuple[str, ...]
 
 
 def _module(name: str) -> Any:
@@ -111,17 +113,15 @@ def composed(
         if word in engine.input_vars and word not in engine.intermediate_vars:
             unread.append(name)
         outputs[name] = tuple(
-            Copied(source.removeprefix(_NUMBERED), tuple(taken), tuple(put), _orders(steps or ()))
+            _copied(source.removeprefix(_NUMBERED), taken, put, steps or ())
             for source, taken, put, steps in tensor.slices
         )
     return outputs, unread
 
 
-def _orders(steps: Sequence[str]) -> tuple[list[int], ...]:
-    casts = [step for step in steps if not step.startswith("[")]
-    if casts:
-        raise ConfigError(
-            f"a map of names does not cast (={casts[0]})",
-            fix="leave dtype= out: tensors keep their bits",
-        )
-    return tuple(ast.literal_eval(step) for step in steps)
+def _copied(
+    source: str, taken: Sequence[slice], put: Sequence[slice], steps: Sequence[str]
+) -> Copied:
+    orders = (ast.literal_eval(step) for step in steps if step.startswith("["))
+    casts = (step for step in steps if not step.startswith("["))
+    return Copied(source, tuple(taken), tuple(put), tuple(orders), tuple(casts))

@@ -5,8 +5,9 @@ A map is a file of JSON, or the name of one in ``names/``:
     {"aoa_statements": ["model.layers.$LAYER_ID.mlp.up_proj.weight^T -> up.$LAYER_ID.weight", ..],
      "optional_statements": ["lm_head.weight^T -> lm_head.weight", ..]}
 
-``^T`` transposes, ``a, b, c -> d, axis=1`` joins and the reverse splits, ``a -> _`` leaves out. The
-optimizer's tensors and the master weights go with their parameters.
+``^T`` transposes, ``a, b, c -> d, axis=1`` joins and the reverse splits, ``a -> _`` leaves out,
+``a -> b, dtype='float16'`` casts. The optimizer's tensors and the master weights go with their
+parameters, and keep their dtypes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
-from fleetpipe.checkpoint.files.tensors import Described
-from fleetpipe.checkpoint.formats.contents import Checkpoint, LazyTensor, bits, shown
+from fleetpipe.checkpoint.files.tensors import Described, Region
+from fleetpipe.checkpoint.formats.casts import can_cast, cast
+from fleetpipe.checkpoint.formats.contents import Checkpoint, LazyTensor, bits, part_of, shown
 from fleetpipe.checkpoint.formats.flex_checkpoint import Copied, composed
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.json_value import JsonValue, Source, read
@@ -95,7 +97,8 @@ def renamed(state: Checkpoint, names: NameMap) -> Checkpoint:
             if all(part.source in sources for part in parts):
                 full = TensorName(group, f"{name}/{kind}" if kind else name)
                 # Powers of beta are one number, whatever the shape of the parameter.
-                one = sources[parts[0].source] if "pow" in kind else _built(parts, sources)
+                uncast = [part._replace(casts=()) for part in parts]
+                one = sources[parts[0].source] if "pow" in kind else _built(uncast, sources)
                 contents[full] = one
     return replace(state, tensors=contents)
 
@@ -152,7 +155,20 @@ def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
 
 def _built(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTensor:
     """Returns a tensor that is put together when it is read."""
-    dtypes = {sources[part.source].described.dtype for part in parts}
+    described = _described(parts, sources)
+
+    def read(cut: Region | None) -> np.ndarray:
+        whole = np.empty(described.shape, bits(described))
+        for part in parts:
+            whole[part.put] = _values(part, sources[part.source])
+        return part_of(whole, cut)
+
+    return LazyTensor(described, read)
+
+
+def _described(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Described:
+    """Returns what comes of some parts, which must fit each other and what they are taken of."""
+    dtypes = {_dtype_of(part, sources[part.source].described.dtype) for part in parts}
     if len(dtypes) != 1:
         names = ", ".join(f"{p.source} {sources[p.source].described.dtype}" for p in parts)
         raise CheckpointError(
@@ -160,8 +176,6 @@ def _built(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTe
             got=names,
             fix="save them in one dtype, or leave them apart",
         )
-    shape = tuple(max(piece.stop for piece in pieces) for pieces in zip(*(p.put for p in parts)))
-    described = Described(dtypes.pop(), shape)
     for part in parts:
         source = sources[part.source].described
         if any(piece.stop > size for piece, size in zip(part.taken, source.shape)):
@@ -170,14 +184,27 @@ def _built(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTe
                 got=str(source),
                 fix="save the checkpoint again: its optimizer is that of another model",
             )
+    shape = tuple(max(piece.stop for piece in pieces) for pieces in zip(*(p.put for p in parts)))
+    return Described(dtypes.pop(), shape)
 
-    def read() -> np.ndarray:
-        whole = np.empty(shape, bits(described))
-        for part in parts:
-            array = sources[part.source].read()[part.taken]
-            for order in part.orders:
-                array = array.transpose(order)
-            whole[part.put] = array
-        return whole
 
-    return LazyTensor(described, read)
+def _dtype_of(part: Copied, dtype: str) -> str:
+    """Returns the dtype of a part after its casts."""
+    for target in part.casts:
+        if not can_cast(dtype, target):
+            raise ConfigError(
+                f"{part.source!r} cannot be cast from {dtype} to {target}",
+                expected="float32, float16 or bfloat16",
+                fix="leave dtype= out of its statement: the tensor keeps its bits",
+            )
+        dtype = target
+    return dtype
+
+
+def _values(part: Copied, source: LazyTensor) -> np.ndarray:
+    array, dtype = source.read()[part.taken], source.described.dtype
+    for order in part.orders:
+        array = array.transpose(order)
+    for target in part.casts:
+        array, dtype = cast(array, dtype, target), target
+    return array

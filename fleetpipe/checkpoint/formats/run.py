@@ -15,7 +15,7 @@ from fleetpipe.checkpoint.files.manifest import Manifest
 from fleetpipe.checkpoint.files.plan import Holding, Inventory, indexes, planned
 from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
-from fleetpipe.checkpoint.files.tensors import Described
+from fleetpipe.checkpoint.files.tensors import Described, Region
 from fleetpipe.checkpoint.files.writer import Assignment, described_files, write
 from fleetpipe.checkpoint.formats.contents import Checkpoint, LazyTensor, bits, memory_of
 from fleetpipe.checkpoint.ranks import Ranks
@@ -24,7 +24,7 @@ from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.version import __version__
 
-_SCHEDULER = "lr_scheduler"
+SCHEDULER = "lr_scheduler"
 
 
 def is_there(path: Path) -> bool:
@@ -57,16 +57,17 @@ def read_step(path: Path, step: int | None = None) -> Checkpoint:
     return Checkpoint(
         {name: LazyTensor(contents[name].tensor, _reading(reader, name)) for name in names},
         reader.manifest.step,
-        reader.text(training_state.FILE).get(_SCHEDULER),
+        reader.text(training_state.FILE).get(SCHEDULER),
     )
 
 
-def _reading(reader: StepReader, name: TensorName) -> Callable[[], np.ndarray]:
-    def read() -> np.ndarray:
+def _reading(reader: StepReader, name: TensorName) -> Callable[[Region | None], np.ndarray]:
+    def read(cut: Region | None) -> np.ndarray:
         described: Described = reader.manifest.tensors[name].tensor
-        array = np.empty(described.shape, bits(described))
+        shape = described.shape if cut is None else cut.part(described.shape)
+        array = np.empty(shape, bits(described))
         with reader.opened() as read_into:
-            read_into(name, None, memory_of(array))
+            read_into(name, cut, memory_of(array))
         return array
 
     return read
@@ -95,7 +96,7 @@ def write_step(state: Checkpoint, home: Path, step: int) -> None:
     ranks = Ranks(SoleGroup())
     states = {"extra": {}, "random": training_state.random_states()}
     if state.scheduler is not None:
-        states[_SCHEDULER] = state.scheduler
+        states[SCHEDULER] = state.scheduler
     merged = training_state.merged([states], [ranks.place])
     holdings = {
         name: Holding(tensor.described, None, False) for name, tensor in state.tensors.items()
