@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fleetpipe.capture.cutting.cuts import SplitPoint as SplitPoint
     from fleetpipe.capture.explain import explain as explain
     from fleetpipe.capture.tracing.mark import pipe_split as pipe_split
+    from fleetpipe.checkpoint.formats.load import load_checkpoint as load_checkpoint
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.checkpoint.restoring import load_single as load_single
     from fleetpipe.fit.model import Model as Model
@@ -40,6 +41,7 @@ _LATE = {
     "SplitPoint": "fleetpipe.capture.cutting.cuts",
     "callbacks": "fleetpipe.callbacks",
     "explain": "fleetpipe.capture.explain",
+    "load_checkpoint": "fleetpipe.checkpoint.formats.load",
     "load_single": "fleetpipe.checkpoint.restoring",
     "locate": "fleetpipe.locator.command",
     "pipe_split": "fleetpipe.capture.tracing.mark",
@@ -56,6 +58,7 @@ __all__ = [
     "callbacks",
     "explain",
     "install",
+    "load_checkpoint",
     "load_single",
     "locate",
     "pipe_split",

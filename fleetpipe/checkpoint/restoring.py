@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, Saved, SavedPart, TensorName
 from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory
-from fleetpipe.checkpoint.files.reader import StepReader
+from fleetpipe.checkpoint.files.reader import SavedStep, StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.ranks import Place, Ranks
 from fleetpipe.mesh.groups import SoleGroup
@@ -34,7 +34,6 @@ class Restored(NamedTuple):
     metrics: Mapping[str, float]
 
 
-@dynamic_mode()
 def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Objects) -> Restored:
     """Restores a step into some objects. Collective over ``ranks``.
 
@@ -48,7 +47,24 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
         return retention.chosen(step).name if ranks.rank == 0 else ""
 
     folder = retention.home / ranks.together(what, choose)[0]
-    attempt = _Attempt(folder, objects)
+    return restore_from(ranks, what, lambda: (StepReader(folder), objects))
+
+
+@dynamic_mode()
+def restore_from(
+    ranks: Ranks, what: str, begin: Callable[[], tuple[SavedStep, Objects]]
+) -> Restored:
+    """Restores what each rank opens. Collective over ``ranks``.
+
+    Args:
+        ranks: All of them.
+        what: What is done, for messages.
+        begin: Opens the files, and says what is restored from them.
+
+    Raises:
+        CheckpointError: As for :func:`restore`.
+    """
+    attempt = _Attempt(begin)
     try:
         ranks.together(what, lambda: attempt.prepare(ranks))
     except BaseException:
@@ -90,19 +106,19 @@ def load_single(
 class _Attempt:
     """One rank's part of restoring a step, of which the first half changes nothing."""
 
-    reader: StepReader
+    reader: SavedStep
     state: dict[str, Any]
+    _objects: Objects
     _training: TrainingState
 
-    def __init__(self, folder: Path, objects: Objects) -> None:
-        self._folder = folder
-        self._objects = objects
+    def __init__(self, begin: Callable[[], tuple[SavedStep, Objects]]) -> None:
+        self._begin = begin
         self._parts: list[SavedPart] = []
         self._wanted: Mapping[TensorName, Held] = {}
 
     def prepare(self, ranks: Ranks) -> None:
         """Reads and compares, this rank its share of all tensors."""
-        self.reader = StepReader(self._folder)
+        self.reader, self._objects = self._begin()
         self.state = self.reader.text(training_state.FILE)
         self.reader.check_texts()
         model = self._objects.model_part()

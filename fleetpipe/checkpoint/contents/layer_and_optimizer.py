@@ -324,7 +324,7 @@ def require_kind(kind: str, saved: Saved) -> None:
             "the checkpoint has no state of this optimizer",
             expected=kind,
             got=saved.optimizer or "no optimizer",
-            fix='build the optimizer that was saved, or restore the model alone: only=("model",)',
+            fix="build the optimizer that was saved, or restore the model without optimizer=",
         )
 
 

@@ -8,20 +8,42 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fleetpipe.checkpoint.contents.parts import GROUPS, TensorName
 from fleetpipe.checkpoint.files import manifest, tensors
-from fleetpipe.checkpoint.files.manifest import Whole, WrittenPart
+from fleetpipe.checkpoint.files.manifest import Manifest, Whole, WrittenPart
 from fleetpipe.checkpoint.files.tensors import Layout, Region, Stored, damaged
 from fleetpipe.errors import CheckpointError
 
 #: A value of JSON.
 Json = Any
+
+
+class SavedStep(Protocol):
+    """What a step is restored from: see :class:`StepReader`, or files of another program."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """All but the tensors."""
+
+    def text(self, name: str) -> Json:
+        """Returns the contents of a JSON file."""
+
+    def check_texts(self) -> None:
+        """Compares the files that are no tensors."""
+
+    def check(self, groups: Collection[str], share: int, shares: int) -> None:
+        """Compares a share of the tensors."""
+
+    def opened(
+        self,
+    ) -> AbstractContextManager[Callable[[TensorName, Region | None, memoryview], None]]:
+        """Gives what reads a part of a tensor into memory."""
 
 
 class StepReader:

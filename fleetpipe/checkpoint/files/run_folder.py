@@ -228,7 +228,8 @@ class Retention:
                 else "there is no checkpoint in this folder",
                 where=str(self.home),
                 got=f"steps {[*steps]}" if steps else "no complete step",
-                fix="begin without restoring, or check the folder",
+                fix="begin without restoring, or check the folder; fleetpipe.load_checkpoint loads "
+                "what other programs have saved",
             )
         return steps[number]
 

@@ -4,5 +4,7 @@ Each format has a reader, which makes a ``contents.Checkpoint`` of files, and a 
 makes files of one; ``convert.py`` has the table of them, and is where to start. ``name_map.py``
 gives tensors other names. They are read when they are written, one after another.
 
-Entered by: ``convert``.
+``load.py`` gives them to a job as they are.
+
+Entered by: ``convert``, ``load``.
 """

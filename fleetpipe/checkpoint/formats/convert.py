@@ -86,6 +86,34 @@ def format_of(folder: Path) -> str:
     )
 
 
+def read_checkpoint(
+    folder: Path, source_format: str, names: NameMap | None = None, step: int | None = None
+) -> Checkpoint:
+    """Reads all of a checkpoint but the values of its tensors.
+
+    Args:
+        folder: Its folder; or that of a run of fleetpipe's.
+        source_format: Its format.
+        names: Gives the tensors other names.
+        step: Which step of a run; by default the newest.
+
+    Raises:
+        CheckpointError: It is damaged, or has no tensors.
+        ConfigError: The map of names does not fit.
+    """
+    if source_format == FLEETPIPE:
+        state = run.read_step(folder, step)
+    else:
+        state = FORMATS[source_format].read(folder)
+    if not state.tensors:
+        raise CheckpointError(
+            "the checkpoint has no tensors",
+            where=str(folder),
+            fix="pass the folder of a step that has a model",
+        )
+    return state if names is None else renamed(state, names)
+
+
 def convert(
     source: Path,
     target: Path,
@@ -121,27 +149,18 @@ def convert(
             where=str(target),
             fix="give a folder that does not exist",
         )
-    state = run.read_step(source, step) if read_as == FLEETPIPE else FORMATS[read_as].read(source)
-    if not state.tensors:
-        raise CheckpointError(
-            "the checkpoint has no tensors",
-            where=str(source),
-            fix="pass the folder of a step that has a model",
-        )
-    if names is not None:
-        state = renamed(state, names)
-    fitting = {n: t for n, t in state.tensors.items() if n.group in FORMATS[write_as].groups}
-    left_out = [str(name) for name in state.tensors if name not in fitting]
-    state = replace(state, tensors=fitting)
-    write = FORMATS[write_as].write
+    whole = read_checkpoint(source, read_as, names, step if read_as == FLEETPIPE else None)
+    groups, write = FORMATS[write_as].groups, FORMATS[write_as].write
+    state = replace(whole, tensors={n: t for n, t in whole.tensors.items() if n.group in groups})
     if write is None:
         number = step if step is not None and read_as != FLEETPIPE else state.step or 0
         run.write_step(state, target, number)
-        written = f"step {number} of {target}: {len(fitting)} tensors"
+        written = f"step {number} of {target}: {len(state.tensors)} tensors"
     else:
         with appearing(target) as draft:
             write(state, draft)
-        written = f"{target}: {len(fitting)} tensors from {read_as} to {write_as}"
+        written = f"{target}: {len(state.tensors)} tensors from {read_as} to {write_as}"
+    left_out = [str(name) for name in whole.tensors if name not in state.tensors]
     if left_out:
         written += f"\nleft out, as {write_as} has no place for it: {shown(left_out)}"
     return written

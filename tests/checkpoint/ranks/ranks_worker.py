@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import paddle
+import pytest
 from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
+from fleetpipe.checkpoint.files import tensors
+from fleetpipe.errors import CheckpointError
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,
     LayerDesc,
@@ -19,7 +22,7 @@ from fleetpipe.fleet.meta_parallel import (
 )
 from tests.dygraph import tied
 from tests.dygraph.models import LENGTH, MODELS, WIDTH
-from tests.pipelines import job, pipeline
+from tests.pipelines import bits, job, pipeline
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {"pp": 2},
@@ -29,6 +32,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2, "micro_batches": 2},
     "sharding": {"sharding": 2, "micro_batches": 2},
 }
+#: Folders of one checkpoint, by the format that each has, and the run itself.
+FORMS = ("unified", "formers", "distributed", "run")
 
 
 class Sliced(nn.Layer):
@@ -114,3 +119,38 @@ def read(home: Path, names: list[str]) -> dict[str, tuple[bool, float]]:
                 same = contents(copy) == contents(home / writer)
                 found[f"{name} from {writer}"] = same, run.train(2)
     return found
+
+
+def load(home: Path, layout: dict[str, int]) -> list[Any]:
+    """Loads the same checkpoint in each format, and saves it.
+
+    Returns for each whether its files are those of ``alone``, the number of the learning rate's
+    step, and the bytes that this rank has read; last what is said of one without a file.
+    """
+    results: list[Any] = []
+    with job(micro_batches=4, **layout):
+        for form in FORMS:
+            run = Run()
+            with pytest.MonkeyPatch.context() as patched:
+                sizes: list[int] = []
+
+                def counted(*args: Any, to: list[int] = sizes, read: Any = tensors.read) -> None:
+                    to.append(len(args[-1]))
+                    read(*args)
+
+                patched.setattr(tensors, "read", counted)
+                assert fleetpipe.load_checkpoint(home / form, **run.objects) == 2 * (form == "run")
+            copy = home / f"{form} on {layout}"
+            fleetpipe.CheckpointManager(copy).save(2, **run.objects)
+            # Buffers that no state dict has stand in fleetpipe's own runs alone.
+            saved, expected = (
+                {n: f for n, f in contents(one).items() if n[0] != "b"}
+                for one in (copy, home / "alone")
+            )
+            same = saved == expected
+            results.append((same, run.rate.last_epoch, sum(sizes)))
+        before = bits(run.model.layers.own_state())
+        with pytest.raises(CheckpointError) as caught:
+            fleetpipe.load_checkpoint(home / "cut short", **run.objects)
+        assert bits(run.model.layers.own_state()) == before
+        return [*results, str(caught.value)]
