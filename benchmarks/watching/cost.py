@@ -96,9 +96,9 @@ class _NoMeter:
     def begin(self) -> None:
         """Does nothing."""
 
-    def take(self) -> tuple[float, float, float, float, dict[int, int]]:
+    def take(self) -> tuple[float, float, float, float, dict[int, int], float]:
         """Returns nothing."""
-        return 0.0, 0.0, 0.0, 0.0, {}
+        return 0.0, 0.0, 0.0, 0.0, {}, 0.0
 
 
 def measure(watched: bool, repeats: int) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def measure(watched: bool, repeats: int) -> dict[str, Any]:
     if watched:
         strategy.fleetpipe_configs = {"serve": PORT}
     else:
-        runtime.StepMeter = lambda plan, ranks: _NoMeter()  # type: ignore[misc, assignment]
+        runtime.StepMeter = lambda *_: _NoMeter()  # type: ignore[misc, assignment]
         reporting.begin = lambda job, address: None  # type: ignore[assignment]
         watch.STATUS_SECONDS = 3600
     paddle.seed(1)

@@ -434,7 +434,7 @@ class Runtime:
         early = EarlyRecompute() if self._waits_filled else None
         observers = (self.guards, issued, early, self.trace, chaos)
         training = [observer for observer in observers if observer is not None]
-        self.meter = StepMeter(self._plan, self.job.pipeline_ranks())
+        self.meter = StepMeter(self._plan, self.job.pipeline_ranks(), not self.job.local)
         costs = self.config.costs
         self.job.describe_steps(
             (s for s in range(placement.stages) if self.plays(placement.rank_of(s))),

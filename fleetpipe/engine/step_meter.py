@@ -1,12 +1,17 @@
 """Times what a rank computes in a step, and counts the messages that it waits for.
 
 It reads the clock a few times in a step, however many actions that has, and around each wait.
+
+A machine that others use may take 1.5 times as long for the same work for a while. So a small piece
+of work that is always the same, the probe, is timed behind some of the actions: how much longer
+they take than it does is how much more they compute.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 from fleetpipe.engine.observer import Blocked, Instruction, Played
@@ -15,6 +20,9 @@ from fleetpipe.schedules import Action, Fused, Op, Plan, Recv
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.operations import ranks_of
 from fleetpipe.systems import ProcessorQueue
+
+#: Most probes of a step, and the additions of each, which take some 5 microseconds.
+PROBES, _ADDITIONS = 8, 60
 
 
 class StepTimes(NamedTuple):
@@ -26,6 +34,7 @@ class StepTimes(NamedTuple):
         data: What passed before, since the step before, without what it waited for a processor.
         limited: Since the step before, in which the limit of the container let it not run.
         awaited: How many messages of each rank of the job it waited for.
+        probe: Processor time of a probe, the median of the step; 0 where none ran.
     """
 
     cpu: float
@@ -33,6 +42,7 @@ class StepTimes(NamedTuple):
     data: float
     limited: float
     awaited: dict[int, int]
+    probe: float
 
 
 class _Moment(NamedTuple):
@@ -51,16 +61,21 @@ class _Moment(NamedTuple):
 class StepMeter:
     """An observer of the engine, for the ranks that this process plays."""
 
-    def __init__(self, plan: Plan, ranks: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, ranks: Sequence[int], probes: bool = True) -> None:
         """Begins with nothing.
 
         Args:
             plan: What runs.
             ranks: The ranks of the job that are those of the pipeline.
+            probes: Whether to run probes; nobody needs them where one process plays all ranks.
         """
         self._ranks = ranks
         self._placement = plan.placement
-        self._last = {rank: _last_action(row) for rank, row in enumerate(plan.ops)}
+        actions = [_actions(row) for row in plan.ops]
+        self._last = [row[-1] if row else None for row in actions]
+        self._probed = [row[:: -(-len(row) // PROBES) or 1] if probes else [] for row in actions]
+        self._probes: list[float] = []
+        self._probing = 0.0
         self._queue: ProcessorQueue | None = None
         self._waited = self._data = 0.0
         self._begun = self._ended = _Moment(0.0, 0.0, 0.0, 0.0)
@@ -73,6 +88,7 @@ class StepMeter:
             self._queue = ProcessorQueue()
         self._waited = 0.0
         self._awaited = {}
+        self._probes = []
         self._begun = self._ended = now = self._now()
         self._data = 0.0 if self._done is None else now.active(self._done)
 
@@ -84,20 +100,24 @@ class StepMeter:
         cpu = self._ended.cpu - self._begun.cpu
         # Some of the time in the queue may have been a wait for a message too.
         wall = max(cpu, self._ended.active(self._begun) - self._waited)
-        return StepTimes(cpu, wall, self._data, limited, self._awaited)
+        probe = median(self._probes or [0.0])
+        return StepTimes(cpu, wall, self._data, limited, self._awaited, probe)
 
     def _now(self) -> _Moment:
         queued = limited = 0.0
         if self._queue is not None:
             queued, limited = self._queue.seconds(), self._queue.limited_seconds()
-        cpu = time.thread_time() + here.helped
-        return _Moment(time.monotonic(), cpu, queued, limited)
+        # As if there were no probes.
+        cpu = time.thread_time() + here.helped - self._probing
+        return _Moment(time.monotonic() - self._probing, cpu, queued, limited)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`."""
         if isinstance(op, Recv):
             source, _ = ranks_of(op, self._placement)
             return self._waiting(instruction, self._ranks[source])
+        if op in self._probed[played.rank]:
+            instruction = self._with_probe(instruction)
         return self._ending(instruction) if op == self._last[played.rank] else instruction
 
     def _waiting(self, instruction: Instruction, peer: int) -> Instruction:
@@ -124,7 +144,22 @@ class StepMeter:
 
         return ended
 
+    def _with_probe(self, instruction: Instruction) -> Instruction:
+        def probed() -> Blocked | None:
+            blocked = instruction()
+            if blocked is None:
+                time.thread_time()  # the first reading behind an action takes longer
+                begin = time.thread_time()
+                total = 0
+                for number in range(_ADDITIONS):
+                    total += number
+                seconds = time.thread_time() - begin
+                self._probes.append(seconds)
+                self._probing += seconds
+            return blocked
 
-def _last_action(row: Sequence[Op]) -> Action | None:
-    actions = [part for op in row if isinstance(op, (Action, Fused)) for part in parts(op)]
-    return actions[-1] if actions else None
+        return probed
+
+
+def _actions(row: Sequence[Op]) -> list[Action]:
+    return [part for op in row if isinstance(op, (Action, Fused)) for part in parts(op)]

@@ -25,8 +25,8 @@ class Meter(Protocol):
     def begin(self) -> None:
         """Begins a step."""
 
-    def take(self) -> tuple[float, float, float, float, dict[int, int]]:
-        """Returns ``cpu``, ``wall``, ``data`` and saving, ``limited``, and awaited messages."""
+    def take(self) -> tuple[float, float, float, float, dict[int, int], float]:
+        """Returns ``cpu``, ``wall``, ``data`` and saving, ``limited``, awaited, ``probe``."""
 
 
 class RunProgress:
@@ -89,7 +89,7 @@ class RunProgress:
         self.flights()
         meter.begin()
         yield
-        cpu, wall, passed, limited, awaited = meter.take()
+        cpu, wall, passed, limited, awaited, probe = meter.take()
         flights = tuple(
             number
             for peer, flight in self.flights().items()
@@ -99,7 +99,7 @@ class RunProgress:
         now = time.monotonic()
         if self._ended is not None:
             span = now - self._ended
-            row = StepRow(self.step, span, cpu, wall, data, self._save, limited, flights)
+            row = StepRow(self.step, span, cpu, wall, data, self._save, limited, flights, probe)
             self._last.append(row)
             self._rows.append(row)
         self._ended, self._save = now, 0.0

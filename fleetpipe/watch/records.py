@@ -29,6 +29,7 @@ class StepRow(NamedTuple):
         limited: In which the limit of its container let it not run.
         flights: For each rank of which messages came: its rank, the seconds that the quickest was
             on its way by the clocks of both, which may differ, and how many it waited for.
+        probe: Processor time of a small piece of work that is always the same; 0: not measured.
     """
 
     step: int
@@ -39,6 +40,7 @@ class StepRow(NamedTuple):
     save: float
     limited: float = 0.0
     flights: tuple[float, ...] = ()
+    probe: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class RankRecord:
         return replace(self, rows=())
 
     def content(self) -> dict[str, Any]:
-        """Returns it as a value of JSON, with times to the microsecond."""
+        """Returns it as a value of JSON, with times to the nanosecond."""
         return {field.name: _rounded(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
@@ -130,7 +132,7 @@ class RankRecord:
 def _rounded(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_rounded(item) for item in value]
-    return round(value, 6) if isinstance(value, float) else value
+    return round(value, 9) if isinstance(value, float) else value
 
 
 def _rows(value: JsonValue) -> tuple[StepRow, ...]:

@@ -3,9 +3,12 @@
 A rank is compared with its peers, those that run the same stages of other replicas; one without
 peers with its own earlier steps, less what the other ranks have become slower by meanwhile. Its
 figure counts where seven of eight steps in a row are above a threshold, and what is lost is a part
-of the step that matters. The threshold is learned: it lies above all that the undisturbed steps
-before have shown, and never below ``LEAST``. A limit of a rank's processor time is what the kernel
-tells of it: nothing is learned there.
+of the step that matters. The threshold is learned: it lies above nearly all that the undisturbed
+steps before have shown, and never below ``LEAST``. A limit of a rank's processor time is what the
+kernel tells of it: nothing is learned there.
+
+Computing is counted in probes, pieces of work that are always the same: a machine that others use
+takes longer for both. One that is much slower for all that it computes is named as such.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ LEAST_LINK = 1.3
 FEWEST, MOST = 12, 200
 #: How far the threshold lies above what chance has shown, and further after few steps.
 _MARGIN, _FEW = 1.25, 6.0
+#: The part of the steps that shows it: one slowness that was not named must not hide the next.
+_CHANCE = 0.95
 #: The first steps allocate memory and load code.
 _WARM_UP = 3
 #: The least part of a step that a slowness costs, and that a slow link does.
@@ -36,9 +41,17 @@ _MATTERS, _LINK_MATTERS = 0.01, 0.05
 _SHORTEST = 1e-7
 #: The least time that is looked at for a limit: by default a kernel counts in tenths of a second.
 _LIMIT_SECONDS = 0.4
-LIMIT = "compute (processor limit)"
-#: The logarithm of how much a machine may change before the threshold rises with it.
+LIMIT, MACHINE = "compute (processor limit)", "compute (slow machine)"
+#: The least threshold of a machine: others on it make it 1.5 times as slow now and then.
+LEAST_MACHINE = 2.0
+#: The logarithm of what others become slower by and that may be chance.
 _STEADY = math.log(1.1)
+#: What a rank is named for, by the figure of a row in which it is slow.
+_WHAT = {"cpu": "compute", "wall": "compute", "data": "data", "save": "save", "probe": MACHINE}
+_REMEDIES = {
+    LIMIT: "; give its container more processor time (cpu.max, docker's --cpus)",
+    MACHINE: "; look for what else runs on its host or core, and for its clock and temperature",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,8 @@ class SlowRank:
 
     Attributes:
         rank: Its rank in the job.
-        what: ``compute``, ``compute (processor limit)``, ``data``, ``save``, or ``link to rank N``.
+        what: ``compute``, ``compute (processor limit)``, ``compute (slow machine)``, ``data``,
+            ``save``, or ``link to rank N``.
         factor: How many times as long it takes.
     """
 
@@ -57,8 +71,7 @@ class SlowRank:
 
     def __str__(self) -> str:
         text = f"rank {self.rank} is slow: {self.what} takes {self.factor:.1f} times as long"
-        remedy = "; give its container more processor time (cpu.max, docker's --cpus)"
-        return text + remedy * (self.what == LIMIT)
+        return text + _REMEDIES.get(self.what, "")
 
 
 class _Compared(NamedTuple):
@@ -68,13 +81,11 @@ class _Compared(NamedTuple):
         factor: The logarithm of how many times as long it took.
         lost: Seconds more than that.
         costs: Seconds of it that matter.
-        doubt: By how much the threshold is higher in this step.
     """
 
     factor: float
     lost: float
     costs: float
-    doubt: float
 
 
 class StepComparison:
@@ -97,12 +108,12 @@ class StepComparison:
         self._count = 0
         self.slow: dict[int, float] = {}
 
-    def add(self, figures: Mapping[int, float], costs: float) -> None:
+    def add(self, figures: Mapping[int, float], costs: Mapping[int, float]) -> None:
         """Takes the figures of a step.
 
         Args:
-            figures: Seconds, of all.
-            costs: Seconds more than usual that matter.
+            figures: Seconds, or probes, of all.
+            costs: How much more than usual matters, likewise.
         """
         self._count += 1
         if self._count <= _WARM_UP:
@@ -125,35 +136,36 @@ class StepComparison:
         self._usual = {rank: median(figures) for rank, figures in self._figures.items()}
         for rank, chance in self._chance.items():
             # The last ones may be the beginning of what is to be noticed.
-            past = list(chance)[:-WINDOW]
+            past = sorted(list(chance)[:-WINDOW])
             if len(past) >= FEWEST:
-                most = max(past) - median(past)
+                most = past[int(_CHANCE * len(past))] - median(past)
                 margin = _MARGIN + _FEW / len(past)
                 self._thresholds[rank] = max(self._least, margin * most)
 
-    def _compared(self, figures: Mapping[int, float], costs: float) -> dict[int, _Compared]:
+    def _compared(
+        self, figures: Mapping[int, float], costs: Mapping[int, float]
+    ) -> dict[int, _Compared]:
         changes = {rank: math.log(figures[rank] / self._usual[rank]) for rank in figures}
         compared = {}
         for rank, figure in figures.items():
-            reference, doubt = self._usual[rank], 0.0
+            reference = self._usual[rank]
             if self._peers[rank]:
                 reference = median(figures[peer] for peer in self._peers[rank])
             elif len(figures) > 1:
                 common = median(changes[one] for one in figures if one != rank)
-                reference *= math.exp(max(0.0, common))
-                doubt = max(0.0, abs(common) - _STEADY)
+                reference *= math.exp(max(0.0, common - _STEADY))
             factor = math.log(figure / reference)
-            compared[rank] = _Compared(factor, figure - reference, costs, doubt)
+            compared[rank] = _Compared(factor, figure - reference, costs[rank])
         return compared
 
     def _factor(self, rank: int, learns: bool) -> float | None:
         """Returns the factor of one that is slow, else None."""
-        factors, lost, costs, doubts = zip(*(step[rank] for step in self._recent))
+        factors, lost, costs = zip(*(step[rank] for step in self._recent))
         ordered = sorted(factors)
         low, high = ordered[WINDOW - OF_WINDOW], ordered[OF_WINDOW - 1]
         # What was slow stays so until as many steps are below the threshold again.
         shown = high if rank in self.slow else low
-        slow = shown > self._thresholds.get(rank, math.inf) + median(doubts)
+        slow = shown > self._thresholds.get(rank, math.inf)
         if learns and not slow:
             self._chance[rank].append(low)
         matters = median(lost) > median(costs)
@@ -195,8 +207,10 @@ class SlowRanks:
             rank: [other for other in places if other != rank and places[other] == place]
             for rank, place in places.items()
         }
-        names = ("cpu", "wall", "data", "save")
-        self._comparisons = {name: StepComparison(peers) for name in names}
+        self._comparisons = {
+            name: StepComparison(peers, LEAST_MACHINE if what == MACHINE else LEAST)
+            for name, what in _WHAT.items()
+        }
         self._links: dict[tuple[int, int], StepComparison] = {}
         self._flights: dict[tuple[int, int], float] = {}
         self._limits = {rank: ProcessorLimit() for rank in places}
@@ -217,18 +231,24 @@ class SlowRanks:
 
     def _compare(self, step: Mapping[int, StepRow]) -> None:
         span = median(row.span for row in step.values())
+        probes = {rank: row.probe or 1.0 for rank, row in step.items()}
         for name, comparison in self._comparisons.items():
             figures = {rank: float(getattr(row, name)) for rank, row in step.items()}
-            if name != "save" or all(figures.values()):
-                comparison.add(figures, _MATTERS * span)
+            costs = dict.fromkeys(step, _MATTERS * span if name != "probe" else 0.0)
+            if _WHAT[name] == "compute":
+                for rank, probe in probes.items():
+                    figures[rank] /= probe
+                    costs[rank] /= probe
+            if name not in ("save", "probe") or all(figures.values()):
+                comparison.add(figures, costs)
         self._compare_links(step, span)
         for rank, row in step.items():
             self._limits[rank].add(row.limited, row.span)
         slow: dict[tuple[int, str], float] = {}
         for name, comparison in self._comparisons.items():
-            what = "compute" if name in ("cpu", "wall") else name
             for rank, factor in comparison.slow.items():
-                slow[rank, what] = max(factor, slow.get((rank, what), 0.0))
+                key = rank, _WHAT[name]
+                slow[key] = max(factor, slow.get(key, 0.0))
         for (rank, peer), link in self._links.items():
             slow.update(((rank, f"link to rank {peer}"), f) for f in link.slow.values())
         for rank, limit in self._limits.items():
@@ -258,4 +278,4 @@ class SlowRanks:
                 costs = _LINK_MATTERS * span / waits if waits else math.inf
                 link = self._links.setdefault((rank, peer), StepComparison({rank: []}, LEAST_LINK))
                 both = self._flights[rank, peer] + self._flights[peer, rank]
-                link.add({rank: both}, costs)
+                link.add({rank: both}, {rank: costs})

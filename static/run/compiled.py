@@ -128,7 +128,7 @@ class Compiled:
             for stage, program in recipe.stages.items()
         }
         self.stage = StaticStage(runners, streams)
-        self.meter = StepMeter(recipe.plan, recipe.job.pipeline_ranks())
+        self.meter = StepMeter(recipe.plan, recipe.job.pipeline_ranks(), not recipe.job.local)
         self.engine = self._engine()
         self._run_step = None
         if recipe.update is not None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from fleetpipe.engine import step_meter
 from fleetpipe.engine.observer import Blocked
 from fleetpipe.engine.step_meter import StepMeter
 from fleetpipe.schedules import Action, Recv, Send, build
@@ -65,3 +66,27 @@ def test_what_passes_between_steps_goes_to_the_next() -> None:
     time.sleep(0.05)
     meter.begin()
     assert meter.take().data == pytest.approx(0.05, abs=0.03)
+
+
+@pytest.mark.parametrize(("micro_batches", "probes"), [(2, 4), (8, 8), (9, 6), (50, 8)])
+def test_probes_run_behind_some_actions_and_are_no_part_of_them(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: int, probes: int
+) -> None:
+    plan = build("FThenB", ranks=2, micro_batches=micro_batches).lower()
+    actions = [op for op in plan.ops[1] if isinstance(op, Action)]
+    monkeypatch.setattr(step_meter, "_ADDITIONS", 100_000)
+    for wanted in (True, False):
+        meter = StepMeter(plan, [0, 1], wanted)
+        program = [meter.wrap(Played(), op, lambda: None) for op in actions]
+        meter.begin()
+        before = time.thread_time()
+        for instruction in program:
+            instruction()
+        spent = time.thread_time() - before
+        times = meter.take()
+        assert len(meter._probes) == (probes if wanted else 0)
+        if wanted:
+            assert probes * times.probe == pytest.approx(spent, rel=0.6)
+        else:
+            assert times.probe == 0
+        assert times.cpu <= times.wall < (0.5 * spent if wanted else 0.1)

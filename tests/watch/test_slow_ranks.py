@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from fleetpipe.watch.records import StepRow
-from fleetpipe.watch.slow_ranks import LIMIT, SlowRank, SlowRanks
+from fleetpipe.watch.slow_ranks import LIMIT, MACHINE, SlowRank, SlowRanks
 
 RANKS = 4
 #: Each with stages of its own; and two stages of two replicas.
@@ -41,6 +41,7 @@ def rows(step: int, chance: random.Random, noise: float) -> list[StepRow]:
             drawn(0.02),
             drawn(0.02) if step % 5 == 0 else 0.0,
             flights=flights(rank),
+            probe=5e-6 * machine * max(0.2, chance.gauss(1.0, noise / 2)),
         )
         for rank in range(RANKS)
     ]
@@ -97,6 +98,47 @@ def test_a_rank_that_takes_1_3_times_as_long_is_named_within_ten_steps(
         assert set(first) <= {(rank, what)}
         late += not since <= first.get((rank, what), 0) < since + 10
     assert late <= 1
+
+
+def swinging(change: Change, seed: int) -> Change:
+    """Each rank computes 1.5 times as long, probes too, in phases of up to 60 steps."""
+    chance = random.Random(seed)
+    phases = {rank: [chance.randrange(5, 60) for _ in range(200)] for rank in range(RANKS)}
+    slow = {
+        rank: [n % 2 == 1 for n, length in enumerate(lengths) for _ in range(length)]
+        for rank, lengths in phases.items()
+    }
+
+    def changed(step: int, rank: int, row: StepRow) -> StepRow:
+        computing = longer(["cpu", "wall", "probe"], 1.5 if slow[rank][step] else 1.0, rank, 0)
+        return change(step, rank, computing(step, rank, row))
+
+    return changed
+
+
+@pytest.mark.parametrize("places", [ALONE, REPLICAS])
+def test_a_machine_that_swings_hides_no_rank_that_computes_1_3_times_as_much(
+    places: Places,
+) -> None:
+    """In 19 of 20 jobs; and nobody is named for what the machine does, in 1,000 steps."""
+    assert named(1000, swinging(longer([], 1.0), 1), places, seed=1) == {}
+    late = 0
+    for seed in range(20):
+        rank, since = seed % RANKS, 100 + 3 * seed
+        computing = swinging(longer(["cpu", "wall"], 1.3, rank, since), seed)
+        first = named(since + 20, computing, places, seed=seed)
+        assert set(first) <= {(rank, "compute")}
+        late += not since <= first.get((rank, "compute"), 0) < since + 10
+    assert late <= 1
+
+
+@pytest.mark.parametrize("places", [ALONE, REPLICAS])
+def test_a_machine_that_is_much_slower_is_named_as_such(places: Places) -> None:
+    assert named(200, longer(["cpu", "wall", "probe"], 1.5), places) == {}
+    first = named(200, longer(["cpu", "wall", "probe"], 2.5), places)
+    assert set(first) == {(2, MACHINE)}
+    assert 100 <= first[2, MACHINE] < 110
+    assert "look for what else runs on its host" in str(SlowRank(2, MACHINE, 2.5))
 
 
 def later(seconds: float, since: int, awaited: float = 4) -> Change:
@@ -220,6 +262,15 @@ def test_one_that_was_slow_before_is_named_as_soon_again() -> None:
     assert seen[110]
     assert not seen[130]
     assert seen[160]
+
+
+def test_what_was_slow_too_early_to_be_named_hides_nothing_later() -> None:
+    def change(step: int, rank: int, row: StepRow) -> StepRow:
+        return longer(["cpu", "wall"], 1.3, since=12 if step < 21 else 100)(step, rank, row)
+
+    first = named(110, change)
+    assert set(first) == {(2, "compute")}
+    assert first[2, "compute"] >= 100
 
 
 def test_steps_that_a_rank_does_not_tell_are_left_out() -> None:
