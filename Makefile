@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-libraries test-libraries-short test-models test-next benchmarks benchmarks-short release types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-libraries test-libraries-short test-paddlenlp-short test-paddleformers-short environments test-models test-next benchmarks benchmarks-short release types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # Where an environment has its programs: on Windows, make and bash are those of Git's shell.
@@ -139,13 +139,19 @@ test-libraries: $(LIBRARIES:%=.venv-%/.installed)
 	    tests/libraries/test_models.py
 
 # For CI: a dense family of each library, and a mixture.
-SHORT := libraries libraries-formers-1.2.0
+test-libraries-short: test-paddlenlp-short test-paddleformers-short
 
-test-libraries-short: $(SHORT:%=.venv-%/.installed)
+test-paddlenlp-short: .venv-libraries/.installed
 	FLEETPIPE_TEST_FAMILIES=llama,qwen2moe \
 	    .venv-libraries/$(BIN)/python -m pytest -m libraries tests/libraries/test_models.py
+
+test-paddleformers-short: .venv-libraries-formers-1.2.0/.installed
 	FLEETPIPE_TEST_FAMILIES=llama .venv-libraries-formers-1.2.0/$(BIN)/python -m pytest \
 	    -m libraries tests/libraries/formers/test_formers_models.py
+
+# What CI needs, one after another: each writes the folder of this package's metadata.
+environments:
+	$(MAKE) -j1 $(patsubst %,.venv-%/.installed,262 262-cpu docs libraries libraries-formers-1.2.0)
 
 # Every model of paddle.vision, for as long as that takes.
 test-models: .venv/.installed
