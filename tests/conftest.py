@@ -82,6 +82,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not even import what would be left out."""
+    path = os.path.relpath(collection_path, config.rootpath)
+    return True if "not once" in config.option.markexpr and once.is_once(path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests. What waits most comes first, what leaves least to do comes last."""
     for item in items:

@@ -7,8 +7,8 @@ Fleet's face, parity, the ranks of a job, and the code of the documentation's pa
 
 from __future__ import annotations
 
-#: By reason, files and folders below ``tests``. Everything under NO_PADDLE can be collected where
-#: no Paddle is, which tests/ground/test_without_paddle.py checks.
+#: By reason, folders, files and tests below ``tests``. Everything under NO_PADDLE can be collected
+#: where no Paddle is, which tests/ground/test_without_paddle.py checks.
 NO_PADDLE = "imports no Paddle"
 ONCE: dict[str, tuple[str, ...]] = {
     NO_PADDLE: (
@@ -48,12 +48,35 @@ ONCE: dict[str, tuple[str, ...]] = {
     ),
     "kills ranks and starts them again: fit/test_resume.py does so on both versions": (
         *("checkpoint/ranks/test_dead_ranks.py", "checkpoint/ranks/test_killed_writers.py"),
+        "checkpoint/test_saving.py::test_a_kill_at_any_moment_leaves_a_whole_step",
         "launch/test_resume.py",
     ),
     "joins on ranks what one process, or fewer axes, shows of both versions": (
-        "processes/combinations",
+        *("processes/combinations", "processes/captured/test_captured_slices.py"),
         *("processes/pipeline/test_schedules.py", "processes/examples/test_doors.py"),
-        "processes/examples/test_resnet_cifar.py",
+        *("processes/pipeline/test_edges.py", "processes/pipeline/test_planned.py"),
+        *("compat/colossalai/test_ranks.py", "compat/mindspore/test_ranks.py"),
+        *("processes/examples/test_resnet_cifar.py", "processes/pipeline/test_post_validation.py"),
+        "processes/axes/test_sequences.py::test_checkpoints_and_traces_of_split_sequences",
+        "processes/axes/test_sequences.py::test_parity_joins_the_parts_of_sequences",
+        "processes/axes/test_sharding.py::test_checkpoints_and_parity",
+        "processes/axes/test_sharding.py::test_a_captured_model_is_compared_with_scattered_gradients",
+        "processes/axes/test_sharding.py::test_random_jobs",
+        "processes/captured/test_captured.py::test_ranks_get_what_one_process_gets[2]",
+        "processes/pipeline/test_shared_weights.py::test_three_copies_stay_equal_under_adamw[ZBV]",
+        "processes/pipeline/test_slices.py::test_a_model_that_is_no_pipeline_trains_on_two_axes",
+        "processes/pipeline/test_slices.py::test_a_pipeline_of_slices_has_parity_and_whole_state",
+        "dygraph/observe/test_guards.py::test_all_ranks_name_what_is_broken",
+    ),
+    "is one more of a table whose other rows run on both versions": (
+        "dygraph/train/test_schedules.py::test_the_pipeline_has_the_bits_of_the_single_model",
+        "dygraph/train/test_schedules.py::test_any_number_of_micro_batches_will_do",
+        "dygraph/train/test_schedules.py::test_loops_take_any_number_of_chunks",
+        "launch/test_run.py::test_an_error_is_shown_once_whichever_rank_has_it[failing1]",
+        "locator/test_bugs.py::test_a_bug_is_named[column-backward-not-reduced]",
+        "locator/test_bugs.py::test_a_right_program_whose_degrees_are_set_to_one_gives_no_alarm",
+        "processes/examples/test_run.py::test_the_exit_code_is_that_of_the_rank_that_failed_first",
+        "repository/test_notebook.py",
     ),
     "sends over Paddle's groups, or reads late: run on 3.3.1 alone until now": (
         *("transport/process_group", "transport/test_late.py", "dygraph/train/test_late.py"),
@@ -72,8 +95,9 @@ PATHS = tuple(f"tests/{path}" for paths in ONCE.values() for path in paths)
 
 def is_once(test: str) -> bool:
     """Whether a test, by its id, says nothing about the version of Paddle."""
-    file = test.partition("::")[0]
-    return any(f"{file}/".startswith(f"{path}/") for path in PATHS)
+    return any(
+        test == path or test.startswith((f"{path}/", f"{path}::", f"{path}[")) for path in PATHS
+    )
 
 
 def listing() -> list[str]:

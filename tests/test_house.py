@@ -282,8 +282,8 @@ def entered() -> dict[str, set[str]]:
     return by_package
 
 
-@pytest.mark.parametrize("package", sorted(entered()))
-def test_a_package_is_entered_where_its_docstring_says(package: str) -> None:
-    text = ast.get_docstring(tree(modules()[f"{package}.__init__"])) or ""
-    named = text.rpartition("Entered by: ")[2].rstrip(".").replace("``", "")
-    assert set(named.replace(",", " ").split()) == entered()[package]
+def test_a_package_is_entered_where_its_docstring_says() -> None:
+    for package, entries in entered().items():
+        text = ast.get_docstring(tree(modules()[f"{package}.__init__"])) or ""
+        named = text.rpartition("Entered by: ")[2].rstrip(".").replace("``", "")
+        assert set(named.replace(",", " ").split()) == entries, package
