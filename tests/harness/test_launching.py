@@ -62,7 +62,7 @@ def test_exit_code_of_the_failed_rank_is_the_jobs(launcher: Launch) -> None:
 def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(launcher: Launch) -> None:
     pytest.importorskip("paddle")
     source = """
-        import os, subprocess, sys, threading, time, paddle
+        import os, subprocess, threading, time
 
         def waits_for_ever():
             print("pid", os.getpid(), subprocess.Popen(["sleep", "600"]).pid)
@@ -76,8 +76,8 @@ def test_a_hang_shows_every_ranks_stack_and_leaves_no_process(launcher: Launch) 
     """
     start = time.monotonic()
     with pytest.raises(JobHung) as caught:
-        launcher(source, 2, timeout=15)
-    assert time.monotonic() - start < 15 + 5
+        launcher(source, 2, timeout=10)
+    assert time.monotonic() - start < 10 + 5
     text = str(caught.value)
     first, second = text.split("--- rank 1")
     for log in (first, second):
