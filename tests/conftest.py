@@ -49,6 +49,7 @@ CLOCK = {
     "tests/processes/hosts/test_start.py",
     "tests/processes/hosts/test_two_hosts.py",
     "tests/ray/test_cluster.py",
+    "tests/ray/test_launch.py",
     "tests/ray/test_trainer.py",
     "tests/starter/test_new.py",
     "tests/harness/test_launching.py",

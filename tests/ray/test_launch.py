@@ -7,8 +7,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 import pytest
@@ -18,7 +19,6 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[
 from tests.launching import ROOT, Finished
 
 _WORKER = ROOT / "tests" / "launch" / "resume_worker.py"
-_STEPS = "8"
 _LIMIT_SECONDS = 240
 _CLUSTER = """
 import sys
@@ -67,12 +67,12 @@ def _launch(
     folder: Path,
     address: str,
     *words: str,
-    stop_at: str = "",
-    happens: Callable[[subprocess.Popen[str]], object] = subprocess.Popen.terminate,
+    events: Mapping[str, Callable[[subprocess.Popen[str]], object]] = MappingProxyType({}),
 ) -> tuple[int, str]:
-    """Runs ``fleetpipe launch --ray``; once a line begins with ``stop_at`` something happens."""
+    """Runs ``fleetpipe launch --ray``; an event happens at the first line with its key."""
     command = [sys.executable, "-m", "fleetpipe", "launch", "--ray", address, *words]
     lines = []
+    left = dict(events)
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -85,9 +85,8 @@ def _launch(
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            if stop_at and line.startswith(stop_at):
-                happens(process)
-                stop_at = ""
+            for begin in [begin for begin in left if line.startswith(begin)]:
+                left.pop(begin)(process)
     return process.returncode, "".join(lines)
 
 
@@ -111,51 +110,42 @@ def _left(folder: Path) -> list[str]:
         time.sleep(0.1)
 
 
-def test_a_job_loses_a_rank_is_asked_to_stop_and_goes_on_with_its_bits(
-    address: str, tmp_path: Path, launch: Callable[..., Finished]
+def test_a_job_that_loses_a_rank_and_a_node_and_is_stopped_goes_on_with_its_bits(
+    cluster: tuple[str, IO[str]], tmp_path: Path, launch: Callable[..., Finished]
 ) -> None:
-    size = ("--nnodes", "2", "--nproc", "1", "--checkpoint_dir", "kept")
-    script = (str(_WORKER), _STEPS, "1.1.3=9")
-    code, output = _launch(tmp_path, address, *size, "--keep_state", *script, stop_at="step 4 ")
+    address, orders = cluster
+
+    def lose_a_node(_: object) -> None:
+        orders.write("lose a node\n")
+        orders.flush()
+
+    size = ("--nnodes", "2", "--nproc", "1", "--wait", "60", "--checkpoint_dir", "kept")
+    script = (str(_WORKER), "24", "1.1.3=9")
+    events = {"step 10 ": lose_a_node, "step 20 ": subprocess.Popen.terminate}
+    code, output = _launch(tmp_path, address, *size, "--keep_state", *script, events=events)
     assert code == 75, output
     # A rank that is killed costs no step, and says so by one that is left.
     assert "fleetpipe: attempt 1 ended in step 3: rank 1 died (was ended by SIGKILL)" in output
     assert "attempt 2 begins: restart 1 of 3" in output
     assert "goes on after 3 steps, as they were kept in memory" in output
-    assert "asked to stop, the job saved " in output
+    # What a lost node kept, another one has a copy of.
+    assert re.search(r"goes on after 1\d steps, as they were kept in memory", output), output
+    assert "asked to stop, the job saved 2" in output
     logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in range(2)]
-    assert all("step 2 " in log and "step 4 " in log for log in logs)
+    assert all("step 2 " in log and "step 20 " in log for log in logs)
 
     code, output = _launch(tmp_path, address, *size, *script)
     assert code == 0, output
-    assert "step 3 " not in output
-    assert _bits(output) == _bits(launch(_WORKER, None, args=[_STEPS]).logs[0]) != []
+    assert "step 19 " not in output
+    assert _bits(output) == _bits(launch(_WORKER, None, args=["24"]).logs[0]) != []
     assert _left(tmp_path) == []
 
 
 def test_a_cluster_that_is_too_small_is_told_before_anything_starts(
     address: str, tmp_path: Path
 ) -> None:
-    code, output = _launch(tmp_path, address, "--nnodes", "3", "--wait", "0", str(_WORKER), _STEPS)
+    code, output = _launch(tmp_path, address, "--nnodes", "3", "--wait", "0", str(_WORKER), "8")
     assert code == 2
     assert "the Ray cluster is too small for the job" in output
     assert "expected: 3 nodes with 1 CPU each" in output
     assert not (tmp_path / "log").exists()
-
-
-def test_after_a_lost_node_ranks_go_on_from_a_copy_with_their_bits(
-    cluster: tuple[str, IO[str]], tmp_path: Path, launch: Callable[..., Finished]
-) -> None:
-    address, orders = cluster
-
-    def lose(_: object) -> None:
-        orders.write("lose a node\n")
-        orders.flush()
-
-    size = ("--nnodes", "2", "--nproc", "1", "--wait", "60", "--checkpoint_dir", "kept")
-    script = (str(_WORKER), "24")
-    words = (*size, "--keep_state", *script)
-    code, output = _launch(tmp_path, address, *words, stop_at="step 12 ", happens=lose)
-    assert code == 0, output
-    assert re.search(r"goes on after [12]0 steps, as they were kept in memory", output), output
-    assert _bits(output) == _bits(launch(_WORKER, None, args=["24"]).logs[0]) != []
