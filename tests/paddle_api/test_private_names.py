@@ -94,11 +94,11 @@ def foreign(of: ast.Module) -> Iterator[str]:
             yield f"{node.lineno}: {name}"
 
 
-@pytest.mark.parametrize(
-    "module", [name for name in modules() if is_outside(name) and not name.startswith(TABLES)]
-)
-def test_no_other_file_names_what_is_private_to_paddle(module: str) -> None:
-    assert list(foreign(tree(modules()[module]))) == []
+def test_no_other_file_names_what_is_private_to_paddle() -> None:
+    outside = [name for name in modules() if is_outside(name) and not name.startswith(TABLES)]
+    named = {name: list(foreign(tree(modules()[name]))) for name in outside}
+    assert len(named) > 400
+    assert {name: names for name, names in named.items() if names} == {}
 
 
 @pytest.mark.parametrize(
