@@ -57,7 +57,7 @@ class Experts(paddle.nn.Layer):
             group: Paddle's group of the ranks that hold them; None for those along ``ep_degree``.
 
         Raises:
-            ConfigError: The ranks do not divide the experts.
+            ConfigError: The ranks do not divide the experts, or ``make`` builds no new layer.
         """
         super().__init__()
         self._group = expert_parallel() if group is None else members_of(group)
@@ -78,7 +78,9 @@ class Experts(paddle.nn.Layer):
             )
         here = range(self._group.rank * count // ranks, (self._group.rank + 1) * count // ranks)
         made = ((number, make()) for number in range(count))
-        self.experts = ExpertList((m for n, m in made if n in here), here.start, count)
+        experts = [expert for number, expert in made if number in here]
+        _require_layers(experts)
+        self.experts = ExpertList(experts, here.start, count)
 
     def forward(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         """Returns the weighted sum of what its experts make of each token. Collective.
@@ -93,7 +95,7 @@ class Experts(paddle.nn.Layer):
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
             UsageError: The choices are no whole numbers, or of experts that there are not, or not
-                as many as the tokens or the weights.
+                as many as the tokens or the weights; or the weights are whole numbers.
         """
         _require_shapes(tokens, choices, weights)
         if tokens.stop_gradient and paddle.is_grad_enabled():
@@ -129,6 +131,17 @@ class Experts(paddle.nn.Layer):
         return paddle.concat(outputs) if outputs else arrived
 
 
+def _require_layers(experts: list[Layer]) -> None:
+    layers = all(isinstance(expert, paddle.nn.Layer) for expert in experts)
+    if not layers or len({id(expert) for expert in experts}) < len(experts):
+        raise ConfigError(
+            "each call of make builds an expert, a layer of its own",
+            got=", ".join(type(expert).__name__ for expert in experts),
+            cause="make returns nothing, or the same layer each time",
+            fix="Experts(lambda: nn.Linear(16, 16), 8)",
+        )
+
+
 def _require_shapes(tokens: Tensor, choices: Tensor, weights: Tensor) -> None:
     shapes = [list(getattr(tensor, "shape", ())) for tensor in (tokens, choices, weights)]
     two = all(len(shape) == 2 for shape in shapes)
@@ -138,4 +151,11 @@ def _require_shapes(tokens: Tensor, choices: Tensor, weights: Tensor) -> None:
             expected="tokens [tokens, width], choices and weights [tokens, k]",
             got=", ".join(f"{n} {s}" for n, s in zip(("tokens", "choices", "weights"), shapes)),
             fix="tokens = x.reshape([-1, width]), and weights, choices = paddle.topk(scores, k)",
+        )
+    if not weights.is_floating_point():
+        raise UsageError(
+            "the output of an expert is multiplied by a weight",
+            expected="weights of a dtype of floats, as tokens have",
+            got=f"weights {weights.dtype}",
+            fix="pass the values of paddle.topk as weights, and its indices as choices",
         )

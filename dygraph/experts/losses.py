@@ -44,8 +44,18 @@ class AuxiliaryLoss(paddle.nn.Layer):
             criterion: ``criterion(output, label)`` gives a Tensor with one element.
             weight: What the sum of the layers' losses is multiplied by.
             take: Called with every sublayer of a layer that has run, returns its loss, or None.
+
+        Raises:
+            ConfigError: ``criterion`` or ``take`` cannot be called.
         """
         super().__init__()
+        if not (callable(criterion) and callable(take)):
+            raise ConfigError(
+                "AuxiliaryLoss(criterion, weight, take) calls criterion and take",
+                expected="a loss function, and a function of a layer that returns a Tensor or None",
+                got=f"criterion={criterion!r}, take={take!r}",
+                fix="AuxiliaryLoss(nn.MSELoss(), take=lambda layer: getattr(layer, 'l_aux', None))",
+            )
         self.criterion, self.weight, self.take = criterion, weight, take
 
     def forward(self, output: Nest, label: Nest) -> Tensor:

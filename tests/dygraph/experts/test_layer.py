@@ -64,3 +64,16 @@ def test_a_routing_of_other_shapes_is_refused(
 def test_odd_arguments_of_experts_are_named(arguments: Any) -> None:
     with pytest.raises(ConfigError, match="what builds an expert, and how many"):
         Experts(*arguments)
+
+
+@pytest.mark.parametrize("expert", [None, nn.Linear(4, 4)], ids=["none", "the_same"])
+def test_experts_that_are_no_new_layers_are_refused(expert: Any) -> None:
+    with pytest.raises(ConfigError, match="a layer of its own"):
+        Experts(lambda: expert, 2)
+
+
+def test_choices_in_the_place_of_weights_are_refused() -> None:
+    mixture = Experts(lambda: nn.Linear(4, 4), 2)
+    choices = paddle.zeros([3, 1], "int64")
+    with pytest.raises(UsageError, match="pass the values of"):
+        mixture(paddle.ones([3, 4]), choices, choices)

@@ -110,3 +110,8 @@ def test_evaluation_returns_the_output_alone() -> None:
         outputs = pipe.eval_batch([inputs, labels], compute_loss=False)
         assert paddle.concat(outputs).shape == labels.shape
         assert pipe.layers(inputs).shape == labels.shape
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ConfigError, match="take='l_aux'"):
+        AuxiliaryLoss(nn.MSELoss(), take="l_aux")  # type: ignore[arg-type]

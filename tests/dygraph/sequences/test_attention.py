@@ -221,25 +221,28 @@ def test_an_error_in_backward_keeps_its_type() -> None:
         output.sum().backward()
 
 
-@pytest.mark.parametrize("odd", ["places", "documents", "causal"])
+@pytest.mark.parametrize("odd", ["places", "documents", "causal", "scale", "dtype"])
 @pytest.mark.parametrize(("sep", "cp"), [(2, 1), (1, 2)])
 def test_ranks_that_attend_to_something_else_are_refused(sep: int, cp: int, odd: str) -> None:
     """The second rank has another part, other arguments, or documents alone."""
 
     def attend(own: SequenceRanks) -> str:
         second = own.sep.rank + own.cp.rank == 1
-        tensors = [paddle.zeros([2, 8 if second and odd == "places" else 4, 2, 8])] * 3
+        dtype = "float64" if second and odd == "dtype" else "float32"
+        tensors = [paddle.zeros([2, 8 if second and odd == "places" else 4, 2, 8], dtype)] * 3
         documents = paddle.ones([2, 4], "int32") if second and odd == "documents" else None
         causal = not (second and odd == "causal")
+        scale = 2.0 if second and odd == "scale" else None
         with pytest.raises(ConfigError, match="attend to the same") as caught:
-            attention(*tensors, causal=causal, documents=documents, ranks=own)
+            attention(*tensors, causal, documents, scale, own)
         return str(caught.value)
 
     with sequence_ranks(sep, cp) as ranks:
         first, second = on_all(ranks, attend)
     assert "member 0 of 2" in first
     assert "member 1 of 2" in second
-    assert {"places": "[2, 8, 2, 8]", "documents": "no documents", "causal": "=False"}[odd] in first
+    says = {"places": "[2, 8, 2, 8]", "documents": "no documents", "causal": "=False"}
+    assert {**says, "scale": "scale=2.0", "dtype": "float64"}[odd] in first
 
 
 def test_odd_arguments_are_named() -> None:
