@@ -48,6 +48,9 @@ LEAST_MACHINE = 2.0
 _STEADY = math.log(1.1)
 #: What a rank is named for, by the figure of a row in which it is slow.
 _WHAT = {"cpu": "compute", "wall": "compute", "data": "data", "save": "save", "probe": MACHINE}
+#: The power of a probe's time with which that of actions goes up on a slower machine: 0.65 to 1.15
+#: in jobs that were measured, since a probe has nothing but the interpreter.
+_POWER = 0.75
 _REMEDIES = {
     LIMIT: "; give its container more processor time (cpu.max, docker's --cpus)",
     MACHINE: "; look for what else runs on its host or core, and for its clock and temperature",
@@ -231,7 +234,7 @@ class SlowRanks:
 
     def _compare(self, step: Mapping[int, StepRow]) -> None:
         span = median(row.span for row in step.values())
-        probes = {rank: row.probe or 1.0 for rank, row in step.items()}
+        probes = {rank: (row.probe or 1.0) ** _POWER for rank, row in step.items()}
         for name, comparison in self._comparisons.items():
             figures = {rank: float(getattr(row, name)) for rank, row in step.items()}
             costs = dict.fromkeys(step, _MATTERS * span if name != "probe" else 0.0)
@@ -252,6 +255,8 @@ class SlowRanks:
         for (rank, peer), link in self._links.items():
             slow.update(((rank, f"link to rank {peer}"), f) for f in link.slow.values())
         for rank, limit in self._limits.items():
+            if (rank, MACHINE) in slow:
+                slow.pop((rank, "compute"), None)
             if limit.factor is not None:
                 slow.pop((rank, "compute"), None)
                 slow[rank, LIMIT] = limit.factor
