@@ -36,17 +36,16 @@ class Model(NamedTuple):
     lacks: tuple[str, ...] = ()
 
 
-_SIZES = {
+#: Of both libraries' models.
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 64,
-    "seq_length": LENGTH,
-    "use_flash_attention": False,
 }
+_SIZES = {**SIZES, "num_key_value_heads": 4, "seq_length": LENGTH, "use_flash_attention": False}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 MODELS = {
@@ -58,31 +57,34 @@ MODELS = {
     "gemma": Model("Gemma", {**_SIZES, "head_dim": 16}),
     "qwen": Model("QWen", {**_SIZES, "kv_channels": 16, "intermediate_size": 256}),
 }
-_MIXTURE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-_DEEPSEEK = {
-    **_SIZES,
-    **_MIXTURE,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
+MIXTURE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LATENT = {
     "kv_lora_rank": 16,
     "q_lora_rank": 32,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
+}
+_DEEPSEEK = {
+    **_SIZES,
+    **MIXTURE,
+    **SHARED,
+    **LATENT,
     "topk_method": "greedy",
     # The library adds the loss of balance once for each micro-batch, whatever their weights.
     "aux_loss_alpha": 0.0,
     # Without one the library's rotary embedding fails.
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
+    "rope_scaling": YARN,
 }
 #: Gates of mixtures take three axes, and parts of sequences have two.
 _NO_PARTS = ("mp 2, sequence_parallel",)
@@ -90,7 +92,7 @@ _NO_PARTS = ("mp 2, sequence_parallel",)
 _MIXTURES = {
     "qwen2moe": Model(
         "Qwen2Moe",
-        {**_SIZES, **_MIXTURE, "num_experts": 4, "shared_expert_intermediate_size": 64},
+        {**_SIZES, **MIXTURE, "num_experts": 4, "shared_expert_intermediate_size": 64},
         _NO_PARTS,
     ),
     "deepseekv2": Model("DeepseekV2", _DEEPSEEK, (*_NO_PARTS, "mp 2")),

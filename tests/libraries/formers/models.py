@@ -12,17 +12,12 @@ from typing import Any
 import numpy as np
 
 from tests.libraries import families
-from tests.libraries.models import LENGTH, MICRO_BATCHES, ROWS, VOCABULARY
+from tests.libraries.models import LATENT, LENGTH, MICRO_BATCHES, MIXTURE, ROWS, SHARED, SIZES, YARN
 
 _SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
+    **SIZES,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 64,
     "tie_word_embeddings": False,
     # On by default in 1.2.0; it needs a kernel that CPUs do not have.
     "fuse_rms_norm": False,
@@ -30,36 +25,20 @@ _SIZES = {
 _TIED = {**_SIZES, "tie_word_embeddings": True}
 _MIXTURE = {
     **_SIZES,
-    "moe_intermediate_size": 32,
+    **MIXTURE,
     "num_experts": 4,
-    "num_experts_per_tok": 2,
     "moe_token_dispatcher_type": "alltoall",
 }
-_YARN = {
-    "rope_type": "yarn",
-    "type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
 _LATENT = {
+    **LATENT,
     "head_dim": 8,
     "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "rope_scaling": _YARN,
+    "rope_scaling": {**YARN, "rope_type": "yarn"},
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "n_group": 2,
     "topk_group": 1,
 }
-_SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 
 #: By version of PaddleFormers, the models: the class's prefix, and its configuration.
 VERSIONS = {
@@ -76,8 +55,8 @@ VERSIONS = {
         "phi3": ("Phi3", _SIZES),
         "qwen2moe": ("Qwen2Moe", {**_MIXTURE, "shared_expert_intermediate_size": 64}),
         "qwen3moe": ("Qwen3Moe", _MIXTURE),
-        "glm4moe": ("Glm4Moe", {**_MIXTURE, **_SHARED}),
-        "deepseekv3": ("DeepseekV3", {**_MIXTURE, **_SHARED, **_LATENT}),
+        "glm4moe": ("Glm4Moe", {**_MIXTURE, **SHARED}),
+        "deepseekv3": ("DeepseekV3", {**_MIXTURE, **SHARED, **_LATENT}),
     },
 }
 
