@@ -15,7 +15,7 @@ from tests.capture.beside import trained
 from tests.capture.test_models import MODELS as CAPTURED
 from tests.dygraph import sliced, tied
 from tests.dygraph.models import MODELS, Model
-from tests.dygraph.train.test_schedules import MICRO_BATCHES, check, wrapped
+from tests.dygraph.train.test_schedules import MICRO_BATCHES, check
 from tests.pipelines import batch, bits, job, pipeline, sgd
 from tests.transport.late import LateHub, stand_in
 
@@ -30,10 +30,7 @@ def hubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LateHub]]:
 
 @pytest.mark.parametrize("schedule", names())
 def test_every_schedule(schedule: str) -> None:
-    case = sliced.MODEL if schedule == "Seq1F1B" else MODELS["gpt"]
-    with job(4, MICRO_BATCHES, schedule):
-        pipe, optimizer = wrapped(case)
-        check(case, pipe, optimizer, MICRO_BATCHES)
+    check(sliced.MODEL if schedule == "Seq1F1B" else MODELS["gpt"], 4, schedule)
 
 
 SPLIT_AND_NOT = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV"]
@@ -41,17 +38,13 @@ SPLIT_AND_NOT = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV"]
 
 @pytest.mark.parametrize("schedule", SPLIT_AND_NOT)
 def test_recompute_and_convolutions(schedule: str) -> None:
-    with job(2, MICRO_BATCHES, schedule):
-        pipe, optimizer = wrapped(MODELS["convolutions"], recompute_interval=1, recompute_ctx={})
-        check(MODELS["convolutions"], pipe, optimizer, MICRO_BATCHES)
+    check(MODELS["convolutions"], 2, schedule, recompute_interval=1, recompute_ctx={})
 
 
 @pytest.mark.parametrize("schedule", SPLIT_AND_NOT)
 def test_tied_weights(schedule: str) -> None:
     model = Model(tied.layers, MODELS["gpt"].batch, tied.loss)
-    with job(3 if schedule == "1F1B" else 2, MICRO_BATCHES, schedule):
-        pipe, optimizer = wrapped(model)
-        check(model, pipe, optimizer, MICRO_BATCHES)
+    check(model, 3 if schedule == "1F1B" else 2, schedule)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "ZBH1"])

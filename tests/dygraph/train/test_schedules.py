@@ -17,21 +17,23 @@ MICRO_BATCHES = 4
 SCHEDULES = [name for name in names() if name != "Seq1F1B"]
 
 
-def wrapped(model: Model, **options: Any) -> tuple[Any, Any]:
-    """The model wrapped for the current job, and its optimizer."""
-    pipe = pipeline(model.layers(), loss_fn=model.loss, **options)
-    return pipe, adam(pipe)
+def check(
+    model: Model, ranks: int, schedule: str, micro_batches: int = MICRO_BATCHES, **options: Any
+) -> Any:
+    """Trains two steps beside the single model, the second with parameters that have moved.
 
-
-def check(model: Model, pipe: Any, optimizer: Any, micro_batches: int) -> None:
-    """Trains two steps beside the single model; the second with parameters that have moved."""
-    session = parity.begin(pipe, optimizer)
-    for step in range(2):
-        session.step(model.batch(micro_batches, step))
-    assert session.report.passed, session.report.verdict()
-    assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
-    assert pipe._runtime.stage._kept == {}
-    assert pipe._runtime.split._tapes == {}
+    Returns the schedule.
+    """
+    with job(ranks, micro_batches, schedule):
+        pipe = pipeline(model.layers(), loss_fn=model.loss, **options)
+        session = parity.begin(pipe, adam(pipe))
+        for step in range(2):
+            session.step(model.batch(micro_batches, step))
+        assert session.report.passed, session.report.verdict()
+        assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
+        assert pipe._runtime.stage._kept == {}
+        assert pipe._runtime.split._tapes == {}
+        return pipe.schedule
 
 
 # Each schedule with each model, of two ranks, is compared below; of four ranks in test_late.py.
@@ -40,26 +42,20 @@ def check(model: Model, pipe: Any, optimizer: Any, micro_batches: int) -> None:
 def test_the_pipeline_has_the_bits_of_the_single_model(
     model: str, schedule: str, ranks: int
 ) -> None:
-    with job(ranks, MICRO_BATCHES, schedule):
-        pipe, optimizer = wrapped(MODELS[model])
-        check(MODELS[model], pipe, optimizer, MICRO_BATCHES)
+    check(MODELS[model], ranks, schedule)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3, 7])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_number_of_micro_batches_will_do(schedule: str, micro_batches: int) -> None:
-    with job(2, micro_batches, schedule):
-        pipe, optimizer = wrapped(MODELS["mlp"])
-        check(MODELS["mlp"], pipe, optimizer, micro_batches)
+    check(MODELS["mlp"], 2, schedule, micro_batches)
 
 
 @pytest.mark.parametrize("schedule", ["FThenB", "1F1B", "Interleaved1F1B", "ZBH1", "auto"])
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 2), (2, 4), (3, 3)])
 def test_loops_take_any_number_of_chunks(schedule: str, ranks: int, chunks: int) -> None:
-    with job(ranks, MICRO_BATCHES, schedule):
-        pipe, optimizer = wrapped(MODELS["gpt"], num_virtual_pipeline_stages=chunks)
-        assert pipe.schedule.placement.stages == ranks * chunks
-        check(MODELS["gpt"], pipe, optimizer, MICRO_BATCHES)
+    made = check(MODELS["gpt"], ranks, schedule, num_virtual_pipeline_stages=chunks)
+    assert made.placement.stages == ranks * chunks
 
 
 @pytest.mark.parametrize("model", MODELS)
