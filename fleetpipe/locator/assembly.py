@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ class WholeTensors:
     def __init__(self, job: Record) -> None:
         self._job = job
         self._layouts: dict[str, Layout] = {}
+        self._sources_of: dict[int, dict[bytes, tuple[int, int, list[bytes]]]] = {}
         self._values = [self._by_step(rank) for rank in job.ranks]
 
     def _by_step(self, rank: RankTensors) -> list[dict[str, np.ndarray]]:
@@ -94,42 +95,100 @@ class WholeTensors:
         counted = (signatures(rank, step) for rank in replicas.values())
         return sum(len(rows) for by_micro_batch in counted for rows in by_micro_batch.values())
 
-    def mask(
-        self, place: Meaning, shape: tuple[int, ...], samples: Sequence[bytes]
-    ) -> np.ndarray | None:
+    def mask(self, place: Meaning, shape: tuple[int, ...], twin: RankTensors) -> np.ndarray | None:
         """Returns what the job's dropout has kept of some samples; None where it has no such.
 
         Args:
             place: Of the twin's dropout.
             shape: Of what it returns.
-            samples: The bytes of each, in order.
+            twin: What the twin has, the samples at least.
         """
-        pieces = []
-        for sample in samples:
-            piece = next(self._masks(place, shape, sample), None)
-            if piece is None:
-                return None
-            pieces.append(piece)
-        mask = np.concatenate(pieces) if pieces else None
-        return mask if mask is not None and mask.shape == shape else None
-
-    def _masks(self, place: Meaning, shape: tuple[int, ...], sample: bytes) -> Iterator[np.ndarray]:
-        for rank in self._job.ranks:
-            for number, rows in signatures(rank, place.step).items():
-                if sample not in rows:
-                    continue
+        samples = signatures(twin, place.step).get(place.micro_batch, [])
+        matched = [self._sources(place.step).get(sample) for sample in samples]
+        sources = [source for source in matched if source is not None]
+        if len(sources) < len(samples) or not samples:
+            # Parts of sequences: samples are not known by content.
+            counts = [p.micro_batch for rank in self._job.ranks for p in rank.tensors]
+            replica, number = divmod(place.micro_batch, 1 + max(counts))
+            there = place._replace(micro_batch=number)
+            data = twin.of(place.step, "data").items()
+            whole = {p.part: t for p, t in data if p.micro_batch == place.micro_batch}
+            return self._of_members(there, replica, shape, whole)
+        for axis in range(min(2, len(shape))):
+            pieces = []
+            for sample, (replica, number, rows) in zip(samples, sources):
+                size = shape[axis] // len(samples) * len(rows)
                 there = place._replace(micro_batch=number)
-                same = [
-                    r for r in self._job.ranks if self._job.replica(r) == self._job.replica(rank)
-                ]
-                parts = [r.tensors[there] for r in same if there in r.tensors]
-                if not parts:
-                    continue
-                different = [d for d, n in enumerate(parts[0].shape) if d and n != shape[d]]
-                mask = np.concatenate(parts, different[0]) if different else parts[0]
-                if len(mask) % len(rows) == 0:
-                    size = len(mask) // len(rows)
-                    yield mask[rows.index(sample) * size :][:size]
+                of_all = self._of_members(there, replica, (*shape[:axis], size, *shape[axis + 1 :]))
+                if of_all is not None:
+                    pieces.append(np.split(of_all, len(rows), axis)[rows.index(sample)])
+            if len(pieces) == len(samples):
+                return np.concatenate(pieces, axis)
+        return None
+
+    def _sources(self, step: int) -> dict[bytes, tuple[int, int, list[bytes]]]:
+        """Returns by sample its replica, its micro-batch and all samples of that."""
+        if step not in self._sources_of:
+            self._sources_of[step] = {
+                sample: (self._job.replica(rank), number, rows)
+                for rank in reversed(self._job.ranks)
+                for number, rows in signatures(rank, step).items()
+                for sample in rows
+            }
+        return self._sources_of[step]
+
+    def _of_members(
+        self,
+        place: Meaning,
+        replica: int,
+        shape: tuple[int, ...],
+        samples: Mapping[str, np.ndarray] | None = None,
+    ) -> np.ndarray | None:
+        """Joins what the ranks of a replica have; None where that has another shape.
+
+        Args:
+            place: Of which tensor.
+            replica: Whose.
+            shape: Of the whole.
+            samples: Whole ones by their part, which show in which order ranks have pieces.
+        """
+        ranks = [
+            r for r in self._job.ranks if self._job.replica(r) == replica and place in r.tensors
+        ]
+        if not ranks:
+            return None
+        ways = list(layouts(shape, ranks[0].tensors[place].shape, self._job.degrees))
+        if any(self._in_order(place, ranks, *sample) for sample in (samples or {}).items()):
+            ways.sort(key=lambda way: any(cut.zigzag for cut in way))
+        joined = [self._joined(ranks, place, shape, way) for way in ways]
+        # A wrong way gives one place to ranks that have different values there.
+        return next((w for w, fits in joined if fits), joined[0][0] if joined else None)
+
+    def _joined(
+        self, ranks: Sequence[RankTensors], place: Meaning, shape: tuple[int, ...], way: Layout
+    ) -> tuple[np.ndarray, bool]:
+        """Returns what ranks have together, and whether each has its part of it."""
+        whole, degrees = np.zeros(shape, ranks[0].tensors[place].dtype), self._job.degrees
+        for rank in ranks:
+            put_part(whole, rank.tensors[place], way, rank.coordinate, degrees)
+        parts = (
+            (rank.tensors[place], part_of(whole, way, rank.coordinate, degrees)) for rank in ranks
+        )
+        return whole, all(np.array_equal(*pair) for pair in parts)
+
+    def _in_order(
+        self, place: Meaning, ranks: Sequence[RankTensors], part: str, whole: np.ndarray
+    ) -> bool:
+        """Whether ranks have pieces of a sample that follow one another."""
+        here = Meaning(place.step, "data", "", place.micro_batch, part)
+        parts = [(rank, rank.tensors[here]) for rank in ranks if here in rank.tensors]
+        degrees = self._job.degrees
+        return bool(parts) and any(
+            not any(cut.zigzag for cut in way)
+            and all(gap(p, part_of(whole, way, r.coordinate, degrees)) == 0 for r, p in parts)
+            for way in layouts(whole.shape, parts[0][1].shape, degrees)
+            if way
+        )
 
     def batches(self, step: int, kind: str) -> list[dict[str, np.ndarray]]:
         """Returns the inputs, or labels, of all replicas' micro-batches, one after another.

@@ -85,6 +85,9 @@ MISSING = "the model of the job lacks this parameter: a layer that no stage has,
 SAME_SHARDS = "all shards were drawn from one random stream: seed each rank of the axis by itself"
 OTHER_WEIGHTS = "this weight begins with other values than the twin's, unlike the rest"
 LABELS = "labels are not those of the inputs: this rank reads other samples than the first stage"
+LABELS_OF_PARTS = (
+    "labels are not those of the whole sequences: each rank cuts, or shifts, those of its own part"
+)
 OTHER_ROWS = (
     "this layer computes something else, and its micro-batch has other rows than the twin's: what "
     "depends on all rows, as a batch normalisation, takes those of one replica alone"
@@ -99,6 +102,7 @@ NOT_CLEARED = "gradients of the step before are not cleared when backward begins
 TIED = "the gradients of the uses of this tied weight do not add up to that of one device"
 TWICE = "the gradient of one use of this tied weight is counted twice"
 NO_GRADIENT = "no rank has a gradient: the parameter is detached, frozen, or its stage's is lost"
+ABSENT_GRADIENT = "these ranks have no gradient, as others do: it is frozen or detached there"
 UNCLIPPED = "these ranks do not clip gradients, as the others and the twin do"
 RATE = "the learning rate is another: set by rank, or its scheduler has stepped more or less often"
 UNTRAINED = "no rank's optimizer has this parameter"

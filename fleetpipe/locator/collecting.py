@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
-from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
+from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.stage import DygraphStage
 from fleetpipe.dygraph.observe.guards import Guards
@@ -76,6 +76,7 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
 
         put(paddle.nn.Layer, "__call__", hooks.layer)
         put(paddle.nn.functional, "dropout", hooks.dropout)
+        put(paddle.distributed.fleet.recompute, "recompute", hooks.recompute)
         put(paddle.Tensor, "backward", hooks.backward)
         put(PipelineParallel, "train_batch", hooks.train_batch)
         put(DygraphStage, "begin", hooks.batch)
@@ -85,6 +86,7 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
         if feed is not None:
             # A twin steps by the job's gradients, not by those whose norm a guard has measured.
             put(Guards, "begin", lambda *_: None)
+            put(PipelineLayer, "__init__", _without_recompute)
         clips: Any = paddle.nn.ClipGradByNorm.__base__
         for kind in _with_method(clips, "__call__"):
             put(kind, "__call__", hooks.clip)
@@ -106,6 +108,10 @@ def _with_method(base: type, name: str) -> list[type]:
     return [kind for kind in {*kinds} if name in kind.__dict__]
 
 
+def _without_recompute(call: Around, *arguments: Any, **named: Any) -> None:
+    call(*arguments, **{**named, "recompute_interval": 0})
+
+
 class _Hooks:
     def __init__(self, recorder: Recorder, feed: Feed | None) -> None:
         self._recorder = recorder
@@ -115,6 +121,7 @@ class _Hooks:
         #: How often the twin had to read more samples before it could step.
         self._put_off = 0
         self._backward_runs = False
+        self._in_recompute = False
         self._steps_within = 0
         self._clips_within = 0
         self._first_micro_batch = 0
@@ -124,7 +131,8 @@ class _Hooks:
     def layer(self, call: Around, layer: Layer, *inputs: Any, **named: Any) -> Any:
         recorder = self._recorder
         outermost = not self._paths
-        wanted = recorder.forwarding if recorder.in_pipeline else paddle.is_grad_enabled()
+        training = paddle.is_grad_enabled() or self._in_recompute
+        wanted = recorder.forwarding if recorder.in_pipeline else training
         if self._backward_runs or not wanted or isinstance(layer, PipelineParallel):
             return call(layer, *inputs, **named)
         if outermost:
@@ -153,11 +161,22 @@ class _Hooks:
             # Where it takes a zero, what it draws does not matter.
             self._recorder.put(place, numbers_of((output != 0) | (x == 0)))
             return output
-        mask = self._feed.mask(place, tuple(output.shape), self._recorder.rows())
+        mask = self._feed.mask(place, tuple(output.shape), self._recorder.recorded)
         if mask is None:
             return output
         kept = x * paddle.to_tensor(mask).astype(x.dtype)
         return kept / (1 - p) if mode == "upscale_in_train" else kept
+
+    def recompute(self, call: Around, function: Any, *inputs: Any, **named: Any) -> Any:
+        if self._feed is not None:
+            # A twin keeps all: what it would compute again has not the job's masks.
+            options = ("preserve_rng_state", "use_reentrant", "offload_indices")
+            return function(*inputs, **{k: v for k, v in named.items() if k not in options})
+        before, self._in_recompute = self._in_recompute, paddle.is_grad_enabled()
+        try:
+            return call(function, *inputs, **named)
+        finally:
+            self._in_recompute = before
 
     def _enter_root(self, layer: Layer, inputs: list[Nest]) -> None:
         recorder = self._recorder

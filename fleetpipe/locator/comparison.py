@@ -11,7 +11,7 @@ import numpy as np
 from fleetpipe.errors import UsageError
 from fleetpipe.locator import causes
 from fleetpipe.locator.causes import Location, Outcome, axis_between, first_split
-from fleetpipe.locator.layouts import layouts, part_of
+from fleetpipe.locator.layouts import parts_of
 from fleetpipe.locator.parameters import ParameterChecks
 from fleetpipe.locator.record import READ_ON, Meaning, RankTensors, Record
 from fleetpipe.locator.rows import OTHER, Matched, SampleRows, gathered, match
@@ -47,14 +47,22 @@ class StepBesideTwin:
         self.matched: Matched = match(job, twin, step)
         self._by_call: dict[tuple[str, str, str, int], dict[int, np.ndarray]] = defaultdict(dict)
         self.positions: dict[tuple[str, str, str], float] = {}
+        self._when: dict[tuple[str, str, str, int], float] = {}
         self._calls: dict[tuple[str, str], int] = {}
         for number, (p, tensor) in enumerate(self.single.tensors.items()):
             if p.step == step:
                 self._by_call[p.phase, p.name, p.part, p.call][p.micro_batch] = tensor
                 self.positions.setdefault((p.phase, p.name, p.part), number)
+                self._when.setdefault((p.phase, p.name, p.part, p.call), number)
                 if p.phase == "forward":
                     calls = max(self._calls.get((p.name, p.part), 0), p.call + 1)
                     self._calls[p.name, p.part] = calls
+        #: By layer and call, where what it takes comes from.
+        self._sources = {
+            (p.name, p.call): sources
+            for p, sources in self.single.sources.items()
+            if p.step == step and p.part == "output 0"
+        }
         self._own_calls = {rank.rank: _calls_of(rank, step) for rank in job.ranks}
         self._micro_batches = 1 + max(p.micro_batch for r in job.ranks for p in r.tensors)
         inputs = [t for p, t in self.single.of(step, "data").items() if t.ndim]
@@ -103,9 +111,18 @@ class StepBesideTwin:
         here = self._own_calls[rank.rank][place.name, place.part, place.micro_batch]
         numbers = [place.call] if here in (0, calls) else range(calls)
         rows = self._rows_of(rank, place.micro_batch)
-        keys = [(place.phase, place.name, place.part, n) for n in numbers]
+        keys = [self._key(place, n) for n in numbers]
         wholes = [gathered(rows, self._by_call[key], self._counts) for key in keys]
         return list(itertools.chain.from_iterable(wholes))
+
+    def _key(self, place: Meaning, call: int) -> tuple[str, str, str, int]:
+        """Returns where the twin has a tensor: what a layer takes, another may have returned."""
+        key = place.phase, place.name, place.part, call
+        sources = self._sources.get((place.name, call), [])
+        # Of several it is not known which is meant.
+        if place.part == "input 0" and len(sources) == 1 and key not in self._by_call:
+            return sources[0].phase, sources[0].name, sources[0].part, sources[0].call
+        return key
 
     def _rows_of(self, rank: RankTensors, micro_batch: int) -> SampleRows:
         rows = self.matched.rows.get((self.job.replica(rank), micro_batch))
@@ -115,12 +132,8 @@ class StepBesideTwin:
 
     def _parts(
         self, whole: np.ndarray, rank: RankTensors, shape: tuple[int, ...]
-    ) -> list[np.ndarray]:
-        if whole.shape == shape:
-            return [whole]
-        degrees = self.job.degrees
-        ways = layouts(whole.shape, shape, degrees)
-        return [part_of(whole, layout, rank.coordinate, degrees) for layout in ways]
+    ) -> Iterator[np.ndarray]:
+        return parts_of(whole, shape, rank.coordinate, self.job.degrees)
 
     def _outcome(self, rank: RankTensors, place: Meaning, tensor: np.ndarray) -> Outcome | None:
         wholes = self.expected(rank, place)
@@ -134,7 +147,9 @@ class StepBesideTwin:
         ]
         if not gaps:
             return None
-        position = self.positions.get((place.phase, place.name, place.part), 0.0)
+        key = self._key(place, place.call)
+        # What was done to a value on its way comes after it.
+        position = self._when.get(key, 0.0) + 0.5 * (key[1] != place.name)
         tolerance = self.tolerances.at(place, tensor.dtype)
         outcome = Outcome(rank, place, position, min(gaps), tolerance)
         if outcome.right or place.phase == "data":
@@ -212,9 +227,9 @@ class StepBesideTwin:
             for (one, mask), (other, same) in itertools.combinations(masks, 2):
                 axis = axis_between([one], [other], self.job.degrees)
                 values = place._replace(part="output 0")
-                if axis not in ("dp", "sharding", "mp") or mask.tobytes() != same.tobytes():
+                if axis in ("", "pp", "ep") or mask.tobytes() != same.tobytes():
                     continue
-                if axis == "mp" and self._is_whole(one, values):
+                if axis in ("mp", "sep", "cp") and self._is_whole(one, values):
                     continue
                 numbers, k = [one.rank, other.rank], place.micro_batch
                 cause = STREAMS.format(axis)
@@ -246,7 +261,9 @@ class StepBesideTwin:
         ranks = [o.rank for o in labels if o.place.micro_batch == first]
         rest = [r for r in self.job.ranks if r not in ranks]
         axis = axis_between(ranks, rest, self.job.degrees)
-        return self._finding("", "data", axis, ranks, first, causes.LABELS)
+        split = next((a for a in ("sep", "cp") if self.job.degrees.get(a, 1) > 1), "")
+        cause = causes.LABELS if axis or not split else causes.LABELS_OF_PARTS
+        return self._finding("", "data", axis or split, ranks, first, cause)
 
     def _finding(
         self, layer: str, phase: str, axis: str, ranks: list[RankTensors], k: int | None, cause: str

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Axes along which ranks hold parts of one tensor, and pairs that split one together.
+#: Axes along which ranks hold parts of one tensor, and those that split one together.
 _SPLITTING = (
     *(("mp",), ("sep",), ("cp",), ("ep",), ("sharding",), ("dp",)),
-    *(("sep", "mp"), ("cp", "mp"), ("sep", "cp"), ("cp", "sep")),
+    *(("sep", "mp"), ("cp", "mp"), ("cp", "sep"), ("sep", "cp"), ("cp", "sep", "mp")),
 )
 #: Of fused matrices each part is split: that of q, k and v, or of gate and up.
 _FUSED = (1, 3, 2)
@@ -24,7 +24,8 @@ class DimensionCut(NamedTuple):
         dimension: Of the tensor.
         axes: Of the mesh.
         parts: The dimension has as many parts, each of which is split.
-        zigzag: Whether a rank has one piece from the front and one from the back.
+        zigzag: Whether a rank of the first axis has one piece from the front and one from the
+            back, which the other axes split.
     """
 
     dimension: int
@@ -36,15 +37,16 @@ class DimensionCut(NamedTuple):
         self, size: int, coordinate: Mapping[str, int], degrees: Mapping[str, int]
     ) -> np.ndarray:
         """Returns the indices along the dimension that a rank has of ``size``."""
+        axes, here = self.axes, np.arange(size)
+        if self.zigzag:
+            ranks, number = degrees[axes[0]], coordinate.get(axes[0], 0)
+            pieces = here.reshape(2 * ranks, -1)
+            here, axes = pieces[[number, 2 * ranks - 1 - number]].reshape(-1), axes[1:]
         place, ranks = 0, 1
-        for axis in self.axes:
+        for axis in axes:
             place = place * degrees[axis] + coordinate.get(axis, 0)
             ranks *= degrees[axis]
-        every = np.arange(size)
-        if self.zigzag:
-            pieces = every.reshape(2 * ranks, -1)
-            return np.concatenate([pieces[place], pieces[2 * ranks - 1 - place]])
-        return every.reshape(self.parts, ranks, -1)[:, place].reshape(-1)
+        return here.reshape(self.parts, ranks, -1)[:, place].reshape(-1)
 
 
 #: How a tensor is split, dimension by dimension; () where a rank has it whole.
@@ -78,11 +80,11 @@ def _cuts(
         ranks = int(np.prod([degrees.get(axis, 1) for axis in axes]))
         if ranks == 1 or part * ranks != size or not all(degrees.get(a, 1) > 1 for a in axes):
             continue
+        if axes[0] == "cp" and size % (2 * degrees["cp"]) == 0:
+            yield DimensionCut(dimension, axes, zigzag=True)
         for parts in _FUSED:
             if part % parts == 0:
                 yield DimensionCut(dimension, axes, parts)
-        if axes[0] in ("cp", "sep") and part % 2 == 0:
-            yield DimensionCut(dimension, axes, zigzag=True)
 
 
 def part_of(
@@ -93,6 +95,17 @@ def part_of(
         size = whole.shape[cut.dimension]
         whole = whole.take(cut.indices(size, coordinate, degrees), axis=cut.dimension)
     return whole
+
+
+def parts_of(
+    whole: np.ndarray,
+    shape: tuple[int, ...],
+    coordinate: Mapping[str, int],
+    degrees: Mapping[str, int],
+) -> Iterator[np.ndarray]:
+    """Yields what a rank may have of a tensor, by the shape of its part."""
+    for layout in layouts(whole.shape, shape, degrees):
+        yield part_of(whole, layout, coordinate, degrees)
 
 
 def put_part(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from fleetpipe.locator import causes
 from fleetpipe.locator.causes import Location, axis_between, first_split
-from fleetpipe.locator.layouts import layouts, part_of
+from fleetpipe.locator.layouts import layouts, parts_of
 from fleetpipe.locator.record import LEFT, Meaning, RankTensors, Record
 from fleetpipe.locator.tolerance import Tolerances, gap, largest
 from fleetpipe.mesh.causes import NORM, of_unequal
@@ -22,14 +22,11 @@ Parts = dict[int, np.ndarray]
 
 
 class Best(NamedTuple):
-    """The nearest that ranks' gradients come to the twin's, where ranks may add them up.
+    """The nearest that ranks' gradients come to the twin's, where ranks may add them up."""
 
-    Attributes:
-        apart: By rank, how far its sum is off.
-        axes: Along which they are added up.
-    """
-
+    #: By rank, how far its sum is off.
     apart: dict[int, float]
+    #: Along which they are added up.
     axes: tuple[str, ...]
 
 
@@ -59,6 +56,7 @@ class ParameterChecks:
         self._step, self._scales = step, scales
         self._ranks = {rank.rank: rank for rank in job.ranks}
         self._positions = positions
+        self._rate = Meaning(step, "optimizer input", "", part="learning rate")
         self._local: dict[str, Best] = {}
         #: Whether gradients before the reduction are wrong for most parameters.
         self.most_gradients_wrong = False
@@ -68,16 +66,12 @@ class ParameterChecks:
     def initial(self) -> Location | None:
         """Finds weights that are missing, differ between ranks that share them, or are others."""
         whole = self._single.names(self._step, "initial")
-        if self._step == 0:
-            held = {name for rank in self._job.ranks for name in rank.names(0, "initial")}
-            for name in whole:
-                if name not in held:
-                    ranks = list(self._ranks.values())
-                    finding = self._finding(name, "initial", "", ranks, causes.MISSING)
-                    return finding._replace(layer=_missing_layer(name, held))
         names = {name for r in self._job.ranks for name in r.names(self._step, "initial")}
-        order = [*whole, *sorted(names - whole.keys())]
-        for name in order:
+        for name in whole if self._step == 0 else ():
+            if name not in names:
+                finding = self._finding(name, "initial", "", self._job.ranks, causes.MISSING)
+                return finding._replace(layer=_missing_layer(name, names))
+        for name in [*whole, *sorted(names - whole.keys())]:
             parts = self._parts("initial", name)
             unequal = self._unequal(name, parts, whole.get(name))
             if unequal is not None:
@@ -86,32 +80,27 @@ class ParameterChecks:
 
     def _unequal(self, name: str, parts: Parts, whole: np.ndarray | None) -> Location | None:
         by_shard: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        split = whole is not None and any(p.shape != whole.shape for p in parts.values())
-        axes = self._split_axes(parts, whole) if split and whole is not None else ()
+        axes = self._split_axes(parts, whole) if whole is not None else ()
         for number in parts:
             coordinate = self._ranks[number].coordinate
             by_shard[tuple(coordinate.get(axis, 0) for axis in axes)].append(number)
         alone = [rank for rank in self._holders(name) if rank.rank not in parts]
-        if self._step and alone and not split:
-            wrong = [self._ranks[number] for number in parts]
-            axis = axis_between(wrong, alone, self._job.degrees)
+        if self._step and alone and not axes:
+            wrong, axis = self._apart_from([*parts], [rank.rank for rank in alone])
             return self._finding(name, "initial", axis, wrong, of_unequal(axis, self._step))
         for members in by_shard.values():
             first = parts[members[0]]
             bad = [n for n in members if parts[n].tobytes() != first.tobytes()]
             if bad:
-                good = [self._ranks[n] for n in members if n not in bad]
-                wrong = [self._ranks[n] for n in bad]
-                axis = axis_between(wrong, good, self._job.degrees)
+                wrong, axis = self._apart_from(bad, members)
                 apart = max(gap(parts[n], first) for n in bad)
                 cause = of_unequal(axis, self._step)
                 return self._finding(name, "initial", axis, wrong, cause, apart)
         leads = [parts[members[0]] for members in by_shard.values()]
         same = len(leads) > 1 and all(_alike(leads[0], other) for other in leads[1:])
-        if same and whole is not None and axes and leads[0].std() > 0 and self._step == 0:
-            return self._finding(
-                name, "initial", axes[0], [self._ranks[n] for n in parts], causes.SAME_SHARDS, 1.0
-            )
+        if same and axes and leads[0].std() > 0 and self._step == 0:
+            ranks = [self._ranks[n] for n in parts]
+            return self._finding(name, "initial", axes[0], ranks, causes.SAME_SHARDS, 1.0)
         return None
 
     def _drawn(self, whole: Mapping[str, np.ndarray]) -> Location | None:
@@ -119,15 +108,14 @@ class ParameterChecks:
         for rank in self._job.ranks:
             held = rank.names(0, "initial")
             alike = [n for n in held if n in whole and whole[n].shape == held[n].shape]
-            random = [n for n in alike if whole[n].size > 1 and whole[n].std() > 0]
-            other = [n for n in random if not _alike(held[n], whole[n])]
-            constant = [
-                n
-                for n in alike
-                if n not in random and whole[n].size > 1 and not _alike(held[n], whole[n])
-            ]
-            if (other and 4 * len(other) <= len(random)) or constant:
-                name = (other if 4 * len(other) <= len(random) and other else constant)[0]
+            # Beside experts and shards that other ranks draw, what is drawn later is another.
+            parted = {n.partition(".")[0] for n in whole.keys() - {*alike}}
+            random = [n for n in alike if whole[n].std() > 0]
+            other = [n for n in alike if not _alike(held[n], whole[n]) and whole[n].size > 1]
+            constant = [n for n in other if n not in random]
+            other = [n for n in other if n in random and n.partition(".")[0] not in parted]
+            few = other if 4 * len(other) <= len(random) else []
+            for name in (few + constant)[:1]:
                 wrong = [r for r in self._job.ranks if name in r.names(0, "initial")]
                 return self._finding(name, "initial", "", wrong, causes.OTHER_WEIGHTS, 1.0)
         return None
@@ -140,11 +128,10 @@ class ParameterChecks:
         def left(rank: RankTensors) -> bool:
             return any(place.part == LEFT for place in rank.of(self._step, "gradient"))
 
-        wrong = [rank for rank in self._job.ranks if left(rank)]
-        if not wrong or left(self._single):
+        bad = [rank.rank for rank in self._job.ranks if left(rank)]
+        if not bad or left(self._single):
             return None
-        rest = [rank for rank in self._job.ranks if rank not in wrong]
-        axis = axis_between(wrong, rest, self._job.degrees)
+        wrong, axis = self._apart_from(bad, self._ranks)
         return self._finding("", "gradient", axis, wrong, causes.NOT_CLEARED)
 
     def gradient(self) -> tuple[float, Location] | None:
@@ -157,10 +144,8 @@ class ParameterChecks:
         for name, whole in self._single.names(self._step, "reduction").items():
             parts = self._parts("gradient", name)
             if not parts:
-                if self._holders(name):
-                    cause = causes.NO_GRADIENT
-                    ranks = self._holders(name)
-                    finding = self._finding(name, "gradient", "", ranks, cause)
+                if ranks := self._holders(name):
+                    finding = self._finding(name, "gradient", "", ranks, causes.NO_GRADIENT)
                     firsts.append((self._position(name), finding))
                 continue
             tolerance = self._tolerance("reduction", name, whole)
@@ -172,102 +157,82 @@ class ParameterChecks:
         return min(firsts, key=lambda pair: pair[0], default=None)
 
     def _of_gradient(self, name: str, best: Best, bad: list[int], whole: np.ndarray) -> Location:
-        wrong = [self._ranks[n] for n in bad]
-        right = [self._ranks[n] for n in best.apart if n not in bad]
-        axis = axis_between(wrong, right, self._job.degrees)
-        axis = axis or next(iter(self._split_axes(self._parts("gradient", name), whole)), "")
-        axis = axis or ("mp" if self._job.degrees.get("mp", 1) > 1 else "")
-        worst = max(best.apart.values())
-        cause, tolerance = causes.GRADIENT, self._tolerance("reduction", name, whole)
+        wrong, axis = self._apart_from(bad, best.apart)
         parts = self._parts("gradient", name)
-        if len(self._stages(name)) > 1:
+        axis = axis or next(iter(self._split_axes(parts, whole)), "")
+        axis = axis or ("mp" if self._job.degrees.get("mp", 1) > 1 else "")
+        cause, tolerance = causes.GRADIENT, self._tolerance("reduction", name, whole)
+        absent = [rank.rank for rank in self._holders(name) if rank.rank not in parts]
+        if absent:
+            wrong, axis = self._apart_from(absent, [*absent, *parts])
+            cause = causes.ABSENT_GRADIENT
+        elif len(self._stages(name)) > 1:
             axis, cause = "pp", causes.TIED
             for number in parts:
                 halved = {n: part / 2 if n == number else part for n, part in parts.items()}
                 if max(self._best(halved, whole, tolerance).apart.values()) <= tolerance:
                     wrong, cause = [self._ranks[number]], causes.TWICE
+        worst = max(best.apart.values())
         return self._finding(name, "gradient", axis, wrong, cause, worst, tolerance)
 
     def _best(self, parts: Parts, whole: np.ndarray, tolerance: float) -> Best:
-        axes = [
-            a for a, n in self._job.degrees.items() if n > 1 and a not in ("ep", "moe_sharding")
-        ]
+        axes = [axis for axis in self._job.degrees if axis not in ("ep", "moe_sharding")]
         results: list[tuple[float, int, Best]] = []
         for count in range(len(axes) + 1):
             for chosen in itertools.combinations(axes, count):
                 totals = {n: self._total(n, parts, chosen) for n in parts}
                 for scale in self._scales:
                     apart = {n: self._apart(t / scale, whole, n) for n, t in totals.items()}
-                    worst = max(apart.values())
-                    results.append((worst, count, Best(apart, chosen)))
-                    if worst <= tolerance:
+                    results.append((max(apart.values()), count, Best(apart, chosen)))
+                    if results[-1][0] <= tolerance:
                         return results[-1][2]
         return min(results, key=lambda result: result[:2])[2]
 
     def _total(self, number: int, parts: Parts, axes: Sequence[str]) -> np.ndarray:
-        here = self._ranks[number].coordinate
-        members = [
-            other
-            for other in parts
-            if all(
-                self._ranks[other].coordinate.get(a, 0) == place
-                for a, place in here.items()
-                if a not in (*axes, "ep", "moe_sharding")
-            )
-            and parts[other].shape == parts[number].shape
-        ]
+        members = self._members(number, (*axes, "ep", "moe_sharding"), parts)
+        members = [n for n in members if parts[n].shape == parts[number].shape]
         total: np.ndarray = np.sum([parts[m].astype("float64") for m in members], axis=0)
         return total
 
     def reduction(self) -> Location | None:
         """Finds the first gradient that is wrong once ranks have added up theirs."""
-        wrong: list[tuple[float, str, list[int], float]] = []
-        for name, whole in self._single.names(self._step, "reduction").items():
-            parts = self._parts("reduction", name)
-            tolerance = self._tolerance("reduction", name, whole)
-            apart = {n: self._apart(part, whole, n) for n, part in parts.items()}
-            bad = [
-                n
-                for n in apart
-                if not apart[n] <= tolerance and not self._elsewhere(n, apart, tolerance)
-            ]
+        expected = self._single.names(self._step, "reduction")
+        for name in sorted(expected, key=self._position):
+            apart, tolerance = self._compared("reduction", name, expected[name])
+            bad = [n for n in apart if not self._is_right(n, apart, tolerance)]
             if bad:
-                wrong.append((self._position(name), name, bad, max(apart.values())))
-        if not wrong:
-            return None
-        _, name, bad, worst = min(wrong)
-        whole = self._single.names(self._step, "reduction")[name]
+                return self._of_reduction(name, expected[name], bad, max(apart.values()))
+        return None
+
+    def _of_reduction(self, name: str, whole: np.ndarray, bad: list[int], worst: float) -> Location:
         parts = self._parts("reduction", name)
-        ratio = self._ratio(parts[bad[0]], whole, bad[0])
-        local = self._local.get(name)
-        axes = local.axes if local else ()
-        missing = [a for a in axes if self._not_added(bad[0], a, name, parts)]
+        part = parts[bad[0]]
+        ratio = self._ratio(part, whole, bad[0])
+        axes = self._local[name].axes if name in self._local else ()
+        # Ranks along these have not the same gradient, after it was to be added up.
+        members = {axis: self._members(bad[0], (axis,), parts) for axis in axes}
+        missing = [a for a in axes if not all(_alike(part, parts[n]) for n in members[a])]
         axis, cause = causes.of_reduction(
             self._job.degrees, axes, missing, ratio, name, shared=len(self._stages(name)) > 1
         )
         ranks, tolerance = [self._ranks[n] for n in bad], self._tolerance("reduction", name, whole)
         return self._finding(name, "reduction", axis, ranks, cause, worst, tolerance)
 
-    def _elsewhere(self, number: int, apart: Mapping[int, float], tolerance: float) -> bool:
-        """Whether another rank of the optimizer's shards has the gradient, who steps by it."""
-        here = {**self._ranks[number].coordinate, "sharding": 0}
-        return self._job.degrees.get("sharding", 1) > 1 and any(
-            gap_ <= tolerance and {**self._ranks[n].coordinate, "sharding": 0} == here
-            for n, gap_ in apart.items()
-        )
+    def _is_right(self, number: int, apart: Mapping[int, float], tolerance: float) -> bool:
+        """Whether a rank, or another of the optimizer's shards, who steps by it, is right."""
+        members = [number]
+        if self._job.degrees.get("sharding", 1) > 1:
+            members = self._members(number, ("sharding",), apart)
+        return any(apart[n] <= tolerance for n in members)
 
-    def _not_added(self, number: int, axis: str, name: str, parts: Parts) -> bool:
-        """Whether ranks along an axis have not the same gradient after it was to be added up."""
-        here = {**self._ranks[number].coordinate, axis: 0}
-        return any(
-            not _alike(parts[number], part)
-            for n, part in parts.items()
-            if {**self._ranks[n].coordinate, axis: 0} == here
-        )
+    def _members(self, number: int, axes: Sequence[str], of: Iterable[int]) -> list[int]:
+        """Returns the ranks that differ from one in their place on some axes alone."""
+        anywhere, here = dict.fromkeys(axes, 0), self._ranks[number].coordinate
+        return [n for n in of if {**self._ranks[n].coordinate, **anywhere} == {**here, **anywhere}]
 
     def _ratio(self, part: np.ndarray, whole: np.ndarray, number: int) -> float | None:
         """Returns by which factor a gradient is too large; None where no factor explains it."""
-        for expected in self._slices(whole, part.shape, self._ranks[number]):
+        for expected in self._parts_of(whole, part.shape, number):
             size = float((expected.astype("float64") ** 2).sum())
             if size == 0:
                 continue
@@ -280,40 +245,34 @@ class ParameterChecks:
 
     def clip(self) -> Location | None:
         """Finds ranks that do not clip, or the first gradient that was clipped by another norm."""
-        place = Meaning(self._step, "optimizer input", "", part="learning rate")
-        clipping = [rank for rank in self._job.ranks if rank.names(self._step, "clip")]
+        clipping = [r.rank for r in self._job.ranks if r.names(self._step, "clip")]
         # A rank whose shard has no parameter steps none, and clips none.
-        stepping = [rank for rank in self._job.ranks if place in rank.tensors]
-        rest = [rank for rank in stepping if rank not in clipping]
+        rest = [r.rank for r in self._job.ranks if self._rate in r.tensors]
+        rest = [number for number in rest if number not in clipping]
         if clipping and rest and self._single.names(self._step, "clip"):
-            axis = axis_between(rest, clipping, self._job.degrees)
-            return self._finding("", "clip", axis, rest, causes.UNCLIPPED)
+            wrong, axis = self._apart_from(rest, clipping)
+            return self._finding("", "clip", axis, wrong, causes.UNCLIPPED)
         return self._first("clip", NORM, "mp", "pp", "sharding")
 
     def trained(self) -> Location | None:
         """Finds a parameter that no optimizer has; a clip's norm is another without it."""
-        place = Meaning(self._step, "optimizer input", "", part="learning rate")
-        trained = {name for rank in self._job.ranks for name in _listed(rank, place)}
-        for name in _listed(self._single, place):
-            if trained and name not in trained and self._holders(name):
-                ranks = self._holders(name)
+        trained = {name for rank in self._job.ranks for name in _listed(rank, self._rate)}
+        for name in _listed(self._single, self._rate):
+            if trained and name not in trained and (ranks := self._holders(name)):
                 return self._finding(name, "optimizer input", "", ranks, causes.UNTRAINED)
         return None
 
     def optimizer_input(self) -> Location | None:
         """Compares learning rates."""
-        place = Meaning(self._step, "optimizer input", "", part="learning rate")
-        rate = self._single.tensors.get(place)
-        rates = {r.rank: r.tensors[place] for r in self._job.ranks if place in r.tensors}
+        rate = self._single.tensors.get(self._rate)
+        rates = {r.rank: r.tensors[self._rate] for r in self._job.ranks if self._rate in r.tensors}
         apart = {} if rate is None else {n: gap(other, rate) for n, other in rates.items()}
         bad = [n for n, far in apart.items() if far]
         if not bad:
             return None
-        wrong = [self._ranks[n] for n in bad]
-        rest = [self._ranks[n] for n in rates if n not in bad]
-        axis = axis_between(wrong, rest, self._job.degrees)
-        worst = max(apart.values())
-        return self._finding("", "optimizer input", axis, wrong, causes.RATE, worst)
+        wrong, axis = self._apart_from(bad, rates)
+        far = max(apart.values())
+        return self._finding("", "optimizer input", axis, wrong, causes.RATE, far)
 
     def update(self) -> Location | None:
         """Finds the first parameter that became another one."""
@@ -327,16 +286,11 @@ class ParameterChecks:
 
     def _first(self, phase: str, cause: str, *axes: str) -> Location | None:
         for name, whole in self._single.names(self._step, phase).items():
-            parts = self._parts(phase, name)
-            tolerance = self._tolerance(phase, name, whole)
-            apart = {n: self._apart(part, whole, n) for n, part in parts.items()}
+            apart, tolerance = self._compared(phase, name, whole)
             bad = [n for n, far in apart.items() if not far <= tolerance]
             if bad:
-                wrong = [self._ranks[n] for n in bad]
-                right = [self._ranks[n] for n in apart if n not in bad]
-                axis = axis_between(wrong, right, self._job.degrees)
-                if axes:
-                    axis = axis or first_split(self._job.degrees, *axes)
+                wrong, axis = self._apart_from(bad, apart)
+                axis = axis or (first_split(self._job.degrees, *axes) if axes else "")
                 worst = max(apart.values())
                 return self._finding(name, phase, axis, wrong, cause, worst, tolerance)
         return None
@@ -344,13 +298,21 @@ class ParameterChecks:
     # What all of them need
 
     def _parts(self, phase: str, name: str) -> Parts:
-        parts: Parts = {}
-        for rank in self._job.ranks:
-            for part in ("parameter", "gradient", "buffer"):
-                tensor = rank.tensors.get(Meaning(self._step, phase, name, part=part))
-                if tensor is not None:
-                    parts[rank.rank] = tensor
-        return parts
+        kinds = ("parameter", "gradient", "buffer")
+        places = [Meaning(self._step, phase, name, part=kind) for kind in kinds]
+        return {r.rank: r.tensors[p] for r in self._job.ranks for p in places if p in r.tensors}
+
+    def _compared(self, phase: str, name: str, whole: np.ndarray) -> tuple[dict[int, float], float]:
+        """Returns by rank how far what it has is off, and how far it may be."""
+        parts = self._parts(phase, name)
+        apart = {n: self._apart(part, whole, n) for n, part in parts.items()}
+        return apart, self._tolerance(phase, name, whole)
+
+    def _apart_from(self, bad: Sequence[int], of: Iterable[int]) -> tuple[list[RankTensors], str]:
+        """Returns some of several ranks, and the axis along which the others differ."""
+        wrong = [self._ranks[n] for n in bad]
+        rest = [self._ranks[n] for n in of if n not in bad]
+        return wrong, axis_between(wrong, rest, self._job.degrees)
 
     def _holders(self, name: str) -> list[RankTensors]:
         return [rank for rank in self._job.ranks if name in rank.names(self._step, "update")]
@@ -358,20 +320,16 @@ class ParameterChecks:
     def _stages(self, name: str) -> set[int]:
         return {rank.coordinate.get("pp", 0) for rank in self._holders(name)}
 
-    def _slices(
-        self, whole: np.ndarray, shape: tuple[int, ...], rank: RankTensors
-    ) -> Iterator[np.ndarray]:
-        if whole.shape == shape:
-            yield whole
-            return
-        for layout in layouts(whole.shape, shape, self._job.degrees):
-            yield part_of(whole, layout, rank.coordinate, self._job.degrees)
-
     def _apart(self, part: np.ndarray, whole: np.ndarray, number: int) -> float:
         scale = largest(whole)
-        slices = self._slices(whole, part.shape, self._ranks[number])
+        parts = self._parts_of(whole, part.shape, number)
         # Sums of several ranks are kept wider.
-        return min((gap(part, s.astype(part.dtype), scale) for s in slices), default=0.0)
+        return min((gap(part, p.astype(part.dtype), scale) for p in parts), default=0.0)
+
+    def _parts_of(
+        self, whole: np.ndarray, shape: tuple[int, ...], number: int
+    ) -> Iterator[np.ndarray]:
+        return parts_of(whole, shape, self._ranks[number].coordinate, self._job.degrees)
 
     def _split_axes(self, parts: Parts, whole: np.ndarray) -> tuple[str, ...]:
         part = next(iter(parts.values()))
@@ -379,21 +337,20 @@ class ParameterChecks:
         return tuple(axis for cut in layout for axis in cut.axes)
 
     def _tolerance(self, phase: str, name: str, whole: np.ndarray) -> float:
-        parts = {"initial": "parameter", "update": "parameter", "buffer": "buffer"}
-        place = Meaning(self._step, phase, name, part=parts.get(phase, "gradient"))
-        return self._tolerances.at(place, whole.dtype)
+        part = {"update": "parameter", "buffer": "buffer"}.get(phase, "gradient")
+        return self._tolerances.at(Meaning(self._step, phase, name, part=part), whole.dtype)
 
     def _position(self, name: str) -> float:
         """Returns when the twin has the gradient of a parameter: after that of its layer."""
         layer = name.rpartition(".")[0]
-        places = {"forward": [-1.0], "gradient": [-1.0]}
-        for (phase, path, _), at in self._positions.items():
-            if path == layer and phase in places:
-                places[phase].append(at)
-        forward, backward = max(places["forward"]), max(places["gradient"])
-        if backward >= 0:
-            return backward + 0.5
-        return float("inf") if forward < 0 else 1e9 - forward
+
+        def last(phase: str) -> float:
+            places = (at for key, at in self._positions.items() if key[:2] == (phase, layer))
+            return max(places, default=-1.0)
+
+        if last("gradient") >= 0:
+            return last("gradient") + 0.5
+        return 1e9 - last("forward") if last("forward") >= 0 else float("inf")
 
     def _finding(
         self,

@@ -14,6 +14,7 @@ import numpy as np
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, tensors_of
 from fleetpipe.dygraph.broadcast import is_spread
+from fleetpipe.dygraph.experts import Experts
 from fleetpipe.job.job import current_job
 from fleetpipe.locator import record
 from fleetpipe.locator.record import Meaning
@@ -93,7 +94,8 @@ class Recorder:
         spread: list[str] = []
         for path, layer in inner.named_sublayers(include_self=True):
             parameters = list(layer.parameters())
-            if parameters and all(map(is_spread, parameters)):
+            spreads = isinstance(layer, Experts) and len(layer.experts) < layer.experts.total
+            if spreads or (parameters and all(map(is_spread, parameters))):
                 # Which tokens come to an expert here, and in how many calls, is no replica's.
                 spread.append(f"{path}.")
             if not f"{path}.".startswith(tuple(spread)):
@@ -152,17 +154,17 @@ class Recorder:
             return Meaning(self.step, "forward", path, self.micro_batch, part, call)
 
         sources = []
+        # A number alone is a loss, of as many rows as a micro-batch happens to have.
         for number, tensor in enumerate(tensors_of(list(inputs))):
             source = self._made.get(id(tensor))
             if source is not None:
                 sources.append(source[1])
-            elif tensor.dtype in _FLOATS:
+            elif tensor.dtype in _FLOATS and math.prod(tensor.shape) > 1:
                 self.put(place(f"input {number}"), tensor)
         for number, tensor in enumerate(tensors_of(output)):
             if id(tensor) in self._made and self._made[id(tensor)][1].name == path:
                 continue
             if math.prod(tensor.shape) == 1:
-                # A loss, of as many rows as a micro-batch happens to have.
                 continue
             here = place(f"output {number}")
             self.put(here, tensor)
@@ -183,6 +185,11 @@ class Recorder:
         self._calls[key] += 1
         call = self._calls[key] - 1
         return Meaning(self.step, "forward", path, self.micro_batch, "mask", call)
+
+    @property
+    def recorded(self) -> record.RankTensors:
+        """What is kept of this step."""
+        return self._record
 
     def rows(self) -> dict[int, list[bytes]]:
         """Returns by micro-batch the bytes of the samples of this step."""

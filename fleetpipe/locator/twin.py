@@ -16,7 +16,7 @@ from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.dygraph.nest import leaves, mapped
 from fleetpipe.locator import record
 from fleetpipe.locator.assembly import WholeTensors
-from fleetpipe.locator.record import Meaning
+from fleetpipe.locator.record import Meaning, RankTensors
 from fleetpipe.mesh import AXES
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import learning_rate_of
@@ -63,10 +63,10 @@ class Feed:
                     self._set(parameter.grad, value)
 
     def mask(
-        self, place: Meaning, shape: tuple[int, ...], rows: Mapping[int, list[bytes]]
+        self, place: Meaning, shape: tuple[int, ...], recorded: RankTensors
     ) -> np.ndarray | None:
         """Returns what the job's dropout kept of a micro-batch; None where it has no such."""
-        return self._whole.mask(place, shape, rows.get(place.micro_batch, []))
+        return self._whole.mask(place, shape, recorded)
 
     def must_read_on(self, step: int, rows: int) -> bool:
         """Whether the job's replicas have more samples in a step than the twin has read."""

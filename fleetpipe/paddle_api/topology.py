@@ -87,6 +87,11 @@ class LocalTopology(_topology.HybridCommunicateGroup):
         """Returns the group of this process."""
         return self._dp_comm_group
 
+    # What Paddle has with experts, or with more than one rank, alone.
+    get_context_parallel_rank = get_expert_parallel_rank
+    get_context_parallel_world_size = get_expert_parallel_world_size
+    get_context_parallel_group = get_sep_parallel_group = get_expert_parallel_group
+
 
 #: Fleet's topology where there are experts; 2.6.2 has none.
 _EPTopology: Any = getattr(_topology, "EPHybridCommunicateGroup", _topology.HybridCommunicateGroup)

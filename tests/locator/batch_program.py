@@ -19,7 +19,7 @@ from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, Sha
 from paddle.nn import functional as F
 
 from fleetpipe.dygraph import sequences
-from fleetpipe.dygraph.experts import Experts
+from fleetpipe.dygraph.experts import AuxiliaryLoss, Experts
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--bug", default="")
@@ -29,6 +29,9 @@ parser.add_argument("--optimizer", default="AdamW")
 parser.add_argument("--schedule", default="1F1B")
 parser.add_argument("--dropout", type=float, default=0.0)
 parser.add_argument("--chunks", type=int, default=1)
+parser.add_argument("--capacity", type=float, default=0.0)
+parser.add_argument("--balance", type=float, default=0.0)
+parser.add_argument("--masked", action="store_true")
 parser.add_argument("--untied", action="store_true")
 args = parser.parse_args()
 
@@ -94,7 +97,7 @@ class Attention(nn.Layer):
             scores = scores + paddle.triu(paddle.full([length, length], -1e9), 1)
             seen = paddle.einsum("bhlm,bmhd->blhd", F.softmax(scores), v)
         else:
-            seen = sequences.attention(q, k, v, causal=True)
+            seen = sequences.attention(q, k, v, causal=not bug("not-causal"))
         return self.out(seen.reshape([rows, length, width]))
 
 
@@ -106,7 +109,15 @@ class Mixture(nn.Layer):
 
     def forward(self, x: Any) -> Any:
         tokens = x.reshape([-1, x.shape[-1]])
-        weights, choices = paddle.topk(F.softmax(self.router(tokens)), 2)
+        scores = F.softmax(self.router(tokens))
+        self.loss = (scores**2).mean()
+        weights, choices = paddle.topk(scores, 2)
+        if args.capacity:
+            ranks = hcg.get_expert_parallel_world_size() if bug("capacity-by-ranks") else 1
+            room = int(args.capacity * len(tokens) / 2) // ranks
+            counted = F.one_hot(choices.reshape([-1]), 4).cumsum(0).reshape([-1, 2, 4])
+            place = paddle.take_along_axis(counted, choices.unsqueeze(-1), -1).squeeze(-1)
+            choices = paddle.where(place > room, paddle.full_like(choices, -1), choices)
         if bug("weights-not-given"):
             weights = paddle.ones_like(weights) / 2
         return self.experts(tokens, choices, weights).reshape(x.shape)
@@ -130,6 +141,8 @@ class Block(nn.Layer):
         self.dropout = nn.Dropout(rate)
 
     def forward(self, x: Any) -> Any:
+        if bug("half-in-a-stage") and stage == 1:
+            x = x.astype("float16").astype("float32")
         if bug("detached") and self.number == 2:
             x = x.detach()
         x = x + self.attention(self.before(x)) / self.number
@@ -144,6 +157,10 @@ class Loss(nn.Layer):
     def forward(self, columns: Any, following: Any) -> Any:
         if bug("shifted-again"):
             columns, following = columns[:, :-1], following[:, 1:]
+        if args.masked:
+            each = F.cross_entropy(columns, following.unsqueeze(-1), reduction="none").squeeze(-1)
+            weight = (following > 9).astype(each.dtype)
+            return (each * weight).sum() / weight.sum()
         loss = F.cross_entropy(columns, following.unsqueeze(-1))
         return loss / (BATCHES // REPLICAS) if bug("divided-twice") else loss
 
@@ -181,14 +198,27 @@ def batch(step: int) -> Any:
         part = slice(place * count, (place + 1) * count)
         (tokens, places), following = whole
         return [(tokens[:, part], places[:, part]), following[:, part]]
+    if bug("labels-within-part"):
+        inputs = sequences.own_part(whole[0])
+        return [inputs, paddle.roll(inputs[0], -1, 1)]
     return sequences.own_part(whole) if PARTS > 1 else whole
+
+
+def balance(layer: Any) -> Any:
+    return layer.loss if isinstance(layer, Mixture) else None
+
+
+loss_fn = Loss()
+if args.balance:
+    more = DEGREES["ep"] if bug("balance-by-ep") else 1
+    loss_fn = AuxiliaryLoss(loss_fn, args.balance * more, take=balance)
 
 
 model = fleet.distributed_model(
     PipelineLayer(
         descriptions(),
         num_stages=DEGREES["pp"],
-        loss_fn=Loss(),
+        loss_fn=loss_fn,
         **({"num_virtual_pipeline_stages": args.chunks} if args.chunks > 1 else {}),
     )
 )

@@ -20,6 +20,8 @@ import paddle
 from paddle import nn
 
 from fleetpipe import fleet
+from fleetpipe.dygraph import sequences
+from fleetpipe.dygraph.experts import AuxiliaryLoss
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,
     LayerDesc,
@@ -34,12 +36,20 @@ from fleetpipe.locator.comparison import first_difference
 from fleetpipe.locator.recorder import Finished, Recorder
 from fleetpipe.locator.twin import Feed, degrees_of_one
 from tests import byhand, jobs
+from tests.locator import right_layers
 
 STEPS, VOCABULARY, LENGTH = 3, 19, 6
 #: What is split in two: along one axis, or along two.
 AXES = (
     *(["pp"], ["dp"], ["mp"], ["sharding"]) * 3,
     *(["pp", "dp"], ["pp", "mp"], ["dp", "mp"], ["pp", "sharding"], ["dp", "sharding"]),
+)
+#: Of the programs from number 1000 on, whose sequences or experts are spread.
+SPREADING = (
+    *(["sep"], ["cp"], ["mp"], ["sharding", "ep"], ["dp", "ep"], ["mp", "ep"]),
+    *(["pp", "sep"], ["pp", "cp"], ["dp", "sep"], ["dp", "cp"], ["sharding", "sep"]),
+    *(["sep", "cp"], ["mp", "sep"], ["mp", "cp"], ["pp", "mp"], ["dp", "mp"], ["sep", "ep"]),
+    *(["pp", "sharding", "ep"], ["pp", "dp", "ep"], ["pp", "mp", "ep"]),
 )
 TWO_CHUNKS = ("Interleaved1F1B", "ZBV", "VHalf")
 
@@ -55,6 +65,11 @@ class Program(NamedTuple):
         scheduled: Whether a scheduler changes the learning rate.
         evaluates: Whether it evaluates between steps.
         freezes: Whether the embedding is not trained.
+        attends: Whether blocks have attention, and tokens positions.
+        in_parts: Whether members along mp have parts of sequences between products.
+        mixture: The kind of experts, "" for none.
+        reduction: Of the loss: fleetpipe's own option.
+        recomputes: Whether layers are computed again in backward.
     """
 
     number: int
@@ -76,15 +91,30 @@ class Program(NamedTuple):
     decay: float
     evaluates: bool
     freezes: bool
+    attends: bool = False
+    in_parts: bool = False
+    mixture: str = ""
+    reduction: str = "mean"
+    recomputes: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many it runs on."""
+        return 1 << sum(axis != "ep" for axis in self.axes)
+
+    @property
+    def length(self) -> int:
+        """Places of a sequence."""
+        return right_layers.PLACES if self.attends else LENGTH
 
 
 def drawn(number: int) -> Program:
     """Returns the program of a number."""
     draw = random.Random(number)
-    axes = draw.choice(AXES)
+    axes = draw.choice(AXES if number < 1000 else SPREADING)
     loop = "pp" not in axes and draw.random() < 0.6
     names = ("1F1B", "FThenB", "ZBH1", "ZBH2", "Eager1F1B", *TWO_CHUNKS)
-    return Program(
+    program = Program(
         number,
         axes,
         loop,
@@ -104,6 +134,28 @@ def drawn(number: int) -> Program:
         draw.choice([0.0, 0.1]),
         draw.random() < 0.3,
         draw.random() < 0.2,
+    )
+    return program if number < 1000 else _spread(program, draw)
+
+
+def _spread(program: Program, draw: random.Random) -> Program:
+    axes = program.axes
+    split = not {"sep", "cp"}.isdisjoint(axes)
+    mixture = draw.choice(["routed", "stock"]) if "ep" in axes else ""
+    if mixture and "mp" in axes:
+        # Members send the same tokens: Paddle's experts take them as more, and round otherwise.
+        mixture = "routed"
+    # Loops of their own: along one axis, without experts, with losses of as many tokens.
+    loop = program.loop and not mixture and len(axes) == 1
+    return program._replace(
+        loop=loop,
+        wrapped=not split,
+        norm="LayerNorm",
+        attends=True,
+        in_parts="mp" in axes and not mixture and draw.random() < (0.5 if split else 1),
+        mixture=mixture,
+        reduction="mean" if loop else draw.choice(["mean", "mean", "tokens"]),
+        recomputes=draw.random() < 0.25,
     )
 
 
@@ -138,10 +190,29 @@ class Loss(nn.Layer):
         return nn.functional.cross_entropy(output, labels.unsqueeze(-1))
 
 
+def loss_of(program: Program) -> Any:
+    """Returns the loss function."""
+    if program.mixture:
+        return AuxiliaryLoss(Loss(), 0.1)
+    return nn.CrossEntropyLoss(ignore_index=0) if program.reduction == "tokens" else Loss()
+
+
 def descriptions(program: Program) -> list[Any]:
     """Returns the list of layers."""
     middle = [LayerDesc(Block, program) for _ in range(program.blocks)]
     sizes = VOCABULARY, program.width
+    if program.attends:
+        block, first = right_layers.Block, (right_layers.Embedding, program, VOCABULARY)
+        middle = [LayerDesc(block, program) for _ in range(program.blocks)]
+        middle.append(LayerDesc(right_layers.Gathered, program))
+        if not program.tied:
+            return [LayerDesc(*first), *middle, LayerDesc(nn.Linear, *sizes[::-1])]
+        kind, *rest = first
+        return [
+            SharedLayerDesc("table", kind, None, "weight", *rest),
+            *middle,
+            SharedLayerDesc("table", kind, logits, "weight", *rest),
+        ]
     if not program.tied:
         return [LayerDesc(nn.Embedding, *sizes), *middle, LayerDesc(nn.Linear, *sizes[::-1])]
     return [
@@ -170,11 +241,15 @@ def batch(program: Program, step: int) -> list[Any]:
     count = program.micro_batches * program.rows
     total = count * 2 ** len({"dp", "sharding"}.intersection(program.axes))
     draw = np.random.default_rng([program.number, step])
-    tokens = draw.integers(0, VOCABULARY, [total, LENGTH + 1])
+    tokens = draw.integers(0, VOCABULARY, [total, program.length + 1])
     topology = fleet.get_hybrid_communicate_group()
     replicas = topology.get_data_parallel_world_size() * topology.get_sharding_parallel_world_size()
     part = np.split(tokens, replicas)[_replica()]
-    return [paddle.to_tensor(part[:, :-1].copy()), paddle.to_tensor(part[:, 1:].copy())]
+    ids, following = (paddle.to_tensor(t.copy()) for t in (part[:, :-1], part[:, 1:]))
+    if not program.attends:
+        return [ids, following]
+    places = paddle.arange(program.length).expand(ids.shape)
+    return list(sequences.own_part([(ids, places), following]))
 
 
 def _replica() -> int:
@@ -185,13 +260,17 @@ def _replica() -> int:
 
 def train(program: Program) -> None:
     """Trains a program as its user would."""
+    own: dict[str, Any] = {"guards": 1, "loss_reduction": program.reduction}
     strategy = jobs.strategy(
         *(program.micro_batches, program.schedule),
-        **{"rows": program.rows, "own": {"guards": 1}, **dict.fromkeys(program.axes, 2)},
+        **{"rows": program.rows, "own": own, **dict.fromkeys(program.axes, 2)},
     )
     fleet.init(is_collective=True, strategy=strategy)
     try:
         paddle.seed(program.number)
+        tracker = right_layers.tracker_of()
+        tracker.reset()
+        tracker.add("local_seed", 5000 + program.number + paddle.distributed.get_rank())
         with suppress(Finished):
             _by_loop(program) if program.loop else _by_train_batch(program)
     finally:
@@ -201,7 +280,12 @@ def train(program: Program) -> None:
 def _by_train_batch(program: Program) -> None:
     chunks = {"num_virtual_pipeline_stages": 2} if program.schedule in TWO_CHUNKS else {}
     degree = 2 if "pp" in program.axes else 1
-    layers = PipelineLayer(descriptions(program), num_stages=degree, loss_fn=Loss(), **chunks)
+    more: dict[str, Any] = {"loss_fn": loss_of(program), **chunks}
+    if program.recomputes:
+        topology: Any = fleet.get_hybrid_communicate_group()
+        more["recompute_ctx"] = {"mp_group": topology.get_model_parallel_group()}
+        more["recompute_interval"] = 1
+    layers = PipelineLayer(descriptions(program), num_stages=degree, **more)
     model = fleet.distributed_model(layers)
     plain, scheduler = optimizer_of(program, model.parameters())
     optimizer = fleet.distributed_optimizer(plain)
@@ -214,14 +298,20 @@ def _by_train_batch(program: Program) -> None:
 def _by_loop(program: Program) -> None:
     layers = [description.build_layer() for description in descriptions(program)]
     model: Any = nn.Sequential(*layers)
-    topology = fleet.get_hybrid_communicate_group()
-    replicas = topology.get_data_parallel_world_size()
+    topology: Any = fleet.get_hybrid_communicate_group()
+    copies = sequences.sequence_ranks().ranks * topology.get_data_parallel_world_size()
+    members = topology.get_model_parallel_world_size()
+    if program.in_parts and members > 1:
+        register = right_layers.parts.register_sequence_parallel_allreduce_hooks
+        register(model, program.micro_batches, False)
     optimizer, scheduler = optimizer_of(program, model.parameters())
     if program.wrapped:
         model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
-    loss_fn = Loss()
-    # Replicas have dropouts of their own; ranks along mp have the same values.
-    paddle.seed(1000 + program.number + _replica())
+    loss_fn = loss_of(program)
+    # Ranks with other values have dropouts of their own; along mp values may be the same.
+    apart = members == 1 or program.in_parts
+    place = paddle.distributed.get_rank() if apart else _replica()
+    paddle.seed(1000 + program.number + place)
     for step in range(STEPS):
         tokens, labels = batch(program, step)
         if program.evaluates:
@@ -229,16 +319,17 @@ def _by_loop(program: Program) -> None:
             with paddle.no_grad():
                 loss_fn(model(tokens), labels)
             model.train()
-        rows = len(tokens) // program.micro_batches
+        rows = len(labels) // program.micro_batches
         for number in range(program.micro_batches):
             part = slice(number * rows, (number + 1) * rows)
-            loss = loss_fn(model(tokens[part]), labels[part]) / program.micro_batches
+            inputs = tuple(t[part] for t in tokens) if program.attends else tokens[part]
+            loss = loss_fn(model(inputs), labels[part]) / program.micro_batches
             loss.backward()
         trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
-        for parameter in trained if replicas > 1 and not program.wrapped else ():
+        for parameter in trained if copies > 1 and not program.wrapped else ():
             paddle.distributed.all_reduce(parameter.grad)
             with paddle.no_grad():
-                parameter.grad.scale_(1 / replicas)
+                parameter.grad.scale_(1 / copies)
         optimizer.step()
         optimizer.clear_grad()
         if scheduler is not None:
@@ -276,12 +367,10 @@ def alarms(numbers: list[int]) -> list[int]:
     """Returns the numbers of the programs for which a place is named."""
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
-        for split in (1, 2):
-            chosen = [number for number in numbers if len(drawn(number).axes) == split]
+        for ranks in (2, 4):
+            chosen = [number for number in numbers if drawn(number).ranks == ranks]
             if chosen:
-                byhand.call(
-                    *(run_jobs, 2**split, folder, chosen), folder=Path(folder), timeout=3600.0
-                )
+                byhand.call(*(run_jobs, ranks, folder, chosen), folder=Path(folder), timeout=3600.0)
         for number in numbers:
             place = named(drawn(number), Path(folder, str(number)))
             if place is not None:

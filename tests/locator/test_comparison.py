@@ -175,6 +175,29 @@ def test_the_first_wrong_place_is_named(
     }
 
 
+def test_a_rank_without_a_gradient_is_named() -> None:
+    job = replicas()
+    del job[1].tensors[Meaning(0, "gradient", "fc.weight", part="gradient")]
+    finding = first_difference(compared(job), twin(), twin(ROUNDING))
+    assert finding is not None
+    assert (finding.phase, finding.axis, finding.ranks) == ("gradient", "dp", [1])
+
+
+def test_a_value_that_is_changed_on_its_way_is_of_the_layer_around() -> None:
+    """The twin's next layer takes what the one before has returned; the job's takes another."""
+    job, single = replicas(), twin()
+    made = Meaning(0, "forward", "fc", 0, "output 0")
+    after = made._replace(name="block.norm")
+    for rank in (*job, single.ranks[0]):
+        rank.tensors[after] = rank.tensors[made] + 1
+    single.ranks[0].sources[after] = [made]
+    taken = after._replace(part="input 0")
+    for factor, layer in ((1.0, None), (1.01, "block")):
+        job[1].tensors[taken] = job[1].tensors[made] * np.float32(factor)
+        finding = first_difference(compared(job), single, single)
+        assert (finding and finding.layer) == layer
+
+
 def _members(reduced: bool) -> list[RankTensors]:
     """Returns two members, each with half of the sum that a layer makes."""
     ranks = [one_rank(rank, {"mp": rank}, ROWS, 1) for rank in (0, 1)]

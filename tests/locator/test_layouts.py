@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fleetpipe.locator.assembly import WholeTensors
 from fleetpipe.locator.layouts import DimensionCut, Layout, layouts, part_of, put_part
+from fleetpipe.locator.record import Meaning, RankTensors, Record
 
 WHOLE = np.arange(8 * 6).reshape(8, 6)
 
@@ -17,6 +19,7 @@ WHOLE = np.arange(8 * 6).reshape(8, 6)
         ((DimensionCut(0, ("mp",), parts=2),), [2, 3, 6, 7]),
         ((DimensionCut(0, ("cp",), zigzag=True),), [2, 3, 4, 5]),
         ((DimensionCut(0, ("sep", "mp")),), [6, 7]),
+        ((DimensionCut(0, ("cp", "sep"), zigzag=True),), [4, 5]),
     ],
 )
 def test_a_rank_has_the_rows_of_its_coordinate(layout: Layout, rows: list[int]) -> None:
@@ -39,3 +42,21 @@ def test_shapes_that_no_degree_explains_are_no_parts() -> None:
     assert not list(layouts((8, 6), (3, 6), {"mp": 2}))
     assert not list(layouts((8, 6), (8,), {"mp": 2}))
     assert list(layouts((8, 6), (8, 6), {"mp": 2})) == [()]
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_masks_of_parts_are_joined_in_the_order_of_the_samples(zigzag: bool) -> None:
+    """Members along mp have the same; along cp pieces that the samples alone put in order."""
+    degrees, cut = {"mp": 2, "cp": 2}, DimensionCut(1, ("cp",), zigzag=zigzag)
+    drawn = np.random.default_rng(3).random([2, 8]) < 0.5
+    data, kept = Meaning(0, "data", "", 0, "input"), Meaning(0, "forward", "drop", 0, "mask")
+    twin, ranks = RankTensors(0, {}), []
+    twin.tensors[data] = np.arange(16).reshape(2, 8)
+    for number in range(4):
+        here = RankTensors(number, {"mp": number % 2, "cp": number // 2})
+        for place, whole in ((data, twin.tensors[data]), (kept, drawn)):
+            here.tensors[place] = part_of(whole, (cut,), here.coordinate, degrees)
+        ranks.append(here)
+    mask = WholeTensors(Record(ranks, degrees)).mask(kept, (2, 8), twin)
+    assert mask is not None
+    assert np.array_equal(mask, drawn)
