@@ -72,9 +72,7 @@ class ParameterChecks:
                 finding = self._finding(name, "initial", "", self._job.ranks, causes.MISSING)
                 return finding._replace(layer=_missing_layer(name, names))
         for name in [*whole, *sorted(names - whole.keys())]:
-            parts = self._parts("initial", name)
-            unequal = self._unequal(name, parts, whole.get(name))
-            if unequal is not None:
+            if unequal := self._unequal(name, self._parts("initial", name), whole.get(name)):
                 return unequal
         return self._drawn(whole) if self._step == 0 else None
 
@@ -220,10 +218,7 @@ class ParameterChecks:
 
     def _is_right(self, number: int, apart: Mapping[int, float], tolerance: float) -> bool:
         """Whether a rank, or another of the optimizer's shards, who steps by it, is right."""
-        members = [number]
-        if self._job.degrees.get("sharding", 1) > 1:
-            members = self._members(number, ("sharding",), apart)
-        return any(apart[n] <= tolerance for n in members)
+        return any(apart[n] <= tolerance for n in self._members(number, ("sharding",), apart))
 
     def _members(self, number: int, axes: Sequence[str], of: Iterable[int]) -> list[int]:
         """Returns the ranks that differ from one in their place on some axes alone."""
@@ -247,8 +242,8 @@ class ParameterChecks:
         """Finds ranks that do not clip, or the first gradient that was clipped by another norm."""
         clipping = [r.rank for r in self._job.ranks if r.names(self._step, "clip")]
         # A rank whose shard has no parameter steps none, and clips none.
-        rest = [r.rank for r in self._job.ranks if self._rate in r.tensors]
-        rest = [number for number in rest if number not in clipping]
+        stepping = [r.rank for r in self._job.ranks if self._rate in r.tensors]
+        rest = [number for number in stepping if number not in clipping]
         if clipping and rest and self._single.names(self._step, "clip"):
             wrong, axis = self._apart_from(rest, clipping)
             return self._finding("", "clip", axis, wrong, causes.UNCLIPPED)
@@ -266,13 +261,11 @@ class ParameterChecks:
         """Compares learning rates."""
         rate = self._single.tensors.get(self._rate)
         rates = {r.rank: r.tensors[self._rate] for r in self._job.ranks if self._rate in r.tensors}
-        apart = {} if rate is None else {n: gap(other, rate) for n, other in rates.items()}
+        apart = {n: gap(other, rate) for n, other in rates.items() if rate is not None}
         bad = [n for n, far in apart.items() if far]
-        if not bad:
-            return None
         wrong, axis = self._apart_from(bad, rates)
-        far = max(apart.values())
-        return self._finding("", "optimizer input", axis, wrong, causes.RATE, far)
+        far = max(apart.values(), default=0.0)
+        return self._finding("", "optimizer input", axis, wrong, causes.RATE, far) if bad else None
 
     def update(self) -> Location | None:
         """Finds the first parameter that became another one."""
@@ -332,8 +325,8 @@ class ParameterChecks:
         return parts_of(whole, shape, self._ranks[number].coordinate, self._job.degrees)
 
     def _split_axes(self, parts: Parts, whole: np.ndarray) -> tuple[str, ...]:
-        part = next(iter(parts.values()))
-        layout = next(layouts(whole.shape, part.shape, self._job.degrees), ())
+        shape = next(iter(parts.values())).shape
+        layout = next(layouts(whole.shape, shape, self._job.degrees), ())
         return tuple(axis for cut in layout for axis in cut.axes)
 
     def _tolerance(self, phase: str, name: str, whole: np.ndarray) -> float:
