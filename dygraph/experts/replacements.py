@@ -10,7 +10,7 @@ from fleetpipe.dygraph.experts import exchange, operations
 from fleetpipe.dygraph.experts.members import members_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.layer import replace_in_moe
+from fleetpipe.paddle_api.layer import MoEScatter, replace_in_moe
 from fleetpipe.paddle_api.operations import provide
 from fleetpipe.paddle_api.topology import group_of_ring
 
@@ -55,9 +55,25 @@ def _local_gather(
     return rows.astype(inp.dtype)
 
 
+class _Scatter:
+    """Paddle's ``MoEScatter``, whose backward all ranks come by, or none.
+
+    Where its tokens need no gradient, a rank whose experts get none has nothing that does: others
+    wait for it in the backward of their exchange.
+    """
+
+    @staticmethod
+    def apply(tokens: Tensor, *arguments: object) -> Tensor:
+        if tokens.stop_gradient and paddle.is_grad_enabled():
+            tokens = tokens.detach()
+            tokens.stop_gradient = False
+        scattered: Tensor = MoEScatter.apply(tokens, *arguments)
+        return scattered
+
+
 def install() -> None:
     """Mends ``MoELayer``, and has Paddle's functions do these operations where there is no GPU."""
-    replace_in_moe(_local_gather=_local_gather)
+    replace_in_moe(_local_gather=_local_gather, MoEScatter=_Scatter)
     if device_kind() == "cpu":
         replace_in_moe(_alltoall=_alltoall, check_nccl_version_for_p2p=_no_check)
         routing = {name: getattr(operations, name) for name in operations.__all__}

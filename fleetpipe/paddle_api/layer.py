@@ -13,6 +13,8 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.paddle_api.tensor import has_memory
 
 MoELayer: type[Layer] = _moe_layer.MoELayer
+#: Sends tokens to the experts of ``MoELayer``.
+MoEScatter: Any = _moe_layer.MoEScatter
 #: Those of a mixture of experts, and what helps them.
 _paddle_moe = (_moe_layer, _moe_utils)
 

@@ -70,6 +70,17 @@ class Stock(nn.Layer):
         return x + self.moe(self.norm(x))
 
 
+class OnData(Stock):
+    """On inputs that need no gradient; all tokens go to the experts of the first rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe.gate.gate.bias.set_value(paddle.to_tensor([9.0, 9.0, -9.0, -9.0]))
+
+    def forward(self, x: Any) -> Any:
+        return self.moe(self.norm(x).detach())
+
+
 @contextmanager
 def job(micro_batches: int, schedule: str = "1F1B", **degrees: Any) -> Iterator[Any]:
     fleet.init(is_collective=True, strategy=jobs.strategy(micro_batches, schedule, **degrees))
@@ -163,6 +174,16 @@ def one_dies(degrees: dict[str, int]) -> str:
         except FleetPipeError as error:
             return str(error)
     return "nothing"
+
+
+def without_tokens(degrees: dict[str, int]) -> list[float]:
+    """Trains two steps in which the second rank's experts get nothing; returns the losses."""
+    with job(1, own={"timeout": 20}, **degrees) as running:
+        pipe = pipeline([LayerDesc(OnData)], loss_fn=nn.MSELoss())
+        sgd = paddle.optimizer.SGD(0.1, parameters=pipe.parameters())
+        optimizer = fleet.distributed_optimizer(sgd)
+        data = part(running, 1, 0)
+        return [float(pipe.train_batch(data, optimizer)) for _ in range(2)]
 
 
 def refused(degrees: dict[str, int]) -> str:

@@ -55,6 +55,12 @@ def test_a_rank_that_dies_within_an_exchange_is_named(on_ranks: Call) -> None:
         assert "rank 3" in message, message
 
 
+def test_a_rank_whose_experts_get_no_token_of_data(on_ranks: Call) -> None:
+    """Data need no gradient: that rank came by no exchange in backward, and the other waited."""
+    first, second = on_ranks(cases.without_tokens, 2, {"dp": 2, "ep": 2})
+    assert first == second
+
+
 def test_experts_that_ranks_do_not_divide(on_ranks: Call) -> None:
     for message in on_ranks(cases.refused, 4, SPREAD):
         assert "3 experts cannot be spread over 2 ranks" in message
