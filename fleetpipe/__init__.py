@@ -76,11 +76,7 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # to a type checker it would give the module every name
 
     def __getattr__(name: str) -> object:
-        """Loads what needs Paddle when it is asked for.
-
-        Raises:
-            AttributeError: There is no such name.
-        """
+        """Loads what needs Paddle when it is asked for."""
         if name not in _LATE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = importlib.import_module(_LATE[name])

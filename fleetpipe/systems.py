@@ -54,11 +54,7 @@ _BLOCK = bytes(1 << 20)
 
 
 def require_ranks() -> None:
-    """Refuses what starts ranks, or is one of several, where there can be none.
-
-    Raises:
-        UsageError: This is Windows.
-    """
+    """Refuses what starts ranks, or is one of several, where there can be none."""
     if sys.platform == "win32":
         raise UsageError(
             "on Windows one process plays all ranks; several ranks run in WSL: wsl --install"

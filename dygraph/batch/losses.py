@@ -43,11 +43,7 @@ def require_functions(loss_fn: Any) -> None:
 
 
 def required_functions(loss_fn: Any) -> list[Criterion]:
-    """Returns the loss functions.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Returns the loss functions."""
     functions = functions_in(loss_fn)
     if not functions or None in functions:
         raise ConfigError(

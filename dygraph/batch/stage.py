@@ -355,11 +355,7 @@ def _received(value: Nest) -> Nest:
 
 
 def _classes(labels: Sequence[Nest] | None, number: int) -> Tensor:
-    """Returns the first tensor among the labels of micro-batch ``number``: a head's classes.
-
-    Raises:
-        BoundaryError: There is none.
-    """
+    """Returns the first tensor among the labels of micro-batch ``number``: a head's classes."""
     classes = next(tensors_of(None if labels is None else labels[number]), None)
     if classes is None:
         raise BoundaryError(

@@ -105,9 +105,6 @@ def refuse_whole_logits(losses: Sequence[Any]) -> None:
 
     Args:
         losses: The loss functions of a model with a head.
-
-    Raises:
-        ConfigError: One is such.
     """
     functions = paddle.nn.functional
     for loss in losses:

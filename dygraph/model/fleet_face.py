@@ -79,11 +79,7 @@ def in_sequence(functions: Sequence[Callable[[Nest], Nest]]) -> Callable[..., Ne
 
 
 def refuse_schedule_nodes(_model: Layer, *_arguments: Any) -> NoReturn:
-    """Refuses Fleet's schedule nodes, which exist for its own overlapped schedulers.
-
-    Raises:
-        ConfigError: Always.
-    """
+    """Refuses Fleet's schedule nodes, which exist for its own overlapped schedulers."""
     raise ConfigError(
         "fleetpipe's engine needs no schedule nodes",
         fix="choose a schedule with pipeline_configs['schedule_mode'], DualPipeV for instance",

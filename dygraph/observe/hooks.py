@@ -46,11 +46,7 @@ class NumberedHooks:
         return bool(self._hooks)
 
     def register_hook(self, number: int, hook: NumberedHook) -> None:
-        """Adds ``hook(number)``.
-
-        Raises:
-            UsageError: There is no such number.
-        """
+        """Adds ``hook(number)``."""
         if number not in range(self.hooks_capacity):
             raise UsageError(
                 f"there is no {self._kind} {number} for a hook",

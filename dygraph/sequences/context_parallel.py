@@ -30,9 +30,6 @@ class _Plan:
 
         Args:
             backend: ``"p2p"``, the ring along cp, or ``"all2all"``, the exchange along sep.
-
-        Raises:
-            ConfigError: It is another.
         """
         if backend not in _AXES:
             raise ConfigError(

@@ -98,11 +98,7 @@ def save(
 
 
 def require_folder(folder: str | Path) -> None:
-    """Refuses a folder that is not there.
-
-    Raises:
-        CheckpointError: It is not.
-    """
+    """Refuses a folder that is not there."""
     if not Path(folder).is_dir():
         raise CheckpointError(
             "there is no such folder of saved layers",

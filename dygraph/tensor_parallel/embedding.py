@@ -86,11 +86,7 @@ def own_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
 
 
 def refuse_outside(ids: Tensor, size: int, what: str) -> None:
-    """Refuses ids that are not below ``size``, which no member would find.
-
-    Raises:
-        UsageError: There is one.
-    """
+    """Refuses ids that are not below ``size``, which no member would find."""
     if ids.size == 0:
         return
     least, greatest = int(ids.min()), int(ids.max())

@@ -156,9 +156,6 @@ class PipelineParallel(PipelineFace):
         """Takes the step of what :meth:`_prepare_training` was given; clears the gradients.
 
         The third part of a step, after :meth:`forward_backward_pipeline`.
-
-        Raises:
-            StateError: There was no :meth:`_prepare_training`.
         """
         if self._prepared is None:
             raise StateError(

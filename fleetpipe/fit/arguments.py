@@ -27,11 +27,7 @@ _LEAST = {
 def require_prepared(
     optimizer: Optimizer, loss: Callable[..., Nest] | None, metrics: Sequence[Metric]
 ) -> None:
-    """Refuses what is no optimizer, no loss or no metric.
-
-    Raises:
-        ConfigError: One of them is something else.
-    """
+    """Refuses what is no optimizer, no loss or no metric."""
     require_functions(loss)
     if optimizer is not None and not hasattr(optimizer, "clear_grad"):
         raise ConfigError(
@@ -55,11 +51,7 @@ def require_prepared(
 
 
 def require_numbers(**numbers: int | None) -> None:
-    """Refuses a number that is none, or too small; None where there may be one or none.
-
-    Raises:
-        ConfigError: One is.
-    """
+    """Refuses a number that is none, or too small; None where there may be one or none."""
     for name, value in numbers.items():
         if value is not None or name != "num_iters":
             whole(name, value, _LEAST[name])

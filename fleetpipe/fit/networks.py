@@ -16,11 +16,7 @@ from fleetpipe.paddle_api import paddle
 
 
 def required_job() -> Job:
-    """Returns the job.
-
-    Raises:
-        StateError: ``fleet.init`` was not called.
-    """
+    """Returns the job."""
     job = current_job()
     if job is None:
         raise StateError(

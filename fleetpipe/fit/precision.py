@@ -52,9 +52,6 @@ def precision_of(
             ``GradScaler``; None for full precision.
         network: The model.
         optimizer: The user's optimizer.
-
-    Raises:
-        ConfigError: Paddle does not take it.
     """
     try:
         level, lists, scaling = checked_amp(configs, optimizer)

@@ -76,11 +76,7 @@ class BatchSource:
             return {}
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position.
-
-        Raises:
-            CheckpointError: It was saved for other data.
-        """
+        """Goes to a position."""
         if state and isinstance(self.loader, DataLoader):
             self.loader.set_state_dict(state)
 

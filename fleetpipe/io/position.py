@@ -25,9 +25,6 @@ def whole(name: str, value: Any, least: int = 0) -> int:
         name: What the caller calls it.
         value: What was given.
         least: The smallest that is taken.
-
-    Raises:
-        ConfigError: It is something else.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ConfigError(
@@ -68,9 +65,6 @@ def require_same(name: str, here: object, saved: object, of: str, fix: str) -> N
         saved: What the one had that saved.
         of: What the position belongs to, for messages.
         fix: What to do where they differ.
-
-    Raises:
-        CheckpointError: They differ.
     """
     if here != saved:
         raise CheckpointError(

@@ -265,11 +265,7 @@ class Job:
         return (*axes, *(() if sharded else SHARDS))
 
     def beside_sharding(self, spread: bool) -> Group:
-        """Returns the ranks with copies of the same parameters that own the same of them.
-
-        Args:
-            spread: Whether these are experts.
-        """
+        """Returns the ranks with copies of the same parameters that own the same of them."""
         axes = [axis for axis in COPIES if axis not in self.degrees.state_axes]
         if spread:  # along ep all copies of an expert share its state
             axes = [axis for axis in axes if axis != "dp" and self.degrees.ep == 1]

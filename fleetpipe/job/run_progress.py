@@ -80,11 +80,7 @@ class RunProgress:
 
     @contextmanager
     def step_of(self, meter: Meter) -> Iterator[None]:
-        """Within it, the actions of a step run; what passed since the last one went to its data.
-
-        Args:
-            meter: Times them.
-        """
+        """Within it, the actions of a step run; what passed since the last one went to its data."""
         # Messages of an evaluation may be larger.
         self.flights()
         meter.begin()

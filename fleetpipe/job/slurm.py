@@ -105,9 +105,6 @@ def expanded(listed: str) -> list[str]:
 
     Args:
         listed: As Slurm writes it: numbers in brackets are ranges, with leading zeros.
-
-    Raises:
-        ConfigError: It is no such list.
     """
     if not re.fullmatch(f"{_NODE}(?:,{_NODE})*", listed):
         raise _unreadable("list of nodes", "node[01-03,07],login", listed)
@@ -125,9 +122,6 @@ def repeated(counts: str) -> list[int]:
 
     Args:
         counts: As Slurm writes the tasks of each node.
-
-    Raises:
-        ConfigError: It is no such list.
     """
     numbers: list[int] = []
     for part in counts.split(","):

@@ -167,11 +167,7 @@ class _MicroStepCallback:
         }
 
     def register_hook(self, location: Enum, hook: Hook) -> None:
-        """Adds a hook.
-
-        Raises:
-            UsageError: ``location`` is no ``PipelineParallelMicroStepLocations``.
-        """
+        """Adds a hook."""
         if location not in self.hooks:
             raise UsageError(
                 "a hook is registered for one of PipelineParallelMicroStepLocations",

@@ -23,12 +23,7 @@ class Evaluations:
     """The evaluations of a pipeline, each compared with its reference's."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
-        """Takes both sides.
-
-        Args:
-            pipeline: The wrapped model.
-            reference: The single-device side.
-        """
+        """Takes both sides."""
         self._pipeline = pipeline
         self._reference = reference
 

@@ -298,12 +298,7 @@ class Beside:
     """A reference that is given a pipeline's batches."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
-        """Takes both.
-
-        Args:
-            pipeline: The wrapped model.
-            reference: The single-device side.
-        """
+        """Takes both."""
         self._pipeline, self._reference = pipeline, reference
 
     def train(self, everyone: MicroBatches, weights: Sequence[Fraction] | None = None) -> Nest:

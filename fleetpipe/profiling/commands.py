@@ -110,11 +110,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _require_moderate(profile: Profile, ranks: int, micro_batches: int) -> None:
-    """Refuses what would take minutes, or the memory of the machine.
-
-    Raises:
-        ConfigError: It would.
-    """
+    """Refuses what would take minutes, or the memory of the machine."""
     for what, size, most in (
         ("ranks x micro-batches", ranks * micro_batches, MOST_FORWARDS),
         ("layers x ranks", len(profile.layers) * ranks, MOST_CUTS),

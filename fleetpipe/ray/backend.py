@@ -172,11 +172,7 @@ def own_place() -> RankPlace:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports of this host at which nobody listens.
-
-    Raises:
-        TransportError: There are not as many.
-    """
+    """Returns ports of this host at which nobody listens."""
     ports: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -28,11 +28,7 @@ _SECTIONS = ("config", "training", "layout", "environment", "versions")
 
 
 def named(folders: Sequence[Path]) -> list[str]:
-    """Returns a name for each folder: as much of the end of its path as tells it from the others.
-
-    Args:
-        folders: Different ones.
-    """
+    """Returns a name for each folder: the end of its path that tells it from the others."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-length:]) for each in parts]

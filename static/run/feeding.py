@@ -51,11 +51,7 @@ class FedBatch:
                 self._parts[name] = _cut(name, array, declared[name], micro_batches, rows)
 
     def require(self, names: Iterable[str]) -> None:
-        """Checks that the stages of this process are fed all that they need.
-
-        Raises:
-            ConfigError: Something is missing.
-        """
+        """Checks that the stages of this process are fed all that they need."""
         missing = sorted(set(names) - set(self._parts))
         if missing:
             raise ConfigError(
@@ -165,11 +161,7 @@ def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
 
 
 def merged(parts: object) -> Item:
-    """Returns one micro-batch of its parts: the dicts that one loader or several give at a time.
-
-    Raises:
-        UsageError: It is something else.
-    """
+    """Returns one micro-batch of its parts: the dicts that one loader or several give at a time."""
     if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Mapping) for p in parts):
         raise UsageError(
             "a micro-batch of an iterator is a dict of arrays by name",

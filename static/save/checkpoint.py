@@ -72,12 +72,7 @@ class ProgramState(NamedTensors):
         )
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
-        """Returns the saved name of each tensor of the whole program.
-
-        Raises:
-            CheckpointError: The checkpoint is of another model.
-            ConfigError: It has other names.
-        """
+        """Returns the saved name of each tensor of the whole program."""
         order = self.order()
         if set(order) != set(saved.order) and not self._by_order:
             missing_there = [name for name in order if name not in saved.order]
@@ -94,11 +89,7 @@ class ProgramState(NamedTensors):
         return super().saved_names(saved)
 
     def optimizer(self, optimizer: Optimizer) -> ProgramOptimizer:
-        """Returns the state of the optimizer that the program was minimized by.
-
-        Raises:
-            ConfigError: It is another one.
-        """
+        """Returns the state of the optimizer that the program was minimized by."""
         if unwrapped(optimizer) is not unwrapped(self._pipeline.optimizer):
             raise ConfigError(
                 "the program was minimized by another optimizer",

@@ -133,11 +133,7 @@ def assign(pairs: Iterable[tuple[ScopeTensor, np.ndarray]]) -> None:
 
 
 def tensor_in(scope: Scope, name: str) -> ScopeTensor:
-    """Returns the tensor of a variable.
-
-    Raises:
-        CheckpointError: It has no value yet.
-    """
+    """Returns the tensor of a variable."""
     tensor = found_tensor(scope, name)
     if tensor is None:
         raise CheckpointError(

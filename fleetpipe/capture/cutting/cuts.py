@@ -84,11 +84,7 @@ class AtMark(NamedTuple):
         return f"at call {self.number + 1} of pipe_split"
 
     def start(self, trace: Capture) -> int:
-        """Returns the first node of the stage that begins here.
-
-        Raises:
-            CaptureError: This run has no such call.
-        """
+        """Returns the first node of the stage that begins here."""
         if self.number >= len(trace.marks):
             raise CaptureError(
                 "the forward called pipe_split more often in its first run",

@@ -134,11 +134,7 @@ def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Cour
 
 
 def _trained(plain: PlainLoop, courses: Iterator[Course]) -> tuple[Digests, Calls]:
-    """Trains the plain model, and returns what came of it, with the calls of hooks.
-
-    Raises:
-        CaptureError: It fails on the example itself.
-    """
+    """Trains the plain model, and returns what came of it, with the calls of hooks."""
     failure = Exception()
     for course in courses:
         try:

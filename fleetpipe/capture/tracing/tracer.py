@@ -201,11 +201,7 @@ class _Tracer(Walk):
         return (i for i, tensor in enumerate(self._tensors) if self._sizes.selected(tensor))
 
     def mark(self) -> None:
-        """Notes that a stage begins.
-
-        Raises:
-            CaptureError: It would begin within a node.
-        """
+        """Notes that a stage begins."""
         if self._inside:
             raise CaptureError(
                 "pipe_split() is called in a sublayer that is a node as a whole",

@@ -108,11 +108,7 @@ class NamedTensors:
         return self._wholes.get(name, name)
 
     def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
-        """Returns what is to be filled with the saved tensors of these names.
-
-        Raises:
-            CheckpointError: The checkpoint is of another model.
-        """
+        """Returns what is to be filled with the saved tensors of these names."""
         names = self.saved_names(saved)
         self._joined = JoinedParts(
             (TensorName(MODEL, names[self.whole_name(name)]), held)
@@ -134,11 +130,7 @@ class NamedTensors:
         """Does nothing."""
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
-        """Returns the saved name of each tensor of the whole model; its own, or by the order.
-
-        Raises:
-            CheckpointError: The checkpoint is of another model.
-        """
+        """Returns the saved name of each tensor of the whole model; its own, or by the order."""
         if set(saved.order) == set(self._outline):
             return {name: name for name in self._outline}
         shapes = {name: saved.tensors[TensorName(MODEL, name)].shape for name in saved.order}
@@ -263,11 +255,7 @@ class OptimizerState:
         return JoinedParts(state).held
 
     def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
-        """Returns what is to be filled with the saved state, which is made where there is none.
-
-        Raises:
-            CheckpointError: The state is of another optimizer.
-        """
+        """Returns what is to be filled with the saved state, which is made where there is none."""
         require_kind(self.kind, saved)
         names = self._model.saved_names(saved)
         there = by_parameter(saved)

@@ -118,11 +118,7 @@ class Objects:
         return NamedTensors.of_layer(model, mp_shard())
 
     def required_model(self) -> ModelPart:
-        """Returns what :meth:`model_part` does.
-
-        Raises:
-            ConfigError: There is no model.
-        """
+        """Returns what :meth:`model_part` does."""
         part = self.model_part()
         if part is None:
             raise ConfigError(
@@ -133,11 +129,7 @@ class Objects:
         return part
 
     def optimizer_part(self, model: ModelPart | None) -> OptimizerPart | None:
-        """Returns the optimizer by the names of the model's parameters.
-
-        Raises:
-            ConfigError: There is no model.
-        """
+        """Returns the optimizer by the names of the model's parameters."""
         if self.optimizer is None:
             return None
         if model is None:

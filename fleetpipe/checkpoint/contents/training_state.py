@@ -99,11 +99,7 @@ class TrainingState:
         self._program = program
 
     def taken(self) -> dict[str, Json]:
-        """Returns all states, those of objects that are there.
-
-        Raises:
-            CheckpointError: One is not of plain values.
-        """
+        """Returns all states, those of objects that are there."""
         streams = None if self._program is None else self._program.streams()
         state: dict[str, Json] = {"random": random_states(streams)}
         if self._scheduler is not None:
@@ -117,11 +113,7 @@ class TrainingState:
         return state
 
     def require(self, state: Mapping[str, Json]) -> None:
-        """Makes sure that a saved state has what is to be restored.
-
-        Raises:
-            CheckpointError: It has not.
-        """
+        """Makes sure that a saved state has what is to be restored."""
         for name, thing in (
             ("lr_scheduler", self._scheduler),
             ("scaler", self._scaler),
@@ -186,9 +178,6 @@ def merged(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dic
     """Returns one state for the states that the ranks of a job have.
 
     What only some ranks have is theirs; random states are kept for each rank.
-
-    Raises:
-        CheckpointError: Two ranks have something else.
     """
     whole: dict[str, Json] = {"extra": states[0]["extra"]}
     owners: dict[str, int] = {}

@@ -176,11 +176,7 @@ class Retention:
             )
 
     def require(self, metrics: Mapping[str, float] | None) -> None:
-        """Makes sure that a step that is saved can be compared with others.
-
-        Raises:
-            ConfigError: The metric is not there.
-        """
+        """Makes sure that a step that is saved can be compared with others."""
         if self.best is not None and self.best[0] not in (metrics or {}):
             raise ConfigError(
                 f"best={self.best!r} needs the metric {self.best[0]!r} with each step",

@@ -13,11 +13,7 @@ _MOST_SHOWN = 5
 
 
 def differences(one: StepReader, other: StepReader) -> list[str]:
-    """Returns lines about what is not the same: none where all tensors have the same bits.
-
-    Raises:
-        CheckpointError: One cannot be read.
-    """
+    """Returns lines about what is not the same: none where all tensors have the same bits."""
     left, right = one.manifest.tensors, other.manifest.tensors
     lines = []
     for mine, beside, which in ((left, right, "first"), (right, left, "second")):

@@ -34,11 +34,7 @@ class Config(dict[str, Any]):
     """A mapping whose entries can be read as attributes: ``config.BATCH_SIZE``."""
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an entry.
-
-        Raises:
-            AttributeError: There is none of that name.
-        """
+        """Returns an entry."""
         try:
             return self[name]
         except KeyError:

@@ -239,10 +239,6 @@ def stages_of_parameters(network: Layer) -> list[tuple[str, Tensor, frozenset[in
     """Returns each parameter that is trained, its name, and the stages that it was given.
 
     Of two sublayers in one another the inner one counts.
-
-    Raises:
-        UsageError: A stage is no int.
-        ConfigError: A stage is negative.
     """
     declared: dict[int, set[int]] = {}
     stages = stages_of_layers(network)
@@ -262,12 +258,7 @@ def stages_of_parameters(network: Layer) -> list[tuple[str, Tensor, frozenset[in
 
 
 def stages_of_layers(network: Layer) -> dict[str, int]:
-    """Returns the stages of the sublayers that have one, by name.
-
-    Raises:
-        UsageError: A stage is no int.
-        ConfigError: A stage is negative.
-    """
+    """Returns the stages of the sublayers that have one, by name."""
     stages = {}
     for path, layer in network.named_sublayers():
         if hasattr(layer, "pipeline_stage"):

@@ -90,11 +90,7 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiase
 
 
 def require_packages(formats: list[str]) -> None:
-    """Refuses a tracker whose package is missing: on every rank, before the others wait for one.
-
-    Raises:
-        ConfigError: It is not installed.
-    """
+    """Refuses a tracker whose package is missing: on every rank, before the others wait for one."""
     for name in formats:
         package = TRACKERS[name].package if name in TRACKERS else None
         if package is not None and find_spec(package) is None:

@@ -78,11 +78,7 @@ class _Rendezvous:
         self.ends: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def run(self) -> None:
-        """Lets every rank go as far as it can.
-
-        Raises:
-            ScheduleError: Some rank cannot reach its end.
-        """
+        """Lets every rank go as far as it can."""
         ready = list(range(len(self.at)))
         while ready:
             self._advance(ready.pop(), ready)

@@ -262,11 +262,7 @@ class _Joining:
         self._again += [(0.0, _Dialled(peer, stream, address)) for stream in streams]
 
     def run(self) -> list[Joined]:
-        """Returns a socket and the seals for each peer and stream when all are connected.
-
-        Raises:
-            PipelineTimeout: Some are not at the deadline.
-        """
+        """Returns a socket and the seals for each peer and stream when all are connected."""
         meeting = self._meeting
         while missing := self._missing():
             if meeting.limit.reached():

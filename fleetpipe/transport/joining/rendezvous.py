@@ -60,11 +60,6 @@ class Rendezvous:
     ) -> dict[int, dict[str, str]]:
         """Returns the cards of ``ranks`` about ``subject``, waiting until all are there.
 
-        Args:
-            subject: The subject.
-            ranks: Whose cards.
-            names: What each card tells.
-
         Raises:
             PipelineTimeout: Some are not there at the limit; the message says whose.
             TransportError: A card is none, from another version or for another number of ranks.

@@ -51,9 +51,6 @@ def boundaries(
         splits: How many layers stand before each SPLIT_NODE.
         ranks: Ranks of the pipeline.
         chunks: Chunks of each rank.
-
-    Raises:
-        PartitionError: There is no such cut.
     """
     count, stages = len(weights), ranks * chunks
     if splits and policy != "customized":

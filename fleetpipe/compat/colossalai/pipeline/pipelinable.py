@@ -223,11 +223,7 @@ def _outermost(made: list[Layer]) -> Layer:
 
 
 def _require_configured(num_chunks: int) -> None:
-    """Refuses another number of chunks than the configuration's, which ColossalAI runs.
-
-    Raises:
-        ConfigError: They differ.
-    """
+    """Refuses another number of chunks than the configuration's, which ColossalAI runs."""
     configured = gpc.configured_chunks
     if configured not in (None, num_chunks):
         raise ConfigError(
@@ -239,11 +235,7 @@ def _require_configured(num_chunks: int) -> None:
 
 
 def _require_rank_of_process(rank: int, pipeline_size: int) -> None:
-    """Refuses a rank that is not this process's.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Refuses a rank that is not this process's."""
     job = current_job()
     played: Sequence[int] = range(pipeline_size)
     if job is not None and not job.local and job.degrees.pp == pipeline_size:
