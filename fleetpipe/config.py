@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,14 +13,7 @@ from typing import Any
 
 from fleetpipe.aliases import Strategy
 from fleetpipe.errors import ConfigError, ScheduleError, nearest
-from fleetpipe.schedules import (
-    Costs,
-    Edge,
-    Schedule,
-    build_verified,
-    canonical_name,
-    option_names,
-)
+from fleetpipe.schedules import Costs, Edge, Schedule, build_verified, canonical_name, option_names
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 from fleetpipe.watch.address import SERVE, Address
 
@@ -119,17 +113,18 @@ class PipelineConfig:
         """
         stock = strategy.pipeline_configs if strategy is not None else {}
         options: Mapping[str, Any] = getattr(strategy, "fleetpipe_configs", FLEETPIPE_DEFAULTS)
+        cap, half = options["memory_cap"], options["rehearse"]
         return cls(
             micro_batches=_positive("accumulate_steps", stock.get("accumulate_steps", 1)),
             micro_batch_size=_positive("micro_batch_size", stock.get("micro_batch_size", 1)),
             schedule=_schedule(stock.get("schedule_mode", "1F1B"), strategy),
             loss_reduction=_choice("loss_reduction", options["loss_reduction"], LOSS_REDUCTIONS),
-            memory_cap=_memory_cap(options["memory_cap"]),
+            memory_cap=None if cap is None else _positive("memory_cap", cap),
             post_validation=_switch("post_validation", options["post_validation"]),
             fast_leaves=_switch("fast_leaves", options["fast_leaves"]),
             guards=_guards(options["guards"]),
             overlap=_switch("overlap", options["overlap"]),
-            rehearse=_rehearse(options["rehearse"]),
+            rehearse=None if half is None else _choice("rehearse", half, ("bfloat16", "float16")),
             rng=_choice("rng", options["rng"], ("keyed", "fleet")),
             serve=_serve(options["serve"]),
             timeout=_timeout(options["timeout"]),
@@ -265,11 +260,16 @@ def _positive(name: str, value: object) -> int:
     return value
 
 
+def _refused(name: str, rule: str, value: object, usual: object) -> ConfigError:
+    """Returns the error about an option of ours, with a value that it may have."""
+    fix = f"set strategy.fleetpipe_configs = {{{name!r}: {usual!r}}}"
+    return ConfigError(rule, got=repr(value), fix=fix)
+
+
 def _schedule(name: str, strategy: Strategy) -> str:
     """Returns the schedule's canonical name; Fleet's switch for DualPipeV takes 1F1B's place."""
     schedule = canonical_name(name)
-    pp_configs = strategy.hybrid_configs["pp_configs"] if strategy is not None else None
-    if not getattr(pp_configs, "use_dualpipev", False):
+    if not _switched_on(strategy, "use_dualpipev"):
         return schedule
     if schedule not in (PipelineConfig.schedule, "DualPipeV"):
         raise ConfigError(
@@ -280,16 +280,17 @@ def _schedule(name: str, strategy: Strategy) -> str:
     return "DualPipeV"
 
 
+def _switched_on(strategy: Strategy, name: str) -> bool:
+    """Whether a switch of Fleet's ``pp_configs`` is on."""
+    return bool(strategy and getattr(strategy.hybrid_configs["pp_configs"], name, False))
+
+
 def _choice(name: str, value: object, words: tuple[str, ...]) -> str:
     """Returns the value of an option that is one of a few words, the usual one first."""
     if isinstance(value, str) and value in words:
         return value
     *first_words, last = map(repr, words)
-    raise ConfigError(
-        f"{name} is {', '.join(first_words)} or {last}",
-        got=f"{value!r}",
-        fix=f"set strategy.fleetpipe_configs = {{{name!r}: {words[0]!r}}}",
-    )
+    raise _refused(name, f"{name} is {', '.join(first_words)} or {last}", value, words[0])
 
 
 def _of_schedule(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
@@ -321,39 +322,23 @@ def _slices(value: Any) -> int | tuple[int, ...] | None:
 
 def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(
-            f"{name} is True or False",
-            got=f"{value!r}",
-            fix=f"set strategy.fleetpipe_configs = {{{name!r}: True}}",
-        )
+        raise _refused(name, f"{name} is True or False", value, True)
     return value
 
 
 def _guards(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    raise ConfigError(
-        "fleetpipe_configs['guards'] is a number of steps, or 0 for none",
-        got=repr(value),
-        fix="set strategy.fleetpipe_configs = {'guards': 100}",
-    )
-
-
-def _memory_cap(value: object) -> int | None:
-    return None if value is None else _positive("memory_cap", value)
+    rule = "fleetpipe_configs['guards'] is a number of steps, or 0 for none"
+    raise _refused("guards", rule, value, 100)
 
 
 def _trace(value: object, strategy: Strategy) -> str | None:
     """Returns the folder for the trace; Fleet's switch for profiling gives it a usual name."""
     if value is None:
-        pp_configs = strategy.hybrid_configs["pp_configs"] if strategy is not None else None
-        return "pipeline_trace" if getattr(pp_configs, "profiling", False) else None
+        return "pipeline_trace" if _switched_on(strategy, "profiling") else None
     if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError(
-            "fleetpipe_configs['trace'] is a folder",
-            got=repr(value),
-            fix="set strategy.fleetpipe_configs = {'trace': 'pipeline_trace'}",
-        )
+        raise _refused("trace", "fleetpipe_configs['trace'] is a folder", value, "pipeline_trace")
     return os.fspath(value)
 
 
@@ -361,10 +346,6 @@ def _transport(value: object) -> str | None:
     """Returns what tensors between ranks go over, if the strategy or the environment says it."""
     value = os.environ.get("FLEETPIPE_TRANSPORT") or None if value is None else value
     return None if value is None else _choice("transport", value, (SOCKETS, PROCESS_GROUP))
-
-
-def _rehearse(value: object) -> str | None:
-    return None if value is None else _choice("rehearse", value, ("bfloat16", "float16"))
 
 
 def _serve(value: object) -> Address | None:
@@ -393,12 +374,9 @@ def _timeout(value: Any) -> float:
     if value is None:
         return _timeout_of_environment()
     number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):
-        raise ConfigError(
-            "fleetpipe_configs['timeout'] must be a number of seconds above 0",
-            got=repr(value),
-            fix="set strategy.fleetpipe_configs = {'timeout': 600}",
-        )
+    if not number or not 0 < value < math.inf:
+        rule = "fleetpipe_configs['timeout'] must be a number of seconds above 0"
+        raise _refused("timeout", rule, value, 600)
     return float(value)
 
 
@@ -408,7 +386,7 @@ def _timeout_of_environment() -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds < math.inf:
         raise ConfigError(
             "FLEETPIPE_TIMEOUT must be a number of seconds above 0",
             where="the environment",
