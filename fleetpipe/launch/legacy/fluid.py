@@ -24,10 +24,6 @@ from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import DataLoader
 
 FLUID = "paddle.fluid"
-#: Where the names are used: PaddleFleetX's document on pipelines, and its scripts by branch.
-_DOCUMENT = "the pipeline document"
-_PIPELINE = "old_develop, examples/pipeline"
-_GPT = "develop, ppfleetx"
 
 
 class Older(NamedTuple):
@@ -36,13 +32,11 @@ class Older(NamedTuple):
     Attributes:
         old: The name, below ``paddle``.
         today: What has its place in Paddle today.
-        used_by: Where PaddleFleetX uses it.
         stand_in: What stands there instead of ``today``, where that takes other arguments.
     """
 
     old: str
     today: str
-    used_by: str
     stand_in: object = None
 
 
@@ -54,37 +48,31 @@ class _CPUPlace(paddle.CPUPlace):
 
 
 NAMES = (
-    Older("fluid.device_guard", "paddle.static.device_guard", _DOCUMENT),
-    Older("fluid.dygraph.Layer", "paddle.nn.Layer", _DOCUMENT),
-    Older("fluid.dygraph.layers.Layer", "paddle.nn.Layer", _DOCUMENT),
-    Older("fluid.dygraph.container.Sequential", "paddle.nn.Sequential", _DOCUMENT),
+    Older("fluid.device_guard", "paddle.static.device_guard"),
+    Older("fluid.dygraph.Layer", "paddle.nn.Layer"),
+    Older("fluid.dygraph.layers.Layer", "paddle.nn.Layer"),
+    Older("fluid.dygraph.container.Sequential", "paddle.nn.Sequential"),
     Older(
         "io.DataLoader.from_generator",
         "fleetpipe.static.DataLoader.from_generator",
-        _DOCUMENT,
         DataLoader.from_generator,
     ),
-    Older(
-        "static.nn.embedding",
-        "paddle.nn.Embedding",
-        _DOCUMENT,
-        fluid_layers.embedding,
-    ),
-    Older("CUDAPlace", "paddle.CPUPlace", _PIPELINE, _CPUPlace),
-    Older("fluid.ParamAttr", "paddle.ParamAttr", _PIPELINE),
-    Older("fluid.param_attr.ParamAttr", "paddle.ParamAttr", _PIPELINE),
-    Older("fluid.initializer.Uniform", "paddle.nn.initializer.Uniform", _PIPELINE),
-    Older("fluid.layers.conv2d", "paddle.nn.Conv2D", _PIPELINE, fluid_layers.conv2d),
-    Older("fluid.layers.batch_norm", "paddle.nn.BatchNorm2D", _PIPELINE, fluid_layers.batch_norm),
-    Older("fluid.layers.pool2d", "paddle.nn.functional.max_pool2d", _PIPELINE, fluid_layers.pool2d),
-    Older("fluid.layers.fc", "paddle.static.nn.fc", _PIPELINE, fluid_layers.fc),
-    Older("fluid.layers.elementwise_add", "paddle.add", _PIPELINE, fluid_layers.elementwise_add),
-    Older("fluid.core", "paddle.base.core", _PIPELINE),
-    Older("fluid.framework", "paddle.base.framework", _GPT),
-    Older("fluid.dygraph.base", "paddle.base.dygraph.base", _GPT),
-    Older("fluid.dygraph.to_variable", "paddle.to_tensor", _GPT),
-    Older("fluid.data_feeder.convert_dtype", "paddle.base.data_feeder.convert_dtype", _GPT),
-    Older("fluid.reader.use_pinned_memory", "paddle.base.reader.use_pinned_memory", _GPT),
+    Older("static.nn.embedding", "paddle.nn.Embedding", fluid_layers.embedding),
+    Older("CUDAPlace", "paddle.CPUPlace", _CPUPlace),
+    Older("fluid.ParamAttr", "paddle.ParamAttr"),
+    Older("fluid.param_attr.ParamAttr", "paddle.ParamAttr"),
+    Older("fluid.initializer.Uniform", "paddle.nn.initializer.Uniform"),
+    Older("fluid.layers.conv2d", "paddle.nn.Conv2D", fluid_layers.conv2d),
+    Older("fluid.layers.batch_norm", "paddle.nn.BatchNorm2D", fluid_layers.batch_norm),
+    Older("fluid.layers.pool2d", "paddle.nn.functional.max_pool2d", fluid_layers.pool2d),
+    Older("fluid.layers.fc", "paddle.static.nn.fc", fluid_layers.fc),
+    Older("fluid.layers.elementwise_add", "paddle.add", fluid_layers.elementwise_add),
+    Older("fluid.core", "paddle.base.core"),
+    Older("fluid.framework", "paddle.base.framework"),
+    Older("fluid.dygraph.base", "paddle.base.dygraph.base"),
+    Older("fluid.dygraph.to_variable", "paddle.to_tensor"),
+    Older("fluid.data_feeder.convert_dtype", "paddle.base.data_feeder.convert_dtype"),
+    Older("fluid.reader.use_pinned_memory", "paddle.base.reader.use_pinned_memory"),
 )
 
 #: Where Paddle has what ``paddle.fluid`` had, in the order in which a name is looked for.
