@@ -20,10 +20,7 @@ class Evaluation:
     """The engines that run forwards only."""
 
     def __init__(
-        self,
-        placement: Placement,
-        edges: Sequence[Edge] | None,
-        build: Callable[[Plan], Engine],
+        self, placement: Placement, edges: Sequence[Edge] | None, build: Callable[[Plan], Engine]
     ) -> None:
         """Begins without any.
 

@@ -17,9 +17,7 @@ class PipelineLayerChunk(paddle.nn.Layer):
     """
 
     def __init__(
-        self,
-        functions: Mapping[int, Callable[[Nest], Nest]],
-        keys: Mapping[int, str],
+        self, functions: Mapping[int, Callable[[Nest], Nest]], keys: Mapping[int, str]
     ) -> None:
         """Takes built layers and functions by their number in the whole list, in order."""
         super().__init__()

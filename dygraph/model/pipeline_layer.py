@@ -173,13 +173,7 @@ class PipelineLayer(paddle.nn.Layer):
         )
         shared = {index: layer for layer in self._tied for index in layer.indices}
         self.state = ModelState(
-            self,
-            self._layers_desc,
-            self._blueprints,
-            shared,
-            built,
-            self.partition,
-            self.holders,
+            self, self._layers_desc, self._blueprints, shared, built, self.partition, self.holders
         )
         self._files = files_of_list(
             self._layers_desc, built.functions, shared, self.partition, self.placement, self._job

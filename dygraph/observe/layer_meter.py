@@ -158,11 +158,7 @@ class _Meter:
     run: Run
 
     def __init__(
-        self,
-        function: Callable[..., Nest],
-        layer: Functions,
-        splits: bool,
-        awaited: bool,
+        self, function: Callable[..., Nest], layer: Functions, splits: bool, awaited: bool
     ) -> None:
         # Whether its backward is split too, and whether gradients come back for what it keeps.
         self._splits, self._awaited = splits, awaited

@@ -18,13 +18,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, slices_in
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.observe.layer_meter import (
-    Sample,
-    fastest,
-    layer_costs,
-    slowest,
-    state_bytes,
-)
+from fleetpipe.dygraph.observe.layer_meter import Sample, fastest, layer_costs, slowest, state_bytes
 from fleetpipe.dygraph.observe.measuring import (
     Runs,
     Samples,

@@ -127,10 +127,7 @@ class SharedWeights:
 
 
 def connected(
-    weights: Sequence[SharedWeight],
-    tensors: Mapping[str, Tensor],
-    rank: int,
-    job: Job | None,
+    weights: Sequence[SharedWeight], tensors: Mapping[str, Tensor], rank: int, job: Job | None
 ) -> SharedWeights:
     """Makes the copies of shared weights equal on all ranks. Collective over the pipeline.
 

@@ -451,10 +451,7 @@ class Runtime:
         return OwnState() if self.config.overlap and exchange and not self.job.local else None
 
     def _engine(
-        self,
-        plan: Plan,
-        training: Sequence[Observer] = (),
-        overlapping: OwnState | None = None,
+        self, plan: Plan, training: Sequence[Observer] = (), overlapping: OwnState | None = None
     ) -> Engine:
         observers = [*self._observers]
         if self.timers is not None:

@@ -137,11 +137,7 @@ class HeadedStages(CapturedStages):
     """The stages of a captured model, and behind them the parts of its head and the loss."""
 
     def __init__(
-        self,
-        forms: Forms,
-        training: Callable[[], bool],
-        head: HeadInParts,
-        placement: Placement,
+        self, forms: Forms, training: Callable[[], bool], head: HeadInParts, placement: Placement
     ) -> None:
         """Takes the runs of the model, and what its head is."""
         super().__init__(forms, training)

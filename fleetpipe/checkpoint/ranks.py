@@ -157,9 +157,7 @@ class Ranks:
         ) from cause
 
 
-def _tried(
-    act: Callable[[], Result],
-) -> tuple[Result | None, str | None, Exception | None]:
+def _tried(act: Callable[[], Result]) -> tuple[Result | None, str | None, Exception | None]:
     """Returns what a function returns, or the text of its error and the error."""
     try:
         return act(), None, None

@@ -19,10 +19,7 @@ def findings() -> list[Finding]:
     except Exception as error:
         text = f"cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
         return [Finding("paddle", WRONG, text, "pip install 'fleetpipe[cpu]', or 'fleetpipe[gpu]'")]
-    checks = {
-        "paddle": lambda: _version(paddle),
-        "device": lambda: _device(paddle),
-    }
+    checks = {"paddle": lambda: _version(paddle), "device": lambda: _device(paddle)}
     return looked_at(checks)
 
 

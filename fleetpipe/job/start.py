@@ -100,8 +100,5 @@ def begin_together(
         mesh=mesh,
         pipeline=pipeline,
     )
-    job.endings += [
-        gloo.share_store_again,
-        lambda: paddle_groups.trust(watch.failure is None),
-    ]
+    job.endings += [gloo.share_store_again, lambda: paddle_groups.trust(watch.failure is None)]
     return job

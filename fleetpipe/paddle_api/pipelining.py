@@ -126,8 +126,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def stepping(
-    run: Callable[[Any, MicroBatchData, list[Tensor] | None], None],
-    refuse: Callable[[str], None],
+    run: Callable[[Any, MicroBatchData, list[Tensor] | None], None], refuse: Callable[[str], None]
 ) -> Iterator[None]:
     """Within it Paddle's schedules run by ``run``. Nothing changes on 2.6.2.
 

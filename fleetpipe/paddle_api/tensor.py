@@ -156,8 +156,7 @@ def run_reduce_hooks(parameter: Tensor) -> None:
 
 
 def route_grad_hooks(
-    put: Callable[[Tensor, Callable[[Tensor], object]], int],
-    remove: Callable[[Tensor, int], bool],
+    put: Callable[[Tensor, Callable[[Tensor], object]], int], remove: Callable[[Tensor, int], bool]
 ) -> None:
     """Has ``tensor.register_hook``, and ``remove`` of what it returns, call these from now on."""
     _Tensor._register_grad_hook = put

@@ -94,8 +94,7 @@ class Partition:
         """
         if not 0 <= layer < len(self.layers):
             raise PartitionError(
-                f"there is no layer {layer}",
-                fix=f"give a number from 0 to {len(self.layers) - 1}",
+                f"there is no layer {layer}", fix=f"give a number from 0 to {len(self.layers) - 1}"
             )
         return bisect.bisect_right(self.boundaries, layer) - 1
 

@@ -90,10 +90,7 @@ def plan(
 
 
 def fastest_cut(
-    profile: Profile,
-    stages: int,
-    memory_cap: float | None = None,
-    optimizer_copies: float = 2,
+    profile: Profile, stages: int, memory_cap: float | None = None, optimizer_copies: float = 2
 ) -> tuple[Boundaries, tuple[StageCost, ...]]:
     """Returns the cut whose slowest stage is fastest, and what its stages cost. Runs nothing.
 

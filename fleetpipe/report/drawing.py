@@ -18,12 +18,7 @@ _PIXELS_OF_A_DIGIT = 7.0
 #: Above this number of boxes those of one colour are one shape, without a text of each.
 _MOST_BOXES = 2500
 _UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
-_KINDS = {
-    "F": "F forward",
-    "B": "B backward",
-    "I": "I input gradient",
-    "W": "W weight gradient",
-}
+_KINDS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W weight gradient"}
 
 
 @dataclass(frozen=True)

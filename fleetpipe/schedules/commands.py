@@ -180,10 +180,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         with using("--plot", arguments.plot, "a .png, .svg or .pdf file that can be written"):
             plot(
-                timeline,
-                arguments.plot,
-                window=arguments.plot_window,
-                memory=arguments.plot_memory,
+                timeline, arguments.plot, window=arguments.plot_window, memory=arguments.plot_memory
             )
     if arguments.trace is not None:
         with using("--trace", arguments.trace, "a file that can be written"):

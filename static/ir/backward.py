@@ -12,11 +12,7 @@ from fleetpipe.aliases import DType, Variable
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import dtype_name, static
-from fleetpipe.static.cut.contract import (
-    accumulator_name,
-    gradient_name,
-    incoming_gradient_name,
-)
+from fleetpipe.static.cut.contract import accumulator_name, gradient_name, incoming_gradient_name
 from fleetpipe.static.cut.split import Split
 
 

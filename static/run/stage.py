@@ -76,12 +76,7 @@ class ProgramRunner:
         passing = [*_names(names.inputs), *_names(names.outputs), *fetched.values()]
         forward_names = {*program.feeds, *passing}
         kept, waiting = pieces.kept, pieces.weight_grad.waiting
-        backward_names = {
-            *kept,
-            *waiting,
-            *_names(names.output_grads),
-            *_names(names.input_grads),
-        }
+        backward_names = {*kept, *waiting, *_names(names.output_grads), *_names(names.input_grads)}
 
         # Each variable must exist before the executor that takes it is made, the piece that makes
         # one comes before those that take it, and making an executor may put new variables in the

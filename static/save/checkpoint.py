@@ -114,11 +114,7 @@ class ProgramOptimizer:
     """The optimizer's variables of this process's parameters; in dynamic mode."""
 
     def __init__(
-        self,
-        pipeline: StaticPipeline,
-        scope: Scope,
-        model: ProgramState,
-        names: Mapping[str, str],
+        self, pipeline: StaticPipeline, scope: Scope, model: ProgramState, names: Mapping[str, str]
     ) -> None:
         """Describes them.
 

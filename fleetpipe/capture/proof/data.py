@@ -52,11 +52,7 @@ class Trial:
         args, named = arguments_of(mapped(lambda tensor: tensor.clone(), inputs))
         walk = _Counted(self._model, self._most)
         try:
-            with (
-                kept(self._model),
-                in_mode(self._model, training),
-                intercepted(walk),
-            ):
+            with kept(self._model), in_mode(self._model, training), intercepted(walk):
                 output = self._model(*args, **named)
         except (Exception, _Endless):
             # What the model itself refuses is nothing to compare.

@@ -70,10 +70,7 @@ def _of_model(
 
 
 def _first(
-    form: Form,
-    inputs: Nest,
-    keys: random_keys.Keys | None,
-    right: Sequence[list[Tensor]],
+    form: Form, inputs: Nest, keys: random_keys.Keys | None, right: Sequence[list[Tensor]]
 ) -> Node | None:
     """Runs the captured calls and returns the first that does not return the same."""
     values: Nest = form.functions[0](inputs)

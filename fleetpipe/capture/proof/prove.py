@@ -181,11 +181,7 @@ def _steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[TrainedS
 
 
 def _proof(
-    expected: Digests,
-    course: Course,
-    rounded: dict[str, float],
-    forms: Forms,
-    keyed: bool,
+    expected: Digests, course: Course, rounded: dict[str, float], forms: Forms, keyed: bool
 ) -> Proof:
     names = {"output": list[str](), "gradient": list[str](), "state": list[str]()}
     for moment, digests in zip(expected.moments, expected.digests):

@@ -92,8 +92,7 @@ class Exchanges:
         """Fills ``out`` with the sum, or another reduction, of all members' parts for this one."""
         group = self.members()
         return Exchange(
-            group.begin_all_to_all(parts),
-            lambda got: _fill([out], [reduced(got, operation)]),
+            group.begin_all_to_all(parts), lambda got: _fill([out], [reduced(got, operation)])
         )
 
     def reduce_scatter_tensor(

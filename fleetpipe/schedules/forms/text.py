@@ -190,10 +190,7 @@ def _read_header(form: str, line: str) -> _Header:
     words = line.split()
     if words[:3] != ["#", form, "1"]:
         raise ScheduleError(
-            "the first line is no header",
-            where=_HEADER,
-            expected=f"'# {form} 1 name=..'",
-            got=line,
+            "the first line is no header", where=_HEADER, expected=f"'# {form} 1 name=..'", got=line
         )
     fields: dict[str, str] = {}
     wanted = (*_KEYS, "edges") if form == _PLAN else _KEYS

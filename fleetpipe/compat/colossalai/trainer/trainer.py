@@ -215,8 +215,7 @@ class Trainer:
     def _required(self) -> Model:
         if self._model is None:
             raise StateError(
-                "this is known while a Trainer trains or evaluates",
-                fix="ask for it within a hook",
+                "this is known while a Trainer trains or evaluates", fix="ask for it within a hook"
             )
         return self._model
 

@@ -11,10 +11,7 @@ from fleetpipe.compat.colossalai.trainer.hooks.callback_hooks import (
     SaveCheckpointHook,
     TensorboardHook,
 )
-from fleetpipe.compat.colossalai.trainer.hooks.logs import (
-    LogMetricByEpochHook,
-    LogMetricByStepHook,
-)
+from fleetpipe.compat.colossalai.trainer.hooks.logs import LogMetricByEpochHook, LogMetricByStepHook
 from fleetpipe.compat.colossalai.trainer.hooks.measuring import (
     AccuracyHook,
     LossHook,
