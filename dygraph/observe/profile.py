@@ -18,15 +18,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, slices_in
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.observe.layer_meter import Sample, fastest, layer_costs, slowest, state_bytes
-from fleetpipe.dygraph.observe.measuring import (
-    Runs,
-    Samples,
-    StageTimes,
-    clock_for,
-    computing_together,
-    crossed,
-)
+from fleetpipe.dygraph.observe import layer_meter, measuring
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.job.job import Job
 from fleetpipe.profiling import LayerCost, Link, Profile, Transfer
@@ -39,7 +31,7 @@ TYPICAL = Transfer(sending=7e-5, receiving=9e-5, per_byte=6e-10)
 MOST_MICRO_BATCHES = 8
 
 #: What is typical of the samples of a layer, by slice and number.
-_Typical = Mapping[tuple[int, int], Sample]
+_Typical = Mapping[tuple[int, int], layer_meter.Sample]
 
 
 def measure(
@@ -61,7 +53,7 @@ def measure(
         weights: Their weights in the loss.
         slicing: How sequences are cut in training: then slices are measured as well.
     """
-    run = Runs(layers, job, data, weights[:MOST_MICRO_BATCHES])
+    run = measuring.Runs(layers, job, data, weights[:MOST_MICRO_BATCHES])
     cut = slices_in(slicing) > 1
     with _state_kept(layers):
         # By themselves last: then each stage is warm.
@@ -71,9 +63,9 @@ def measure(
         samples = _of_all_ranks(job, run.layers())
         parts = _of_all_ranks(job, run.layers_of_slices(slicing)) if cut else {}
     uses = layers.layer_tensors()
-    sizes = [[number, *size] for number, size in zip(uses, state_bytes(uses.values()))]
+    sizes = [[number, *size] for number, size in zip(uses, layer_meter.state_bytes(uses.values()))]
     # Processor time has none of the time that an exchange is on its way.
-    waits_left_out = clock_for(job) is time.thread_time
+    waits_left_out = measuring.clock_for(job) is time.thread_time
     everyone = job.group().all_gather((sizes, run.lengths(slicing) if cut else []))
     profile = None
     if job.group().rank == 0:
@@ -91,19 +83,21 @@ def measure(
     return Profile.loads(job.group().broadcast(profile, 0))
 
 
-def _of_all_ranks(job: Job, samples: Samples) -> _Typical:
+def _of_all_ranks(job: Job, samples: measuring.Samples) -> _Typical:
     """Returns the fastest times of each layer and slice, on the slowest rank; collective."""
     plain = [[*key, [list(sample) for sample in measured]] for key, measured in samples.items()]
     everyone = job.group().all_gather(plain)
-    typical = {(i, n): fastest(measured) for part in everyone for i, n, measured in part}
-    of_places = computing_together(job).all_gather(
+    typical = {
+        (i, n): layer_meter.fastest(measured) for part in everyone for i, n, measured in part
+    }
+    of_places = measuring.computing_together(job).all_gather(
         [[*key, list(one)] for key, one in typical.items()]
     )
     by_layer: dict[tuple[int, int], list[list[float | None]]] = {}
     for part in of_places:
         for i, n, figures in part:
             by_layer.setdefault((i, n), []).append(figures)
-    return {key: slowest(figures) for key, figures in by_layer.items()}
+    return {key: layer_meter.slowest(figures) for key, figures in by_layer.items()}
 
 
 def _parts(layers: PipelineLayer) -> list[tuple[int, int]]:
@@ -120,11 +114,11 @@ def _whole_costs(
     layers: PipelineLayer,
     samples: _Typical,
     sizes: Mapping[int, tuple[int, int]],
-    whole: StageTimes,
-    split: StageTimes,
+    whole: measuring.StageTimes,
+    split: measuring.StageTimes,
 ) -> list[LayerCost]:
     """Returns what all layers, and the loss, cost for a micro-batch."""
-    scaled: list[Sample] = []
+    scaled: list[layer_meter.Sample] = []
     for stage, (start, end) in enumerate(_parts(layers)):
         slower = max(split["F", stage, 0] - whole["F", stage, 0], 0.0)
         scaled += _scaled(
@@ -134,27 +128,30 @@ def _whole_costs(
             input_grad=split["I", stage, 0] + slower,
             weight_grad=split["W", stage, 0],
         )
-    return layer_costs(
+    return layer_meter.layer_costs(
         _names(layers), scaled, [sizes.get(number, (0, 0)) for number in range(len(scaled))]
     )
 
 
 def _slice_costs(
-    layers: PipelineLayer, samples: _Typical, times: StageTimes, index: int
+    layers: PipelineLayer, samples: _Typical, times: measuring.StageTimes, index: int
 ) -> tuple[LayerCost, ...]:
     """Returns what all layers, and the loss, cost for one slice of a micro-batch."""
-    scaled: list[Sample] = []
+    scaled: list[layer_meter.Sample] = []
     for stage, (start, end) in enumerate(_parts(layers)):
         scaled += _scaled(
             [samples[index, number] for number in range(start, end)],
             forward=times["F", stage, index],
             backward=times["B", stage, index],
         )
-    return tuple(layer_costs(_names(layers), scaled, [(0, 0)] * len(scaled)))
+    return tuple(layer_meter.layer_costs(_names(layers), scaled, [(0, 0)] * len(scaled)))
 
 
 def _profile(
-    layers: PipelineLayer, costs: Sequence[LayerCost], whole: StageTimes, latency: float | None
+    layers: PipelineLayer,
+    costs: Sequence[LayerCost],
+    whole: measuring.StageTimes,
+    latency: float | None,
 ) -> Profile:
     """Puts together what was measured of whole micro-batches."""
     outputs = [costs[end - 1].output for _, end in _parts(layers)[:-1]]
@@ -170,7 +167,7 @@ def _profile(
 
 
 def between_ranks(
-    placement: Placement, whole: StageTimes, outputs: Sequence[int], latency: float | None
+    placement: Placement, whole: measuring.StageTimes, outputs: Sequence[int], latency: float | None
 ) -> tuple[Link, Transfer]:
     """Returns what values cost that cross between ranks; what is typical where none did.
 
@@ -182,7 +179,7 @@ def between_ranks(
     """
     if latency is None:
         return Link(), TYPICAL
-    sizes = [outputs[stage] for stage in crossed(placement)]
+    sizes = [outputs[stage] for stage in measuring.crossed(placement)]
     copying = TYPICAL.per_byte * statistics.mean(sizes)
     # Each micro-batch crosses twice: as a value, and as its gradient.
     sending, receiving = (
@@ -193,7 +190,7 @@ def between_ranks(
     return Link(latency, 0.0), Transfer(*fixed, TYPICAL.per_byte)
 
 
-def _scaled(samples: list[Sample], **measured: float) -> list[Sample]:
+def _scaled(samples: list[layer_meter.Sample], **measured: float) -> list[layer_meter.Sample]:
     """Returns the samples of a stage, whose times add up to what the stage was measured to take."""
     for name, seconds in measured.items():
         total = sum(getattr(one, name) for one in samples)

@@ -22,13 +22,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, TypeVar, cast
 
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
-from fleetpipe.dygraph.tensor_parallel.groups import (
-    Members,
-    gathered,
-    members_of,
-    model_parallel_group,
-    total,
-)
+from fleetpipe.dygraph.tensor_parallel import groups
 from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.paddle_api import paddle
 
@@ -69,7 +63,7 @@ def noting(function: Noted) -> Noted:
 
 class _Identity(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
+    def forward(ctx: Context, tensor: Tensor, members: groups.Members) -> Tensor:
         ctx.members = members
         # Shares the memory; Paddle takes a detached tensor for one that was changed in place.
         return tensor.view(tensor.shape)
@@ -77,13 +71,13 @@ class _Identity(paddle.autograd.PyLayer):
     @staticmethod
     @noting
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return total(grad, ctx.members)
+        return groups.total(grad, ctx.members)
 
 
 class _AllReduce(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
-        return total(tensor, members)
+    def forward(ctx: Context, tensor: Tensor, members: groups.Members) -> Tensor:
+        return groups.total(tensor, members)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
@@ -93,21 +87,21 @@ class _AllReduce(paddle.autograd.PyLayer):
 
 class _Split(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: Members, axis: int) -> Tensor:
+    def forward(ctx: Context, tensor: Tensor, members: groups.Members, axis: int) -> Tensor:
         ctx.members, ctx.axis = members, axis
         return shard_of(tensor, axis, members.rank, members.ranks)
 
     @staticmethod
     @noting
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return paddle.concat(gathered(grad, ctx.members), axis=ctx.axis)
+        return paddle.concat(groups.gathered(grad, ctx.members), axis=ctx.axis)
 
 
 class _Gather(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: Members, axis: int) -> Tensor:
+    def forward(ctx: Context, tensor: Tensor, members: groups.Members, axis: int) -> Tensor:
         ctx.members, ctx.axis = members, axis
-        return paddle.concat(gathered(tensor, members), axis=axis)
+        return paddle.concat(groups.gathered(tensor, members), axis=axis)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
@@ -116,9 +110,9 @@ class _Gather(paddle.autograd.PyLayer):
 
 class _GatherParts(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
+    def forward(ctx: Context, tensor: Tensor, members: groups.Members) -> Tensor:
         ctx.members = members
-        return paddle.concat(gathered(tensor, members), axis=0)
+        return paddle.concat(groups.gathered(tensor, members), axis=0)
 
     @staticmethod
     @noting
@@ -128,14 +122,14 @@ class _GatherParts(paddle.autograd.PyLayer):
 
 class _ReduceScatter(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: Members) -> Tensor:
+    def forward(ctx: Context, tensor: Tensor, members: groups.Members) -> Tensor:
         ctx.members = members
         return part_of_total(tensor, members)
 
     @staticmethod
     @noting
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return paddle.concat(gathered(grad, ctx.members), axis=0)
+        return paddle.concat(groups.gathered(grad, ctx.members), axis=0)
 
 
 def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -214,7 +208,7 @@ def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
     return _apply(_ReduceScatter.apply, tensor, group)
 
 
-def part_of_total(tensor: Tensor, members: Members) -> Tensor:
+def part_of_total(tensor: Tensor, members: groups.Members) -> Tensor:
     """Returns what :func:`reduce_scatter` does, without a gradient. Collective."""
     parts = [shard_of(tensor, 0, rank, members.ranks) for rank in range(members.ranks)]
     return members.reduce_scatter(parts)
@@ -238,7 +232,7 @@ def parallel_matmul(
     product: Callable[..., Tensor] = paddle.matmul
     if not getattr(table, "is_distributed", False):
         return product(hidden, table, transpose_y=True)
-    group = model_parallel_group(mp_group)
+    group = groups.model_parallel_group(mp_group)
     logits = product(identity(hidden, group), table, transpose_y=True)
     return gather(logits, group) if gather_output else logits
 
@@ -265,5 +259,5 @@ def shard_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:
 def _apply(
     operation: Callable[..., Tensor], tensor: Tensor, group: PaddleGroup, *more: int
 ) -> Tensor:
-    members = members_of(group)
+    members = groups.members_of(group)
     return tensor if members.ranks == 1 else operation(tensor, members, *more)

@@ -19,15 +19,8 @@ import numpy as np
 from fleetpipe.aliases import Nest, Optimizer, Tensor
 from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint.contents import parts
 from fleetpipe.checkpoint.contents.layer_and_optimizer import OptimizerState, unwrapped
-from fleetpipe.checkpoint.contents.parts import (
-    MASTER_WEIGHTS,
-    MODEL,
-    OPTIMIZER,
-    Held,
-    Saved,
-    TensorName,
-)
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
@@ -80,7 +73,7 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
             # Of a layer that was built before, the single model has a copy.
             counted = counted_names(pipeline.layers)
             names = {path: _COPIED.sub("", name) for path, name in counted.items()}
-            parameters = of_group(whole, MODEL)
+            parameters = of_group(whole, parts.MODEL)
             for name, tensor in parameters.items():
                 tensor.name = names[name]
             order = [slot.name for slot in pipeline.layers.state.slots()]
@@ -114,7 +107,7 @@ def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: 
             fix="Model(network, inputs=[InputSpec([None, 64], 'float32')])",
         )
     single = single_model_of(pipeline.layers)
-    whole = of_group(gathered(job, pipeline, None), MODEL)
+    whole = of_group(gathered(job, pipeline, None), parts.MODEL)
 
     def write() -> None:
         if whole:
@@ -181,7 +174,7 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     described = {name: Described(*_described(value)) for name, value in values.items()}
     order = tuple(slot.name for slot in pipeline.layers.state.slots())
     try:
-        wanted = part.wanted(Saved(described, order, part.kind))
+        wanted = part.wanted(parts.Saved(described, order, part.kind))
     except CheckpointError:
         part.abandon()
         raise
@@ -194,15 +187,15 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
 
 
 def _state_to_save(
-    whole: Mapping[TensorName, Tensor], names: Mapping[str, str], optimizer: Optimizer
+    whole: Mapping[parts.TensorName, Tensor], names: Mapping[str, str], optimizer: Optimizer
 ) -> dict[str, Nest]:
     """Returns the optimizer's state dict for a process that counts names in this way."""
     if optimizer is None:
         return {}
     base = unwrapped(optimizer)
-    masters = of_group(whole, MASTER_WEIGHTS)
+    masters = of_group(whole, parts.MASTER_WEIGHTS)
     contents: dict[str, Nest] = {}
-    for name, tensor in of_group(whole, OPTIMIZER).items():
+    for name, tensor in of_group(whole, parts.OPTIMIZER).items():
         path, _, kind = name.rpartition("/")
         of = names[path] + (_MASTER if path in masters else "")
         tensor.name = f"{of}_{name_prefix(base)}{kind}"
@@ -228,11 +221,11 @@ def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
 
 def _by_lasting_name(
     contents: Mapping[str, Nest], names: Mapping[str, str], prefix: str
-) -> dict[TensorName, np.ndarray]:
+) -> dict[parts.TensorName, np.ndarray]:
     """Returns the arrays of a file by the names that checkpoints give them."""
-    values: dict[TensorName, np.ndarray] = {}
+    values: dict[parts.TensorName, np.ndarray] = {}
     for counted, array in contents.get(_MASTERS, {}).items():
-        values[TensorName(MASTER_WEIGHTS, names[counted])] = array
+        values[parts.TensorName(parts.MASTER_WEIGHTS, names[counted])] = array
     for key, array in contents.items():
         if key in (_MASTERS, _SCHEDULE):
             continue
@@ -245,7 +238,9 @@ def _by_lasting_name(
             )
         kind = key[len(counted) + 1 :].removeprefix(f"{_MASTER[1:]}_").removeprefix(prefix)
         # Of a second optimizer in a process Paddle counts on: moment1_1.
-        values[TensorName(OPTIMIZER, f"{names[counted]}/{kind.rpartition('_')[0]}_0")] = array
+        values[
+            parts.TensorName(parts.OPTIMIZER, f"{names[counted]}/{kind.rpartition('_')[0]}_0")
+        ] = array
     return values
 
 
@@ -255,7 +250,7 @@ def _described(value: np.ndarray) -> tuple[str, tuple[int, ...]]:
     return "bfloat16" if dtype == "uint16" else dtype, value.shape
 
 
-def _fill(held: Held, value: np.ndarray) -> None:
+def _fill(held: parts.Held, value: np.ndarray) -> None:
     if held.cut is not None:
         value = np.take(value, range(held.cut.start, held.cut.stop), held.cut.axis)
     host_memory.assign(held, paddle.to_tensor(value))

@@ -24,15 +24,9 @@ from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees, Mesh
 from fleetpipe.mesh.degree_checks import sharding_stage
-from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api import paddle, paddle_fleet, topology
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
 from fleetpipe.paddle_api.rehearsal import end_rehearsal, rehearse, require_rounding
-from fleetpipe.paddle_api.topology import (
-    LocalTopology,
-    choose_backend,
-    forget_topology,
-    install_topology,
-)
 from fleetpipe.paddle_types import DistributedStrategy as Strategy
 from fleetpipe.paddle_types import Fleet, HybridCommunicateGroup, RoleMakerBase
 
@@ -81,7 +75,7 @@ def init(
     config = PipelineConfig.from_strategy(strategy)
     slurm.adopt()
     world_size = meeting.world_size()
-    choose_backend()
+    topology.choose_backend()
     _refuse_other_launchers()
     degrees = Degrees.resolve(strategy.hybrid_configs, world_size)
     if degrees.pp > 1 and not is_collective:
@@ -156,7 +150,7 @@ def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job
         if running is not None:
             _change_strategy(running, degrees, strategy, config)
             return running
-        forget_topology()
+        topology.forget_topology()
         role_maker, is_collective, log_level = _static_arguments
         arguments = (role_maker, is_collective, strategy, log_level)
         _begin(degrees, meeting.world_size(), arguments, config)
@@ -186,7 +180,7 @@ def shutdown() -> None:
         job.end(sys.exc_info()[1])
     finally:
         end_rehearsal()
-        forget_topology()
+        topology.forget_topology()
         static.uninstall()
         _static_arguments = None
 
@@ -232,7 +226,7 @@ def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Fleet:
     _static_arguments = (role_maker, is_collective, log_level)
     running = current_job()
     if running is not None:
-        install_topology(running.hcg, copy.deepcopy(strategy))
+        topology.install_topology(running.hcg, copy.deepcopy(strategy))
         return _fleet
     return _fleet.init(*arguments)
 
@@ -250,7 +244,7 @@ def _change_strategy(
     _rehearse(config)
     running.limit_waits(config.timeout)
     running.scatters_gradients = stage == 2
-    install_topology(running.hcg, copy.deepcopy(strategy))
+    topology.install_topology(running.hcg, copy.deepcopy(strategy))
     return _fleet
 
 
@@ -297,8 +291,8 @@ def _rehearse(config: PipelineConfig) -> None:
 def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, number: int) -> Job:
     role_maker, is_collective, strategy, log_level = arguments
     _init_alone(role_maker, is_collective, log_level)
-    hcg = LocalTopology(degrees.pp)
-    install_topology(hcg, copy.deepcopy(strategy))
+    hcg = topology.LocalTopology(degrees.pp)
+    topology.install_topology(hcg, copy.deepcopy(strategy))
     if degrees.pp > 1:
         _log.info("this one process plays all %d ranks of the pipeline", degrees.pp)
     return Job(degrees, hcg, timeout, number)

@@ -18,15 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.mesh.degree_checks import (
-    data_parallel,
-    expert_degrees,
-    refuse_alone,
-    require_degree,
-    require_order,
-    take_context_out,
-    text_of,
-)
+from fleetpipe.mesh import degree_checks
 
 #: The axes that number the ranks, in Paddle's order: along the last one first.
 DENSE = ("dp", "pp", "sharding", "sep", "cp", "mp")
@@ -80,16 +72,16 @@ class Degrees:
         wanted = {axis: configs.get(f"{axis}_degree", 1) for axis in AXES}
         for axis, degree in wanted.items():
             if axis != "dp":
-                require_degree(f"{axis}_degree", degree)
-        within = take_context_out(wanted, configs.get("cp_sharding_degree", 1))
+                degree_checks.require_degree(f"{axis}_degree", degree)
+        within = degree_checks.take_context_out(wanted, configs.get("cp_sharding_degree", 1))
         rest = {axis: wanted[axis] for axis in DENSE if axis != "dp"}
         product = math.prod(rest.values())
         if world_size == 1 and wanted["dp"] in (-1, 0, 1):
             if rest["pp"] == product and wanted["ep"] * wanted["moe_sharding"] == 1:
                 return cls(dp=1, **rest)
-            refuse_alone({**rest, **{axis: wanted[axis] for axis in EXPERT}})
-        dp = data_parallel(wanted["dp"], rest, world_size)
-        experts = expert_degrees(wanted, world_size // rest["pp"])
+            degree_checks.refuse_alone({**rest, **{axis: wanted[axis] for axis in EXPERT}})
+        dp = degree_checks.data_parallel(wanted["dp"], rest, world_size)
+        experts = degree_checks.expert_degrees(wanted, world_size // rest["pp"])
         return cls(dp=dp, **rest, **experts, cp_in_sharding=within)
 
     @property
@@ -140,7 +132,7 @@ class Degrees:
         if beyond:
             names = ", ".join(f"{axis}_degree" for axis in supported)
             raise ConfigError(
-                f"this version does not run a pipeline with {text_of(beyond)}",
+                f"this version does not run a pipeline with {degree_checks.text_of(beyond)}",
                 expected=f"every degree 1 except {names}",
                 fix=fix,
             )
@@ -194,7 +186,7 @@ class Mesh:
         Raises:
             ConfigError: It names what is no axis, or one twice.
         """
-        require_order(order, AXES)
+        degree_checks.require_order(order, AXES)
         names = complete_order(order)
         first, *_ = (axis for axis in names if axis in EXPERT)
         before = names.index("moe_sharding") < names.index("pp")

@@ -9,12 +9,7 @@ from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, positive, using
 from fleetpipe.errors import ConfigError
-from fleetpipe.profiling.clusters.commands import (
-    configure_cluster,
-    estimated,
-    profile_of_fastest,
-    require_no_cluster,
-)
+from fleetpipe.profiling.clusters import commands as clusters
 from fleetpipe.profiling.estimating import estimates, shown
 from fleetpipe.profiling.planner import SEARCH, plan
 from fleetpipe.profiling.profile import Profile
@@ -32,7 +27,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="ranks of the pipeline; with --cluster, those of the fastest layout by default",
     )
-    configure_cluster(parser)
+    clusters.configure_cluster(parser)
     parser.add_argument(
         "--memory-cap",
         metavar="SIZE",
@@ -82,7 +77,7 @@ def configure_estimate(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --cluster: draw the layouts to a .png, .svg or .pdf (needs matplotlib)",
     )
-    configure_cluster(parser)
+    clusters.configure_cluster(parser)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -127,10 +122,10 @@ def _require_moderate(profile: Profile, ranks: int, micro_batches: int) -> None:
 def run_plan(arguments: argparse.Namespace) -> int:
     """Makes a plan, writes and prints it; returns the exit code."""
     if arguments.cluster is None:
-        require_no_cluster(arguments, plans=True)
+        clusters.require_no_cluster(arguments, plans=True)
         profile = Profile.read(arguments.file)
     else:
-        profile = profile_of_fastest(arguments)
+        profile = clusters.profile_of_fastest(arguments)
     _require_moderate(profile, arguments.ranks, arguments.micro_batches)
     made = plan(
         profile,
@@ -154,9 +149,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def run_estimate(arguments: argparse.Namespace) -> int:
     """Prints what each schedule costs on several numbers of ranks, or layouts of a cluster."""
     if arguments.cluster is not None:
-        sys.stdout.write(estimated(arguments) + "\n")
+        sys.stdout.write(clusters.estimated(arguments) + "\n")
         return 0
-    require_no_cluster(arguments)
+    clusters.require_no_cluster(arguments)
     profile = Profile.read(arguments.file)
     for ranks in arguments.ranks or (1,):
         profile.require_cuts_for(ranks)

@@ -6,21 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fleetpipe.report import tables
+from fleetpipe.report import run_charts, tables
 from fleetpipe.report.numbers import aligned, moment, seconds
 from fleetpipe.report.page import status_of, templates_of
 from fleetpipe.report.run import RunFolder
-from fleetpipe.report.run_charts import (
-    BUBBLE,
-    LOSS,
-    MOST_COLOURS,
-    THROUGHPUT,
-    elapsed_seconds,
-    learning,
-    machine,
-    metrics,
-    titled,
-)
 from fleetpipe.version import __version__
 
 #: Parts of ``run.json`` that are compared; its stages and the text of its schedule are not.
@@ -50,9 +39,9 @@ def compared(runs: Mapping[str, RunFolder], now: float | None = None) -> str:
         .get_template("compare.html")
         .render(
             names=list(runs),
-            colours=MOST_COLOURS,
-            learning=learning(runs),
-            machine=machine(runs),
+            colours=run_charts.MOST_COLOURS,
+            learning=run_charts.learning(runs),
+            machine=run_charts.machine(runs),
             figures=_figures(runs, at),
             settings=_settings(runs),
             version=__version__,
@@ -65,7 +54,7 @@ def compared(runs: Mapping[str, RunFolder], now: float | None = None) -> str:
 def _figures(runs: Mapping[str, RunFolder], now: float) -> list[tables.Column]:
     """Returns a row for each run: how it ended, and its last figures."""
     lasts = [[run.last] if run.last else [] for run in runs.values()]
-    lasted = [elapsed_seconds(run, last) for run, last in zip(runs.values(), lasts)]
+    lasted = [run_charts.elapsed_seconds(run, last) for run, last in zip(runs.values(), lasts)]
     columns = [
         tables.Column("run", list(runs), False),
         tables.Column("end", [status_of(run, now)[0] for run in runs.values()], False),
@@ -73,10 +62,12 @@ def _figures(runs: Mapping[str, RunFolder], now: float) -> list[tables.Column]:
         tables.Column("elapsed", [seconds(each[-1]) if each else "" for each in lasted]),
         tables.Column("restarts", [str(max(0, len(run.attempts) - 1)) for run in runs.values()]),
     ]
-    names = dict.fromkeys(name for run in runs.values() for name in metrics(run))
-    for name in (LOSS, *names, *THROUGHPUT, BUBBLE):
+    names = dict.fromkeys(name for run in runs.values() for name in run_charts.metrics(run))
+    for name in (run_charts.LOSS, *names, *run_charts.THROUGHPUT, run_charts.BUBBLE):
         for phase in ("training", "evaluation"):
-            columns.append(tables.Column(f"{titled(name)}, {phase}", _last(runs, name, phase)))
+            columns.append(
+                tables.Column(f"{run_charts.titled(name)}, {phase}", _last(runs, name, phase))
+            )
     return tables.table(columns)
 
 

@@ -8,18 +8,10 @@ from functools import cache
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
-from fleetpipe.report import tables
+from fleetpipe.report import run_charts, tables
 from fleetpipe.report.drawing import drawings
 from fleetpipe.report.numbers import moment, percent, seconds, short, size
 from fleetpipe.report.run import Row, RunFolder
-from fleetpipe.report.run_charts import (
-    LOSS,
-    THROUGHPUT,
-    elapsed_seconds,
-    learning,
-    machine,
-    metrics,
-)
 from fleetpipe.schedules.forms.events import figures_of
 from fleetpipe.version import __version__
 
@@ -63,8 +55,8 @@ def page(run: RunFolder, now: float | None = None) -> str:
         kind=kind,
         command=" ".join(map(str, command)) if isinstance(command, list) else "",
         tiles=[(name, value) for name, value in _tiles(run) if value],
-        learning=learning({run.name: run}),
-        machine=machine({run.name: run}),
+        learning=run_charts.learning({run.name: run}),
+        machine=run_charts.machine({run.name: run}),
         schedule=_schedule(run),
         drawings=drawings(run.pipeline) if run.pipeline else [],
         ranks=tables.ranks(run),
@@ -99,16 +91,16 @@ def _tiles(run: RunFolder) -> Iterator[tuple[str, str]]:
         whole = [n for n in sizes if isinstance(n, int)]
         of = f" of {whole[0] * whole[1]:,}" if len(whole) == 2 else ""
         yield "steps", f"{run.last.step:,}{of}"
-        elapsed = elapsed_seconds(run, [run.last])
+        elapsed = run_charts.elapsed_seconds(run, [run.last])
         yield "elapsed", seconds(elapsed[-1]) if elapsed else ""
     if run.train:
-        yield "training loss", _figure(run.train[-1], LOSS)
-    for name in metrics(run)[:3]:
+        yield "training loss", _figure(run.train[-1], run_charts.LOSS)
+    for name in run_charts.metrics(run)[:3]:
         rows = [row for row in run.evaluations or run.train if name in row.figures]
         where = "evaluation" if run.evaluations else "training"
         yield f"{name}, {where}", _figure(rows[-1], name) if rows else ""
     if run.train:
-        for name, unit in THROUGHPUT.items():
+        for name, unit in run_charts.THROUGHPUT.items():
             yield unit, _figure(run.train[-1], name)
     if run.pipeline is not None:
         what = "measured" if run.pipeline.measured else "predicted"

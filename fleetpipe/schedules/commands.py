@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, using
 from fleetpipe.errors import ConfigError, printable
+from fleetpipe.schedules import registry
 from fleetpipe.schedules.api import Plan, Schedule
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.forms.chrome import write_trace
@@ -18,14 +19,6 @@ from fleetpipe.schedules.forms.events import events_of
 from fleetpipe.schedules.forms.picture import plot
 from fleetpipe.schedules.forms.terminal import render, summary
 from fleetpipe.schedules.placement import PLACEMENTS
-from fleetpipe.schedules.registry import (
-    AUTO,
-    canonical_name,
-    default_chunks,
-    default_slices,
-    names,
-    searched_costs,
-)
 from fleetpipe.schedules.rows import in_slices
 from fleetpipe.schedules.simulation.timeline import Timeline
 from fleetpipe.schedules.verified import build_verified
@@ -42,7 +35,7 @@ MOST_SEARCHED = 200_000
 
 def configure_schedule(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe schedule`` to its parser."""
-    parser.add_argument("name", metavar="NAME", help=", ".join(names()))
+    parser.add_argument("name", metavar="NAME", help=", ".join(registry.names()))
     parser.add_argument(
         "--ranks", type=int, required=True, metavar="P", help="ranks of the pipeline"
     )
@@ -174,8 +167,8 @@ def run_schedule(arguments: argparse.Namespace) -> int:
         costs=costs,
         head=arguments.head,
     )
-    if canonical_name(arguments.name) == AUTO:
-        costs = searched_costs(schedule, costs)
+    if registry.canonical_name(arguments.name) == registry.AUTO:
+        costs = registry.searched_costs(schedule, costs)
     timeline = schedule.simulate(costs)
     if arguments.plot is not None:
         with using("--plot", arguments.plot, "a .png, .svg or .pdf file that can be written"):
@@ -200,10 +193,10 @@ def _check_size(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: Too many ranks, or too many forwards in all.
     """
-    name = canonical_name(arguments.name)
-    most = MOST_SEARCHED if name == AUTO else MOST_FORWARDS
-    chunks = arguments.chunks or default_chunks(name)
-    slices = arguments.slices or default_slices(name)
+    name = registry.canonical_name(arguments.name)
+    most = MOST_SEARCHED if name == registry.AUTO else MOST_FORWARDS
+    chunks = arguments.chunks or registry.default_chunks(name)
+    slices = arguments.slices or registry.default_slices(name)
     forwards = arguments.ranks * chunks * arguments.micro_batches * slices
     if arguments.ranks > MOST_RANKS or forwards > most:
         raise ConfigError(

@@ -14,15 +14,7 @@ from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.check.groups import refuse_groups
 from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.costs import Costs
-from fleetpipe.schedules.families.table import (
-    FAMILIES,
-    Family,
-    Rows,
-    check_options,
-    headed,
-    schedule_rows,
-    slices_of,
-)
+from fleetpipe.schedules.families import table
 from fleetpipe.schedules.options import kept, names_of
 from fleetpipe.schedules.placement import Placement, check_count
 from fleetpipe.schedules.rows import ScheduleRows
@@ -36,7 +28,7 @@ _INTERLEAVED = "Interleaved1F1B"
 
 def names() -> tuple[str, ...]:
     """Returns the names that :func:`build` knows, without aliases."""
-    return (*FAMILIES, AUTO)
+    return (*table.FAMILIES, AUTO)
 
 
 def canonical_name(name: str) -> str:
@@ -57,17 +49,17 @@ def canonical_name(name: str) -> str:
 
 def default_chunks(name: str) -> int:
     """Returns the chunks on a rank where none are named, by canonical name."""
-    return 1 if name == AUTO else FAMILIES[name].chunks
+    return 1 if name == AUTO else table.FAMILIES[name].chunks
 
 
 def default_slices(name: str) -> int:
     """Returns the slices of a micro-batch where none are named, by canonical name."""
-    return 1 if name == AUTO else int(slices_of(name, {}))
+    return 1 if name == AUTO else int(table.slices_of(name, {}))
 
 
 def register(
     name: str,
-    rows: Rows,
+    rows: table.Rows,
     *,
     aliases: Sequence[str] = (),
     placement: str = "loop",
@@ -111,7 +103,7 @@ def register(
             got=f"register({name!r}, {rows!r})",
             fix='register("my-schedule", rows), where rows is a function',
         )
-    replaced = name in FAMILIES and FAMILIES[name].registered
+    replaced = name in table.FAMILIES and table.FAMILIES[name].registered
     wanted = {_plain(spelling) for spelling in (name, *aliases)}
     for spelling, other in _spellings():
         if _plain(spelling) in wanted and not (replaced and other == name):
@@ -123,12 +115,12 @@ def register(
     number = (1 if placement == "loop" else 2) if chunks is None else chunks
     Placement(placement, 1, number)  # refuses what no rank could have
     most = None if any_chunks else number
-    FAMILIES[name] = Family(
+    table.FAMILIES[name] = table.Family(
         _verified(name, rows), tuple(aliases), placement, number, most, registered=True
     )
 
 
-def _verified(name: str, rows: Rows) -> Rows:
+def _verified(name: str, rows: table.Rows) -> table.Rows:
     """Returns ``rows``, what they return verified."""
 
     @functools.wraps(rows)
@@ -190,13 +182,13 @@ def build(
     if canonical == AUTO and head:
         raise ConfigError(
             "the search cannot place the parts of a vocabulary head",
-            expected=f"one of {', '.join(headed())}",
+            expected=f"one of {', '.join(table.headed())}",
             got=AUTO,
             fix="choose one of these",
         )
     if canonical == AUTO:
         placement = Placement("loop", ranks, 1 if chunks is None else chunks)
-        check_options(AUTO, auto, options)
+        table.check_options(AUTO, auto, options)
         rows = auto(placement, micro_batches, **options)
         # Costs are a measurement, given again with each search.
         without_costs = {key: value for key, value in options.items() if key != "costs"}
@@ -204,7 +196,9 @@ def build(
         costs = searched_costs(schedule, options.get("costs"))
         schedule.verify(memory_cap=options.get("memory_cap"), costs=costs)
         return schedule
-    schedule = Schedule.of(schedule_rows(canonical, ranks, micro_batches, chunks, options, head))
+    schedule = Schedule.of(
+        table.schedule_rows(canonical, ranks, micro_batches, chunks, options, head)
+    )
     if schedule.name == _INTERLEAVED and options.get("groups") is not None:
         refuse_groups(schedule, options["groups"])
     return schedule
@@ -241,7 +235,7 @@ def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
 
 def option_names() -> frozenset[str]:
     """Returns the names of all options of all schedules, registered ones included."""
-    families = (family.rows for family in FAMILIES.values())
+    families = (family.rows for family in table.FAMILIES.values())
     return frozenset({*names_of(auto), *(name for rows in families for name in names_of(rows))})
 
 
@@ -260,7 +254,7 @@ def searched_costs(schedule: Schedule, costs: Costs | None) -> Costs:
 
 def _spellings() -> Iterator[tuple[str, str]]:
     """Yields every name and alias, each with the name that it stands for."""
-    for name, family in FAMILIES.items():
+    for name, family in table.FAMILIES.items():
         for spelling in (name, *family.aliases):
             yield spelling, name
     yield AUTO, AUTO

@@ -17,13 +17,7 @@ from fleetpipe.paddle_api.optimizer import learning_rate_of
 from fleetpipe.paddle_api.static import dynamic, found_tensor, job_executor, share, tensor_of
 from fleetpipe.schedules import Action, Fused, Plan
 from fleetpipe.schedules.action import parts
-from fleetpipe.static.cut.contract import (
-    CLIP_FACTOR,
-    Pieces,
-    StageProgram,
-    Update,
-    accumulator_name,
-)
+from fleetpipe.static.cut import contract
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.run import reductions
 from fleetpipe.static.run.random_streams import Streams
@@ -50,8 +44,8 @@ class Recipe:
 
     split: Split
     plan: Plan
-    stages: Mapping[int, StageProgram]
-    update: Update | None
+    stages: Mapping[int, contract.StageProgram]
+    update: contract.Update | None
     optimizer: Optimizer
     parameters: list[str]
     shared: list[str]
@@ -65,7 +59,7 @@ class Recipe:
         of = self.split.stage_of_value
         return sorted(number for number in fetches if of[number] == stage)
 
-    def cut(self, fetches: frozenset[int]) -> dict[int, Pieces]:
+    def cut(self, fetches: frozenset[int]) -> dict[int, contract.Pieces]:
         """Cuts every stage, so that what is fetched can be read; in static mode."""
         kinds = {
             stage: {
@@ -92,7 +86,7 @@ class Compiled:
     def __init__(
         self,
         recipe: Recipe,
-        pieces: Mapping[int, Pieces],
+        pieces: Mapping[int, contract.Pieces],
         streams: Streams,
         fetches: frozenset[int],
         scope: Scope,
@@ -132,10 +126,11 @@ class Compiled:
         self.engine = self._engine()
         self._run_step = None
         if recipe.update is not None:
-            tensor_of(scope, CLIP_FACTOR)
+            tensor_of(scope, contract.CLIP_FACTOR)
             self._run_step = job_executor(recipe.update.step, scope, place).run
         self._gradients = {
-            name: dynamic(tensor_of(scope, accumulator_name(name))) for name in recipe.parameters
+            name: dynamic(tensor_of(scope, contract.accumulator_name(name)))
+            for name in recipe.parameters
         }
 
     def _engine(self) -> Engine:
@@ -153,7 +148,7 @@ class Compiled:
             # Read where somebody looks.
             job.progress.gradient_norm = norm.item
             factor = reductions.clip_factor(norm, recipe.limit)
-            share(tensor_of(self.scope, CLIP_FACTOR), factor.get_tensor())
+            share(tensor_of(self.scope, contract.CLIP_FACTOR), factor.get_tensor())
 
     def step(self) -> None:
         """Updates the parameters and sets the accumulators to 0."""
@@ -177,4 +172,4 @@ class Compiled:
                 fix="exe.run(paddle.static.default_startup_program()) before the first batch",
             )
         zeros = np.zeros_like(np.array(tensor))
-        tensor_of(self.scope, accumulator_name(parameter)).set(zeros, self.place)
+        tensor_of(self.scope, contract.accumulator_name(parameter)).set(zeros, self.place)

@@ -12,23 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fleetpipe.aliases import Optimizer, Program, Scope
-from fleetpipe.checkpoint.contents.layer_and_optimizer import (
-    NamedTensors,
-    by_parameter,
-    require_fit,
-    require_kind,
-    require_kinds,
-    state_name,
-    unwrapped,
-)
-from fleetpipe.checkpoint.contents.parts import (
-    MASTER_WEIGHTS,
-    Held,
-    Names,
-    Saved,
-    StageStreams,
-    TensorName,
-)
+from fleetpipe.checkpoint.contents import layer_and_optimizer, parts
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.paddle_api.static import dynamic, static
 from fleetpipe.static.run.pipeline import StaticPipeline
@@ -42,10 +26,10 @@ def offer(program: Program, pipeline: StaticPipeline) -> None:
     program.checkpoint_part_of_program = functools.partial(ProgramState, pipeline)
 
 
-class ProgramState(NamedTensors):
+class ProgramState(layer_and_optimizer.NamedTensors):
     """The parameters and running statistics of this process's stages; in dynamic mode."""
 
-    def __init__(self, pipeline: StaticPipeline, names: Names) -> None:
+    def __init__(self, pipeline: StaticPipeline, names: parts.Names) -> None:
         """Finds them in the global scope.
 
         Args:
@@ -64,14 +48,16 @@ class ProgramState(NamedTensors):
         trained = set(pipeline.parameters)
         super().__init__(
             {
-                self._names[name]: Held(_shared(self._scope, name), differs=name not in trained)
+                self._names[name]: parts.Held(
+                    _shared(self._scope, name), differs=name not in trained
+                )
                 for name in pipeline.declared
                 if name in pipeline.persistable
             },
             {self._names[name]: tuple(shape) for name, shape in pipeline.declared.items()},
         )
 
-    def saved_names(self, saved: Saved) -> Mapping[str, str]:
+    def saved_names(self, saved: parts.Saved) -> Mapping[str, str]:
         """Returns the saved name of each tensor of the whole program."""
         order = self.order()
         if set(order) != set(saved.order) and not self._by_order:
@@ -90,20 +76,22 @@ class ProgramState(NamedTensors):
 
     def optimizer(self, optimizer: Optimizer) -> ProgramOptimizer:
         """Returns the state of the optimizer that the program was minimized by."""
-        if unwrapped(optimizer) is not unwrapped(self._pipeline.optimizer):
+        if layer_and_optimizer.unwrapped(optimizer) is not layer_and_optimizer.unwrapped(
+            self._pipeline.optimizer
+        ):
             raise ConfigError(
                 "the program was minimized by another optimizer",
                 expected=f"that {type(self._pipeline.optimizer).__name__}, or what "
                 "fleet.distributed_optimizer made of it",
-                got=f"another {type(unwrapped(optimizer)).__name__}",
+                got=f"another {type(layer_and_optimizer.unwrapped(optimizer)).__name__}",
                 fix="pass the optimizer of which minimize(loss) was called",
             )
         return ProgramOptimizer(self._pipeline, self._scope, self, self._names)
 
-    def streams(self) -> StageStreams:
+    def streams(self) -> parts.StageStreams:
         """Returns the random streams of this process's stages."""
         pipeline = self._pipeline
-        return StageStreams(pipeline.split.stages, pipeline.leads_random, pipeline.streams)
+        return parts.StageStreams(pipeline.split.stages, pipeline.leads_random, pipeline.streams)
 
     def set_streams(self, streams: Mapping[int, Any]) -> None:
         """Makes ``streams`` of :meth:`streams` the streams again; the other stages begin anew."""
@@ -128,9 +116,9 @@ class ProgramOptimizer:
     @property
     def kind(self) -> str:
         """The type of the optimizer."""
-        return type(unwrapped(self._pipeline.optimizer)).__name__
+        return type(layer_and_optimizer.unwrapped(self._pipeline.optimizer)).__name__
 
-    def held(self) -> Mapping[TensorName, Held]:
+    def held(self) -> Mapping[parts.TensorName, parts.Held]:
         """Returns the state that this process keeps."""
         return {
             name: held
@@ -138,15 +126,15 @@ class ProgramOptimizer:
             for name, held in self._state(parameter, self._names[parameter])
         }
 
-    def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
+    def wanted(self, saved: parts.Saved) -> Mapping[parts.TensorName, parts.Held]:
         """Returns what is to be filled with the saved state.
 
         Raises:
             CheckpointError: The state is of another optimizer, or a parameter has none.
         """
-        require_kind(self.kind, saved)
-        names, there = self._model.saved_names(saved), by_parameter(saved)
-        x: dict[TensorName, Held] = {}
+        layer_and_optimizer.require_kind(self.kind, saved)
+        names, there = self._model.saved_names(saved), layer_and_optimizer.by_parameter(saved)
+        x: dict[parts.TensorName, parts.Held] = {}
         for parameter in self._pipeline.kept:
             path = names[self._names[parameter]]
             state = dict(self._state(parameter, path))
@@ -157,10 +145,10 @@ class ProgramOptimizer:
                     fix="restore the model alone right after the startup program has run: "
                     'only=("model",)',
                 )
-            require_kinds(path, set(state), there.get(path, set()))
+            layer_and_optimizer.require_kinds(path, set(state), there.get(path, set()))
             x.update(state)
         for name, held in x.items():
-            require_fit(name, held, saved.tensors[name])
+            layer_and_optimizer.require_fit(name, held, saved.tensors[name])
         return x
 
     def settle(self) -> None:
@@ -169,12 +157,18 @@ class ProgramOptimizer:
     def abandon(self) -> None:
         """Does nothing."""
 
-    def _state(self, parameter: str, path: str) -> Iterator[tuple[TensorName, Held]]:
+    def _state(self, parameter: str, path: str) -> Iterator[tuple[parts.TensorName, parts.Held]]:
         kept = self._pipeline.kept[parameter]
         for kind, variable in kept.kinds.items():
-            yield state_name(path, kind), Held(_shared(self._scope, variable))
+            yield (
+                layer_and_optimizer.state_name(path, kind),
+                parts.Held(_shared(self._scope, variable)),
+            )
         if kept.master is not None:
-            yield TensorName(MASTER_WEIGHTS, path), Held(_shared(self._scope, kept.master))
+            yield (
+                parts.TensorName(parts.MASTER_WEIGHTS, path),
+                parts.Held(_shared(self._scope, kept.master)),
+            )
 
 
 def _shared(scope: Scope, name: str) -> Any:
@@ -182,7 +176,7 @@ def _shared(scope: Scope, name: str) -> Any:
     return dynamic(tensor_in(scope, name))
 
 
-def _lasting(declared: Mapping[str, Sequence[int]], names: Names) -> dict[str, str]:
+def _lasting(declared: Mapping[str, Sequence[int]], names: parts.Names) -> dict[str, str]:
     """Returns the lasting name of each parameter and statistic.
 
     Raises:

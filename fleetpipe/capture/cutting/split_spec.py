@@ -7,26 +7,21 @@ from enum import Enum
 from typing import Union
 
 from fleetpipe.aliases import Layer
-from fleetpipe.capture.cutting.cuts import (
-    AtCall,
-    AtMark,
-    Border,
-    SplitPoint,
-    in_order,
-    nearest_path,
-)
+from fleetpipe.capture.cutting import cuts
 from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import uniform
 
 #: ``{name: SplitPoint}``, ``{name: stage}``, names, a prefix, or None for what the model says.
-SplitSpec = Union[str, Sequence[str], Mapping[str, SplitPoint], Mapping[str, int], None]
+SplitSpec = Union[str, Sequence[str], Mapping[str, cuts.SplitPoint], Mapping[str, int], None]
 
 #: Has the cut chosen by what the nodes cost.
 AUTO = "auto"
 
 
-def borders_of(spec: SplitSpec, model: Layer, trace: Capture, stages: int | None) -> list[Border]:
+def borders_of(
+    spec: SplitSpec, model: Layer, trace: Capture, stages: int | None
+) -> list[cuts.Border]:
     """Returns the places that a user's ``split_spec`` means, in the order of the run.
 
     Args:
@@ -46,11 +41,11 @@ def borders_of(spec: SplitSpec, model: Layer, trace: Capture, stages: int | None
         raise _unknown_form(spec)
     _require_names(spec, model)
     if isinstance(spec, Sequence):
-        return in_order(trace, [AtCall(path) for path in spec])
+        return cuts.in_order(trace, [cuts.AtCall(path) for path in spec])
     # Paddle's own, of ``pp_config``, have these names too.
-    points = {path: SplitPoint[p.name] for path, p in spec.items() if isinstance(p, Enum)}
+    points = {path: cuts.SplitPoint[p.name] for path, p in spec.items() if isinstance(p, Enum)}
     if len(points) == len(spec):
-        return in_order(trace, [AtCall(path, point) for path, point in points.items()])
+        return cuts.in_order(trace, [cuts.AtCall(path, point) for path, point in points.items()])
     return _of_stages(spec, trace)
 
 
@@ -72,12 +67,12 @@ def _require_names(names: Sequence[str] | Mapping[str, object], model: Layer) ->
     if unknown:
         raise ConfigError(
             f"split_spec names sublayers that {type(model).__name__} has not",
-            got="; ".join(f"{name!r}, {nearest_path(name, layers)}" for name in unknown),
+            got="; ".join(f"{name!r}, {cuts.nearest_path(name, layers)}" for name in unknown),
             fix="name sublayers as model.named_sublayers() does",
         )
 
 
-def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[Border]:
+def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[cuts.Border]:
     """Shares the sublayers below a prefix evenly among the stages, in the order of their calls."""
     depth = prefix.count(".") + 2
     below: list[str] = []
@@ -91,7 +86,7 @@ def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[Border]:
         paths = {scope.path.rpartition(".")[0] for node in trace.nodes for scope in node.scopes}
         raise ConfigError(
             f"split_spec={prefix!r}: the forward calls no sublayer below that name",
-            got=nearest_path(prefix, {AUTO, *paths} - {""}),
+            got=cuts.nearest_path(prefix, {AUTO, *paths} - {""}),
             fix='pass the name of a LayerList or Sequential, or "auto"',
         )
     if stages is None:
@@ -100,10 +95,10 @@ def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[Border]:
             fix="call fleet.init with a pp_degree first, or pass num_stages",
         )
     first = uniform(len(children), stages)[1:-1]
-    return [AtCall(children[index]) for index in first]
+    return [cuts.AtCall(children[index]) for index in first]
 
 
-def _said_by(model: Layer, trace: Capture) -> list[Border]:
+def _said_by(model: Layer, trace: Capture) -> list[cuts.Border]:
     """Returns what the model itself says: ``pipeline_stage`` of sublayers, or ``pipe_split``."""
     stages = {
         path: layer.pipeline_stage
@@ -118,15 +113,15 @@ def _said_by(model: Layer, trace: Capture) -> list[Border]:
             expected="sublayers with a pipeline_stage, or calls of fleetpipe.pipe_split()",
             fix='pass split_spec="auto", or model.layer3.pipeline_stage = 1',
         )
-    return [AtMark(number) for number in range(len(trace.marks))]
+    return [cuts.AtMark(number) for number in range(len(trace.marks))]
 
 
-def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[Border]:
+def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[cuts.Border]:
     """Returns where the stages begin that sublayers were given; the others go with those before.
 
     Only the first call of a sublayer is where it was told to be: a second one is where it runs.
     """
-    borders: list[Border] = []
+    borders: list[cuts.Border] = []
     for node in trace.nodes:
         named = [scope for scope in node.scopes if scope.path in stages and not scope.call]
         if not named:
@@ -140,7 +135,7 @@ def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[Border]:
                 fix="give whole numbers from 0, in the order in which the sublayers run",
             )
         if stage == len(borders) + 1:
-            borders.append(AtCall(path))
+            borders.append(cuts.AtCall(path))
         elif stage != len(borders):
             raise ConfigError(
                 f"{path!r} is in stage {stage}, and runs after a sublayer of stage {len(borders)}",

@@ -13,17 +13,10 @@ from contextlib import contextmanager
 import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.capture.proof import training
 from fleetpipe.capture.proof.hook_calls import uncounted
 from fleetpipe.capture.proof.models import PlainLoop
 from fleetpipe.capture.proof.rounding import Rounding, move_by_a_unit, ulp
-from fleetpipe.capture.proof.training import (
-    RATE,
-    Course,
-    Moment,
-    gradients_of,
-    moments,
-    state_of_model,
-)
 from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.dygraph.gradients import drop_gradients
@@ -47,7 +40,7 @@ def kept(model: Layer) -> Iterator[None]:
 def give(model: Layer, state: State) -> None:
     """Gives a model other values; what has them stays untouched."""
     with paddle.no_grad():
-        for name, tensor in state_of_model(model).items():
+        for name, tensor in training.state_of_model(model).items():
             if name in state and not same_bits(tensor, state[name]):
                 tensor.set_value(state[name])
 
@@ -61,13 +54,13 @@ class Digests:
         course: What was trained.
     """
 
-    def __init__(self, model: Layer, plain: PlainLoop, course: Course) -> None:
+    def __init__(self, model: Layer, plain: PlainLoop, course: training.Course) -> None:
         """Trains the model, which is to be put back afterwards; see :func:`kept`."""
         self._model, self._plain, self.course = model, plain, course
-        self.moments: list[Moment] = []
+        self.moments: list[training.Moment] = []
         self.digests: list[dict[str, bytes]] = []
         self._whole: dict[int, State] = {}
-        for moment in moments(model, plain, course):
+        for moment in training.moments(model, plain, course):
             self.moments.append(moment._replace(tensors={}))
             self.digests.append(digests_of(moment))
 
@@ -75,7 +68,7 @@ class Digests:
         """Returns the tensors of a moment; what the model has by now stays."""
         if number not in self._whole:
             with _beside(self._model, initial):
-                again = enumerate(moments(self._model, self._plain, self.course))
+                again = enumerate(training.moments(self._model, self._plain, self.course))
                 # Later moments are not asked for yet, and states are for the next step.
                 self._whole = {
                     at: moment.cloned().tensors
@@ -89,7 +82,7 @@ class Digests:
         with _beside(self._model, start):
             move_by_a_unit(p for p in self._model.parameters() if not p.stop_gradient)
             self._plain.train(self.course.steps[step])
-            return {name: grad.clone() for name, grad in gradients_of(self._model).items()}
+            return {name: grad.clone() for name, grad in training.gradients_of(self._model).items()}
 
 
 @contextmanager
@@ -122,7 +115,7 @@ class Comparison:
         #: By parameter, how far the gradient of the step is off.
         self._off: dict[str, float] = {}
 
-    def differences(self, moment: Moment) -> list[str]:
+    def differences(self, moment: training.Moment) -> list[str]:
         """Compares the next moment; returns what differs by more than its place carries, by name.
 
         After a step the model takes the values of the first training.
@@ -138,7 +131,7 @@ class Comparison:
         wrong = [path for path, mode in modes.items() if moment.modes.get(path) != mode]
         return differing + [f"the mode of {path or 'the model'}" for path in wrong]
 
-    def _beyond(self, moment: Moment, number: int) -> list[str]:
+    def _beyond(self, moment: training.Moment, number: int) -> list[str]:
         """Returns what rounding does not explain."""
         moment = moment.cloned()
         right = self._expected.tensors(number, self._initial)
@@ -161,10 +154,10 @@ class Comparison:
     def _of_update(self, name: str, right: Tensor) -> float:
         """Returns how far a step puts a parameter off whose gradient is off."""
         gap = self._off.get(name, 0.0)
-        return 2 * RATE * gap + 2 * ulp(right) if gap else 0.0
+        return 2 * training.RATE * gap + 2 * ulp(right) if gap else 0.0
 
 
-def digests_of(moment: Moment) -> dict[str, bytes]:
+def digests_of(moment: training.Moment) -> dict[str, bytes]:
     """Returns a digest of each tensor of a moment: of its shape, its dtype and its bits."""
     return {name: _digest(tensor) for name, tensor in moment.tensors.items()}
 

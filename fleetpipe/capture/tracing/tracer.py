@@ -15,26 +15,11 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
+from fleetpipe.capture.tracing import obstacles
 from fleetpipe.capture.tracing.draws import Draws, Generators
 from fleetpipe.capture.tracing.hooks import at_makers
 from fleetpipe.capture.tracing.mark import noting
 from fleetpipe.capture.tracing.model_snapshot import state_kept
-from fleetpipe.capture.tracing.obstacles import (
-    BACKWARD,
-    DRAWS,
-    FOREIGN,
-    MEMORY,
-    READS,
-    SIZE,
-    UNKNOWN,
-    Obstacle,
-    has_graph,
-    kept,
-    outside_no_grad,
-    reads_state,
-    returned,
-    unseen,
-)
 from fleetpipe.capture.tracing.place import asked_by_paddle, forward_place, user_place
 from fleetpipe.capture.tracing.signature import PLAIN
 from fleetpipe.capture.tracing.sizes import Size, Sizes, tensors_in, whole
@@ -120,7 +105,7 @@ class _Tracer(Walk):
         #: The layers that were switched between training and evaluation, and where.
         self._switched: dict[int, tuple[Layer, str]] = {}
         #: Who reads numbers of parameters and buffers, and where, by name.
-        self._numbers: dict[str, tuple[Layer, Obstacle, str]] = {}
+        self._numbers: dict[str, tuple[Layer, obstacles.Obstacle, str]] = {}
         self._nodes: list[Node] = []
         self._values: dict[int, ValueId] = {}
         #: Every tensor that has a number, so that no other gets its id.
@@ -172,7 +157,7 @@ class _Tracer(Walk):
 
     def drawn(self, place: str) -> None:
         """Refuses to draw from what is no generator of Paddle's."""
-        self._meet(self._opened[-1], DRAWS, place)
+        self._meet(self._opened[-1], obstacles.DRAWS, place)
 
     def with_state(self, trace: Capture, ids: set[int]) -> Capture:
         """Returns the run, with what it wrote into.
@@ -191,7 +176,7 @@ class _Tracer(Walk):
             self._meet(*self._numbers[name])
         states = self._state.through_views(trace.nodes)
         for name in changed.keys() - frozenset().union(*states) if not self.closed else ():
-            self._meet(self._model, unseen(name), forward_place(self._model) or "?")
+            self._meet(self._model, obstacles.unseen(name), forward_place(self._model) or "?")
         nodes = (replace(node, state=state) for node, state in zip(trace.nodes, states))
         numbers = tuple(self._state.named(name) for name in self._numbers)
         return replace(trace, nodes=tuple(nodes), changed=changed, numbers=numbers)
@@ -244,7 +229,7 @@ class _Tracer(Walk):
         except IndexError:
             # Paddle's own loop over rows goes on until there is none.
             if self._sizes.selected(args[0]):
-                self._refuse(SIZE)
+                self._refuse(obstacles.SIZE)
             raise
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -254,12 +239,12 @@ class _Tracer(Walk):
             self._sizes.blind |= not (self._sizes.trying or self._sizes.fixed(args[0]))
         elif id(args[0]) in self._values:
             if not self._sizes.fixed(args[0]):
-                self._refuse(READS)
+                self._refuse(obstacles.READS)
         elif owned is not None and args[0].stop_gradient:
-            reader = (self._opened[-1], reads_state(owned.path), user_place())
+            reader = (self._opened[-1], obstacles.reads_state(owned.path), user_place())
             self._numbers.setdefault(owned.path, reader)
         elif owned is not None:
-            self._refuse(reads_state(owned.path))
+            self._refuse(obstacles.reads_state(owned.path))
         return super().read(function, args, named)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -272,7 +257,7 @@ class _Tracer(Walk):
             owned = any(self._state.get(arg) is not None for arg in args)
             # Paddle itself does so where it makes the first value of a parameter.
             if owned or (id(args[0]) in self._values and users):
-                self._refuse(MEMORY)
+                self._refuse(obstacles.MEMORY)
         return super().memory(function, args, named)
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
@@ -282,12 +267,12 @@ class _Tracer(Walk):
         if self._inside:
             self._sizes.blind = True
             return shape
-        return self._sizes.dimensions(tensor, shape, lambda: self._refuse(SIZE))
+        return self._sizes.dimensions(tensor, shape, lambda: self._refuse(obstacles.SIZE))
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Refuses to compute gradients."""
         if not self._inside:
-            self._refuse(BACKWARD)
+            self._refuse(obstacles.BACKWARD)
         return super().backward(function, args, named)
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
@@ -299,10 +284,10 @@ class _Tracer(Walk):
             if buffer is not None and value is not buffer:
                 if not isinstance(value, paddle.Tensor):
                     what = f"takes the buffer {name!r} away"
-                    self._refuse(kept(name)._replace(what=what))
+                    self._refuse(obstacles.kept(name)._replace(what=what))
             elif buffer is None and not asked_by_paddle():
                 if isinstance(value, paddle.Tensor):
-                    self._refuse(kept(name))
+                    self._refuse(obstacles.kept(name))
                 else:
                     self._left_out.setdefault(f"it sets {name!r}, {user_place()}")
         super().assigned(put, layer, name, value)
@@ -375,7 +360,7 @@ class _Tracer(Walk):
             output = call.do()
         opaque = self._sizes.blind or drew()
         if opaque and any(isinstance(leaf, _NUMBERS) for _, leaf in parts(output)):
-            self._refuse(returned(str(call.scopes[-1])))
+            self._refuse(obstacles.returned(str(call.scopes[-1])))
         return output
 
     def _require_writable(self, call: NodeCall, tensors: Sequence[Tensor]) -> None:
@@ -388,14 +373,14 @@ class _Tracer(Walk):
         owned = self._state.get(target)
         if owned is None:
             if has_memory(target):
-                self._refuse(FOREIGN)
+                self._refuse(obstacles.FOREIGN)
             return
         if target.stop_gradient or is_silent(call.function) or not paddle.is_grad_enabled():
             return
         if any(not tensor.stop_gradient for tensor in tensors if tensor is not target):
-            self._refuse(has_graph(owned.path))
+            self._refuse(obstacles.has_graph(owned.path))
         elif call.function.__name__ != "assign_out_":
-            self._refuse(outside_no_grad(owned.path))
+            self._refuse(obstacles.outside_no_grad(owned.path))
 
     def _value_of(self, tensor: Tensor, tensors: Sequence[Tensor]) -> ValueId:
         """Returns the number of a tensor that a node returned."""
@@ -428,16 +413,16 @@ class _Tracer(Walk):
         if owned is not None:
             return owned
         if not tensor.stop_gradient:
-            self._refuse(UNKNOWN)
+            self._refuse(obstacles.UNKNOWN)
         return tensor
 
     def _is_constant(self, tensor: Tensor) -> bool:
         return id(tensor) not in self._values and self._state.get(tensor) is None
 
-    def _refuse(self, obstacle: Obstacle) -> None:
+    def _refuse(self, obstacle: obstacles.Obstacle) -> None:
         self._meet(self._opened[-1], obstacle, user_place())
 
-    def _meet(self, layer: Layer, obstacle: Obstacle, place: str) -> None:
+    def _meet(self, layer: Layer, obstacle: obstacles.Obstacle, place: str) -> None:
         """Notes that a layer cannot be opened; the run goes on, to find the others too.
 
         Raises:

@@ -6,25 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
+from fleetpipe.checkpoint.contents import parts
 from fleetpipe.checkpoint.contents.layer_and_optimizer import (
     NamedTensors,
     OptimizerState,
     mp_shard,
     unwrapped,
     without_wrappers,
-)
-from fleetpipe.checkpoint.contents.parts import (
-    BUFFERS,
-    MASTER_WEIGHTS,
-    MODEL,
-    OPTIMIZER,
-    REPLICAS,
-    ModelPart,
-    Names,
-    OptimizerPart,
-    ProgramPart,
-    SavedModel,
-    SavedProgram,
 )
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
 from fleetpipe.errors import ConfigError, nearest
@@ -58,7 +46,7 @@ class Objects:
     random: bool = True
     names_from: Layer = None
     rate: bool = True
-    names: Names = None
+    names: parts.Names = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, (SavedData, type(None))):
@@ -89,14 +77,14 @@ class Objects:
         random, rate = RANDOM in names, "lr_scheduler" in names
         return replace(self, **left_out, random=random, names_from=self.model, rate=rate)
 
-    def model_part(self) -> ModelPart | None:
+    def model_part(self) -> parts.ModelPart | None:
         """Returns the model as it names its parameters."""
         model = self.names_from if self.model is None else self.model
         if model is None:
             return None
         if isinstance(model, paddle.nn.Layer):
             model = without_wrappers(model)
-        elif isinstance(model, SavedProgram):
+        elif isinstance(model, parts.SavedProgram):
             return model.checkpoint_part_of_program(self.names)
         if self.names is not None:
             raise ConfigError(
@@ -104,7 +92,7 @@ class Objects:
                 got=f"a {type(model).__name__}",
                 fix="leave names= out",
             )
-        if isinstance(model, SavedModel):
+        if isinstance(model, parts.SavedModel):
             return model.checkpoint_part()
         if not isinstance(model, paddle.nn.Layer):
             raise ConfigError(
@@ -117,7 +105,7 @@ class Objects:
             )
         return NamedTensors.of_layer(model, mp_shard())
 
-    def required_model(self) -> ModelPart:
+    def required_model(self) -> parts.ModelPart:
         """Returns what :meth:`model_part` does."""
         part = self.model_part()
         if part is None:
@@ -128,7 +116,7 @@ class Objects:
             )
         return part
 
-    def optimizer_part(self, model: ModelPart | None) -> OptimizerPart | None:
+    def optimizer_part(self, model: parts.ModelPart | None) -> parts.OptimizerPart | None:
         """Returns the optimizer by the names of the model's parameters."""
         if self.optimizer is None:
             return None
@@ -137,19 +125,19 @@ class Objects:
                 "an optimizer's state goes by the names of the model's parameters",
                 fix='pass model= as well; only=("optimizer",) leaves the model as it is',
             )
-        if isinstance(model, ProgramPart):
+        if isinstance(model, parts.ProgramPart):
             return model.optimizer(self.optimizer)
         return OptimizerState(self.optimizer, model)
 
     def groups(self) -> tuple[str, ...]:
         """Returns the groups of files that are read, the same on every rank."""
-        of_model = () if self.model is None else (MODEL, BUFFERS, REPLICAS)
-        of_optimizer = () if self.optimizer is None else (OPTIMIZER, MASTER_WEIGHTS)
+        of_model = () if self.model is None else (parts.MODEL, parts.BUFFERS, parts.REPLICAS)
+        of_optimizer = () if self.optimizer is None else (parts.OPTIMIZER, parts.MASTER_WEIGHTS)
         return (*of_model, *of_optimizer)
 
-    def training_state(self, model: ModelPart | None) -> TrainingState:
+    def training_state(self, model: parts.ModelPart | None) -> TrainingState:
         """Returns the rest; ``model`` is what :meth:`model_part` returned."""
         optimizer = None if self.optimizer is None else unwrapped(self.optimizer)
         rate_of = optimizer if self.rate else None
-        program = model if isinstance(model, ProgramPart) else None
+        program = model if isinstance(model, parts.ProgramPart) else None
         return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of, program)

@@ -24,13 +24,7 @@ from fleetpipe import log
 from fleetpipe.errors import PipelineTimeout, TransportError
 from fleetpipe.job.groups import exchanges
 from fleetpipe.job.groups.own_group import OwnGroup
-from fleetpipe.paddle_api.topology import (
-    complete_gloo,
-    make_without_gloo,
-    open_tcp_store,
-    replace_gloo_stores,
-    restore_gloo_stores,
-)
+from fleetpipe.paddle_api import topology
 from fleetpipe.transport import Store
 from fleetpipe.transport.joining import hosts
 from fleetpipe.transport.limit import Limit, await_keys
@@ -60,14 +54,14 @@ def separate_stores(store: Store, timeout: float) -> None:
         _await(store, group, keys, timeout)
         return opened
 
-    replace_gloo_stores(own_store)
-    complete_gloo(exchanges.methods())
-    make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
+    topology.replace_gloo_stores(own_store)
+    topology.complete_gloo(exchanges.methods())
+    topology.make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
 
 
 def share_store_again() -> None:
     """Gives the Gloo groups that are made from now on the store that Paddle gives them."""
-    restore_gloo_stores()
+    topology.restore_gloo_stores()
 
 
 def _open(store: Store, rank: int, group: int, timeout: float) -> Any:
@@ -80,7 +74,7 @@ def _open(store: Store, rank: int, group: int, timeout: float) -> Any:
         _await(store, group, {0: f"{key}/published"}, timeout)
         host, _, text = store.get(f"{key}/address").decode().rpartition(":")
         port = int(text)
-    opened = open_tcp_store(host, port, rank == 0, timeout)
+    opened = topology.open_tcp_store(host, port, rank == 0, timeout)
     if rank == 0:
         store.set(f"{key}/address", f"{host}:{port}")
         store.add(f"{key}/published", 1)

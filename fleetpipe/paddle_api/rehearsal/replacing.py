@@ -15,21 +15,13 @@ from fleetpipe.aliases import DType, Tensor
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import VERSION, paddle, replaced
 from fleetpipe.paddle_api.operations import ARITHMETIC, Function, bound_operations
+from fleetpipe.paddle_api.rehearsal import rounding
 from fleetpipe.paddle_api.rehearsal.casts import (
     CASTABLE,
     HALVES,
     NORMS,
     automatic_dtype,
     tracer_on_gpu,
-)
-from fleetpipe.paddle_api.rehearsal.rounding import (
-    cast,
-    changed,
-    computed,
-    tensors_of,
-    with_master_weights,
-    writes,
-    written,
 )
 
 _log = log.logger(__name__)
@@ -92,7 +84,7 @@ class _Rehearsal:
 
     def _of_amp(self) -> Iterator[tuple[object, str, object]]:
         optimizer = paddle.optimizer.Optimizer
-        apply = with_master_weights(optimizer._apply_optimize)
+        apply = rounding.with_master_weights(optimizer._apply_optimize)
         yield optimizer, "_apply_optimize", apply
         casts, scaling = sys.modules["paddle.amp.auto_cast"], sys.modules["paddle.amp.grad_scaler"]
         yield casts, "_dygraph_tracer", tracer_on_gpu
@@ -114,19 +106,19 @@ class _Rehearsal:
 
     def _operation(self, function: Function, operation: str) -> Function:
         half = HALVES[self.dtype]
-        run = written if writes(operation) else computed
+        run = rounding.written if rounding.writes(operation) else rounding.computed
 
         @functools.wraps(function)
         def rehearsed_operation(*args: Any, **named: Any) -> Any:
-            tensors = list(tensors_of((*args, *named.values())))
-            if tensors and run is computed:
+            tensors = list(rounding.tensors_of((*args, *named.values())))
+            if tensors and run is rounding.computed:
                 goal = automatic_dtype(operation, tensors)
                 if goal is not None:
                     only = tensors[0] if operation in NORMS else None
                     to_goal = functools.partial(_cast_to, goal, only)
-                    args = changed(to_goal, args)
-                    named = dict(zip(named, changed(to_goal, named.values())))
-                    tensors = list(tensors_of((*args, *named.values())))
+                    args = rounding.changed(to_goal, args)
+                    named = dict(zip(named, rounding.changed(to_goal, named.values())))
+                    tensors = list(rounding.tensors_of((*args, *named.values())))
             if not any(tensor.dtype == half for tensor in tensors):
                 return function(*args, **named)
             self.rounded = True
@@ -146,7 +138,7 @@ def require_rounding(dtype: str) -> None:
     """
     half = HALVES[dtype]
     step = paddle.finfo(half).eps
-    near = cast(paddle.to_tensor(1 + 0.75 * step, "float32"), half)
+    near = rounding.cast(paddle.to_tensor(1 + 0.75 * step, "float32"), half)
     if float(near.astype("float32")) != 1 + step:
         raise ConfigError(
             f"this Paddle cannot rehearse {dtype}: on a CPU it cuts off what a GPU rounds",
@@ -199,7 +191,7 @@ def _cast_to(goal: DType, only: Tensor | None, tensor: Tensor) -> Tensor:
     stays = only is not None and tensor is not only
     if stays or tensor.dtype not in CASTABLE or tensor.dtype == goal:
         return tensor
-    return cast(tensor, goal)
+    return rounding.cast(tensor, goal)
 
 
 def _operation_of(method: str) -> str:

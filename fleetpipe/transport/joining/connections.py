@@ -19,14 +19,6 @@ from fleetpipe import log, systems
 from fleetpipe.errors import TransportError
 from fleetpipe.transport.base import Store
 from fleetpipe.transport.joining import handshake, hosts
-from fleetpipe.transport.joining.handshake import (
-    Exchange,
-    Greeting,
-    Stale,
-    Stranger,
-    accepts,
-    connects,
-)
 from fleetpipe.transport.joining.rendezvous import Rendezvous
 from fleetpipe.transport.wire.seal import Seals
 
@@ -185,7 +177,7 @@ class PendingConnection:
     """A connection that is not yet known to lead to a peer."""
 
     def __init__(
-        self, sock: socket.socket, exchange: Exchange, dialled: _Dialled | None = None
+        self, sock: socket.socket, exchange: handshake.Exchange, dialled: _Dialled | None = None
     ) -> None:
         """Follows ``exchange`` on a non-blocking socket.
 
@@ -201,7 +193,7 @@ class PendingConnection:
         self._received = b""
         self._step: bytes | int = next(exchange)
 
-    def advance(self) -> Greeting | None:
+    def advance(self) -> handshake.Greeting | None:
         """Goes on as far as the socket lets it.
 
         Returns:
@@ -220,7 +212,7 @@ class PendingConnection:
                 else:
                     data = self.sock.recv(self._step - len(self._received))
                     if not data:
-                        raise Stranger("it closed the connection")
+                        raise handshake.Stranger("it closed the connection")
                     self._received += data
                     if len(self._received) == self._step:
                         received, self._received = self._received, b""
@@ -228,7 +220,7 @@ class PendingConnection:
         except BlockingIOError:
             return None
         except StopIteration as end:
-            greeting: Greeting = end.value
+            greeting: handshake.Greeting = end.value
             return greeting
 
 
@@ -307,7 +299,7 @@ class _Joining:
             except OSError:
                 self._again.append((now + _RETRY_SECONDS, dialled))
                 continue
-            exchange = connects(
+            exchange = handshake.connects(
                 self._secret,
                 meeting.rank,
                 dialled.peer,
@@ -331,7 +323,9 @@ class _Joining:
         if len(strangers) >= MOST_STRANGERS:
             self._drop(strangers[0])
         meeting, streams = self._meeting, len(self._streams)
-        exchange = accepts(self._secret, meeting.rank, meeting.ranks, streams, self._attempt)
+        exchange = handshake.accepts(
+            self._secret, meeting.rank, meeting.ranks, streams, self._attempt
+        )
         self._follow(PendingConnection(sock, exchange), selectors.EVENT_READ)
 
     def _follow(self, connection: PendingConnection, event: int) -> None:
@@ -341,9 +335,9 @@ class _Joining:
     def _advance(self, connection: PendingConnection) -> None:
         try:
             greeting = connection.advance()
-        except (OSError, Stranger) as error:
+        except (OSError, handshake.Stranger) as error:
             self._drop(connection)
-            if isinstance(error, Stale):
+            if isinstance(error, handshake.Stale):
                 self._tell_of(error)
             return
         self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
@@ -360,7 +354,7 @@ class _Joining:
                 greeting.seals,
             )
 
-    def _tell_of(self, stale: Stale) -> None:
+    def _tell_of(self, stale: handshake.Stale) -> None:
         """Says once who was refused: anybody may claim to be of any attempt."""
         if not self._refused_one:
             self._refused_one = True

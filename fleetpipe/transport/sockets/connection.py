@@ -15,17 +15,8 @@ from fleetpipe.errors import PeerFailed, TransportError
 from fleetpipe.transport.base import Value
 from fleetpipe.transport.sockets.inbox import Inbox
 from fleetpipe.transport.sockets.outbox import Buffer, Outbox
-from fleetpipe.transport.wire import bridge
+from fleetpipe.transport.wire import bridge, message
 from fleetpipe.transport.wire.bridge import Tensor
-from fleetpipe.transport.wire.message import (
-    GOODBYE,
-    HEADER_BYTES,
-    MESSAGE,
-    MessageKey,
-    Route,
-    check_key,
-    pack_header,
-)
 from fleetpipe.transport.wire.seal import Seals
 from fleetpipe.transport.wire.structure import Structure, encode
 from fleetpipe.transport.wire.value import Unfit, take_apart
@@ -39,20 +30,20 @@ class _Channel:
 
     def __init__(self, number: int, fixed: tuple[str, int, int, str]) -> None:
         kind, source, target, self.name = fixed
-        self.fixed = (MESSAGE, ord(kind), source, target, number)
+        self.fixed = (message.MESSAGE, ord(kind), source, target, number)
         self.announced = 0
         self.structure: Structure | None = None
 
-    def header(self, key: MessageKey, structure: Structure, announcement: bytes) -> bytes:
+    def header(self, key: message.MessageKey, structure: Structure, announcement: bytes) -> bytes:
         """Returns the header of a message and the announcement; notes what is announced."""
         if announcement:
             self.structure = structure
             self.announced += 1
         variable = (self.announced, key.micro_batch, len(announcement), structure.nbytes)
         try:
-            return pack_header(self.fixed + variable) + announcement
+            return message.pack_header(self.fixed + variable) + announcement
         except (struct.error, TypeError):
-            check_key(key)
+            message.check_key(key)
             raise
 
 
@@ -92,7 +83,7 @@ class Connection:
         self._seal = None if seals is None else seals.outgoing
         self._channels: dict[tuple[Any, ...], _Channel] = {}
 
-    def send(self, key: MessageKey, value: Value) -> tuple[int, bool]:
+    def send(self, key: message.MessageKey, value: Value) -> tuple[int, bool]:
         """Sends a value without waiting.
 
         Returns:
@@ -105,26 +96,28 @@ class Connection:
         try:
             tree, tensors = take_apart(value)
         except Unfit as unfit:
-            raise unfit.error(Route(key, self._rank, self.peer)) from None
+            raise unfit.error(message.Route(key, self._rank, self.peer)) from None
         channel = self._channels.get(key[:4])
         if channel is None:
-            check_key(key)
+            message.check_key(key)
             channel = self._channels[key[:4]] = _Channel(len(self._channels), key[:4])
         announcement = b""
         structure = channel.structure
         if structure is None or structure.tree != tree:
             structure = Structure(tree)
-            announcement = encode(channel.name, structure, Route(key, self._rank, self.peer))
+            announcement = encode(
+                channel.name, structure, message.Route(key, self._rank, self.peer)
+            )
         tensors = bridge.plain(tensors)
         memories = bridge.memories(tensors, structure.leaves)
         head = channel.header(key, structure, announcement)
         try:
             self._put(head, memories, len(head) + structure.nbytes, tensors)
         except OSError as error:
-            raise self.failure(Route(key, self._rank, self.peer), error) from error
+            raise self.failure(message.Route(key, self._rank, self.peer), error) from error
         return structure.nbytes, bool(announcement)
 
-    def failure(self, route: Route, error: OSError | None = None) -> PeerFailed:
+    def failure(self, route: message.Route, error: OSError | None = None) -> PeerFailed:
         """Returns the error that says why nothing more can be sent to or come from the peer."""
         inbox = self.inbox
         if error is not None:
@@ -148,7 +141,7 @@ class Connection:
     def leave(self, reason: str) -> None:
         """Queues the goodbye that tells the peer that this end is orderly."""
         text = reason.encode("utf-8", "replace")[:LONGEST_REASON]
-        header = pack_header((GOODBYE, ord("C"), 0, 0, 0, 0, 0, len(text), 0))
+        header = message.pack_header((message.GOODBYE, ord("C"), 0, 0, 0, 0, 0, len(text), 0))
         with contextlib.suppress(OSError):
             self._put(header + text, [], len(header) + len(text), [])
 
@@ -179,7 +172,7 @@ class Connection:
         """Sends a header, what is announced or said behind it, and the bytes of tensors."""
         pieces: list[Buffer] = [head, *memories]
         if self._seal is not None:
-            header, rest = head[:HEADER_BYTES], head[HEADER_BYTES:]
+            header, rest = head[: message.HEADER_BYTES], head[message.HEADER_BYTES :]
             pieces = []
             for part in ([header], [rest] if rest else [], memories):
                 if part:

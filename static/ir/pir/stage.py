@@ -20,28 +20,7 @@ from fleetpipe.static.cut.contract import (
 )
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.ir import backward
-from fleetpipe.static.ir.pir import halves
-from fleetpipe.static.ir.pir.operations import (
-    DATA,
-    IN_PLACE,
-    PARAMETER,
-    by_shape,
-    changes,
-    draws_of,
-    export,
-    inside,
-    is_constant,
-    is_free,
-    is_source,
-    line_of,
-    name_of,
-    place,
-    place_repeated,
-    placeholder,
-    take_operands,
-    taken,
-    to_end,
-)
+from fleetpipe.static.ir.pir import halves, operations
 
 
 class _Copy(NamedTuple):
@@ -82,9 +61,9 @@ class PirStage:
         with static.program_guard(self._program, static.Program()):
             self._isolate(places)
             self._forward = {op.id() for op in self._ops()}
-            self._numbers = {place(value): n for n, value in self._values.items()}
+            self._numbers = {operations.place(value): n for n, value in self._values.items()}
             self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
-            take_operands(self._ops())
+            operations.take_operands(self._ops())
         self._refuse_control_flow()
         self._kept, self._repeated = self._crossing()
 
@@ -119,7 +98,7 @@ class PirStage:
         gradient in a variable.
         """
         backwards = (op for op in self._ops() if op.id() not in self._forward)
-        values = (value for op in backwards for value in taken(op))
+        values = (value for op in backwards for value in operations.taken(op))
         return any(v.is_dense_tensor_type() and v.dtype == paddle.bfloat16 for v in values)
 
     def _isolate(self, places: Sequence[tuple[int, int]]) -> None:
@@ -140,21 +119,23 @@ class PirStage:
                         fix="build the operation that takes the list under the same guard",
                     )
                 name = incoming_name(self._stage, number)
-                self._values[number] = placeholder(name, value)
+                self._values[number] = operations.placeholder(name, value)
                 value.replace_all_uses_with(self._values[number])
         for index in reversed(range(len(ops))):
             if index not in mine:
                 ops[index].erase()
-        fed = [op for op in self._ops() if op.name() == DATA]
+        fed = [op for op in self._ops() if op.name() == operations.DATA]
         for op in fed:
             op.result(0).persistable = True  # else it is freed after the forward
-        names = [name_of(op) for op in fed]
+        names = [operations.name_of(op) for op in fed]
         self.feeds = [name for name in names if not name.startswith(PREFIX)]
 
     def parameters(self) -> dict[str, Variable]:
         """Returns the parameters to train that the stage uses, by name."""
-        used = [op for op in self._ops() if op.name() == PARAMETER]
-        return {name_of(op): op.result(0) for op in used if not op.result(0).stop_gradient}
+        used = [op for op in self._ops() if op.name() == operations.PARAMETER]
+        return {
+            operations.name_of(op): op.result(0) for op in used if not op.result(0).stop_gradient
+        }
 
     def variable(self, value: int) -> Variable:
         """Returns a value that the stage makes or is given."""
@@ -166,7 +147,7 @@ class PirStage:
 
     def fed(self, name: str, like: Variable) -> Variable:
         """Returns a variable of the scope, shaped as a value is."""
-        return placeholder(name, like)
+        return operations.placeholder(name, like)
 
     def add(self, parts: Sequence[Variable]) -> Variable:
         """Returns a sum, added up in the order of its parts."""
@@ -184,14 +165,18 @@ class PirStage:
         """Leaves a gradient under a name; one that two inputs share has one name."""
         if grad.id not in self._left:
             self._left[grad.id] = name
-            export(grad, name)
+            operations.export(grad, name)
         return self._left[grad.id]
 
     def _refuse_control_flow(self) -> None:
         for op in self._ops():
             # What backward takes from inside of a block is pushed there onto a stack.
-            if op.id() in self._forward and any("push" in one.name() for one in inside(op)):
-                raise backward.through_control_flow(f"operation {op.name()!r} ({line_of(op)})")
+            if op.id() in self._forward and any(
+                "push" in one.name() for one in operations.inside(op)
+            ):
+                raise backward.through_control_flow(
+                    f"operation {op.name()!r} ({operations.line_of(op)})"
+                )
 
     def _crossing(self) -> tuple[list[int], set[int]]:
         """Finds what backward takes from forward or is given again.
@@ -204,21 +189,21 @@ class PirStage:
         waiting = [op for op in self._ops() if op.id() not in self._forward]
         while waiting:
             user = waiting.pop()
-            for value in taken(user):
+            for value in operations.taken(user):
                 op = value.get_defining_op()
-                if op is None or op.id() not in self._forward or op.name() == PARAMETER:
+                if op is None or op.id() not in self._forward or op.name() == operations.PARAMETER:
                     continue
-                if value.index() in IN_PLACE.get(op.name(), {}):
+                if value.index() in operations.IN_PLACE.get(op.name(), {}):
                     continue
-                if op.name() == DATA:
+                if op.name() == operations.DATA:
                     continue
-                unread = by_shape(user, value)
-                if is_free(op) or (not unread and self._computed_again(op, value)):
+                unread = operations.by_shape(user, value)
+                if operations.is_free(op) or (not unread and self._computed_again(op, value)):
                     if op.id() not in repeated:
                         repeated.add(op.id())
                         waiting.append(op)
                 else:
-                    crossing.add(self._numbers[place(value)])
+                    crossing.add(self._numbers[operations.place(value)])
         made = {n for n in crossing if self._values[n].get_defining_op().id() in repeated}
         return sorted(crossing - made), repeated
 
@@ -229,11 +214,11 @@ class PirStage:
         left it.
         """
         kept = self._split.checkpoints
-        if kept is None or self._numbers[place(value)] in kept:
+        if kept is None or self._numbers[operations.place(value)] in kept:
             return False
-        if draws_of(op) or op.num_regions():
+        if operations.draws_of(op) or op.num_regions():
             return False
-        return not any(map(changes, (op, *value.all_used_ops())))
+        return not any(map(operations.changes, (op, *value.all_used_ops())))
 
     def _copy(self, program: Program | None = None) -> _Copy:
         """Returns a copy of the stage's program, or of another copy of it."""
@@ -254,9 +239,9 @@ class PirStage:
             for index in reversed(range(len(copy.ops))):
                 if index not in copy.forward:
                     copy.ops[index].erase()
-            to_end(copy.program.global_block())
+            operations.to_end(copy.program.global_block())
             for number in sorted(numbers):
-                export(copy.values[number], outgoing_name(self._stage, number))
+                operations.export(copy.values[number], outgoing_name(self._stage, number))
         return copy.program
 
     def _backward_piece(self) -> ProgramPiece:
@@ -271,14 +256,14 @@ class PirStage:
         halves.pass_through(whole.ops, whole.forward)
         division = halves.divide(whole.ops, whole.forward)
         crossing = {
-            waiting_name(self._stage, number): place
-            for number, place in enumerate(division.crossing)
+            waiting_name(self._stage, number): crossed
+            for number, crossed in enumerate(division.crossing)
         }
         first, second = (self._copy(whole.program) for _ in range(2))
         with static.program_guard(first.program, static.Program()):
-            to_end(first.program.global_block())
+            operations.to_end(first.program.global_block())
             for name, (index, result) in crossing.items():
-                export(first.ops[index].result(result), name)
+                operations.export(first.ops[index].result(result), name)
             self._leave(first, division.inputs)
             halves.ask_for_less(first.ops[index] for index in division.inputs)
             input_grad = self._piece(first.program)._replace(waiting=())
@@ -287,7 +272,7 @@ class PirStage:
         with static.program_guard(second.program, static.Program()):
             for name, (index, result) in crossing.items():
                 value = second.ops[index].result(result)
-                value.replace_all_uses_with(placeholder(name, value))
+                value.replace_all_uses_with(operations.placeholder(name, value))
             self._leave(second, division.weights)
             halves.ask_for_less(second.ops[index] for index in division.weights)
             return input_grad, self._piece(second.program)
@@ -301,10 +286,12 @@ class PirStage:
         """
         for number in self._kept:
             value = copy.values[number]
-            value.replace_all_uses_with(placeholder(outgoing_name(self._stage, number), value))
+            value.replace_all_uses_with(
+                operations.placeholder(outgoing_name(self._stage, number), value)
+            )
         for index in copy.forward:
             op = copy.ops[index]
-            for result, operand in IN_PLACE.get(op.name(), {}).items():
+            for result, operand in operations.IN_PLACE.get(op.name(), {}).items():
                 op.result(result).replace_all_uses_with(op.operand_source(operand))
         repeated = {copy.ops[index].id() for index in copy.repeated}
         # From the last to the first: those that use an operation are gone before it is, and none is
@@ -313,32 +300,34 @@ class PirStage:
             op = copy.ops[index]
             stays = index in mine
             if index in copy.forward:
-                stays = is_source(op) or index in copy.repeated
-            if index in copy.forward or is_source(op) or is_constant(op):
+                stays = operations.is_source(op) or index in copy.repeated
+            if index in copy.forward or operations.is_source(op) or operations.is_constant(op):
                 stays = any(not value.use_empty() for value in op.results()) and (
                     stays or index not in copy.forward
                 )
             if not stays:
                 op.erase()
-        place_repeated(copy.program, repeated)
+        operations.place_repeated(copy.program, repeated)
 
     def _piece(self, program: Program) -> ProgramPiece:
         """Describes a program of the backward, and rids it of what nothing takes."""
         forward_values = {
-            name_of(op) for op in self._ops() if op.id() in self._forward and op.name() == DATA
+            operations.name_of(op)
+            for op in self._ops()
+            if op.id() in self._forward and op.name() == operations.DATA
         }
         forward_values |= {outgoing_name(self._stage, number) for number in self._kept}
         kept, waiting, shapes = [], [], []
         for op in list(program.global_block().ops):
-            if op.name() != DATA:
+            if op.name() != operations.DATA:
                 continue
-            value, name = op.result(0), name_of(op)
+            value, name = op.result(0), operations.name_of(op)
             if value.use_empty():
                 op.erase()
             elif name in forward_values:
                 kept.append(name)
                 users = value.all_used_ops_in_same_block()
-                shapes += [name] if all(by_shape(user, value) for user in users) else []
+                shapes += [name] if all(operations.by_shape(user, value) for user in users) else []
             elif name not in self.accumulators.values():
                 waiting.append(name)
         return ProgramPiece(program, tuple(sorted(kept)), tuple(sorted(waiting)), frozenset(shapes))
