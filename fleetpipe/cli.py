@@ -23,13 +23,14 @@ class Command(NamedTuple):
         help: One line for ``fleetpipe --help``.
         configure: A function that adds the subcommand's arguments to the parser that it takes.
             Its module loads no Paddle: help and usage errors need none.
-        run: A function that takes the parsed arguments and returns the exit code.
+        run: A function that takes the parsed arguments and returns the exit code; "" for the one
+            beside ``configure`` that has ``run`` in its name instead.
     """
 
     name: str
     help: str
     configure: str
-    run: str
+    run: str = ""
 
 
 COMMANDS = (
@@ -37,13 +38,11 @@ COMMANDS = (
         "schedule",
         "build, verify, simulate and draw a schedule",
         "fleetpipe.schedules.commands:configure_schedule",
-        "fleetpipe.schedules.commands:run_schedule",
     ),
     Command(
         "verify",
         "verify a schedule or a plan in text form",
         "fleetpipe.schedules.commands:configure_verify",
-        "fleetpipe.schedules.commands:run_verify",
     ),
     Command(
         "run",
@@ -55,13 +54,11 @@ COMMANDS = (
         "launch",
         "run a script on the ranks of a job, and start it again where one fails",
         "fleetpipe.ray.command:configure",
-        "fleetpipe.ray.command:run",
     ),
     Command(
         "chaos",
         "launch a job, and kill one of its ranks in every attempt",
         "fleetpipe.launch.chaos:configure",
-        "fleetpipe.launch.chaos:run",
     ),
     Command(
         "parity",
@@ -79,7 +76,6 @@ COMMANDS = (
         "doctor",
         "say what this machine or cluster can do, and what is wrong with it",
         "fleetpipe.doctor.command:configure",
-        "fleetpipe.doctor.command:run",
     ),
     Command(
         "profile",
@@ -91,43 +87,36 @@ COMMANDS = (
         "plan",
         "find cut, placement, schedule and recompute for a profile, some ranks and their memory",
         "fleetpipe.profiling.commands:configure_plan",
-        "fleetpipe.profiling.commands:run_plan",
     ),
     Command(
         "estimate",
         "time and memory of a profile on several numbers of ranks, under every schedule",
         "fleetpipe.profiling.commands:configure_estimate",
-        "fleetpipe.profiling.commands:run_estimate",
     ),
     Command(
         "checkpoint",
         "list, check, compare and convert the checkpoints of a run",
         "fleetpipe.checkpoint.tools.commands:configure",
-        "fleetpipe.checkpoint.tools.commands:run",
     ),
     Command(
         "new",
         "make a project to begin with: a training script, its settings, a test",
         "fleetpipe.starter.command:configure",
-        "fleetpipe.starter.command:run",
     ),
     Command(
         "report",
         "write the page of a run: curves, the pipeline's picture, memory, restarts",
         "fleetpipe.report.command:configure",
-        "fleetpipe.report.command:run",
     ),
     Command(
         "watch",
         "show a job that runs: what each rank does, which is slow, when it ends",
         "fleetpipe.watch.command:configure",
-        "fleetpipe.watch.command:run",
     ),
     Command(
         "why",
         "say from a trace why steps were slow: which rank, stage, link or micro-batch",
         "fleetpipe.why.command:configure",
-        "fleetpipe.why.command:run",
     ),
 )
 
@@ -240,7 +229,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         sub = commands.add_parser(command.name, help=command.help, description=command.help)
         if command.name in words[:1] or "--print-completion" in words[:1]:
             _imported(command.configure)(sub)
-            sub.set_defaults(run=command.run)
+            sub.set_defaults(run=command.run or command.configure.replace("configure", "run"))
             _refuse_unknown_options(sub, words[1:])
     _refuse_unknown_options(parser, words[:1])
     names = [command.name for command in COMMANDS]

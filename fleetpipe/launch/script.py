@@ -71,11 +71,16 @@ def configure_script(parser: argparse.ArgumentParser, what: str) -> None:
         metavar="N",
         help="processes to launch (default: 1, which plays all ranks)",
     )
+    add_script(parser, what, "where each of several processes leaves its log")
+
+
+def add_script(parser: argparse.ArgumentParser, what: str, logs: str) -> None:
+    """Adds where a script logs, what is shown of that, the script and its arguments."""
     parser.add_argument(
         *kinds.spelled("log-dir"),
         default="log",
         metavar="FOLDER",
-        help="where each of several processes leaves its log (default: %(default)s)",
+        help=f"{logs} (default: %(default)s)",
     )
     parser.add_argument(
         *kinds.spelled("log-level"),

@@ -6,7 +6,7 @@ import argparse
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
-from fleetpipe.launch import log_filter
+from fleetpipe.launch.script import add_script
 from fleetpipe.watch.address import configure_serve
 
 
@@ -61,25 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how long ranks that are asked to stop may take to finish the step and save "
         "(default: %(default)s)",
     )
-    add(
-        *kinds.spelled("log_dir"),
-        default="log",
-        metavar="FOLDER",
-        help="where each process leaves its log (default: %(default)s)",
-    )
-    add(
-        *kinds.spelled("log_level"),
-        choices=log_filter.LEVELS,
-        default=log_filter.DEFAULT_LEVEL,
-        help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "
-        "%(default)s, the default",
-    )
     configure_serve(parser)
-    add("script", type=kinds.script, metavar="SCRIPT", help="a training script")
-    rest = add(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the script"
-    )
-    rest.required = False  # or a missing SCRIPT is reported with these
+    add_script(parser, "a training script", "where each process leaves its log")
 
 
 def _nodes(text: str) -> tuple[int, int]:
