@@ -14,16 +14,7 @@ import numpy as np
 from fleetpipe.aliases import DType, Place, Scope, ScopeTensor
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import StateError
-from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.static import (
-    dynamic,
-    job_executor,
-    put_back,
-    release,
-    share,
-    taken,
-    tensor_of,
-)
+from fleetpipe.paddle_api import paddle, static
 from fleetpipe.schedules import Edge
 from fleetpipe.static.cut.contract import Pieces, StageProgram, gradient_name
 from fleetpipe.static.cut.split import Split
@@ -82,14 +73,16 @@ class ProgramRunner:
         # one comes before those that take it, and making an executor may put new variables in the
         # place of old ones: so ask for the tensors before and after.
         for name in sorted({*forward_names, *backward_names, *program.accumulators.values()}):
-            tensor_of(scope, name)
-        self.run_forward = job_executor(pieces.forward, scope, place).run
+            static.tensor_of(scope, name)
+        self.run_forward = static.job_executor(pieces.forward, scope, place).run
         backwards = (pieces.backward, pieces.input_grad, pieces.weight_grad)
         runs = [
-            None if piece.program is None else job_executor(piece.program, scope, place).run
+            None if piece.program is None else static.job_executor(piece.program, scope, place).run
             for piece in backwards
         ]
-        tensors = {name: tensor_of(scope, name) for name in {*forward_names, *backward_names}}
+        tensors = {
+            name: static.tensor_of(scope, name) for name in {*forward_names, *backward_names}
+        }
 
         def of(group: EdgeNames) -> dict[Edge, list[ScopeTensor]]:
             return {
@@ -190,25 +183,27 @@ class StaticStage:
         runner = self._runners[stage]
         for edge, tensors in runner.inputs.items():
             for tensor, value in zip(tensors, inputs[edge]):
-                share(tensor, value.get_tensor())
+                static.share(tensor, value.get_tensor())
         for name, tensor in runner.fed:
             self._feed(name, micro_batch - self._first, tensor)
         with self._streams.of(stage):
             runner.run_forward([], False)
         for number, tensor in runner.fetched.items():
             self.fetched.setdefault(number, {})[micro_batch] = np.array(tensor)
-        outputs = {edge: tuple(map(dynamic, tensors)) for edge, tensors in runner.outputs.items()}
+        outputs = {
+            edge: tuple(map(static.dynamic, tensors)) for edge, tensors in runner.outputs.items()
+        }
         shapes = {
             edge: [(tensor.shape, tensor.dtype) for tensor in tensors]
             for edge, tensors in outputs.items()
         }
         kept = {
-            name: tensor.shape() if by_shape else taken(tensor)
+            name: tensor.shape() if by_shape else static.taken(tensor)
             for name, tensor, by_shape in runner.kept
         }
         self._kept[stage, micro_batch] = _Kept(kept, shapes)
         for tensor in runner.after_forward:
-            release(tensor)
+            static.release(tensor)
         return outputs
 
     def backward(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
@@ -216,7 +211,7 @@ class StaticStage:
         runner = self._runners[stage]
         grads = self._differentiate(runner, runner.backward, (stage, micro_batch), output_grads)
         for tensor in runner.after_backward:
-            release(tensor)
+            static.release(tensor)
         return grads
 
     def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
@@ -228,12 +223,12 @@ class StaticStage:
         grads = self._differentiate(runner, runner.input_grad, key, output_grads)
         kept = self._kept[key].variables
         later = {
-            name: kept[name] if name in kept else taken(tensor)
+            name: kept[name] if name in kept else static.taken(tensor)
             for name, tensor in runner.weight_grad.takes
         }
         self._kept[key] = _Kept(later, {})
         for tensor in runner.after_backward:
-            release(tensor)
+            static.release(tensor)
         return grads
 
     def weight_grad(self, stage: int, micro_batch: int) -> None:
@@ -244,7 +239,7 @@ class StaticStage:
             self._put_back(part, self._kept[stage, micro_batch])
             part.run([], False)
             for _, tensor in part.takes:
-                release(tensor)
+                static.release(tensor)
 
     def _differentiate(
         self, runner: ProgramRunner, part: StagePart, key: tuple[int, int], output_grads: Values
@@ -259,16 +254,16 @@ class StaticStage:
                 if tensor is not None:
                     # None: the reader's part of the value does not lead to the loss.
                     value = paddle.zeros(*shape) if value is None else value
-                    share(tensor, value.get_tensor())
+                    static.share(tensor, value.get_tensor())
         part.run([], False)
         return {
-            edge: tuple(None if tensor is None else dynamic(tensor) for tensor in tensors)
+            edge: tuple(None if tensor is None else static.dynamic(tensor) for tensor in tensors)
             for edge, tensors in runner.input_grads.items()
         }
 
     def _put_back(self, part: StagePart, kept: _Kept) -> None:
         for name, tensor in part.takes:
-            put_back(tensor, kept.variables[name])
+            static.put_back(tensor, kept.variables[name])
 
     def release(self, stage: int, micro_batch: int) -> None:
         """Drops what was kept for a stage and micro-batch."""

@@ -15,14 +15,7 @@ from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.signature import PLAIN, signature_of
 from fleetpipe.capture.tracing.value import Capture, Node, Owned, Ref, arguments, like
 from fleetpipe.dygraph.gradients import drop_gradients
-from fleetpipe.dygraph.observe.layer_meter import (
-    LayerMeter,
-    Sample,
-    fastest,
-    first_uses,
-    layer_costs,
-    state_bytes,
-)
+from fleetpipe.dygraph.observe import layer_meter
 from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import FULL_NAME
@@ -59,7 +52,7 @@ def measured(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Pro
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for number, kind in enumerate(("inputs", *(_kind(trace, n) for n in trace.nodes), "outputs")):
         alike[kind].append(number)
-    meter = LayerMeter(
+    meter = layer_meter.LayerMeter(
         len(functions),
         lambda number, value: ({number: functions[number]}, value),
         lambda _: {},
@@ -88,14 +81,14 @@ def measured(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Pro
             for number, value in inputs.items():
                 run(number, value)
     drop_gradients(model.parameters())
-    samples = [fastest(meter.samples[0, number]) for number in range(len(functions))]
+    samples = [layer_meter.fastest(meter.samples[0, number]) for number in range(len(functions))]
     for numbers in alike.values():
         _share(samples, numbers)
-    costs = layer_costs(names, samples, state_bytes(uses))
+    costs = layer_meter.layer_costs(names, samples, layer_meter.state_bytes(uses))
     return Profile(tuple(costs), None, tuple(place + 1 for place in places), transfer=TYPICAL)
 
 
-def _share(samples: list[Sample], numbers: Sequence[int]) -> None:
+def _share(samples: list[layer_meter.Sample], numbers: Sequence[int]) -> None:
     """Gives nodes that do the same the times that are typical of those that ran often."""
     part = [samples[number] for number in numbers[:MOST_ALIKE]]
     forward = statistics.median(one.forward for one in part)
@@ -136,4 +129,6 @@ def state_of(node: Node) -> list[Tensor]:
 
 def parameter_bytes(trace: Capture) -> list[int]:
     """Returns, for each node, the bytes of the parameters and buffers that none before it uses."""
-    return [sum(map(tensor_bytes, new)) for new in first_uses(map(state_of, trace.nodes))]
+    return [
+        sum(map(tensor_bytes, new)) for new in layer_meter.first_uses(map(state_of, trace.nodes))
+    ]

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint.contents import parts
-from fleetpipe.checkpoint.contents.layer_and_optimizer import (
-    NamedTensors,
-    OptimizerState,
-    mp_shard,
-    unwrapped,
-    without_wrappers,
-)
+from fleetpipe.checkpoint.contents import layer_and_optimizer, parts
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.paddle_api import paddle
@@ -83,7 +76,7 @@ class Objects:
         if model is None:
             return None
         if isinstance(model, paddle.nn.Layer):
-            model = without_wrappers(model)
+            model = layer_and_optimizer.without_wrappers(model)
         elif isinstance(model, parts.SavedProgram):
             return model.checkpoint_part_of_program(self.names)
         if self.names is not None:
@@ -103,7 +96,7 @@ class Objects:
                 got=f"a {type(model).__name__}",
                 fix="pass model=paddle.static.default_main_program() after minimize",
             )
-        return NamedTensors.of_layer(model, mp_shard())
+        return layer_and_optimizer.NamedTensors.of_layer(model, layer_and_optimizer.mp_shard())
 
     def required_model(self) -> parts.ModelPart:
         """Returns what :meth:`model_part` does."""
@@ -127,7 +120,7 @@ class Objects:
             )
         if isinstance(model, parts.ProgramPart):
             return model.optimizer(self.optimizer)
-        return OptimizerState(self.optimizer, model)
+        return layer_and_optimizer.OptimizerState(self.optimizer, model)
 
     def groups(self) -> tuple[str, ...]:
         """Returns the groups of files that are read, the same on every rank."""
@@ -137,7 +130,9 @@ class Objects:
 
     def training_state(self, model: parts.ModelPart | None) -> TrainingState:
         """Returns the rest; ``model`` is what :meth:`model_part` returned."""
-        optimizer = None if self.optimizer is None else unwrapped(self.optimizer)
+        optimizer = (
+            None if self.optimizer is None else layer_and_optimizer.unwrapped(self.optimizer)
+        )
         rate_of = optimizer if self.rate else None
         program = model if isinstance(model, parts.ProgramPart) else None
         return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of, program)

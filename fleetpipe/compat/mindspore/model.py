@@ -10,13 +10,7 @@ from fleetpipe import fleet
 from fleetpipe.aliases import Layer, Nest, Optimizer
 from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
-from fleetpipe.compat.mindspore import context, graphs
-from fleetpipe.compat.mindspore.nn import (
-    PipelineCell,
-    rows_of_micro_batch,
-    stages_of_layers,
-    stages_of_parameters,
-)
+from fleetpipe.compat.mindspore import context, graphs, nn
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.errors import ConfigError, StateError, UsageError
@@ -26,7 +20,7 @@ from fleetpipe.fit.model import Model as Trainer
 class Model:
     """A network with its optimizer."""
 
-    def __init__(self, network: PipelineCell, optimizer: Optimizer = None) -> None:
+    def __init__(self, network: nn.PipelineCell, optimizer: Optimizer = None) -> None:
         """Takes both.
 
         Args:
@@ -36,7 +30,7 @@ class Model:
         Raises:
             UsageError: ``network`` is no PipelineCell.
         """
-        if not isinstance(network, PipelineCell):
+        if not isinstance(network, nn.PipelineCell):
             raise UsageError(
                 "Model takes a network that is cut into micro-batches",
                 got=type(network).__name__,
@@ -48,7 +42,7 @@ class Model:
         self._data: Peeked | None = None
 
     @property
-    def train_network(self) -> PipelineCell:
+    def train_network(self) -> nn.PipelineCell:
         """What the model was made of."""
         return self._cell
 
@@ -77,7 +71,7 @@ class Model:
         self._data = Peeked(train_dataset)
         inputs = self._data.first[0]
         size = self._cell.micro_size
-        rows = rows_of_micro_batch(_rows(inputs), size)
+        rows = nn.rows_of_micro_batch(_rows(inputs), size)
         options = context.options()
         job = context.job()
         fleet.init(is_collective=True, strategy=options.strategy(size, rows))
@@ -85,7 +79,7 @@ class Model:
         example = mapped(lambda tensor: tensor[:rows], inputs)
         loss = self._cell.network.loss_fn
         # A whole model beside the first batches would take the memory that stages are to save.
-        captured = pipeline(network, example, loss, stages_of_layers(network), verify=True)
+        captured = pipeline(network, example, loss, nn.stages_of_layers(network), verify=True)
         _require_declared(captured, network)
         self._trainer = Trainer(captured)
         self._trainer.prepare(self._optimizer, loss)
@@ -183,7 +177,7 @@ def _require_declared(captured: CapturedPipeline, network: Layer) -> None:
     Raises:
         ConfigError: A stage uses a parameter that was declared for others alone.
     """
-    for name, _, declared in stages_of_parameters(network):
+    for name, _, declared in nn.stages_of_parameters(network):
         used = captured.users[name]
         missing = sorted(set(used) - declared)
         if declared and missing:

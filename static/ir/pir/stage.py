@@ -10,14 +10,7 @@ from fleetpipe.aliases import Op, Program, Variable
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import pir_operations, static
-from fleetpipe.static.cut.contract import (
-    PREFIX,
-    Pieces,
-    ProgramPiece,
-    incoming_name,
-    outgoing_name,
-    waiting_name,
-)
+from fleetpipe.static.cut import contract
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.ir import backward
 from fleetpipe.static.ir.pir import halves, operations
@@ -69,15 +62,15 @@ class PirStage:
 
     def incoming(self, value: int) -> str:
         """Returns the variable in which the stage finds a value of an earlier one."""
-        return incoming_name(self._stage, value)
+        return contract.incoming_name(self._stage, value)
 
     def outgoing(self, value: int) -> str:
         """Returns the variable in which the stage leaves a value that it makes."""
-        return outgoing_name(self._stage, value)
+        return contract.outgoing_name(self._stage, value)
 
-    def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> Pieces:
+    def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> contract.Pieces:
         """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
-        pieces = Pieces(self._forward_piece({*self._kept, *exports}))
+        pieces = contract.Pieces(self._forward_piece({*self._kept, *exports}))
         if self._forward.issuperset(op.id() for op in self._ops()):
             return pieces
         if "B" in kinds:
@@ -118,7 +111,7 @@ class PirStage:
                         where=str(self._split.graph.operations[index]),
                         fix="build the operation that takes the list under the same guard",
                     )
-                name = incoming_name(self._stage, number)
+                name = contract.incoming_name(self._stage, number)
                 self._values[number] = operations.placeholder(name, value)
                 value.replace_all_uses_with(self._values[number])
         for index in reversed(range(len(ops))):
@@ -128,7 +121,7 @@ class PirStage:
         for op in fed:
             op.result(0).persistable = True  # else it is freed after the forward
         names = [operations.name_of(op) for op in fed]
-        self.feeds = [name for name in names if not name.startswith(PREFIX)]
+        self.feeds = [name for name in names if not name.startswith(contract.PREFIX)]
 
     def parameters(self) -> dict[str, Variable]:
         """Returns the parameters to train that the stage uses, by name."""
@@ -241,22 +234,22 @@ class PirStage:
                     copy.ops[index].erase()
             operations.to_end(copy.program.global_block())
             for number in sorted(numbers):
-                operations.export(copy.values[number], outgoing_name(self._stage, number))
+                operations.export(copy.values[number], contract.outgoing_name(self._stage, number))
         return copy.program
 
-    def _backward_piece(self) -> ProgramPiece:
+    def _backward_piece(self) -> contract.ProgramPiece:
         copy = self._copy()
         with static.program_guard(copy.program, static.Program()):
             self._leave(copy, frozenset(range(len(copy.ops))))
             return self._piece(copy.program)._replace(waiting=())
 
-    def _halves(self) -> tuple[ProgramPiece, ProgramPiece]:
+    def _halves(self) -> tuple[contract.ProgramPiece, contract.ProgramPiece]:
         """Returns the backward in its halves, I and W."""
         whole = self._copy()
         halves.pass_through(whole.ops, whole.forward)
         division = halves.divide(whole.ops, whole.forward)
         crossing = {
-            waiting_name(self._stage, number): crossed
+            contract.waiting_name(self._stage, number): crossed
             for number, crossed in enumerate(division.crossing)
         }
         first, second = (self._copy(whole.program) for _ in range(2))
@@ -268,7 +261,7 @@ class PirStage:
             halves.ask_for_less(first.ops[index] for index in division.inputs)
             input_grad = self._piece(first.program)._replace(waiting=())
         if not division.weights:
-            return input_grad, ProgramPiece()
+            return input_grad, contract.ProgramPiece()
         with static.program_guard(second.program, static.Program()):
             for name, (index, result) in crossing.items():
                 value = second.ops[index].result(result)
@@ -287,7 +280,7 @@ class PirStage:
         for number in self._kept:
             value = copy.values[number]
             value.replace_all_uses_with(
-                operations.placeholder(outgoing_name(self._stage, number), value)
+                operations.placeholder(contract.outgoing_name(self._stage, number), value)
             )
         for index in copy.forward:
             op = copy.ops[index]
@@ -309,14 +302,14 @@ class PirStage:
                 op.erase()
         operations.place_repeated(copy.program, repeated)
 
-    def _piece(self, program: Program) -> ProgramPiece:
+    def _piece(self, program: Program) -> contract.ProgramPiece:
         """Describes a program of the backward, and rids it of what nothing takes."""
         forward_values = {
             operations.name_of(op)
             for op in self._ops()
             if op.id() in self._forward and op.name() == operations.DATA
         }
-        forward_values |= {outgoing_name(self._stage, number) for number in self._kept}
+        forward_values |= {contract.outgoing_name(self._stage, number) for number in self._kept}
         kept, waiting, shapes = [], [], []
         for op in list(program.global_block().ops):
             if op.name() != operations.DATA:
@@ -330,7 +323,9 @@ class PirStage:
                 shapes += [name] if all(operations.by_shape(user, value) for user in users) else []
             elif name not in self.accumulators.values():
                 waiting.append(name)
-        return ProgramPiece(program, tuple(sorted(kept)), tuple(sorted(waiting)), frozenset(shapes))
+        return contract.ProgramPiece(
+            program, tuple(sorted(kept)), tuple(sorted(waiting)), frozenset(shapes)
+        )
 
     def _ops(self) -> list[Op]:
         return list(self._program.global_block().ops)

@@ -12,14 +12,7 @@ from typing import Any
 
 from fleetpipe.aliases import Op, Program, Tensor
 from fleetpipe.errors import StateError
-from fleetpipe.paddle_api.static import (
-    EOFException,
-    GeneratorLoader,
-    is_pir,
-    leave_device,
-    program_fed_by,
-    remove_operations,
-)
+from fleetpipe.paddle_api import static
 from fleetpipe.static.graph import Item
 
 _READ = "read"
@@ -34,7 +27,7 @@ def belongs_to_loader(op: Op) -> bool:
 def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator[Item] | None:
     """Returns the micro-batches that a program reads by itself; None where it reads none."""
     if not hasattr(program, _ITEMS):
-        setattr(program, _ITEMS, None if is_pir(program) else _reading(program))
+        setattr(program, _ITEMS, None if static.is_pir(program) else _reading(program))
     reading = getattr(program, _ITEMS)
     if reading is None:
         return None
@@ -57,15 +50,15 @@ def note_starts() -> list[Callable[[], None]]:
 
 
 def _note(method: str, started: bool) -> Callable[[], None]:
-    original = getattr(GeneratorLoader, method)
+    original = getattr(static.GeneratorLoader, method)
 
     @functools.wraps(original)
     def noting(self: Any) -> None:
         original(self)
-        setattr(program_fed_by(self), _STARTED, started)
+        setattr(static.program_fed_by(self), _STARTED, started)
 
-    setattr(GeneratorLoader, method, noting)
-    return functools.partial(setattr, GeneratorLoader, method, original)
+    setattr(static.GeneratorLoader, method, noting)
+    return functools.partial(setattr, static.GeneratorLoader, method, original)
 
 
 def _reading(program: Program) -> tuple[Program, list[str]] | None:
@@ -76,9 +69,9 @@ def _reading(program: Program) -> tuple[Program, list[str]] | None:
         return None
     part = program.clone()
     foreign = [index for index, op in enumerate(ops) if not belongs_to_loader(op)]
-    remove_operations(part, foreign)
+    static.remove_operations(part, foreign)
     for op in part.global_block().ops:
-        leave_device(op)
+        static.leave_device(op)
     return part, names
 
 
@@ -86,6 +79,6 @@ def _items(part: Program, names: list[str], run: Callable[..., Sequence[Tensor]]
     while True:
         try:
             values = run(part, fetch_list=names)
-        except EOFException:
+        except static.EOFException:
             return
         yield dict(zip(names, values))

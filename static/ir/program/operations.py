@@ -6,15 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from fleetpipe.aliases import Block, DType, Op, Program, Variable
-from fleetpipe.paddle_api.static import (
-    DENSE,
-    SELECTED_ROWS,
-    block_of,
-    insert_assign,
-    rename_input,
-    rename_output,
-    unread_slots,
-)
+from fleetpipe.paddle_api import static
 from fleetpipe.static.graph import DROPOUTS, draws
 from fleetpipe.static.source_lines import user_line
 
@@ -28,7 +20,7 @@ def draws_of(op: Op) -> bool:
 def takes(program: Program, op: Op) -> list[tuple[str, bool]]:
     """Returns what an operation takes, and whether that is for its shape alone."""
     slots = {name: op.input(name) for name in op.input_names}
-    unread = unread_slots(op)
+    unread = static.unread_slots(op)
     read = {name for slot, names in slots.items() if slot not in unread for name in names}
     shapes = {name for slot in unread for name in slots.get(slot, ())} - read
     return [(name, name in shapes) for name in reads_of(program, op)]
@@ -45,9 +37,9 @@ def spare_statistics(block: Block, op: Op) -> None:
         like = block.var(name)
         copy = block.create_var(name=f"{name}.again", shape=like.shape, dtype=like.dtype)
         position = block.ops.index(op)
-        insert_assign(block, position, like, copy)
-        rename_input(op, name, copy.name)
-        rename_output(op, name, copy.name)
+        static.insert_assign(block, position, like, copy)
+        static.rename_input(op, name, copy.name)
+        static.rename_output(op, name, copy.name)
 
 
 def create_variable(block: Block, name: str, shape: Sequence[int], dtype: DType) -> Variable:
@@ -70,17 +62,17 @@ def temporary(block: Block, like: Variable) -> Variable:
 
 def is_sparse(value: Variable) -> bool:
     """Whether a variable holds some rows of a tensor, as a sparse gradient does."""
-    return bool(value.type == SELECTED_ROWS)
+    return bool(value.type == static.SELECTED_ROWS)
 
 
 def is_tensor(value: Variable) -> bool:
     """Whether a variable holds one dense tensor."""
-    return bool(value.type == DENSE)
+    return bool(value.type == static.DENSE)
 
 
 def inside(program: Program, op: Op) -> Iterator[Op]:
     """Yields the operations in the block of an operation, at any depth."""
-    block = block_of(program, op)
+    block = static.block_of(program, op)
     for one in () if block is None else block.ops:
         yield one
         yield from inside(program, one)

@@ -10,17 +10,7 @@ from fleetpipe.paddle_api.static import leave_device, remove_operations, remove_
 from fleetpipe.static.cut.contract import Pieces, ProgramPiece
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.ir import backward
-from fleetpipe.static.ir.program.operations import (
-    create_variable,
-    draws_of,
-    is_sparse,
-    is_tensor,
-    line_of,
-    reads_of,
-    spare_statistics,
-    takes,
-    temporary,
-)
+from fleetpipe.static.ir.program import operations
 
 #: Operations that update running statistics in place.
 _NORMS = ("batch_norm", "sync_batch_norm")
@@ -58,7 +48,9 @@ class ProgramStage:
         numbers = split.operations_of(stage)
         mine = {number - offset for number in numbers}
         remove_operations(self._program, [i for i in range(len(self._block.ops)) if i not in mine])
-        self._read = {name for op in self._block.ops for name in reads_of(self._program, op)}
+        self._read = {
+            name for op in self._block.ops for name in operations.reads_of(self._program, op)
+        }
         self.feeds = sorted(n for n in self._read if self._has(n) and self._block.var(n).is_data)
         self._refuse_rewritten(numbers)
         self._constants = {
@@ -117,8 +109,12 @@ class ProgramStage:
             block.desc.append_op().copy_from(block.ops[index].desc)
         remove_operations(piece, range(total))
         for op in [op for op, index in zip(block.ops, indices) if index in again]:
-            spare_statistics(block, op)
-        used = {name for op in block.ops for name in (*reads_of(piece, op), *op.output_arg_names)}
+            operations.spare_statistics(block, op)
+        used = {
+            name
+            for op in block.ops
+            for name in (*operations.reads_of(piece, op), *op.output_arg_names)
+        }
         remove_variables(piece, [name for name in block.vars if name not in used])
         for name in lasting:
             if block.has_var(name):
@@ -136,7 +132,7 @@ class ProgramStage:
         made: set[str] = set()
         waiting: list[tuple[str, bool]] = []
         for op in self._block.ops[self._forward :]:
-            waiting += [(n, s) for n, s in takes(self._program, op) if n not in made]
+            waiting += [(n, s) for n, s in operations.takes(self._program, op) if n not in made]
             made.update(op.output_arg_names)
         makers = self._makers()
         kept: dict[str, bool] = {}
@@ -148,7 +144,7 @@ class ProgramStage:
                 kept[name] = by_shape and kept.get(name, True)
             elif index not in repeated:
                 repeated.add(index)
-                waiting += takes(self._program, self._block.ops[index])
+                waiting += operations.takes(self._program, self._block.ops[index])
         again = {n for index in repeated for n in self._block.ops[index].output_arg_names}
         crossing = {n for n in kept if n not in again and self._crosses(n)}
         return crossing, repeated, {name for name in crossing if kept[name]}
@@ -176,7 +172,7 @@ class ProgramStage:
         checkpoints, op = self._split.checkpoints, self._block.ops[index]
         if checkpoints is None or by_shape or name in {self._names[value] for value in checkpoints}:
             return None
-        if draws_of(op) or op.has_attr("sub_block"):
+        if operations.draws_of(op) or op.has_attr("sub_block"):
             return None
         written = [n for n in op.output_arg_names if self._has(n)]
         changed = [n for n in written if self._block.var(n).persistable]
@@ -192,7 +188,7 @@ class ProgramStage:
         for number in range(self._forward, len(self._block.ops)):
             needed, following = [], [number]
             while following:
-                for name in reads_of(self._program, self._block.ops[following.pop()]):
+                for name in operations.reads_of(self._program, self._block.ops[following.pop()]):
                     for index in waiting.intersection(makers.get(name, ())):
                         waiting.discard(index)
                         needed.append(index)
@@ -204,9 +200,9 @@ class ProgramStage:
         if not self._has(name):
             return False
         variable = self._block.var(name)
-        if not is_tensor(variable):
+        if not operations.is_tensor(variable):
             maker = next(op for op in self._block.ops if name in op.output_arg_names)
-            where = f"operation {maker.type!r} ({line_of(maker)}) of stage {self._stage}"
+            where = f"operation {maker.type!r} ({operations.line_of(maker)}) of stage {self._stage}"
             raise backward.through_control_flow(where)
         return not variable.persistable
 
@@ -230,18 +226,18 @@ class ProgramStage:
         variable = self.variable(value)
         if variable.name not in self._read:
             return variable
-        copy = temporary(self._block, variable)
+        copy = operations.temporary(self._block, variable)
         self._block.append_op(type="assign", inputs={"X": [variable]}, outputs={"Out": [copy]})
         self._copies += 1
         return copy
 
     def fed(self, name: str, like: Variable) -> Variable:
         """Returns a variable of the scope, shaped as another."""
-        return create_variable(self._block, name, like.shape, like.dtype)
+        return operations.create_variable(self._block, name, like.shape, like.dtype)
 
     def add(self, parts: Sequence[Variable]) -> Variable:
         """Returns a sum, added up in the order of its parts."""
-        total = temporary(self._block, parts[0])
+        total = operations.temporary(self._block, parts[0])
         self._block.append_op(type="sum", inputs={"X": parts}, outputs={"Out": [total]})
         return total
 
@@ -251,7 +247,7 @@ class ProgramStage:
 
     def is_sparse(self, grad: Variable) -> bool:
         """Whether a gradient has some rows alone."""
-        return is_sparse(grad)
+        return operations.is_sparse(grad)
 
     def leave(self, grad: Variable, name: str) -> str:
         """Returns the gradient's own name, under which a piece leaves it in the scope."""
