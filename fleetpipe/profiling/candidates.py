@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Bottleneck, fastest, uniform
-from fleetpipe.profiling.cost_model import StageCost, Stages
+from fleetpipe.profiling.cost_model import StageCost, Stages, costs_of
 from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.profile import Profile
 from fleetpipe.profiling.recomputing import Recompute, everything, recomputed
@@ -215,15 +215,7 @@ class PlanTask:
     def costs(self, shape: Placement, stages: Sequence[StageCost], **options: Any) -> Costs:
         """Returns what the actions of some stages cost, their transfers included."""
         stages = self.with_transfers(shape, stages)
-        return Costs(
-            forward=tuple(stage.forward for stage in stages),
-            backward=tuple(stage.backward for stage in stages),
-            input_grad=tuple(stage.input_grad for stage in stages),
-            weight_grad=tuple(stage.weight_grad for stage in stages),
-            exchange=tuple(stage.exchange for stage in stages),
-            comm=self.comm(shape, stages),
-            **options,
-        )
+        return costs_of(stages, self.comm(shape, stages), **options)
 
     def with_transfers(
         self, shape: Placement, stages: Sequence[StageCost]

@@ -6,11 +6,12 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.json_value import MOST
 from fleetpipe.representation import shows
+from fleetpipe.schedules import Costs
 
 _OPTIONAL = ("backward", "input_grad", "weight_grad")
 
@@ -210,6 +211,13 @@ class StageCost(NamedTuple):
     def seconds(self) -> float:
         """Forward and a whole backward."""
         return self.forward + self.backward
+
+
+def costs_of(stages: Sequence[StageCost], comm: Any, **options: Any) -> Costs:
+    """Returns what the actions of some stages cost, with these latencies."""
+    names = ("forward", "backward", "input_grad", "weight_grad", "exchange")
+    times: Any = {name: tuple(getattr(stage, name) for stage in stages) for name in names}
+    return Costs(**times, comm=comm, **options)
 
 
 class Stages:

@@ -12,7 +12,7 @@ from typing import Callable, TypeVar
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.partition import LayerInfo, Partition
-from fleetpipe.profiling.cost_model import StageCost
+from fleetpipe.profiling.cost_model import StageCost, costs_of
 from fleetpipe.profiling.explaining import Facts, Predicted, explained, shown
 from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.recomputing import Recompute
@@ -280,12 +280,4 @@ def _for_each_stage(
 
 
 def _costs(stages: Sequence[StageCost], comm: tuple[float, ...]) -> Costs:
-    return Costs(
-        forward=tuple(stage.forward for stage in stages),
-        backward=tuple(stage.backward for stage in stages),
-        input_grad=tuple(stage.input_grad for stage in stages),
-        weight_grad=tuple(stage.weight_grad for stage in stages),
-        exchange=tuple(stage.exchange for stage in stages),
-        comm=comm,
-        bytes=tuple(stage.held for stage in stages),
-    )
+    return costs_of(stages, comm, bytes=tuple(stage.held for stage in stages))

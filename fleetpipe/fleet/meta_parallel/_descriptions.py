@@ -20,31 +20,22 @@ if TYPE_CHECKING:
         def build_layer(self, **extra_kwargs: Any) -> Layer:
             """Returns the layer."""
 
-    class SharedLayerDesc(LayerDesc):
+    class _Keyed(LayerDesc):
+        def __init__(
+            self,
+            key: str,
+            layer_func: type[Layer] | LayerSpec,
+            forward_func: Callable[..., Any] | None = None,
+            shared_weight_attr: str | list[str] = "weight",
+            *inputs: Any,
+            **kwargs: Any,
+        ) -> None: ...
+
+    class SharedLayerDesc(_Keyed):
         """A layer that shares weights with all others of the same key."""
 
-        def __init__(
-            self,
-            key: str,
-            layer_func: type[Layer] | LayerSpec,
-            forward_func: Callable[..., Any] | None = None,
-            shared_weight_attr: str | list[str] = "weight",
-            *inputs: Any,
-            **kwargs: Any,
-        ) -> None: ...
-
-    class LocalSharedLayerDesc(LayerDesc):
+    class LocalSharedLayerDesc(_Keyed):
         """A layer that is handed the weights of the first of its key, on the same rank."""
-
-        def __init__(
-            self,
-            key: str,
-            layer_func: type[Layer] | LayerSpec,
-            forward_func: Callable[..., Any] | None = None,
-            shared_weight_attr: str | list[str] = "weight",
-            *inputs: Any,
-            **kwargs: Any,
-        ) -> None: ...
 
 else:
     from paddle.distributed.fleet.meta_parallel import LayerDesc, SharedLayerDesc

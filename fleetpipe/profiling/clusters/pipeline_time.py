@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.profiling.cost_model import StageCost
-from fleetpipe.schedules import Costs, Schedule, build
+from fleetpipe.profiling.cost_model import StageCost, costs_of
+from fleetpipe.schedules import Schedule, build
 from fleetpipe.schedules.action import flatten
 from fleetpipe.schedules.simulation.replay import replay
 
@@ -70,15 +70,7 @@ def _played(
     name: str, ranks: int, chunks: int, micro_batches: int, stages: Sequence[StageCost], comm: float
 ) -> tuple[float, float]:
     schedule = built(name, ranks, micro_batches, chunks)
-    costs = Costs(
-        forward=tuple(stage.forward for stage in stages),
-        backward=tuple(stage.backward for stage in stages),
-        input_grad=tuple(stage.input_grad for stage in stages),
-        weight_grad=tuple(stage.weight_grad for stage in stages),
-        exchange=tuple(stage.exchange for stage in stages),
-        comm=comm,
-    )
-    times = replay(schedule, None, costs)
+    times = replay(schedule, None, costs_of(stages, comm))
     return max(ends[-1] for ends in times.ends), max(times.busy)
 
 
