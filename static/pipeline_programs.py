@@ -32,9 +32,6 @@ def refuse_foreign(program: Program, scope: Scope) -> None:
     Args:
         program: A program of any kind.
         scope: Where it is to run; None for the global scope.
-
-    Raises:
-        ConfigError: It takes parameters that a pipeline has on other ranks.
     """
     for pipeline in _pipelines:
         if pipeline.local:

@@ -20,11 +20,7 @@ class NotWrapped(UsageError, AttributeError):
 
 
 def refuse_methods_of_the_wrapper(model: Layer, name: str) -> None:
-    """Says what to do where a method of the wrapper is looked for in the layers.
-
-    Raises:
-        NotWrapped: ``name`` is a method of what ``fleet.distributed_model`` returns.
-    """
+    """Says what to do where a method of the wrapper is looked for in the layers."""
     if name in _OF_THE_WRAPPER:
         raise NotWrapped(
             f"a PipelineLayer has no {name} before it is wrapped",

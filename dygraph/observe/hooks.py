@@ -221,12 +221,7 @@ class IssuedSends:
     """Sees when all that a forward made is on its way to other ranks."""
 
     def __init__(self, calls: HookCalls, rank_of: Callable[[int], int]) -> None:
-        """Begins.
-
-        Args:
-            calls: What is told.
-            rank_of: The rank of a stage.
-        """
+        """Begins."""
         self._calls = calls
         self._rank_of = rank_of
 

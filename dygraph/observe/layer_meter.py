@@ -312,13 +312,7 @@ def slowest(samples: Iterable[Sequence[float | None]]) -> Sample:
 def layer_costs(
     names: Iterable[str], samples: Iterable[Sample], sizes: Iterable[tuple[int, int]]
 ) -> list[LayerCost]:
-    """Returns the costs of layers that run one after another.
-
-    Args:
-        names: Their names.
-        samples: What is typical of each.
-        sizes: Of each what :func:`state_bytes` tells.
-    """
+    """Returns the costs of layers that run one after another."""
     costs: list[LayerCost] = []
     free = math.inf
     for name, one, (trained, untrained) in zip(names, samples, sizes):

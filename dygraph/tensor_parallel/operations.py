@@ -136,10 +136,6 @@ def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns ``tensor``, which all members have; its gradient is the sum of theirs.
 
     Collective in backward, where ``tensor`` needs a gradient.
-
-    Args:
-        tensor: The same on every member.
-        group: Paddle's group or fleetpipe's.
     """
     return _apply(_Identity.apply, tensor, group)
 

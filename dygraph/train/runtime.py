@@ -242,11 +242,7 @@ class Runtime:
             )
 
     def require_cleared(self) -> None:
-        """Refuses to add to gradients that were scattered: those of one rank would count alone.
-
-        Raises:
-            StateError: Those of the batch before are still there.
-        """
+        """Refuses to add to gradients that were scattered: those of one rank would count alone."""
         scattered = self.last_shards is not None and self.last_shards.scatters
         gradients = map(gradient_of, self.layers.trained_parameters()) if scattered else ()
         if any(gradient is not None and bool((gradient != 0).any()) for gradient in gradients):

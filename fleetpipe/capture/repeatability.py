@@ -80,9 +80,6 @@ def require_same_modes(first: Capture, again: Capture) -> None:
     Args:
         first: A run that switches some.
         again: One from the modes in which that has left them.
-
-    Raises:
-        CaptureError: The second runs otherwise.
     """
     parts = _parting(first, again)
     if parts is not None or first.switched != _modes_after(first, again):

@@ -97,11 +97,6 @@ class HeadInParts(paddle.nn.Layer):
 def head_in_place(model: Layer, path: str, ranks: int) -> HeadInParts:
     """Puts parts in the place of a Linear of a model.
 
-    Args:
-        model: The model.
-        path: The Linear's name in it.
-        ranks: Ranks of the pipeline.
-
     Raises:
         ConfigError: The model has no Linear of that name, or other layers use its weights.
     """

@@ -225,11 +225,7 @@ class Saver:
 
 
 def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
-    """Returns the contents of the file of what is no tensor, from what each rank has.
-
-    Raises:
-        CheckpointError: Two ranks have something else, or save another step.
-    """
+    """Returns the contents of the file of what is no tensor, from what each rank has."""
     states = [training_state.from_text(facts["state"]) for facts in everyone]
     places = [Place.from_json(facts["place"]) for facts in everyone]
     steps = [facts["step"] for facts in everyone]

@@ -75,11 +75,7 @@ def sizes_of(batch_size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def require_data(data: object) -> None:
-    """Refuses what yields no batches.
-
-    Raises:
-        ConfigError: It is neither a ``Dataset`` nor iterable.
-    """
+    """Refuses what yields no batches."""
     if not isinstance(data, (paddle.io.Dataset, Iterable)):
         raise ConfigError(
             "the data is a Dataset, or yields batches",
@@ -89,11 +85,7 @@ def require_data(data: object) -> None:
 
 
 def require_callback(callback: Any) -> None:
-    """Refuses what is no callback.
-
-    Raises:
-        ConfigError: It is a class, or has not the methods.
-    """
+    """Refuses what is no callback."""
     if isinstance(callback, type) or not hasattr(callback, "on_train_batch_end"):
         raise ConfigError(
             "a callback is an object of paddle.callbacks.Callback",

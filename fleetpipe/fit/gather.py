@@ -58,12 +58,7 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, T
 
 
 def of_group(whole: Mapping[TensorName, Tensor], group: str) -> dict[str, Tensor]:
-    """Returns the tensors of one group by name.
-
-    Args:
-        whole: What :func:`gathered` returned.
-        group: One of ``GROUPS`` of :mod:`fleetpipe.checkpoint.contents.parts`.
-    """
+    """Returns the tensors of one group by name."""
     return {name.name: tensor for name, tensor in whole.items() if name.group == group}
 
 

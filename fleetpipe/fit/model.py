@@ -517,11 +517,7 @@ class Model(paddle.Model):
 
 
 def _goes_on(resume: str | None, trained: int) -> bool:
-    """Returns whether a training goes on from a checkpoint.
-
-    Raises:
-        ConfigError: ``resume`` is none of the values that there are.
-    """
+    """Returns whether a training goes on from a checkpoint."""
     if resume not in (None, "auto"):
         raise ConfigError(
             "resume is 'auto' or None", got=repr(resume), fix='pass resume="auto" to go on'

@@ -105,11 +105,7 @@ class Runner:
         return RowCut([value_of(rows.inputs), labels], self._usual_rows)
 
     def _weights(self, cuts: Sequence[RowCut]) -> list[Fraction] | None:
-        """Returns the weight of each micro-batch; None where all count as they always do.
-
-        Raises:
-            ConfigError: They are not alike, and ``delay_scale_loss`` divides all at once.
-        """
+        """Returns the weight of each micro-batch; None where all count as they always do."""
         if len(cuts) == 1 and len(cuts[0].rows) == self._steps and len(set(cuts[0].rows)) == 1:
             return None
         if self._undivided != 1:

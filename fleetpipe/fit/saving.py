@@ -154,11 +154,6 @@ def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> b
 def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> None:
     """Gives an optimizer the state of a file; where there is none, it stays as it is.
 
-    Args:
-        path: The files without their endings.
-        pipeline: The wrapped model.
-        optimizer: Its optimizer, as it was wrapped.
-
     Raises:
         CheckpointError: A file is missing or damaged, or of another optimizer or model; nothing has
             changed.

@@ -19,13 +19,7 @@ from fleetpipe.paddle_api import paddle
 
 
 def whole(name: str, value: Any, least: int = 0) -> int:
-    """Returns an argument that must be a whole number.
-
-    Args:
-        name: What the caller calls it.
-        value: What was given.
-        least: The smallest that is taken.
-    """
+    """Returns an argument that must be a whole number."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ConfigError(
             f"{name} must be a whole number of at least {least}",
@@ -194,12 +188,7 @@ class DrawnBatches:
     """A resumable batch sampler, as Paddle's loader draws from it, and how far the training is."""
 
     def __init__(self, sampler: ResumableSampler, seed: int) -> None:
-        """Begins at the sampler's position.
-
-        Args:
-            sampler: Gives the indices of each batch.
-            seed: That of the samples' random numbers.
-        """
+        """Begins at the sampler's position."""
         self._sampler = sampler
         self._seed = seed
         self._ahead: deque[dict[str, Any]] = deque()

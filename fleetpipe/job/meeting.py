@@ -166,13 +166,7 @@ def meet(
 
 
 def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> None:
-    """Has rank 0, which serves the store, stay a moment until those that are here have gone on.
-
-    Args:
-        store: The job's store.
-        key: Where in the store.
-        missing: Ranks that do not come here.
-    """
+    """Has rank 0, which serves the store, stay a moment until those that are here have gone on."""
     going = world_size() - len(missing or ())
     deadline = time.monotonic() + _LAST_SECONDS
     gone = store.add(key, 1)

@@ -253,10 +253,6 @@ def transfers(group: PaddleGroup, peer: int) -> tuple[Callable[..., Any], Callab
     """Returns what Paddle's ``isend`` to a member of a group does, and ``irecv`` from it.
 
     Those two themselves, where static mode is on, would add an operation to the program.
-
-    Args:
-        group: One of Paddle's.
-        peer: The member's rank in the job.
     """
     among, rank = group.process_group, group.get_group_rank(peer)
 

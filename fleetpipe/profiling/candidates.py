@@ -191,13 +191,7 @@ class PlanTask:
         return fastest(places, count, parts, cost, stages.seconds, sent)
 
     def _crossing(self, shape: Placement, border: int, layer: int) -> tuple[float, float]:
-        """Returns how long both ranks are busy, and the later one waits, where a cut crosses.
-
-        Args:
-            shape: Which rank has which stage.
-            border: The stage before it.
-            layer: The layer after it.
-        """
+        """Returns how long both ranks are busy, and the later one waits, where a cut crosses."""
         if not 0 < layer < self.stages.count or shape.rank_of(border) == shape.rank_of(border + 1):
             return 0.0, 0.0
         size, transfer = self.profile.layers[layer - 1].output, self.profile.transfer

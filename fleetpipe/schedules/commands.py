@@ -188,11 +188,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
 
 
 def _check_size(arguments: argparse.Namespace) -> None:
-    """Refuses what would be computed for minutes.
-
-    Raises:
-        ConfigError: Too many ranks, or too many forwards in all.
-    """
+    """Refuses what would be computed for minutes."""
     name = registry.canonical_name(arguments.name)
     most = MOST_SEARCHED if name == registry.AUTO else MOST_FORWARDS
     chunks = arguments.chunks or registry.default_chunks(name)
@@ -264,11 +260,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedule | Plan:
-    """Reads a schedule or plan in its text form.
-
-    Raises:
-        ConfigError: A number in it counts nothing that there is.
-    """
+    """Reads a schedule or plan in its text form."""
     digits = _NO_COUNT.search(text)
     if digits:
         raise ConfigError(

@@ -69,11 +69,7 @@ def _folder(text: str) -> Path:
 
 
 def _checked(folder: Path) -> str:
-    """Returns the name of a project.
-
-    Raises:
-        ConfigError: It cannot be used, or there is something in the folder.
-    """
+    """Returns the name of a project."""
     name = folder.resolve().name
     if not _USABLE.fullmatch(name) or name.lower() in _TAKEN:
         raise ConfigError(

@@ -31,13 +31,7 @@ class HeatRow(NamedTuple):
 
 
 def page(steps: Sequence[ReplayedStep], slowdown: Slowdown, sentence: str) -> str:
-    """Returns the page as the text of an HTML file that loads nothing.
-
-    Args:
-        steps: Of the trace.
-        slowdown: What they were found to lose.
-        sentence: What is said of it.
-    """
+    """Returns the page as the text of an HTML file that loads nothing."""
     lost = [replayed - ideal for _, replayed, ideal in slowdown.step_times]
     slowest = int(np.argmax(lost))
     columns = _columns(len(steps))

@@ -177,11 +177,7 @@ def _shared(scope: Scope, name: str) -> Any:
 
 
 def _lasting(declared: Mapping[str, Sequence[int]], names: parts.Names) -> dict[str, str]:
-    """Returns the lasting name of each parameter and statistic.
-
-    Raises:
-        ConfigError: ``names`` has others, or one name for two.
-    """
+    """Returns the lasting name of each parameter and statistic."""
     wanted = {} if names is None or names == _BY_ORDER else names
     if isinstance(wanted, str):
         raise ConfigError(

@@ -56,9 +56,6 @@ def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
 
     Args:
         runs: In training and in evaluation, each with the first node of each stage but stage 0.
-
-    Raises:
-        CaptureError: A parameter or buffer is used in two stages.
     """
     traces, cuts = zip(*runs)
     for starts in zip(*cuts):

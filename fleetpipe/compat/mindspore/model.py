@@ -172,11 +172,7 @@ def _rows(inputs: Nest) -> int:
 
 
 def _require_declared(captured: CapturedPipeline, network: Layer) -> None:
-    """Refuses a parameter that no optimizer of its stage would train.
-
-    Raises:
-        ConfigError: A stage uses a parameter that was declared for others alone.
-    """
+    """Refuses a parameter that no optimizer of its stage would train."""
     for name, _, declared in nn.stages_of_parameters(network):
         used = captured.users[name]
         missing = sorted(set(used) - declared)

@@ -35,11 +35,7 @@ def default_transport() -> str:
 
 
 def refuse_without_gloo(transport: str) -> None:
-    """Refuses process groups where this Paddle has none that sends.
-
-    Raises:
-        ConfigError: There is no device, and no Gloo.
-    """
+    """Refuses process groups where this Paddle has none that sends."""
     usable = has_gloo() and paddle.version.major != "2"
     if transport == PROCESS_GROUP and device_kind() == "cpu" and not usable:
         raise ConfigError(

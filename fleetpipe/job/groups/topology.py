@@ -46,12 +46,7 @@ def group_of_copies(mesh: Mesh) -> PaddleGroup:
 
 
 def mesh_topology(mesh: Mesh, rank: int) -> Topology:
-    """Makes Fleet's topology, and Paddle's groups of it. Collective over the job.
-
-    Args:
-        mesh: The places of all ranks.
-        rank: This process's.
-    """
+    """Makes Fleet's topology, and Paddle's groups of it. Collective over the job."""
     degrees, place = mesh.degrees, mesh.coordinate(rank)
     sizes = {axis: getattr(degrees, axis) for axis in AXES}
     places = place._asdict()

@@ -33,12 +33,7 @@ class ResourceLimit(NamedTuple):
 
 
 def limits(job: TrainingJob, best: StepEstimate) -> tuple[ResourceLimit, ...]:
-    """Returns what each resource costs the step of a layout, what costs most first.
-
-    Args:
-        job: What is trained.
-        best: Its estimate under the layout.
-    """
+    """Returns what each resource costs the step of a layout, what costs most first."""
 
     def seconds(other: TrainingJob, layout: JobLayout = best.layout) -> float:
         made = other.estimate(layout)

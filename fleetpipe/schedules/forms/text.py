@@ -133,9 +133,6 @@ def _read(
         text: The document. Blank lines at its end are ignored.
         entry: Reads one token of so many slices, or returns None where it cannot be read whole.
         expected: What a token looks like, for the error.
-
-    Raises:
-        ScheduleError: Names the line, the token and what was expected there.
     """
     lines = text.rstrip().split("\n")
     header = _read_header(form, lines[0].strip())

@@ -139,9 +139,6 @@ def pack_header(header: Header | tuple[int, ...]) -> bytes:
 def unpack_header(data: bytes) -> tuple[Header, int]:
     """Reads a header.
 
-    Args:
-        data: The ``HEADER_BYTES`` bytes of it.
-
     Returns:
         The header, and when it was made, in nanoseconds of its sender's clock.
 

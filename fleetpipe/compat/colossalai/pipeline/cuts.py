@@ -21,12 +21,7 @@ POLICIES = ("uniform", "balanced", "customized")
 
 
 def require_policy(policy: object) -> None:
-    """Refuses what is no policy.
-
-    Raises:
-        UsageError: It is neither a name nor a mapping.
-        PartitionError: There is no policy of that name.
-    """
+    """Refuses what is no policy."""
     if not isinstance(policy, (str, Mapping)):
         raise UsageError(
             "a policy is a name, or the layers of each rank",

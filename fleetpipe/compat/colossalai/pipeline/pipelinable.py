@@ -202,11 +202,7 @@ def _noting_layers(made: list[weakref.ref[Layer]]) -> Iterator[None]:
 
 
 def _outermost(made: list[Layer]) -> Layer:
-    """Returns the layer that holds all others; layers without parameters may stand beside it.
-
-    Raises:
-        ConfigError: There is none, or more than one.
-    """
+    """Returns the layer that holds all others; layers without parameters may stand beside it."""
     inner = {id(part) for layer in made for part in layer.sublayers()}
     outer = [layer for layer in made if id(layer) not in inner and layer.state_dict()]
     if len(outer) == 1:
