@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from fleetpipe.job.job import Job, current_job
 from fleetpipe.mesh.axes import AXES, COPIES
 from fleetpipe.mesh.groups import DirectGroup, Group, SoleGroup
 from fleetpipe.paddle_api import paddle
-from fleetpipe.transport import MessageKey
+from fleetpipe.transport import MessageKey, Transport
 
 Result = TypeVar("Result")
 _PART = MessageKey("C", 0, 0, "part of a checkpoint", 0)
@@ -126,18 +126,21 @@ class Ranks:
             PeerFailed: Rank 0 died.
             PipelineTimeout: It did not take a part within the limit.
         """
-        assert isinstance(self._group, DirectGroup)
-        assert self.job is not None
+        transport, limit = self._direct
         for part in parts:
             sent = paddle.to_tensor(np.frombuffer(part, np.uint8), place=paddle.CPUPlace())
-            self._group.transport.send(0, _PART, sent)
-            self._group.transport.flush(self.job.timeout)
+            transport.send(0, _PART, sent)
+            transport.flush(limit)
 
     def take(self, rank: int) -> Tensor:
         """Returns the next part that ``rank`` sends here, as a tensor of bytes; as :meth:`give`."""
-        assert isinstance(self._group, DirectGroup)
-        assert self.job is not None
-        return self._group.transport.receive(rank, _PART, self.job.timeout)
+        transport, limit = self._direct
+        return transport.receive(rank, _PART, limit)
+
+    @property
+    def _direct(self) -> tuple[Transport, float]:
+        """What reaches other ranks, of which there are some, and the limit of waits for them."""
+        return cast(DirectGroup, self._group).transport, cast(Job, self.job).timeout
 
     def _raise_first(self, failures: list[str | None], what: str, cause: Exception | None) -> None:
         texts = {rank: text for rank, text in enumerate(failures) if text is not None}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from email.message import Message
 from email.parser import Parser
 from http import HTTPStatus
+from typing import cast
 from urllib.parse import parse_qs, urlsplit
 
 from fleetpipe.arguments import using
@@ -104,8 +105,7 @@ class Server:
             self._loop.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+        task = cast("asyncio.Task[None]", asyncio.current_task())
         if len(self._open) >= MOST_CONNECTIONS:
             oldest = next(iter(self._open))
             del self._open[oldest]

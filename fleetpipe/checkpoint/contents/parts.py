@@ -118,12 +118,12 @@ class StageStreams(NamedTuple):
         stages: Stages of the whole program.
         leads: Whether the default generator of this process is the stream of the first stage that
             draws random numbers.
-        others: The state of the generator of each later one of this process.
+        later: The state of the generator of each later one of this process.
     """
 
     stages: int
     leads: bool
-    others: Mapping[int, Any]
+    later: Mapping[int, Any]
 
 
 class ModelPart(SavedPart, Protocol):
@@ -161,7 +161,7 @@ class ProgramPart(ModelPart, Protocol):
         """Returns the random streams of this rank's stages."""
 
     def set_streams(self, streams: Mapping[int, Any]) -> None:
-        """Sets ``others`` of :meth:`streams`; a stage without one begins anew.
+        """Sets ``later`` of :meth:`streams`; a stage without one begins anew.
 
         The default generator has its state already.
         """

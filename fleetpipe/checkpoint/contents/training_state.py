@@ -212,8 +212,8 @@ def random_states(streams: StageStreams | None = None) -> Json:
         "python": [version, list(numbers), next_gauss],
     }
     if streams is not None:
-        by_stage = {str(s): generator_state(state) for s, state in streams.others.items()}
-        states["program"] = {**streams._asdict(), "others": by_stage}
+        by_stage = {str(s): generator_state(state) for s, state in streams.later.items()}
+        states["program"] = {"stages": streams.stages, "leads": streams.leads, "others": by_stage}
     return states
 
 
