@@ -30,14 +30,7 @@ class Evaluations:
     def eval_batch(
         self, call: Callable[..., Any], step: int, data: Any, compute_loss: bool, *more: Any
     ) -> tuple[Nest, list[Difference]]:
-        """Evaluates a batch on both sides. Collective.
-
-        Args:
-            call: The pipeline's ``eval_batch``.
-            step: The number of steps trained before.
-            data: As for ``eval_batch``.
-            compute_loss: As for ``eval_batch``.
-            more: The further arguments of ``eval_batch``.
+        """Evaluates a batch on both sides, after ``step`` steps; ``call`` does it here. Collective.
 
         Returns:
             What the pipeline's call returns, and what this rank found.
@@ -48,34 +41,24 @@ class Evaluations:
         inputs, labels, weights = self._shared(*batch.parts())
         with self._evaluating(inputs) as expected:
             if compute_loss:
-                reference_losses = self._losses(inputs, labels, weights)
+                reference = self._losses(inputs, labels, weights)
             else:
-                reference_losses = [self._reference.model(value) for value in inputs]
+                reference = [self._reference.model(value) for value in inputs]
         differences = compare_outputs(outputs, expected, step, call_of=" of eval_batch")
+        kind, name = "output", "eval_batch, micro-batch "
         if compute_loss:
-            reference_losses = self._mean_over_replicas(reference_losses)
-            reference_losses = (
-                reference_losses if len(reference_losses) > 1 else reference_losses[0]
-            )
-            differences += compare_values(
-                "loss", "eval_batch", step, result, reference_losses, part_of
-            )
-        else:
-            reference_losses = reference_losses if self._owns_last_stage else []
-            name = "eval_batch, micro-batch "
-            differences += compare_values("output", name, step, result, reference_losses, part_of)
+            kind, name = "loss", "eval_batch"
+            reference = self._mean_over_replicas(reference)
+            reference = reference if len(reference) > 1 else reference[0]
+        elif not self._owns_last_stage:
+            reference = []
+        differences += compare_values(kind, name, step, result, reference, part_of)
         return result, differences
 
     def predict_batch(
         self, call: Callable[..., Any], step: int, inputs: Nest, broadcast: bool
     ) -> tuple[Nest, list[Difference]]:
-        """Predicts on both sides. Collective.
-
-        Args:
-            call: The pipeline's ``predict_batch``.
-            step: The number of steps trained before.
-            inputs: As for ``predict_batch``.
-            broadcast: As for ``predict_batch``.
+        """Predicts on both sides, after ``step`` steps; ``call`` does it here. Collective.
 
         Returns:
             What the pipeline's call returns, and what this rank found.

@@ -37,9 +37,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Writes the page of a run, or of several; of one that still runs or died, what there is.
 
-    Returns:
-        0.
-
     Raises:
         ConfigError: A folder holds no run, or is given twice, or a file cannot be read or written,
             or the page would replace a file of a run.

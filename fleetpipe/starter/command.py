@@ -42,9 +42,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Writes the project, and says what to do with it.
 
-    Returns:
-        0.
-
     Raises:
         ConfigError: The name cannot be used, or the folder is not empty or cannot be written.
     """

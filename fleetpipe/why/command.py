@@ -42,9 +42,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Says how much faster a run would be without stragglers, and which these are.
 
-    Returns:
-        0.
-
     Raises:
         ConfigError: The trace cannot be read, or its order cannot have been.
     """
