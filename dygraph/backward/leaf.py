@@ -276,9 +276,6 @@ def _require_unchanged(tensors: Iterable[Tensor], copies: Mapping[int, Tensor], 
         tensors: The tensors.
         copies: A copy of each by its id. Either of the two was used in the call.
         name: What messages call a tensor.
-
-    Raises:
-        CannotWait: It did.
     """
     for tensor in tensors:
         copy = copies[id(tensor)]

@@ -24,12 +24,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import automatic_casts
 from fleetpipe.paddle_api.layer import state_slots
-from fleetpipe.paddle_api.tensor import (
-    SavedBy,
-    is_parameter,
-    same_memory,
-    switch_gradients_on,
-)
+from fleetpipe.paddle_api.tensor import SavedBy, is_parameter, same_memory, switch_gradients_on
 
 #: ``run(value)`` runs the layers of a piece.
 Run = Callable[[Nest], Nest]
@@ -42,12 +37,7 @@ class RecomputedPiece:
     """Neighbouring layers of a stage, and what their first call showed about them."""
 
     def __init__(self, name: str, functions: Iterable[Callable[[Nest], Nest]]) -> None:
-        """Describes a piece.
-
-        Args:
-            name: What messages call it.
-            functions: Its layers and functions.
-        """
+        """Describes a piece."""
         functions = list(functions)
         self.name = name
         self.has_parameters = any(

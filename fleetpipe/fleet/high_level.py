@@ -24,11 +24,7 @@ def install() -> None:
 
 
 def _refuse_pipelines(network: Layer) -> None:
-    """Refuses a model of several stages, wrapped or not.
-
-    Raises:
-        UsageError: ``network`` is one.
-    """
+    """Refuses a model of several stages, wrapped or not."""
     wrapped = isinstance(network, PipelineParallel)
     if wrapped or (isinstance(network, PipelineLayer) and network.placement.stages > 1):
         raise UsageError(

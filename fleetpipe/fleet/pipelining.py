@@ -55,9 +55,6 @@ class _Pipeline:
     def __init__(self, paddles: PaddleSchedule) -> None:
         """Makes the engine. Collective over the ranks of the schedule's group.
 
-        Args:
-            paddles: The schedule.
-
         Raises:
             ConfigError: Its stages are not where an order can be run, or the ranks differ.
             ScheduleError: Its order is incomplete, or a deadlock.

@@ -136,11 +136,7 @@ def require_degree(name: str, degree: Any, least: int = 1) -> None:
 
 
 def require_order(order: Sequence[str], axes: Collection[str]) -> None:
-    """Refuses an order of ranks that names what is no axis, or an axis twice.
-
-    Raises:
-        ConfigError: It does.
-    """
+    """Refuses an order of ranks that names what is no axis, or an axis twice."""
     wrong = next((a for n, a in enumerate(order) if a not in axes or a in order[:n]), None)
     if wrong is not None:
         raise ConfigError(

@@ -29,11 +29,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, value: object) -> Address:
-        """Reads a port, or HOST:PORT.
-
-        Raises:
-            ConfigError: It is neither.
-        """
+        """Reads a port, or HOST:PORT."""
         host, _, port = str(value).rpartition(":")
         if isinstance(value, bool) or not port.isdecimal() or int(port) > 65535:
             raise ConfigError(

@@ -26,9 +26,6 @@ def source_of(text: str) -> Source:
 
     Args:
         text: The folder of its run, HOST:PORT, or the address of its page.
-
-    Raises:
-        ConfigError: It is neither.
     """
     folder = Path(text)
     if folder.is_dir():
