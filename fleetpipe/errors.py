@@ -175,14 +175,9 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(telling or [''])[-1]}"
 
 
-def printable(text: str, most: int = 1000) -> str:
-    """Returns text as a terminal may show it: no control characters, and no line without an end.
-
-    Args:
-        text: Lines, in which names of a file or a user may stand.
-        most: Characters of a line.
-    """
+def printable(text: str) -> str:
+    """Returns text as a terminal may show it: no control characters, and no line without an end."""
     lines = [
         "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in text.split("\n")
     ]
-    return "\n".join(f"{line[:most]} .." if len(line) > most else line for line in lines)
+    return "\n".join(f"{line[:1000]} .." if len(line) > 1000 else line for line in lines)

@@ -8,16 +8,8 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any, Callable, NamedTuple
 
-from fleetpipe import numerics
+from fleetpipe import dygraph, numerics
 from fleetpipe.aliases import Nest, Scaler, Scheduler, Tensor
-from fleetpipe.dygraph import (
-    PipelineLayer,
-    PipelineOptimizer,
-    PipelineParallel,
-    SingleModel,
-    random_keys,
-    tensor_parallel,
-)
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
@@ -50,7 +42,7 @@ class Session:
 
     def __init__(
         self,
-        pipeline: PipelineParallel,
+        pipeline: dygraph.PipelineParallel,
         reference: Reference,
         calls: Calls | None = None,
         tolerance: float | None = None,
@@ -81,7 +73,7 @@ class Session:
         self._orders = orders.Orders(pipeline, self.report)
         self._evaluations = Evaluations(pipeline, reference)
 
-    def train_with(self, optimizer: PipelineOptimizer) -> None:
+    def train_with(self, optimizer: dygraph.PipelineOptimizer) -> None:
         """Takes the optimizer of the steps that follow. Collective the first time it is given."""
         self._reference.train_like(optimizer, self._pipeline.layers)
         self._optimizer = optimizer
@@ -180,7 +172,7 @@ class Session:
         rates: Rates,
         arrived: edges.EdgeGradients,
         batches: MicroBatches,
-        keys: random_keys.Keys | None,
+        keys: dygraph.random_keys.Keys | None,
         gradients: list[Difference],
     ) -> list[Difference]:
         """Compares learning rates and, where gradients differ, what the edges brought."""
@@ -189,7 +181,7 @@ class Session:
         wrong = any(not d.relative <= self.report.tolerance for d in gradients)
         # Only under keys do layers draw the same once more; edges carry no whole sequences.
         whole = self._pipeline.sequence.ranks == 1
-        if not (wrong and whole and keys is not None and isinstance(model, SingleModel)):
+        if not (wrong and whole and keys is not None and isinstance(model, dygraph.SingleModel)):
             return differences
         first, slices = self._first_micro_batch, self._pipeline.schedule.slices
         weights = self._pipeline.weights_in_backward
@@ -209,9 +201,9 @@ class Session:
         self.report.differences += in_order(list(dict.fromkeys(everything)), self._names)
 
 
-def _usual_tolerance(pipeline: PipelineParallel) -> float:
+def _usual_tolerance(pipeline: dygraph.PipelineParallel) -> float:
     """Returns what passes where nothing is said; ``orders`` may raise it in a step."""
-    shards = tensor_parallel.model_parallel_group().nranks
+    shards = dygraph.tensor_parallel.model_parallel_group().nranks
     state = pipeline.layers.state
     # An expert adds up the tokens of all ranks by micro-batch.
     several = shards > 1 or pipeline.sequence.ranks > 1
@@ -230,7 +222,7 @@ def _first(loss: Nest) -> Tensor:
     return loss[0] if isinstance(loss, list) else loss
 
 
-def _places(layers: PipelineLayer) -> list[str]:
+def _places(layers: dygraph.PipelineLayer) -> list[str]:
     """Returns the lasting names of layers, parameters and edges, in the order of the model."""
     places: list[str] = []
     stages = layers.placement.stages

@@ -90,7 +90,7 @@ def plan(
 
 
 def fastest_cut(
-    profile: Profile, stages: int, memory_cap: float | None = None, optimizer_copies: float = 2
+    profile: Profile, stages: int, memory_cap: float | None = None
 ) -> tuple[Boundaries, tuple[StageCost, ...]]:
     """Returns the cut whose slowest stage is fastest, and what its stages cost. Runs nothing.
 
@@ -99,14 +99,14 @@ def fastest_cut(
     Args:
         profile: What the layers cost.
         stages: Number of stages, each on a rank of its own.
-        memory_cap: Bytes that a stage may have in use under 1F1B, with nothing recomputed.
-        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+        memory_cap: Bytes that a stage may have in use under 1F1B, with nothing recomputed, and two
+            tensors of the size of a gradient for the optimizer.
 
     Raises:
         PartitionError: There are too few places for a cut, or none fits.
     """
     cap = math.inf if memory_cap is None else memory_cap
-    task = PlanTask(profile, stages, stages, cap, frozenset(("partition",)), optimizer_copies)
+    task = PlanTask(profile, stages, stages, cap, frozenset(("partition",)), 2)
     shape = Placement("loop", stages)
     boundaries = task.fastest(shape, cap).boundaries
     return boundaries, task.with_transfers(shape, task.stages.cut(boundaries))

@@ -43,11 +43,11 @@ class Curve:
         """How many figures are no numbers."""
         return sum(not math.isfinite(y) for y in self.ys)
 
-    def thinned(self, most: int = MOST_POINTS) -> Curve:
+    def thinned(self) -> Curve:
         """Returns this curve with about as many points at most; each is one of its own."""
-        if len(self.xs) <= most:
+        if len(self.xs) <= MOST_POINTS:
             return self
-        length = math.ceil(2 * len(self.xs) / most)
+        length = math.ceil(2 * len(self.xs) / MOST_POINTS)
         kept = {0, len(self.xs) - 1}
         for start in range(0, len(self.xs), length):
             places = range(start, min(start + length, len(self.xs)))

@@ -216,6 +216,6 @@ def _require_expected(pipeline: StaticPipeline) -> None:
         )
 
 
-def _listed(names: Sequence[str], whose: str, most: int = 6) -> str:
-    shown = ", ".join(names[:most]) + (", .." if len(names) > most else "")
+def _listed(names: Sequence[str], whose: str) -> str:
+    shown = ", ".join(names[:6]) + (", .." if len(names) > 6 else "")
     return f"{shown} {whose}" if names else f"nothing {whose}"
