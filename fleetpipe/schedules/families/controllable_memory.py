@@ -41,10 +41,6 @@ def v_half(placement: Placement, micro_batches: int) -> list[list[Action]]:
     - a rank holds at most min(2m, 2 * floor((p+2)/2)) forwards of one chunk.
 
     Where F, I and W differ the bubble can grow with m.
-
-    Args:
-        placement: A vee of p ranks.
-        micro_batches: Micro-batches of a batch, m.
     """
     ranks = placement.ranks
     # A later backward keeps the blocks of consecutive micro-batches from falling together.
@@ -66,10 +62,6 @@ def v_min(placement: Placement, micro_batches: int) -> list[list[Action]]:
     - a rank holds at most min(2m, 2 * floor((p+4)/3)) forwards of one chunk.
 
     Where F, I and W differ the bubble grows with m.
-
-    Args:
-        placement: A vee of p ranks.
-        micro_batches: Micro-batches of a batch, m.
     """
     ranks = placement.ranks
     shift = 2 if ranks % 3 == 0 else 0

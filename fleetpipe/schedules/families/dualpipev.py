@@ -24,10 +24,6 @@ def dual_pipe_v(placement: Placement, micro_batches: int) -> list[list[Item]]:
     the rank that idles most does so for (p-1)(FB + B - 3W). A rank holds at most min(2m, 2p+1)
     forwards of one chunk. The order is made for 2p micro-batches or more, and those that a smaller
     m does not have are left out.
-
-    Args:
-        placement: A vee of p ranks.
-        micro_batches: Micro-batches of a batch, m.
     """
     filled = max(micro_batches, 2 * placement.ranks)
     rows = []

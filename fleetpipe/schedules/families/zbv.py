@@ -20,10 +20,6 @@ def zb_v(placement: Placement, micro_batches: int) -> list[list[Action]]:
     Where F = I = W on each chunk there is no bubble for m >= 2p-1. The pattern is made for as many
     micro-batches, and those that a smaller m does not have are left out: bubble 2(2p-1-m).
     A rank holds at most min(2m, 2p) forwards of one chunk, as much as rank 0 of 1F1B.
-
-    Args:
-        placement: A vee of p ranks.
-        micro_batches: Micro-batches of a batch, m.
     """
     ranks = placement.ranks
     filled = max(micro_batches, 2 * ranks - 1)
