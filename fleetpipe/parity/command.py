@@ -16,6 +16,7 @@ from fleetpipe.errors import UsageError
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.parity.reference import of_same_layers
+from fleetpipe.parity.report import Report
 from fleetpipe.parity.session import Calls, Session
 
 
@@ -88,7 +89,11 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
             raise
     finally:
         _put(originals)
-    reports = [session.report for session in sessions.values()]
+    return _judged([session.report for session in sessions.values()], report)
+
+
+def _judged(reports: list[Report], file: Path | None) -> int:
+    """Prints and writes what was found of each pipeline; returns the exit code."""
     for finding in reports:
         print(finding.verdict(), flush=True)
     if not reports:
@@ -99,11 +104,10 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
             fix="train by train_batch; or compare in the script, by fleetpipe.parity.begin(model, "
             "optimizer, train_batch=..) with the function that trains a batch",
         )
-    if report and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
-        with using("--report", report, "a file that can be written"):
-            report.write_text(
-                json.dumps([finding.as_dict() for finding in reports], indent=1), encoding="utf-8"
-            )
+    if file and os.environ.get("PADDLE_TRAINER_ID", "0") == "0":
+        text = json.dumps([finding.as_dict() for finding in reports], indent=1)
+        with using("--report", file, "a file that can be written"):
+            file.write_text(text, encoding="utf-8")
     return 0 if all(finding.passed for finding in reports) else 1
 
 

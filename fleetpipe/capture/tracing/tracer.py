@@ -312,7 +312,7 @@ class _Tracer(Walk):
         self._require_writable(call, tensors)
         state = self._state.of(layer, tensors, len(self._nodes))
         # Whoever takes a tensor later takes it with its gradient switched off, in each stage.
-        versions = [(tensor.inplace_version, tensor.stop_gradient) for tensor in tensors]
+        versions = list(map(_version, tensors))
         modes = _modes_in(layer)
         with lent(_state_of(call.function, tensors)):
             output = self._done(call)
@@ -320,11 +320,7 @@ class _Tracer(Walk):
         if is_silent(function) and id(tensors[0]) in values:
             function = noticed(function)
             note_write(tensors[0])
-        changed = {
-            id(tensor): tensor
-            for tensor, version in zip(tensors, versions)
-            if (tensor.inplace_version, tensor.stop_gradient) != version
-        }
+        changed = {id(t): t for t, version in zip(tensors, versions) if _version(t) != version}
         if call.is_users:
             # Another time it may return something else than what it was given.
             passed = {id(tensor) for tensor in tensors} - changed.keys()
@@ -433,6 +429,11 @@ class _Tracer(Walk):
             error = CaptureError(what, where=place, cause=obstacle.cause, fix=obstacle.fix)
             raise _Refused(error)
         self.closed.setdefault(type(layer), f"its forward {obstacle.what}, {place}")
+
+
+def _version(tensor: Tensor) -> tuple[int, bool]:
+    """Returns what is another once something has written into a tensor, or cut its gradient off."""
+    return tensor.inplace_version, tensor.stop_gradient
 
 
 def _modes_in(function: Function) -> tuple[Mode, ...]:
