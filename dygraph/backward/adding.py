@@ -12,6 +12,7 @@ from typing import Callable
 
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.kernels import add_in_place
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, number_of_hook, run_reduce_hooks
 
 
@@ -26,37 +27,31 @@ class Sums:
         """Forgets the batch: Paddle's ``clear_grad`` leaves zeros that it replaces, not adds to."""
         self._begun.clear()
 
-    def is_open(self, parameter: Tensor) -> bool:
-        """Whether a gradient of ``parameter`` may be added without autograd, to ``.grad``."""
-        return (
-            CAN_RUN_REDUCE_HOOKS
-            and id(parameter) in self._begun
-            and not is_watched(parameter)
-            # A callback may have dropped it in the middle of the batch.
-            and parameter.grad is not None
-            and parameter.grad.is_dense()
-        )
-
-    def note(self, parameter: Tensor) -> None:
-        """Takes note that a gradient was added to ``parameter.grad`` without autograd."""
-        run_reduce_hooks(parameter)
-
     def add(self, grads: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Adds gradients to their parameters, hooks included.
+        """Adds gradients to their parameters, hooks included; autograd is off meanwhile.
 
         Args:
             grads: Parameters and gradients, each parameter once.
         """
         rest = []
         for parameter, grad in grads:
-            if self.is_open(parameter) and grad.is_dense() and grad.dtype == parameter.grad.dtype:
-                with paddle.no_grad():
-                    parameter.grad.add_(grad)
-                self.note(parameter)
+            total = self._total(parameter)
+            if total is not None and grad.is_dense() and grad.dtype == total.dtype:
+                add_in_place(total, grad)
+                run_reduce_hooks(parameter)
             else:
                 rest.append((parameter, grad))
-        _add_by_autograd(rest)
-        self._begun.update(id(parameter) for parameter, _ in rest)
+        if rest:
+            _add_by_autograd(rest)
+            self._begun.update(id(parameter) for parameter, _ in rest)
+
+    def _total(self, parameter: Tensor) -> Tensor | None:
+        """Returns the gradient of ``parameter`` if another may be added to it without autograd."""
+        if id(parameter) not in self._begun or not CAN_RUN_REDUCE_HOOKS or is_watched(parameter):
+            return None
+        # A callback may have dropped it in the middle of the batch.
+        total = parameter.grad
+        return total if total is not None and total.is_dense() else None
 
 
 #: What crosses autograd where no value does.
@@ -85,10 +80,11 @@ class _Handed:
 
 
 def _add_by_autograd(grads: Sequence[tuple[Tensor, Tensor]]) -> None:
-    if grads:
-        parameters, gradients = map(list, zip(*grads))
-        add: Callable[..., Tensor] = _Sum.apply
-        add(_Handed(gradients), *parameters).backward()
+    parameters, gradients = map(list, zip(*grads))
+    add: Callable[..., Tensor] = _Sum.apply
+    with paddle.enable_grad():
+        total = add(_Handed(gradients), *parameters)
+    total.backward()
 
 
 #: Hooks on the gradient that came and went by this module's own doing, by the parameter's id.

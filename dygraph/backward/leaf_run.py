@@ -19,11 +19,7 @@ from fleetpipe.paddle_api.device import allocated_bytes
 
 
 def run(
-    leaf: Leaf,
-    forward: Callable[..., Nest],
-    tape: Tape,
-    args: tuple[Nest, ...],
-    named: dict[str, Nest],
+    leaf: Leaf, forward: Callable[..., Nest], tape: Tape, /, *args: Nest, **named: Nest
 ) -> Nest:
     """Calls a leaf layer's forward so that its weight gradients can wait, if they can.
 
@@ -49,7 +45,10 @@ def run(
         leaf.uncut = "its layer is recomputed"
         return forward(*args, **named)
     try:
-        taken = tensors_in((args, named), "was called with")
+        if len(args) == 1 and not named and isinstance(args[0], paddle.Tensor):
+            taken = [args[0]]
+        else:
+            taken = tensors_in((args, named), "was called with")
     except CannotWait as cause:
         leaf.uncut = str(cause)
         return forward(*args, **named)
@@ -60,12 +59,8 @@ def run(
     if not waits:
         output = forward(*args, **named)
     elif (product := product_of(leaf, forward, taken)) is not None:
-        with paddle.no_grad():
-            output = forward(*args, **named)
         entries = [tensor for tensor in taken if not tensor.stop_gradient]
-        (output,) = bordered(
-            ProductCall(leaf, product, taken[0], output), tape, nature.depth, entries
-        )
+        (output,) = bordered(ProductCall(leaf, product, taken[0]), tape, nature.depth, entries)
     else:
         output = _cut_out(leaf, nature, forward, tape, taken, args, named)
     # An error of the user's own comes again above, and says nothing of the layer.

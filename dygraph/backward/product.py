@@ -18,10 +18,8 @@ from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import casts_automatically
+from fleetpipe.paddle_api.kernels import linear, product, reshaped
 from fleetpipe.paddle_api.tensor import tensor_bytes
-
-# Typed: Paddle's own is not.
-_multiply: Callable[..., Tensor] = paddle.matmul
 
 _DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.float64}
 
@@ -41,11 +39,13 @@ class Product(NamedTuple):
 
     Attributes:
         weight: [inputs, outputs].
+        bias: [outputs], or None.
         trained: The parameters that need a gradient, the weight among them.
         ones: [rows]; the factor that makes the bias's gradient a product.
     """
 
     weight: Tensor
+    bias: Tensor | None
     trained: list[Tensor]
     ones: Tensor
 
@@ -53,17 +53,16 @@ class Product(NamedTuple):
 class ProductCall(Call):
     """A call of Linear without a graph: it keeps the input, and then the output's gradient."""
 
-    def __init__(self, leaf: Leaf, product: Product, taken: Tensor, output: Tensor) -> None:
+    def __init__(self, leaf: Leaf, product: Product, taken: Tensor) -> None:
         """Keeps what I and W need.
 
         Args:
             leaf: The layer.
             product: What its calls need.
-            taken: What it was called with, [.., inputs].
-            output: What it returned, [.., outputs].
+            taken: What it is called with, [.., inputs].
         """
-        super().__init__(leaf, product.trained, [output])
-        self._weight, self._ones = product.weight, product.ones
+        super().__init__(leaf, product.trained, ())
+        self._product = product
         # A forward may give the parameter other memory before I.
         self._then: Tensor = product.weight.detach()
         self._taken: Tensor | None = taken
@@ -71,6 +70,10 @@ class ProductCall(Call):
         self._input_needs_grad = not taken.stop_gradient
         self._versions = taken.inplace_version, self._then.inplace_version
         self.storages[taken.data_ptr()] = tensor_bytes(taken)
+
+    def leave(self) -> tuple[Tensor, ...]:
+        """Computes the output."""
+        return (linear(self._taken, self._product.weight, self._product.bias),)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns the gradient of the input, if it needs one, and keeps that of the output.
@@ -88,19 +91,14 @@ class ProductCall(Call):
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, with it."""
-        operands = self._operands()
-        if operands is None:
-            return []
-        biases = [parameter for parameter in self.parameters if parameter is not self._weight]
-        with paddle.no_grad():
-            of_biases = [(bias, _multiply(self._ones, operands[1])) for bias in biases]
-        return [*of_biases, (self._weight, _product(*operands))]
-
-    def _operands(self) -> tuple[Tensor, Tensor] | None:
-        """Returns the two factors of the weight's gradient as matrices; to be called once."""
         taken, self._taken = self._unchanged(), None
         (grad,), self.arrived = self.arrived, ()
-        return None if grad is None else (_matrix(taken), _matrix(grad))
+        if grad is None:
+            return []
+        weight, bias, trained, ones = self._product
+        left, right = _matrix(taken), _matrix(grad)
+        of_weight = weight, _product(left, right)
+        return [of_weight] if len(trained) == 1 else [(bias, product(ones, right)), of_weight]
 
     def _unchanged(self) -> Tensor:
         """Returns the input, which is what it was in the forward."""
@@ -123,19 +121,21 @@ def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]
     layer = leaf.layer
     if getattr(forward, "__func__", None) is not paddle.nn.Linear.forward:
         return None
-    weight, (x,) = layer.weight, taken
+    weight, bias, (x,) = layer.weight, layer.bias, taken
     trained = [parameter for parameter in leaf.parameters if not parameter.stop_gradient]
-    ours = any(parameter is weight for parameter in trained)
-    if layer.bias is not None and layer.bias.shape != weight.shape[1:]:
+    if weight.stop_gradient or any(p is not weight and p is not bias for p in trained):
+        return None
+    if bias is not None and bias.shape != weight.shape[1:]:
         # Added to rows all the same; its gradient has its own shape.
         return None
-    if not ours or x.dtype != weight.dtype or weight.dtype not in _DTYPES or casts_automatically():
+    dtype = _DTYPES.get(x.dtype)
+    if dtype is None or x.dtype != weight.dtype or casts_automatically():
         return None
-    shape = tuple(x.shape)
-    if not math.prod(shape) * weight.shape[1]:
+    # What does not fit fails in the layer's own forward.
+    if x.shape[-1:] != weight.shape[:-1] or not math.prod(x.shape) * weight.shape[-1]:
         return None
-    ones = _ones(shape, weight.shape[1], layer.bias is not None, _DTYPES[x.dtype])
-    return None if ones is None else Product(weight, trained, ones)
+    ones = _ones(tuple(x.shape), weight.shape[-1], bias is not None, dtype)
+    return None if ones is None else Product(weight, bias, trained, ones)
 
 
 def _ones(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any) -> Tensor | None:
@@ -168,27 +168,25 @@ def _try(shape: tuple[int, ...], outputs: int, has_bias: bool, dtype: Any, seed:
         tensor.stop_gradient = False
     with paddle.amp.auto_cast(enable=False):
         with paddle.enable_grad():
-            linear: Callable[..., Tensor] = paddle.nn.functional.linear
-            output = linear(x, *parameters)
+            plain: Callable[..., Tensor] = paddle.nn.functional.linear
+            output = plain(x, *parameters)
             of_input, wanted, *of_bias = paddle.grad(output, [x, *parameters], grad)
         with paddle.no_grad():
             left, right = _matrix(x), _matrix(grad)
             ones = paddle.ones_like(left[:, 0])
             same = bool((_back(grad, parameters[0]) == of_input).all())
             same &= bool((_product(left, right) == wanted).all())
-            same &= all(bool((_multiply(ones, right) == expected).all()) for expected in of_bias)
+            same &= all(bool((product(ones, right) == expected).all()) for expected in of_bias)
             return same
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    with paddle.no_grad():
-        return _multiply(left, right, transpose_x=True)
+    return product(left, right, left_transposed=True)
 
 
 def _back(grad: Tensor, weight: Tensor) -> Tensor:
-    with paddle.no_grad():
-        return _multiply(grad, weight, transpose_y=True)
+    return product(grad, weight, right_transposed=True)
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    return tensor if tensor.ndim == 2 else tensor.reshape([-1, tensor.shape[-1]])
+    return tensor if tensor.ndim == 2 else reshaped(tensor, [-1, tensor.shape[-1]])

@@ -14,9 +14,8 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Callable
 
-from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.backward import leaf_run
 from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.deferral_report import (
@@ -29,6 +28,7 @@ from fleetpipe.dygraph.backward.fast.forwards import FastForwards, replaced
 from fleetpipe.dygraph.backward.leaf import Leaf, leaves_of
 from fleetpipe.dygraph.backward.leaf_call import Call, Tape
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import MicroBatch, flatten
 
@@ -87,8 +87,12 @@ class SplitBackward:
         if (stage, micro_batch) not in self._split:
             return self._running_fast(stage)
         tape = self._tapes.setdefault((stage, micro_batch), Tape())
-        leaves = [leaf for leaf in self._leaves_of(stage) if not leaf.static]
-        return replaced([(leaf.layer, _wrapped(leaf, leaf.layer.forward, tape)) for leaf in leaves])
+        # What cannot wait in one call does not in any other.
+        leaves = [leaf for leaf in self._leaves_of(stage) if leaf.waits and not leaf.static]
+        run = functools.partial
+        return replaced(
+            [(leaf.layer, run(leaf_run.run, leaf, leaf.layer.forward, tape)) for leaf in leaves]
+        )
 
     def rerunning(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """As :meth:`recording` for what runs again in a backward that is not split."""
@@ -114,7 +118,8 @@ class SplitBackward:
         calls = tape.calls
         if not all(call.leaf.waits for call in calls):
             # Autograd has just added those of other calls of these layers.
-            self._add([call for call in calls if not call.leaf.waits])
+            with paddle.no_grad():
+                self._add([call for call in calls if not call.leaf.waits])
             calls[:] = [call for call in calls if call.leaf.waits]
         # What the same calls share counts once.
         storages = {address: size for call in calls for address, size in call.storages.items()}
@@ -124,19 +129,19 @@ class SplitBackward:
     def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
         """Adds to the parameters' gradients what I left over, as autograd would have."""
         tape = self._tapes[stage, micro_batch]
-        with self._noted(stage, "W"):
+        with self._noted(stage, "W"), paddle.no_grad():
             self._add(tape.calls)
             tape.calls.clear()
         self._waiting[stage].remove(micro_batch)
 
     def _add(self, calls: Sequence[Call]) -> None:
-        """Adds the weight gradients of calls of one micro-batch."""
+        """Adds the weight gradients of calls of one micro-batch; autograd is off meanwhile."""
         uses = Counter(id(parameter) for call in calls for parameter in call.parameters)
         shared: dict[int, tuple[Tensor, Tensor]] = {}
         for call in calls:
             if all(uses[id(parameter)] == 1 for parameter in call.parameters):
                 # At once: the memory of these gradients is free again for those of the next.
-                call.add_weight_grads(self._sums)
+                self._sums.add(call.weight_grads())
                 continue
             for parameter, grad in call.weight_grads():
                 earlier = shared.get(id(parameter))
@@ -190,11 +195,3 @@ class SplitBackward:
         if self._arrivals is None:
             self._arrivals = GradientArrivals()
         return self._arrivals.during(stage, kind, self._layers_of)
-
-
-def _wrapped(leaf: Leaf, forward: Callable[..., Nest], tape: Tape) -> Callable[..., Nest]:
-    @functools.wraps(forward)
-    def run(*args: Nest, **named: Nest) -> Nest:
-        return leaf_run.run(leaf, forward, tape, args, named)
-
-    return run

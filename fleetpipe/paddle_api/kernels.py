@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from types import ModuleType
 from typing import Callable
 
 from paddle import _C_ops
@@ -20,18 +21,34 @@ CAN_GATHER_NOTHING: bool = not VERSION.startswith("2.")
 
 _matmul: Callable[..., Tensor] = _C_ops.matmul
 _add: Callable[..., Tensor] = _C_ops.add
+_add_in_place: Callable[..., Tensor] = _C_ops.add_
 _expand: Callable[..., Tensor] = _C_ops.expand
 _reshape: Callable[..., Tensor] = _C_ops.reshape
 
+# As a module: Paddle's types lack a name of it.
+_paddle: ModuleType = paddle
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns ``left @ right``."""
-    return _matmul(left, right, False, False)
+#: ``linear(x, weight, bias)``; for a GPU Paddle chooses among several.
+linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
+    _paddle.nn.functional.linear if _paddle.is_compiled_with_cuda() else _C_ops.linear
+)
+
+
+def product(
+    left: Tensor, right: Tensor, left_transposed: bool = False, right_transposed: bool = False
+) -> Tensor:
+    """Returns ``left @ right``, either of them transposed first."""
+    return _matmul(left, right, left_transposed, right_transposed)
 
 
 def total(left: Tensor, right: Tensor) -> Tensor:
     """Returns ``left + right``."""
     return _add(left, right)
+
+
+def add_in_place(left: Tensor, right: Tensor) -> None:
+    """Adds ``right`` to ``left``, which has its shape and dtype."""
+    _add_in_place(left, right)
 
 
 def expanded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
