@@ -148,6 +148,33 @@ def test_a_frozen_part_gets_no_gradient() -> None:
         assert getattr(steps.layer, frozen).grad is None
 
 
+class _WithMore(nn.Linear):  # type: ignore[misc]
+    """A Linear with a parameter that its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.more = self.create_parameter([16])
+
+
+def test_a_parameter_beside_weight_and_bias_gets_no_gradient() -> None:
+    plain, steps = two(_WithMore)
+    for number in range(2):
+        batch(plain, steps, (8, 16), 10 * number)
+    assert steps.layer.more.grad is None
+    assert grads_of(steps.layer) == grads_of(plain)
+
+
+def test_an_input_that_does_not_fit_fails_as_ever() -> None:
+    plain, steps = two(lambda: nn.Linear(16, 16))
+    batch(plain, steps, (8, 16), 0)
+    for forward in (plain, lambda x: steps.forward(0, x)):
+        with pytest.raises(ValueError, match="15"):
+            forward(numbers(8, 15, seed=0))
+    steps.split.end()
+    batch(plain, steps, (8, 16), 10)
+    assert grads_of(steps.layer) == grads_of(plain)
+
+
 def test_an_input_changed_before_w_is_refused() -> None:
     steps = Steps(nn.Linear(4, 4))
     x = numbers(3, 4).detach()
