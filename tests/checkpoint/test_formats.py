@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from paddle.distributed import load_state_dict, save_state_dict
 from safetensors.numpy import load_file, save_file
 
 import fleetpipe
+from fleetpipe.checkpoint.files import tensors
 from fleetpipe.checkpoint.formats import distributed
 from fleetpipe.cli import main
 from tests.pipelines import bits
@@ -365,9 +368,49 @@ def test_misuse_says_what_to_do(
     told = refused(capsys, unified, new, "--names", names)
     assert "does not speak of 3 tensors" in told
     assert "0.bias, 2.bias, 2.weight" in told
+    both = ["0.weight -> a", "2.weight -> a", "0.bias -> b", "2.bias -> c"]
+    names.write_text(json.dumps({"aoa_statements": both}))
+    assert "nothing is made of 0.weight" in refused(capsys, unified, new, "--names", names)
     names.write_text('{"aoa_statements": ["missing -> a"]}')
     assert "lacks tensors" in refused(capsys, unified, new, "--names", names)
     names.write_text('{"statements": []}')
     assert str(names) in refused(capsys, unified, new, "--names", names)
     assert "paddlenlp-llama" in refused(capsys, unified, new, "--names", "llama")
+    names.write_text(json.dumps({"aoa_statements": ["0.weight -> ../../a"]}))
+    assert "does not fit" in refused(capsys, unified, new, "--names", names)
+    assert "did not end" in refused(capsys, unified, names / "inner", "--to", "unified")
+    for target in (names, unified):
+        assert "nothing is written over" in refused(capsys, unified, target)
     assert not new.exists()
+
+
+def test_folders_of_which_a_part_would_be_lost_are_refused(
+    unified: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    convert(unified, tmp_path / "flat", "--to", "distributed")
+    mixed, new = shutil.copytree(unified, tmp_path / "mixed"), tmp_path / "new"
+    shutil.copytree(tmp_path / "flat", mixed, dirs_exist_ok=True)
+    assert "several checkpoints" in refused(capsys, mixed, new)
+    convert(mixed, tmp_path / "chosen", "--from", "unified", "--to", "unified")
+    assert arrays(tmp_path / "chosen") == arrays(unified)
+    for group in ("optimizer", "model"):
+        (unified / f"{group}.safetensors.index.json").unlink()
+        assert f"there is no {group}.safetensors.index.json" in refused(capsys, unified, new)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for to in ("fleetpipe", "distributed", "unified"):
+        with monkeypatch.context() as patched:
+            patched.setattr(tensors, "write", raising(full))
+            patched.setattr(distributed, "_save", raising(full))
+            words = (tmp_path / "flat", new, "--to", to)
+            assert "No space left on device" in refused(capsys, *words)
+        assert not new.exists()
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def act(*_: Any) -> None:
+        raise error
+
+    return act

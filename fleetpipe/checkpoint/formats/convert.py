@@ -10,6 +10,7 @@ from typing import NamedTuple
 from fleetpipe.atomic_file import appearing
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, MODEL, OPTIMIZER
+from fleetpipe.checkpoint.files.run_folder import complete_steps
 from fleetpipe.checkpoint.formats import distributed, layer_files, run, safetensors_folder
 from fleetpipe.checkpoint.formats.contents import Checkpoint, paddle_tensor, shown
 from fleetpipe.checkpoint.formats.name_map import NameMap, read_map, renamed
@@ -75,9 +76,18 @@ def format_of(folder: Path) -> str:
     Raises:
         CheckpointError: It is none of them.
     """
-    for name, one in FORMATS.items():
-        if folder.is_dir() and one.is_there(folder):
-            return name
+    there = [name for name, one in FORMATS.items() if folder.is_dir() and one.is_there(folder)]
+    # A Trainer's folder may have its model in safetensors as well, and a unified one is of them.
+    alike = [name for name in there if name != "huggingface" or "unified" not in there]
+    if len(alike) > 1 and there[0] not in (FLEETPIPE, "formers"):
+        raise CheckpointError(
+            "the folder has files of several checkpoints",
+            where=str(folder),
+            got="; ".join(f"{name}: {FORMATS[name].files}" for name in alike),
+            fix="say by --from or source_format= which is meant, or move the others away",
+        )
+    if there:
+        return there[0]
     raise CheckpointError(
         "there is no checkpoint in this folder" if folder.is_dir() else "there is no such folder",
         where=str(folder),
@@ -143,12 +153,7 @@ def convert(
     """
     read_as = source_format or format_of(source)
     write_as = to or (FLEET if read_as == FLEETPIPE else FLEETPIPE)
-    if write_as != FLEETPIPE and target.exists():
-        raise CheckpointError(
-            "the target is there, and nothing is written over",
-            where=str(target),
-            fix="give a folder that does not exist",
-        )
+    _require_free(target, write_as)
     whole = read_checkpoint(source, read_as, names, step if read_as == FLEETPIPE else None)
     groups, write = FORMATS[write_as].groups, FORMATS[write_as].write
     state = replace(whole, tensors={n: t for n, t in whole.tensors.items() if n.group in groups})
@@ -164,6 +169,18 @@ def convert(
     if left_out:
         written += f"\nleft out, as {write_as} has no place for it: {shown(left_out)}"
     return written
+
+
+def _require_free(target: Path, write_as: str) -> None:
+    """Raises a ``CheckpointError`` where something stands that a checkpoint would mix with."""
+    run_or_empty = complete_steps(target) or (target.is_dir() and not any(target.glob("[!.]*")))
+    if target.exists() and not (write_as == FLEETPIPE and run_or_empty):
+        raise CheckpointError(
+            "the target is there, and nothing is written over",
+            where=str(target),
+            expected="a folder that does not exist" + ", or a run" * (write_as == FLEETPIPE),
+            fix="give a folder that does not exist",
+        )
 
 
 def write_parameters(folder: Path, target: Path) -> None:

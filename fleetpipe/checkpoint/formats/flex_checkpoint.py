@@ -116,6 +116,15 @@ def composed(
             _copied(source.removeprefix(_NUMBERED), taken, put, steps or ())
             for source, taken, put, steps in tensor.slices
         )
+    read = {part.source for parts in outputs.values() for part in parts}
+    left_out = {word.removeprefix(_NUMBERED) for word in engine.need_remove_input_vars}
+    lost = [name for name in shapes if name not in read and name not in left_out]
+    if lost:
+        raise ConfigError(
+            "of statements that make the same tensor one would count alone",
+            got=f"nothing is made of {', '.join(lost[:10])}",
+            fix="give each tensor a name of its own; 'name -> _' leaves one out",
+        )
     return outputs, unread
 
 

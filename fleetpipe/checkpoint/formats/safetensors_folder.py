@@ -40,7 +40,7 @@ _SOURCE = Source(
 
 def is_there(folder: Path) -> bool:
     """Whether a folder has a model in safetensors."""
-    return (folder / f"{MODEL}{_INDEX}").is_file() or (folder / f"{MODEL}.safetensors").is_file()
+    return any([*folder.glob(f"{MODEL}{_INDEX}"), *folder.glob(f"{MODEL}*.safetensors")])
 
 
 def is_unified(folder: Path) -> bool:
@@ -90,6 +90,13 @@ def _group(folder: Path, group: str) -> dict[str, LazyTensor]:
         places = read(index, _SOURCE, _weight_map)
     elif single.is_file():
         places = dict.fromkeys(_layout(single, folder).tensors, single.name)
+    elif parts := sorted(folder.glob(f"{group}-*.safetensors")):
+        raise CheckpointError(
+            f"there is no {index.name}, which says what files of the {group} belong together",
+            where=str(folder),
+            got=shown([part.name for part in parts]),
+            fix="copy it too from where it was saved",
+        )
     else:
         return {}
     layouts = {file: _layout(folder / file, index) for file in dict.fromkeys(places.values())}

@@ -193,8 +193,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     names = None
     if arguments.names is not None:
         names = converting.read_map(arguments.names, reverse=arguments.reverse_names)
-    _say(
-        converting.convert(
+    try:
+        written = converting.convert(
             arguments.path,
             arguments.other,
             to=arguments.to,
@@ -202,7 +202,14 @@ def _convert(arguments: argparse.Namespace) -> int:
             names=names,
             step=arguments.step,
         )
-    )
+    except OSError as error:
+        raise CheckpointError(
+            "the conversion did not end, and nothing of it is left",
+            where=str(arguments.other),
+            got=str(error),
+            fix="make room, or choose a folder in which files can be made",
+        ) from error
+    _say(written)
     return 0
 
 
