@@ -35,7 +35,7 @@ class Sums:
         """
         rest = []
         for parameter, grad in grads:
-            total = self._total(parameter)
+            total = self.total(parameter)
             if total is not None and grad.is_dense() and grad.dtype == total.dtype:
                 add_in_place(total, grad)
                 run_reduce_hooks(parameter)
@@ -45,7 +45,7 @@ class Sums:
             _add_by_autograd(rest)
             self._begun.update(id(parameter) for parameter, _ in rest)
 
-    def _total(self, parameter: Tensor) -> Tensor | None:
+    def total(self, parameter: Tensor) -> Tensor | None:
         """Returns the gradient of ``parameter`` if another may be added to it without autograd."""
         if id(parameter) not in self._begun or not CAN_RUN_REDUCE_HOOKS or is_watched(parameter):
             return None

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Callable
 
 from fleetpipe.aliases import Context, Tensor
+from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.output_hooks import OutputHooks
 from fleetpipe.errors import ConfigError
@@ -61,6 +62,10 @@ class Call(ABC):
     @abstractmethod
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, with it; lets go of what they needed."""
+
+    def add_weight_grads(self, sums: Sums) -> None:
+        """Adds the gradients of the parameters to ``sums``; lets go of what they needed."""
+        sums.add(self.weight_grads())
 
 
 class Tape:

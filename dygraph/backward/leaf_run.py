@@ -10,6 +10,7 @@ from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.graph_call import GraphCall
 from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, tensors_in
 from fleetpipe.dygraph.backward.leaf_call import Tape, bordered
+from fleetpipe.dygraph.backward.lookup import LookupCall, looks_up
 from fleetpipe.dygraph.backward.output_hooks import stand_in_for
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import leaves_like, replace
@@ -61,6 +62,8 @@ def run(
     elif (product := product_of(leaf, forward, taken)) is not None:
         entries = [tensor for tensor in taken if not tensor.stop_gradient]
         (output,) = bordered(ProductCall(leaf, product, taken[0]), tape, nature.depth, entries)
+    elif looks_up(leaf, forward, taken):
+        (output,) = bordered(LookupCall(leaf, taken[0]), tape, nature.depth, [])
     else:
         output = _cut_out(leaf, nature, forward, tape, taken, args, named)
     # An error of the user's own comes again above, and says nothing of the layer.

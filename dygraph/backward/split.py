@@ -65,8 +65,8 @@ class SplitBackward:
 
     def end(self) -> None:
         """Takes the hooks away after the first batch, and forgets what an unfinished one left."""
+        self._sums.end()
         if self._arrivals is not None:
-            self._sums.end()
             self._arrivals.stop()
             if self._tapes:
                 # They saw a part of the parameters: the next batch has new ones from its beginning.
@@ -85,7 +85,7 @@ class SplitBackward:
             micro_batch: Number within the batch.
         """
         if (stage, micro_batch) not in self._split:
-            return self._running_fast(stage)
+            return self._fast_of(stage).running() if self._fast_leaves else _NOTHING
         tape = self._tapes.setdefault((stage, micro_batch), Tape())
         # What cannot wait in one call does not in any other.
         leaves = [leaf for leaf in self._leaves_of(stage) if leaf.waits and not leaf.static]
@@ -94,18 +94,17 @@ class SplitBackward:
             [(leaf.layer, run(leaf_run.run, leaf, leaf.layer.forward, tape)) for leaf in leaves]
         )
 
-    def rerunning(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """As :meth:`recording` for what runs again in a backward that is not split."""
-        split = (stage, micro_batch) in self._split
-        return _NOTHING if split else self._running_fast(stage)
-
-    def _running_fast(self, stage: int) -> AbstractContextManager[None]:
-        if not self._fast_leaves:
+    def in_backward(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """As :meth:`recording` for a backward that is not split, and what runs again in it."""
+        if (stage, micro_batch) in self._split or not self._fast_leaves:
             return _NOTHING
+        return self._fast_of(stage).in_backward(self._sums)
+
+    def _fast_of(self, stage: int) -> FastForwards:
         if stage not in self._fast:
             leaves = self._leaves_of(stage)
             self._fast[stage] = FastForwards(leaf.layer for leaf in leaves if not leaf.static)
-        return self._fast[stage].running()
+        return self._fast[stage]
 
     @contextmanager
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
@@ -141,7 +140,7 @@ class SplitBackward:
         for call in calls:
             if all(uses[id(parameter)] == 1 for parameter in call.parameters):
                 # At once: the memory of these gradients is free again for those of the next.
-                self._sums.add(call.weight_grads())
+                call.add_weight_grads(self._sums)
                 continue
             for parameter, grad in call.weight_grads():
                 earlier = shared.get(id(parameter))

@@ -320,7 +320,7 @@ class DygraphStage:
     ) -> None:
         """Runs autograd from ``tensors``, and from what layers kept for later slices."""
         number = self._within(micro_batch)
-        with self._split.rerunning(stage, number):
+        with self._split.in_backward(stage, number):
             if self._slices is None:
                 _backward(tensors, grads)
                 return

@@ -39,8 +39,11 @@ CallsOf = Callable[[int, Nest], tuple[Functions, Nest]]
 
 _FIRST = MicroBatch(0)
 
-#: A layer by itself, whose backward is split.
-_ALONE = Schedule("alone", Placement("loop", 1), 1, (tuple(Action(k, 0, 0) for k in "FIW"),))
+#: A layer by itself, whose backward is split, or is not.
+_PARTED, _WHOLE = (
+    Schedule("alone", Placement("loop", 1), 1, (tuple(Action(k, 0, 0) for k in kinds),))
+    for kinds in ("FIW", "FB")
+)
 
 
 class Sample(NamedTuple):
@@ -164,7 +167,8 @@ class _Meter:
         self._splits, self._awaited = splits, awaited
         self._now = _clock()
         self._piece = RecomputedPiece("", [function])
-        self._split = SplitBackward(_ALONE, lambda _: layer)
+        self._split = SplitBackward(_PARTED, lambda _: layer)
+        self._fused = SplitBackward(_WHOLE, lambda _: layer)
         self._warm = False
         self._free = 0
 
@@ -211,7 +215,7 @@ class _Meter:
         before = allocated_bytes()
         restart_peak()
         begin = self._now()
-        with slices.again() as kept:
+        with slices.again() as kept, self._fused.recording(0, _FIRST):
             output = run(value)
         forward = self._now() - begin
         held = max(allocated_bytes() - before, 0)
@@ -225,7 +229,8 @@ class _Meter:
         restart_peak()
         begin = self._now()
         if made:
-            paddle.autograd.backward(made, ones)
+            with self._fused.in_backward(0, _FIRST):
+                paddle.autograd.backward(made, ones)
         backward = self._now() - begin
         return forward, backward, held, max(working, peak_bytes() - at)
 
@@ -252,7 +257,9 @@ class _Meter:
         split.weight_grads(0, _FIRST)
         weight_grad = self._now() - begin
         split.release(0, _FIRST)
-        split.end()
+        if not self._warm:
+            # Its hooks go. Later samples are of one batch: the first gradient of one is slower.
+            split.end()
         return forward, input_grad, weight_grad, held, waiting
 
 

@@ -162,7 +162,9 @@ class Runs:
         """Returns the samples of this process's layers, the loss behind the last; collective."""
         layers = self._layers
         meter = LayerMeter(len(layers.partition.layers), layers.calls_of, layers.stage_layers)
-        engine, stage = self._engine(forward_only(layers.placement, 1), meter.run_of)
+        # The meter has ways of its own for each layer, whose backward it runs itself.
+        schedule = forward_only(layers.placement, 1)
+        engine, stage = self._engine(schedule, meter.run_of, fast_leaves=False)
         for turn in self._turns():
             one = self._one(turn)
             batch = Batch(one)
@@ -179,7 +181,8 @@ class Runs:
         layers, slices = self._layers, slices_in(slicing)
         count = len(layers.partition.layers)
         meter = LayerMeter(count, layers.calls_of, layers.stage_layers, slices)
-        engine, stage = self._engine(in_turn(layers.placement, 1, "B", slices), meter.run_of)
+        schedule = in_turn(layers.placement, 1, "B", slices)
+        engine, stage = self._engine(schedule, meter.run_of, fast_leaves=False)
         loss_fn, calls = layers.loss_fn(), itertools.count()
 
         def loss(output: Nest, label: Nest) -> Tensor:
@@ -216,10 +219,10 @@ class Runs:
         return Batch(sliced(data, slicing), Losses(functions, weights, shares=shares))
 
     def _engine(
-        self, schedule: Schedule, run_of: RunOf, *observers: Observer
+        self, schedule: Schedule, run_of: RunOf, *observers: Observer, fast_leaves: bool = True
     ) -> tuple[Engine, DygraphStage]:
         layers, job = self._layers, self._job
-        split = SplitBackward(schedule, layers.stage_layers)
+        split = SplitBackward(schedule, layers.stage_layers, fast_leaves)
         stage = DygraphStage(run_of, layers.placement, split, layers.borders)
         plan = schedule.lower(layers.edges(training=True))
         return Engine(plan, stage, job.connect(), job.timeout, observers), stage

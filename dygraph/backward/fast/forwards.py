@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Callable
 
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.dygraph.backward.fast import linear
+from fleetpipe.dygraph.backward.adding import Sums
+from fleetpipe.dygraph.backward.fast import embedding, linear
 from fleetpipe.dygraph.backward.own_state import changes
 
 #: ``forward(*args, **named)`` of one layer.
@@ -29,12 +30,16 @@ class FastForwards:
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         """Finds them among ``layers``."""
+        layers = list(layers)
         ways = ((layer, type(layer).forward) for layer in layers)
-        self._ways = [
+        self._ways: list[tuple[Layer, object, Forward]] = [
             (layer, plain, functools.partial(_FORWARDS[plain], layer))
             for layer, plain in ways
             if plain in _FORWARDS
         ]
+        tables = embedding.tables_of(layers)
+        self._ways += [(layer, embedding.plain_forward, one.forward) for layer, one in tables]
+        self._tables = [table for _, table in tables]
 
     def running(self) -> AbstractContextManager[None]:
         """Within it they have it, but for those whose forward a user has replaced."""
@@ -46,6 +51,18 @@ class FastForwards:
                 if type(layer).forward is plain and "forward" not in vars(layer)
             ]
         )
+
+    @contextmanager
+    def in_backward(self, sums: Sums) -> Iterator[None]:
+        """As :meth:`running`, while the stage's backward runs.
+
+        Args:
+            sums: The gradients of the parameters.
+        """
+        with self.running(), ExitStack() as stack:
+            for table in self._tables:
+                stack.enter_context(table.adding(sums))
+            yield
 
 
 class _Replacement:
