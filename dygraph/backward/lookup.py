@@ -47,7 +47,7 @@ def summed(ids: Tensor, grad: Tensor, table: Tensor) -> Tensor:
     """Returns the gradient of a table, which can be differentiated by ``grad``.
 
     The rows are added to zeros one after another, as Paddle's kernel does, which is not called:
-    ``paddle.grad`` within a ``paddle.grad`` is the end of the process.
+    ``paddle.grad`` within a ``paddle.grad`` ends the process (3.3.1).
 
     Args:
         ids: Rows of it.
