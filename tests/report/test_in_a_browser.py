@@ -112,6 +112,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 TraceSteps([5, 6], run / "trace"),
             ],
         )
+    # A learning rate that differs in its last place draws as flat, and in no endless loop.
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    rows[1::2] = [row.replace(": 0.01,", f": {0.01 + 2e-18},") for row in rows[1::2]]
+    (run / "metrics.jsonl").write_text("\n".join([*rows, ""]))
     assert main(["report", str(run), "-o", str(home / "page.html")]) == 0
     return home / "page.html"
 

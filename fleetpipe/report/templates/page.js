@@ -70,8 +70,10 @@ const chart = (figure) => {
     const seen = lines.flatMap((curve) => curve.ys.filter((y, place) => y !== null && xs(curve)[place] >= left && xs(curve)[place] <= right));
     let low = seen.reduce((a, b) => Math.min(a, b), seen[0] ?? 0);
     let high = seen.reduce((a, b) => Math.max(a, b), seen[0] ?? 0);
-    const margin = (high - low) * 0.06 || Math.abs(low) / 2 || 1;
-    low = low >= 0 && low < (high - low) / 2 ? 0 : low - margin;
+    // As in the page's own drawing: what differs in its last places is flat.
+    const flat = high - low <= Math.max(Math.abs(low), Math.abs(high), 1e-200) * 1e-9;
+    const margin = flat ? Math.abs(low) / 2 || 1 : (high - low) * 0.06;
+    low = (flat ? low > 0 : low >= 0 && low < (high - low) / 2) ? 0 : low - margin;
     high += margin;
     const across = (x) => 1000 * (x - left) / (right - left);
     const up = (y) => 1000 * (high - y) / (high - low);
