@@ -21,11 +21,12 @@ class Sums:
 
     def __init__(self) -> None:
         """Begins with none."""
-        self._begun: set[int] = set()
+        #: The parameters that have one, by id.
+        self.begun: set[int] = set()
 
     def end(self) -> None:
         """Forgets the batch: Paddle's ``clear_grad`` leaves zeros that it replaces, not adds to."""
-        self._begun.clear()
+        self.begun.clear()
 
     def add(self, grads: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Adds gradients to their parameters, hooks included; autograd is off meanwhile.
@@ -43,11 +44,11 @@ class Sums:
                 rest.append((parameter, grad))
         if rest:
             _add_by_autograd(rest)
-            self._begun.update(id(parameter) for parameter, _ in rest)
+            self.begun.update(id(parameter) for parameter, _ in rest)
 
     def total(self, parameter: Tensor) -> Tensor | None:
         """Returns the gradient of ``parameter`` if another may be added to it without autograd."""
-        if id(parameter) not in self._begun or not CAN_RUN_REDUCE_HOOKS or is_watched(parameter):
+        if id(parameter) not in self.begun or not CAN_RUN_REDUCE_HOOKS or is_watched(parameter):
             return None
         # A callback may have dropped it in the middle of the batch.
         total = parameter.grad

@@ -65,7 +65,8 @@ class SplitBackward:
 
     def end(self) -> None:
         """Takes the hooks away after the first batch, and forgets what an unfinished one left."""
-        self._sums.end()
+        if self._sums.begun:
+            self._sums.end()
         if self._arrivals is not None:
             self._arrivals.stop()
             if self._tapes:
