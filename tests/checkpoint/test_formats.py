@@ -362,7 +362,7 @@ def test_misuse_says_what_to_do(
     assert "--step 6, or another" in refused(capsys, unified, tmp_path / "run", "--step", 5)
     new = tmp_path / "new"
     assert "one file *.metadata" in refused(capsys, unified, new, "--from", "distributed")
-    assert "--from says its format" in refused(capsys, tmp_path / "nowhere", new)
+    assert "--from or source_format= says its format" in refused(capsys, tmp_path / "nowhere", new)
     names = tmp_path / "names.json"
     names.write_text('{"aoa_statements": ["0.weight -> a"]}')
     told = refused(capsys, unified, new, "--names", names)

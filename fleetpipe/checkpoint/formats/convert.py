@@ -92,7 +92,8 @@ def format_of(folder: Path) -> str:
         "there is no checkpoint in this folder" if folder.is_dir() else "there is no such folder",
         where=str(folder),
         expected="; ".join(f"{name}: {one.files}" for name, one in FORMATS.items()),
-        fix="pass the folder in which these files are, of one step; --from says its format",
+        fix="pass the folder in which these files are, of one step; --from or source_format= says "
+        "its format",
     )
 
 
