@@ -40,7 +40,7 @@ _WARM_UP = 3
 _MATTERS, _LINK_MATTERS = 0.01, 0.05
 _SHORTEST = 1e-7
 #: The least time that is looked at for a limit: by default a kernel counts in tenths of a second.
-_LIMIT_SECONDS = 0.4
+_LIMIT_SECONDS = 0.3
 LIMIT, MACHINE = "compute (processor limit)", "compute (slow machine)"
 #: The least threshold of a machine: others on it make it 1.5 times as slow now and then.
 LEAST_MACHINE = 2.0

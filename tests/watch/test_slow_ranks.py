@@ -199,14 +199,14 @@ def test_messages_for_which_nobody_waits_say_little_of_a_link() -> None:
     assert set(named(215, change)) == {(1, "link to rank 2")}
 
 
-@pytest.mark.parametrize("period", [0.1, 0.25])
-def test_a_rank_whose_processor_is_limited_is_named_for_that(period: float) -> None:
+@pytest.mark.parametrize(("period", "usual"), [(0.1, STEP), (0.25, STEP), (0.1, 0.02)])
+def test_a_rank_whose_processor_is_limited_is_named_for_that(period: float, usual: float) -> None:
     """A step takes 1.3 times as long; the kernel takes the processor away once in a period."""
 
     def change(step: int, rank: int, row: StepRow) -> StepRow:
         if rank != 2 or step < 100:
-            return row
-        span = 1.3 * STEP
+            return row._replace(span=usual)
+        span = 1.3 * usual
         passed = (step - 100) * span
         periods = int((passed + span) / period) - int(passed / period)
         limited = 0.3 / 1.3 * period * periods
