@@ -179,16 +179,17 @@ class WholeTensors:
     def _in_order(
         self, place: Meaning, ranks: Sequence[RankTensors], part: str, whole: np.ndarray
     ) -> bool:
-        """Whether ranks have pieces of a sample that follow one another."""
+        """Whether ranks have pieces of a sample that follow one another, and fit no other way."""
         here = Meaning(place.step, "data", "", place.micro_batch, part)
         parts = [(rank, rank.tensors[here]) for rank in ranks if here in rank.tensors]
         degrees = self._job.degrees
-        return bool(parts) and any(
-            not any(cut.zigzag for cut in way)
-            and all(gap(p, part_of(whole, way, r.coordinate, degrees)) == 0 for r, p in parts)
-            for way in layouts(whole.shape, parts[0][1].shape, degrees)
+        fitting = [
+            way
+            for way in (layouts(whole.shape, parts[0][1].shape, degrees) if parts else ())
             if way
-        )
+            and all(gap(p, part_of(whole, way, r.coordinate, degrees)) == 0 for r, p in parts)
+        ]
+        return bool(fitting) and not any(cut.zigzag for way in fitting for cut in way)
 
     def batches(self, step: int, kind: str) -> list[dict[str, np.ndarray]]:
         """Returns the inputs, or labels, of all replicas' micro-batches, one after another.

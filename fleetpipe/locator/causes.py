@@ -83,6 +83,7 @@ class Outcome(NamedTuple):
 
 MISSING = "the model of the job lacks this parameter: a layer that no stage has, or another model"
 SAME_SHARDS = "all shards were drawn from one random stream: seed each rank of the axis by itself"
+MISPLACED = "these ranks hold the shards of others: a checkpoint is cut by another order of ranks"
 OTHER_WEIGHTS = "this weight begins with other values than the twin's, unlike the rest"
 LABELS = "labels are not those of the inputs: this rank reads other samples than the first stage"
 LABELS_OF_PARTS = (

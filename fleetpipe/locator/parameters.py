@@ -99,6 +99,22 @@ class ParameterChecks:
         if same and axes and leads[0].std() > 0 and self._step == 0:
             ranks = [self._ranks[n] for n in parts]
             return self._finding(name, "initial", axes[0], ranks, causes.SAME_SHARDS, 1.0)
+        if whole is None or not axes or self._step:
+            return None
+        return self._misplaced(name, parts, whole, axes)
+
+    def _misplaced(
+        self, name: str, parts: Parts, whole: np.ndarray, axes: Sequence[str]
+    ) -> Location | None:
+        """Finds ranks with a shard that the twin has in another rank's place."""
+
+        def is_at(part: np.ndarray, number: int) -> bool:
+            return any(_alike(part, p) for p in self._parts_of(whole, part.shape, number))
+
+        wrong = [n for n, part in parts.items() if not is_at(part, n)]
+        if wrong and all(any(is_at(parts[n], other) for other in parts) for n in wrong):
+            ranks = [self._ranks[n] for n in wrong]
+            return self._finding(name, "initial", axes[0], ranks, causes.MISPLACED, 1.0)
         return None
 
     def _drawn(self, whole: Mapping[str, np.ndarray]) -> Location | None:

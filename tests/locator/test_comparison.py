@@ -235,20 +235,29 @@ def test_parts_that_are_never_added_up_are_named() -> None:
     assert "missing all-reduce over mp" in finding.cause
 
 
-@pytest.mark.parametrize("width", [20, 40])
-def test_members_may_drop_the_same_of_a_whole_value_and_not_of_shards(width: int) -> None:
+@pytest.mark.parametrize(
+    ("outer", "split", "right"),
+    [("dp", "mp", False), ("dp", "", True), ("sep", "sep", True)],
+)
+def test_members_may_drop_the_same_of_equal_values_and_not_of_shards(
+    outer: str, split: str, right: bool
+) -> None:
     single, ranks = twin(), []
-    place, wide = Meaning(0, "forward", "drop", 0, "output 0"), np.ones([3, 40], "float32")
+    place = Meaning(0, "forward", "drop", 0, "output 0")
+    wide = np.arange(120.0, dtype="float32").reshape(3, 40)
     single.ranks[0].tensors[place] = ROWS @ wide
     for rank in range(4):
-        rows = ROWS[rank // 2 * 2 :][:2]
-        here = one_rank(rank, {"dp": rank // 2, "mp": rank % 2}, rows, 2)
-        here.tensors[place] = (rows @ wide)[:, :width]
+        coordinate = {outer: rank // 2, "mp": rank % 2}
+        rows = ROWS[rank // 2 * 2 :][:2] if outer == "dp" else ROWS
+        here = one_rank(rank, coordinate, rows, 2)
+        start = 20 * coordinate.get(split, 0)
+        here.tensors[place] = (rows @ wide)[:, start : start + 20 if split else 40]
         draw = np.random.default_rng(rank // 2)
-        here.tensors[place._replace(part="mask")] = draw.random([2, width]) < 0.5
+        mask = draw.random(here.tensors[place].shape) < 0.5
+        here.tensors[place._replace(part="mask")] = mask
         ranks.append(here)
-    finding = first_difference(Record(ranks, {"dp": 2, "mp": 2}), single, single)
-    assert (finding is None) == (width == 40)
+    finding = first_difference(Record(ranks, {outer: 2, "mp": 2}), single, single)
+    assert (finding is None) == right, finding
     assert finding is None or finding.layer == "drop"
     assert finding is None or "the same numbers on ranks along mp" in finding.cause
 
@@ -283,3 +292,20 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank-00000.step-000000.safetensors").write_bytes(b"nothing")
     with pytest.raises(UsageError, match="is damaged"):
         record.read(tmp_path)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0)])
+def test_shards_in_another_ranks_place_are_named(order: tuple[int, int]) -> None:
+    ranks = [one_rank(rank, {"mp": rank}, ROWS, 1) for rank in (0, 1)]
+    place = Meaning(0, "initial", "up.weight", part="parameter")
+    whole = np.arange(12.0, dtype="float32").reshape(2, 6)
+    single = twin()
+    single.ranks[0].tensors[place] = whole
+    for rank, shard in zip(ranks, order):
+        rank.tensors[place] = whole[:, 3 * shard :][:, :3]
+    finding = first_difference(Record(ranks, {"mp": 2}), single, twin(ROUNDING))
+    words = {(1, 0): "the shards of others", (0, 0): "from one random stream"}.get(order)
+    assert (finding is None) == (words is None)
+    if finding is not None:
+        assert (finding.layer, finding.phase, finding.axis) == ("up", "initial", "mp")
+        assert words in finding.cause

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -44,14 +46,20 @@ def test_shapes_that_no_degree_explains_are_no_parts() -> None:
     assert list(layouts((8, 6), (8, 6), {"mp": 2})) == [()]
 
 
-@pytest.mark.parametrize("zigzag", [False, True])
-def test_masks_of_parts_are_joined_in_the_order_of_the_samples(zigzag: bool) -> None:
+@pytest.mark.parametrize(
+    ("zigzag", "tokens"),
+    # The last fit pieces of both orders.
+    [(False, range(8)), (True, range(8)), (True, [4, 16, 2, 8, 14, 14, 14, 14])],
+)
+def test_masks_of_parts_are_joined_in_the_order_of_the_samples(
+    zigzag: bool, tokens: Sequence[int]
+) -> None:
     """Members along mp have the same; along cp pieces that the samples alone put in order."""
     degrees, cut = {"mp": 2, "cp": 2}, DimensionCut(1, ("cp",), zigzag=zigzag)
     drawn = np.random.default_rng(3).random([2, 8]) < 0.5
     data, kept = Meaning(0, "data", "", 0, "input"), Meaning(0, "forward", "drop", 0, "mask")
     twin, ranks = RankTensors(0, {}), []
-    twin.tensors[data] = np.arange(16).reshape(2, 8)
+    twin.tensors[data] = np.array([tokens, tokens])
     for number in range(4):
         here = RankTensors(number, {"mp": number % 2, "cp": number // 2})
         for place, whole in ((data, twin.tensors[data]), (kept, drawn)):
