@@ -155,10 +155,12 @@ class ParameterChecks:
             With the position of its layer in the twin's backward.
         """
         firsts: list[tuple[float, Location]] = []
+        before = self._single.names(self._step, "gradient")
         for name, whole in self._single.names(self._step, "reduction").items():
             parts = self._parts("gradient", name)
             if not parts:
-                if ranks := self._holders(name):
+                # Experts that no token came to have none on one device either.
+                if name in before and (ranks := self._holders(name)):
                     finding = self._finding(name, "gradient", "", ranks, causes.NO_GRADIENT)
                     firsts.append((self._position(name), finding))
                 continue

@@ -91,6 +91,23 @@ def test_steps_that_the_twin_lacks_are_no_equal_ones(
         command.locate("train.py", log_dir=tmp_path)
 
 
+def test_a_folder_that_is_recorded_into_twice_has_the_second_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: object, setting: Setting, what: str) -> None:
+        for rank in range(ranks if what == "the job" else 1):
+            here = record.RankTensors(rank, {})
+            here.tensors[record.Meaning(0, "update", "weight")] = np.array([ranks])
+            record.write(Path(setting.folder), here, {}, 0)
+
+    monkeypatch.setattr(command, "_start", start)
+    for ranks in (2, 1):
+        assert command.locate("train.py", record=tmp_path, log_dir=tmp_path) is None
+        job = record.read(tmp_path / "job")
+        assert [rank.rank for rank in job.ranks] == [*range(ranks)]
+        assert all(t.item() == ranks for rank in job.ranks for t in rank.tensors.values())
+
+
 def test_an_error_of_its_own_is_no_difference(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

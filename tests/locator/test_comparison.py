@@ -183,6 +183,23 @@ def test_a_rank_without_a_gradient_is_named() -> None:
     assert (finding.phase, finding.axis, finding.ranks) == ("gradient", "dp", [1])
 
 
+def test_no_gradient_before_the_reduction_is_named_where_the_twin_has_one() -> None:
+    job, single = replicas(), twin()
+    place = Meaning(0, "gradient", "fc.weight", part="gradient")
+    for rank in (*job, single.ranks[0]):
+        total = place._replace(phase="reduction")
+        rank.tensors[total] = np.zeros_like(rank.tensors[total])
+        rank.tensors[place._replace(phase="update", part="parameter")] = WEIGHT
+    kept = single.ranks[0].tensors[place]
+    for rank in (*job, single.ranks[0]):
+        del rank.tensors[place]
+    assert first_difference(compared(job), single, single) is None
+    single.ranks[0].tensors[place] = kept
+    finding = first_difference(compared(job), single, single)
+    assert finding is not None
+    assert (finding.layer, finding.phase) == ("fc", "gradient")
+
+
 def test_a_value_that_is_changed_on_its_way_is_of_the_layer_around() -> None:
     """The twin's next layer takes what the one before has returned; the job's takes another."""
     job, single = replicas(), twin()
