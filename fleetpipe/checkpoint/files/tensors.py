@@ -205,6 +205,9 @@ def _parsed(text: bytes, start: int) -> dict[str, Stored]:
     entries.pop("__metadata__", None)
     tensors = {}
     for name, entry in entries.items():
+        name.encode()  # what is no text cannot be written again
+        if entry["dtype"] not in _NAMES:
+            raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}, which Paddle has not")
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):

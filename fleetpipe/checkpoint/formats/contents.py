@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -98,6 +98,28 @@ def stored_tensor(path: Path, stored: Stored) -> LazyTensor:
         return array
 
     return LazyTensor(stored.tensor, read)
+
+
+def are_whole(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
+    """Whether parts are together the whole of a tensor, and none of it twice.
+
+    Args:
+        boxes: Where each begins on each axis, and its shape.
+        shape: Of the whole.
+    """
+    parts = [(begin, [b + n for b, n in zip(begin, size)]) for begin, size in boxes]
+    if any(len(begin) != len(shape) or len(end) != len(shape) for begin, end in parts):
+        return False
+    edges = [
+        sorted({0, size, *(part[axis] for pair in parts for part in pair)})
+        for axis, size in enumerate(shape)
+    ]
+    if any(one[0] < 0 or one[-1] > size for one, size in zip(edges, shape)):
+        return False
+    counts = np.zeros([len(one) - 1 for one in edges], int)
+    for begin, end in parts:
+        counts[tuple(slice(*np.searchsorted(e, pair)) for e, *pair in zip(edges, begin, end))] += 1
+    return bool((counts == 1).all())
 
 
 def placed_tensor(path: Path, array: np.ndarray | Placed) -> LazyTensor:

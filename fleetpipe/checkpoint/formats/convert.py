@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from fleetpipe.checkpoint.files.run_folder import complete_steps
 from fleetpipe.checkpoint.formats import distributed, layer_files, run, safetensors_folder
 from fleetpipe.checkpoint.formats.contents import Checkpoint, paddle_tensor, shown
 from fleetpipe.checkpoint.formats.name_map import NameMap, read_map, renamed
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
 
 FLEETPIPE, FLEET = "fleetpipe", "fleet"
 _TRAINED = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
@@ -116,13 +117,19 @@ def read_checkpoint(
         state = run.read_step(folder, step)
     else:
         state = FORMATS[source_format].read(folder)
+    if names is not None and state.tensors:
+        try:
+            state = renamed(state, names)
+        except FleetPipeError as error:
+            error.add_place(names.file)
+            raise
     if not state.tensors:
         raise CheckpointError(
-            "the checkpoint has no tensors",
+            "the checkpoint has no tensors" + " that the map does not leave out" * bool(names),
             where=str(folder),
             fix="pass the folder of a step that has a model",
         )
-    return state if names is None else renamed(state, names)
+    return state
 
 
 def convert(
@@ -154,7 +161,9 @@ def convert(
     """
     read_as = source_format or format_of(source)
     write_as = to or (FLEET if read_as == FLEETPIPE else FLEETPIPE)
-    _require_free(target, write_as)
+    _require_free(source, target, write_as)
+    if step is not None and step < 0:
+        raise ConfigError(f"a step is a number of 0 or more (={step})", fix="give another --step")
     whole = read_checkpoint(source, read_as, names, step if read_as == FLEETPIPE else None)
     groups, write = FORMATS[write_as].groups, FORMATS[write_as].write
     state = replace(whole, tensors={n: t for n, t in whole.tensors.items() if n.group in groups})
@@ -172,15 +181,21 @@ def convert(
     return written
 
 
-def _require_free(target: Path, write_as: str) -> None:
+def _require_free(source: Path, target: Path, write_as: str) -> None:
     """Raises a ``CheckpointError`` where something stands that a checkpoint would mix with."""
     run_or_empty = complete_steps(target) or (target.is_dir() and not any(target.glob("[!.]*")))
-    if target.exists() and not (write_as == FLEETPIPE and run_or_empty):
+    if os.path.lexists(target) and not (write_as == FLEETPIPE and run_or_empty):
         raise CheckpointError(
             "the target is there, and nothing is written over",
             where=str(target),
             expected="a folder that does not exist" + ", or a run" * (write_as == FLEETPIPE),
             fix="give a folder that does not exist",
+        )
+    if Path(os.path.realpath(source)) in Path(os.path.realpath(target)).parents:
+        raise CheckpointError(
+            "the target is within the source, in which nothing is changed",
+            where=str(target),
+            fix="give a folder outside of it",
         )
 
 

@@ -7,7 +7,8 @@ and a master weight ``name.w_0``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +23,14 @@ from fleetpipe.checkpoint.formats.contents import (
     SCHEDULER,
     Checkpoint,
     LazyTensor,
+    are_whole,
     bits,
     other_files,
     paddle_tensor,
     part_of,
     placed_tensor,
     scheduler_in,
+    shown,
     stored_tensor,
     write_rest,
 )
@@ -183,15 +186,14 @@ class _Shards:
         ends = zip(*(map(sum, zip(part.begin, part.shape)) for part in parts))
         shape = tuple(fields.get("global_shape") or map(max, ends))
         described = Described(dtype, shape)
-        count = sum(int(np.prod(piece.described.shape)) for piece in pieces)
         if dtype not in CODES or any(piece.described.dtype != dtype for piece in pieces):
             got = ", ".join(dict.fromkeys(piece.described.dtype for piece in pieces))
             raise tensors.damaged(parts[0].file, f"{name!r} has parts of {got}, not of {dtype}")
-        if count != int(np.prod(shape)):
-            raise tensors.damaged(self._path, f"{count} elements for {name!r}, {described}")
-        for part in parts:
-            if any(b + n > size for b, n, size in zip(part.begin, part.shape, shape)):
-                raise tensors.damaged(self._path, f"a part of {name!r} at {[*part.begin]}")
+        if not _are_whole(parts, shape):
+            places = shown([f"{[*part.shape]} at {[*part.begin]}" for part in parts])
+            raise tensors.damaged(
+                self._path, f"parts that are not the whole of {name!r}, {described}: {places}"
+            )
 
         def read(cut: Region | None) -> np.ndarray:
             if len(pieces) == 1 and pieces[0].described.shape == shape:
@@ -216,6 +218,18 @@ class _Shards:
             got = f"{part.name!r} is {piece.described}, and {self._path.name} says {list(shape)}"
             raise tensors.damaged(part.file, got)
         return piece
+
+
+def _are_whole(parts: Iterable[_Part], shape: tuple[int, ...]) -> bool:
+    """Whether parts are together a tensor: flat ones first what they are ranges of."""
+    ranges: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
+    for part in parts:
+        flat = part.range or (0, math.prod(part.shape))
+        ranges.setdefault((part.begin, part.shape), []).append(flat)
+    return are_whole(ranges, shape) and all(
+        are_whole([([begin], [end - begin]) for begin, end in flat], [math.prod(box)])
+        for (_, box), flat in ranges.items()
+    )
 
 
 def _place_of(record: PickledObject) -> tuple[tuple[int, ...], tuple[int, int] | None]:

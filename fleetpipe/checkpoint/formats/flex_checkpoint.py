@@ -116,6 +116,14 @@ def composed(
             _copied(source.removeprefix(_NUMBERED), taken, put, steps or ())
             for source, taken, put, steps in tensor.slices
         )
+    unknown = [name for name in outputs if "$" in name]
+    if unknown:
+        raise ConfigError(
+            "a statement of the map has an unknown placeholder",
+            got=", ".join(unknown[:10]),
+            expected="$LAYER_ID or $EXPERT_ID",
+            fix="correct it",
+        )
     read = {part.source for parts in outputs.values() for part in parts}
     left_out = {word.removeprefix(_NUMBERED) for word in engine.need_remove_input_vars}
     lost = [name for name in shapes if name not in read and name not in left_out]

@@ -45,6 +45,13 @@ def read_folder(folder: Path) -> Checkpoint:
             )
         for name, array in fleet_files.placed(path).items():
             full = TensorName(MODEL, f"{int(match['layer'])}.{name}")
+            if full in contents:
+                raise CheckpointError(
+                    f"two files have {full}",
+                    where=str(path),
+                    cause="the folder has the files of two saves, with other numbers of chunks",
+                    fix="move the files of one of them away",
+                )
             contents[full] = placed_tensor(path, array)
     return Checkpoint(contents)
 

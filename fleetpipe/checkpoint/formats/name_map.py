@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,14 @@ import numpy as np
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
 from fleetpipe.checkpoint.files.tensors import Described, Region
 from fleetpipe.checkpoint.formats.casts import can_cast, cast
-from fleetpipe.checkpoint.formats.contents import Checkpoint, LazyTensor, bits, part_of, shown
+from fleetpipe.checkpoint.formats.contents import (
+    Checkpoint,
+    LazyTensor,
+    are_whole,
+    bits,
+    part_of,
+    shown,
+)
 from fleetpipe.checkpoint.formats.flex_checkpoint import Copied, composed
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.json_value import JsonValue, Source, read
@@ -43,11 +51,13 @@ class NameMap:
         aoa_statements: All of them must fit.
         optional_statements: Those count whose tensors are there.
         reverse: Whether they are read from right to left.
+        file: Where they stand.
     """
 
     aoa_statements: tuple[str, ...]
     optional_statements: tuple[str, ...] = ()
     reverse: bool = False
+    file: str = ""
 
 
 def read_map(name: str, *, reverse: bool) -> NameMap:
@@ -69,7 +79,7 @@ def read_map(name: str, *, reverse: bool) -> NameMap:
         value.require_names(("aoa_statements", "optional_statements"))
         optional = value.get("optional_statements")
         texts = value["aoa_statements"].texts()
-        return NameMap(texts, () if optional is None else optional.texts(), reverse)
+        return NameMap(texts, () if optional is None else optional.texts(), reverse, str(path))
 
     return read(path, _SOURCE, checked)
 
@@ -134,7 +144,25 @@ def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
     for statement in names.optional_statements:
         if all(_layers(pattern, model) for pattern in _names(statement, right=names.reverse)):
             fitting.append(statement)
+    _require_order(fitting)
     return fitting
+
+
+def _require_order(statements: Sequence[str]) -> None:
+    """Raises a ``ConfigError`` where names lead to each other: none of them would come first."""
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for statement in statements:
+        left, right = ({*_names(statement, right=side)} for side in (False, True))
+        for name in right - left:
+            order.add(name, *left - right)
+    try:
+        order.prepare()
+    except CycleError as error:
+        raise ConfigError(
+            "the statements of the map lead in a circle",
+            got=" -> ".join(error.args[1]),
+            fix="give what they make names that the checkpoint does not have",
+        ) from None
 
 
 def _names(statement: str, *, right: bool) -> list[str]:
@@ -184,7 +212,20 @@ def _described(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> De
                 got=str(source),
                 fix="save the checkpoint again: its optimizer is that of another model",
             )
+        if any(sorted(order) != [*range(len(part.taken))] for order in part.orders):
+            raise ConfigError(
+                f"permute= is no order of the axes of {part.source!r}, {source}",
+                got=str(part.orders),
+                fix="give each axis once, from 0",
+            )
     shape = tuple(max(piece.stop for piece in pieces) for pieces in zip(*(p.put for p in parts)))
+    boxes = [([s.start for s in p.put], [s.stop - s.start for s in p.put]) for p in parts]
+    if not are_whole(boxes, shape):
+        raise ConfigError(
+            "tensors of these shapes cannot be joined",
+            got=shown([f"{p.source} {[*sources[p.source].described.shape]}" for p in parts]),
+            fix="join along the axis in which alone they differ, axis=",
+        )
     return Described(dtypes.pop(), shape)
 
 

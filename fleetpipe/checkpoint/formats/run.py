@@ -109,8 +109,8 @@ def write_step(state: Checkpoint, home: Path, step: int) -> None:
     contents = Manifest(step, files, {}, order, optimizer, {}, ranks.layout, versions)
     made = not home.exists()
     draft = run_folder.draft_of(home, step, uuid.uuid4().hex[:8])
-    draft.mkdir(parents=True)
     try:
+        draft.mkdir(parents=True)
         task = Assignment(Retention(home), draft, plan, 0, 1, contents, texts)
         write(task, lambda name: memory_of(state.tensors[name].read()))
     except BaseException:

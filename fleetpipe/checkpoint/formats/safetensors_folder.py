@@ -119,7 +119,9 @@ def _weight_map(index: JsonValue) -> dict[str, str]:
     if quantized is not None and quantized.content != "O0":
         raise quantized.refused("an optimizer that is not quantized")
     places = {name: file.text() for name, file in index["weight_map"].fields().items()}
-    if any(os.path.basename(file) != file for file in places.values()):
+    if not places:
+        raise index["weight_map"].refused("names of tensors")
+    if any(os.path.basename(file) != file or "\0" in file for file in places.values()):
         raise index["weight_map"].refused("names of files of the folder")
     return places
 

@@ -1,12 +1,9 @@
-"""Checkpoints of Paddle, of libraries and of Hugging Face: any to any, bits equal, or refused."""
+"""Checkpoints of Paddle, of libraries and of Hugging Face: any to any, bits equal."""
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import pickle
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,80 +11,17 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from paddle import nn
 from paddle.distributed import load_state_dict, save_state_dict
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import fleetpipe
-from fleetpipe.checkpoint.files import tensors
 from fleetpipe.checkpoint.formats import distributed
-from fleetpipe.cli import main
+from tests.checkpoint.formats.trainer_files import arrays, convert, step, trained, write_unified
 from tests.pipelines import bits
 
 NEW = paddle.__version__.startswith("3.")
 pytestmark = pytest.mark.skipif(not NEW, reason="Paddle 2.6.2 writes no such metadata")
 PLACES = ("fleetpipe", "formers", "distributed", "unified")
-
-
-def convert(*words: object, code: int = 0) -> None:
-    assert main(["checkpoint", "convert", *map(str, words)]) == code
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    convert(*words, code=2)
-    return capsys.readouterr().err
-
-
-def write_unified(folder: Path, groups: dict[str, dict[str, np.ndarray]]) -> Path:
-    """As a Trainer of PaddleNLP writes it."""
-    folder.mkdir()
-    for group, arrays in groups.items():
-        file = f"{group}-00001-of-00001.safetensors"
-        save_file(arrays, folder / file, metadata={"format": "np"})
-        index = {"metadata": {"total_size": 0}, "weight_map": dict.fromkeys(arrays, file)}
-        (folder / f"{group}.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "trainer_state.json").write_text('{"global_step": 7}')
-    paddle.save({"last_epoch": 7, "last_lr": 0.1}, str(folder / "scheduler.pdparams"))
-    return folder
-
-
-def trained() -> tuple[nn.Layer, paddle.optimizer.Optimizer]:
-    """A model and an optimizer, before the first step."""
-    paddle.seed(3)
-    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-    return model, paddle.optimizer.AdamW(0.1, parameters=model.parameters())
-
-
-def step(model: nn.Layer, optimizer: paddle.optimizer.Optimizer) -> None:
-    model(paddle.arange(8.0).reshape([2, 4])).pow(2).mean().backward()
-    optimizer.step()
-    optimizer.clear_grad()
-
-
-@pytest.fixture
-def unified(tmp_path: Path) -> Path:
-    """A trained model with the state of its optimizer."""
-    model, adam = trained()
-    step(model, adam)
-    names = {parameter.name: name for name, parameter in model.named_parameters()}
-    states = {}
-    for key, value in adam.state_dict().items():
-        parameter = next((name for name in names if key.startswith(name)), None)
-        if parameter is not None:
-            states[f"{names[parameter]}/{key[len(parameter) + 1 :]}"] = value.numpy()
-    parameters = {name: value.numpy() for name, value in model.state_dict().items()}
-    masters = {name: value.astype("float32") + 1 for name, value in parameters.items()}
-    groups = {"model": parameters, "optimizer": states, "master_weights": masters}
-    return write_unified(tmp_path / "unified-0", groups)
-
-
-def arrays(folder: Path) -> dict[str, bytes]:
-    """Returns all tensors of a unified checkpoint, by the library."""
-    return {
-        f"{file.name.split('-')[0]} {name}": array.tobytes() + str(array.shape).encode()
-        for file in folder.glob("*.safetensors")
-        for name, array in load_file(file).items()
-    }
 
 
 @pytest.mark.parametrize("source", PLACES)
@@ -295,122 +229,3 @@ def test_a_map_casts_as_paddle_does(tmp_path: Path) -> None:
         loaded = {name: paddle.zeros_like(value) for name, value in expected.items()}
         load_state_dict(loaded, str(out))
         assert bits(loaded) == bits(expected), (source, target)
-
-
-def test_no_other_dtype_is_cast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = write_unified(tmp_path / "hf", {"model": {"a": np.arange(3)}})
-    names = tmp_path / "names.json"
-    names.write_text('{"aoa_statements": ["a -> b, dtype=\'float16\'"]}')
-    refusal = refused(capsys, source, tmp_path / "new", "--names", names)
-    assert "'a' cannot be cast from int64 to float16" in refusal
-
-
-def test_damage_is_refused_with_the_name_of_the_file(
-    unified: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    convert(unified, tmp_path / "flat", "--to", "distributed")
-    model, index = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
-    places = json.loads((unified / index).read_text())
-    moved = {"weight_map": {**places["weight_map"], "2.bias": "gone.safetensors"}}
-    lost = {"weight_map": dict.fromkeys(("0.weight", "0.bias", "2.weight"), model)}
-    extra = {"weight_map": {**places["weight_map"], "3.bias": model}}
-    outside = {"weight_map": {**places["weight_map"], "2.bias": f"../unified-0/{model}"}}
-    cases: list[tuple[Path, bytes, str]] = [
-        (unified / model, (unified / model).read_bytes()[:-4], model),
-        (unified / index, b"{", index),
-        (unified / index, json.dumps(moved).encode(), "gone.safetensors cannot be read"),
-        (unified / index, json.dumps(lost).encode(), "no place for 2.bias"),
-        (unified / index, json.dumps(extra).encode(), "no tensor '3.bias'"),
-        (unified / index, json.dumps(outside).encode(), "names of files of the folder"),
-    ]
-    flat = tmp_path / "flat"
-    shard = flat / "0_0.distcp"
-    content = pickle.loads(shard.read_bytes())
-    name, first = "0.weight", content["0.weight"]
-    cases += [
-        (shard, shard.read_bytes()[:-40], "0_0.distcp is not what paddle.save writes"),
-        (shard, pickle.dumps({**content, name: first[:-1]}, 4), "0.metadata says [4, 3]"),
-        (shard, pickle.dumps({**content, name: first.astype("float64")}, 4), "parts of float64"),
-        (shard, pickle.dumps({"0.bias": content["0.bias"]}, 4), "no '0.weight'"),
-        (flat / "0.metadata", pickle.dumps(print), "nothing of it was run"),
-        (flat / "0.metadata", (flat / "0.metadata").read_bytes()[:-99], "0.metadata is not"),
-    ]
-    for path, damage, message in cases:
-        whole = path.read_bytes()
-        path.write_bytes(damage)
-        assert message in refused(capsys, path.parent, tmp_path / "new", "--to", "unified")
-        path.write_bytes(whole)
-    shard.rename(flat / "other")
-    assert "there is no" in refused(capsys, flat, tmp_path / "new", "--to", "unified")
-    (flat / "0.metadata").rename(flat / "other.metadata.part")
-    (flat / "other").rename(shard)
-    assert "its save did not end" in refused(capsys, flat, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-    assert not [*tmp_path.glob(".draft-*")]
-
-
-def test_misuse_says_what_to_do(
-    unified: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    convert(unified, tmp_path / "there", "--to", "unified")
-    before = arrays(tmp_path / "there")
-    assert "nothing is written over" in refused(
-        capsys, unified, tmp_path / "there", "--to", "distributed"
-    )
-    assert arrays(tmp_path / "there") == before
-    convert(unified, tmp_path / "run", "--step", 5)
-    assert "--step 6, or another" in refused(capsys, unified, tmp_path / "run", "--step", 5)
-    new = tmp_path / "new"
-    assert "one file *.metadata" in refused(capsys, unified, new, "--from", "distributed")
-    assert "--from or source_format= says its format" in refused(capsys, tmp_path / "nowhere", new)
-    names = tmp_path / "names.json"
-    names.write_text('{"aoa_statements": ["0.weight -> a"]}')
-    told = refused(capsys, unified, new, "--names", names)
-    assert "does not speak of 3 tensors" in told
-    assert "0.bias, 2.bias, 2.weight" in told
-    both = ["0.weight -> a", "2.weight -> a", "0.bias -> b", "2.bias -> c"]
-    names.write_text(json.dumps({"aoa_statements": both}))
-    assert "nothing is made of 0.weight" in refused(capsys, unified, new, "--names", names)
-    names.write_text('{"aoa_statements": ["missing -> a"]}')
-    assert "lacks tensors" in refused(capsys, unified, new, "--names", names)
-    names.write_text('{"statements": []}')
-    assert str(names) in refused(capsys, unified, new, "--names", names)
-    assert "paddlenlp-llama" in refused(capsys, unified, new, "--names", "llama")
-    names.write_text(json.dumps({"aoa_statements": ["0.weight -> ../../a"]}))
-    assert "does not fit" in refused(capsys, unified, new, "--names", names)
-    assert "did not end" in refused(capsys, unified, names / "inner", "--to", "unified")
-    for target in (names, unified):
-        assert "nothing is written over" in refused(capsys, unified, target)
-    assert not new.exists()
-
-
-def test_folders_of_which_a_part_would_be_lost_are_refused(
-    unified: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    convert(unified, tmp_path / "flat", "--to", "distributed")
-    mixed, new = shutil.copytree(unified, tmp_path / "mixed"), tmp_path / "new"
-    shutil.copytree(tmp_path / "flat", mixed, dirs_exist_ok=True)
-    assert "several checkpoints" in refused(capsys, mixed, new)
-    convert(mixed, tmp_path / "chosen", "--from", "unified", "--to", "unified")
-    assert arrays(tmp_path / "chosen") == arrays(unified)
-    for group in ("optimizer", "model"):
-        (unified / f"{group}.safetensors.index.json").unlink()
-        assert f"there is no {group}.safetensors.index.json" in refused(capsys, unified, new)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    for to in ("fleetpipe", "distributed", "unified"):
-        with monkeypatch.context() as patched:
-            patched.setattr(tensors, "write", raising(full))
-            patched.setattr(distributed, "_save", raising(full))
-            words = (tmp_path / "flat", new, "--to", to)
-            assert "No space left on device" in refused(capsys, *words)
-        assert not new.exists()
-
-
-def raising(error: Exception) -> Callable[..., None]:
-    def act(*_: Any) -> None:
-        raise error
-
-    return act
