@@ -89,6 +89,7 @@ LABELS = "labels are not those of the inputs: this rank reads other samples than
 LABELS_OF_PARTS = (
     "labels are not those of the whole sequences: each rank cuts, or shifts, those of its own part"
 )
+EVALUATING = "the model of these ranks is in the mode of eval() as they train, and others' is not"
 OTHER_ROWS = (
     "this layer computes something else, and its micro-batch has other rows than the twin's: what "
     "depends on all rows, as a batch normalisation, takes those of one replica alone"
@@ -182,6 +183,24 @@ def _of_flow(layer: str, part: str, partial: str, axis: str, backward: bool) -> 
     if axis:
         return f"this layer computes something else: see what it does along {axis}"
     return "this layer computes something else from the same input"
+
+
+def of_evaluation(job: Record, step: int) -> Location | None:
+    """Finds ranks of a loop of whose model nothing is recorded, as in the mode of evaluation."""
+
+    def has_inputs(rank: RankTensors) -> bool:
+        return any(place.part.startswith("input") for place in rank.of(step, "data"))
+
+    training = [rank for rank in job.ranks if has_inputs(rank)]
+    wrong = [
+        rank
+        for rank in job.ranks
+        if rank not in training and {place.part for place in rank.of(step, "loss")} == {"share"}
+    ]
+    if not training or not wrong:
+        return None
+    axis, numbers = axis_between(wrong, training, job.degrees), [rank.rank for rank in wrong]
+    return Location("", "forward", axis, numbers, step, None, float("inf"), 0.0, EVALUATING)
 
 
 def of_loss(

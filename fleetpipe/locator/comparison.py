@@ -79,6 +79,7 @@ class StepBesideTwin:
         )
         checks: list[Callable[[], Location | None]] = [
             parameters.initial,
+            lambda: causes.of_evaluation(self.job, self.step),
             self._data,
             lambda: self._flow("forward"),
             self._streams,

@@ -141,6 +141,8 @@ BUGS |= {
         (BATCHES, "norm-changed-on-one", "cp2", "", "1.before", "initial", "cp"),
         (BATCHES, "decay-on-one sharding", "sharding2", "", PLACES, "update", "sharding"),
         (BATCHES, "router-not-reduced", "sharding2ep2", EXPERTS, ROUTER, "reduction", "sharding"),
+        (LOOPS, "shards-swapped", "mp2", ATTENTION, "q", "initial", "mp"),
+        (LOOPS, "evaluating-on-one", "dp2", "", "", "forward", "dp"),
         (LOOPS, "slice-for-scatter", "mp2", SEQUENCE, "table", "gradient", "mp"),
         (LOOPS, "world-for-dp", "dp2mp2", ATTENTION, "head", "reduction", "dp"),
         (BATCHES, "half-in-a-stage", "pp2", "", "3", "forward", ""),

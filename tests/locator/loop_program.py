@@ -168,6 +168,13 @@ class Sequence(nn.Layer):
 
 
 net = {"images": Images, "attention": Attention, "sequence": Sequence}[args.net]()
+if args.bug == "shards-swapped":
+    # A file of one device, of which each rank takes its columns.
+    columns = np.random.default_rng(5).random([WIDTH, 2 * WIDTH], "float32")
+    place = DEGREES["mp"] - 1 - shard
+    net.q.weight.set_value(np.split(columns, DEGREES["mp"], 1)[place])
+if bug("evaluating-on-one") and rank:
+    net.eval()
 if args.net == "sequence" and DEGREES["mp"] > 1:
     parts.register_sequence_parallel_allreduce_hooks(net, COUNT, False)
 model = fleet.distributed_model(net) if args.wrapped else net

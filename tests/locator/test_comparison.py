@@ -175,6 +175,16 @@ def test_the_first_wrong_place_is_named(
     }
 
 
+def test_a_rank_that_trains_in_the_mode_of_evaluation_is_named() -> None:
+    job = replicas()
+    kept = {p: t for p, t in job[1].tensors.items() if p.phase not in ("data", "forward")}
+    job[1].tensors = kept
+    finding = first_difference(compared(job), twin(), twin(ROUNDING))
+    assert finding is not None
+    assert (finding.layer, finding.phase, finding.axis) == ("", "forward", "dp")
+    assert "eval()" in finding.cause
+
+
 def test_a_rank_without_a_gradient_is_named() -> None:
     job = replicas()
     del job[1].tensors[Meaning(0, "gradient", "fc.weight", part="gradient")]
