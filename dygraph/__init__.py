@@ -1,6 +1,6 @@
 """Pipelines in dynamic graph: the layer list, its stages, and the wrapper that trains them.
 
-Entered by: ``broadcast``, ``derivatives``, ``gradients``, ``nest``, ``random_keys``, ``slices``.
+Entered by: ``broadcast``, ``gradients``, ``nest``, ``random_keys``, ``slices``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 # First, because it says which package to install where there is no Paddle.
 from fleetpipe import paddle_api as paddle_api
 from fleetpipe.dygraph.backward.crossings import Crossing, reordered
-from fleetpipe.dygraph.batch.fake_micro_dataset import FakeMicroDataset
 from fleetpipe.dygraph.batch.losses import weighted
+from fleetpipe.dygraph.batch.micro_batches import FakeMicroDataset
 from fleetpipe.dygraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from fleetpipe.dygraph.layers.vocabulary_losses import VocabularyLoss, vocabulary_cross_entropy
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer

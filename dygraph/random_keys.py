@@ -315,7 +315,6 @@ class GeneratorStates:
     """The states of Paddle's generators: of the current device, and of the CPU beside a GPU."""
 
     def __init__(self) -> None:
-        """Takes the states that the generators have now."""
         self._states: dict[str | None, Any] = {None: paddle.get_rng_state()}
         if device_kind() != "cpu":
             self._states["cpu"] = paddle.get_rng_state("cpu")
@@ -330,7 +329,6 @@ class RandomStates:
     """All that layers may draw from: Paddle's generators and streams, NumPy's and Python's."""
 
     def __init__(self) -> None:
-        """Takes the states of now."""
         self._paddle = GeneratorStates()
         self._streams = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
         self._numpy = np.random.get_state()

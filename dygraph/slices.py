@@ -124,7 +124,6 @@ class SliceStates:
     """What is kept of the slices of a batch, by stage and micro-batch, until their backwards."""
 
     def __init__(self, slices: int) -> None:
-        """Begins with nothing."""
         self._slices = slices
         self._kept: dict[tuple[int, int], list[_Slice]] = {}
 

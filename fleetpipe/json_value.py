@@ -60,7 +60,6 @@ class JsonValue:
     __slots__ = ("content", "place", "source")
 
     def __init__(self, content: object, source: Source, place: str = "") -> None:
-        """Takes a value that is read already."""
         self.content, self.source, self.place = content, source, place
 
     def refused(self, expected: str) -> FleetPipeError:

@@ -4,7 +4,7 @@ The way of a program: ``entry`` takes it at ``minimize``, ``ir`` describes it as
 ``cut`` gives it stages, ``ir`` makes programs of these, ``run`` trains them, ``save`` keeps what
 they learned. Start with ``entry/optimizer.py``. No package here imports dynamic graph or Fleet.
 
-Entered by: ``graph``, ``pipeline_programs``, ``source_lines``, ``tags``.
+Entered by: ``graph``, ``pipeline_programs``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from fleetpipe import paddle_api as paddle_api
 from fleetpipe.static.entry.data_loader import DataLoader
 from fleetpipe.static.entry.optimizer import StaticOptimizer, refuse_stages
 from fleetpipe.static.entry.patches import install, uninstall
+from fleetpipe.static.graph import stage_guard
 from fleetpipe.static.ir.readers import name_of
 from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.reference import SingleProgram
 from fleetpipe.static.run.pipeline import StaticPipeline
-from fleetpipe.static.save.files import load, save
-from fleetpipe.static.save.inference import save_inference_model
+from fleetpipe.static.save.files import load, save, save_inference_model
 from fleetpipe.static.save.state import full_state_dict, load_state_dict, state_dict
-from fleetpipe.static.tags import stage_guard
 
 __all__ = [
     "DataLoader",

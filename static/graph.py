@@ -1,13 +1,21 @@
 """A forward program as both readers describe it: operations, the values between them, their stages.
 
 Nothing here knows Paddle: values are numbers, so that the rules of the cut are written once.
+What says where an operation belongs is read here too: ``gpu:k`` of a ``device_guard`` is stage k on
+any device, and Paddle's stack of an operation has the line of the user's script.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 
 #: The tag of ``device_guard("gpu:all")``: computed by every stage that needs it.
 EVERYWHERE = -1
@@ -117,3 +125,47 @@ def needed(graph: Graph, numbers: Iterable[int], replicated: Collection[int]) ->
                 replicas_needed.add(number)
                 waiting.append(number)
     return sorted(replicas_needed)
+
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+_FOREIGN = (os.path.dirname(paddle.__file__), _PACKAGE, os.path.dirname(_PACKAGE) + "/fleetpipe/")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_IMPORTLIB = "<frozen "
+
+
+def user_line(stack: Iterable[str]) -> str:
+    """Returns the innermost frame of a stack that is neither Paddle's nor fleetpipe's."""
+    line = ""
+    for frame in stack:
+        match = _FRAME.search(frame)
+        if match and not match[1].startswith((*_FOREIGN, _IMPORTLIB)):
+            line = f"{match[1]}, line {match[2]}"
+    return line
+
+
+def stage_of_device(device: str | None) -> int | None:
+    """Returns the stage of ``gpu:k``, :data:`EVERYWHERE` for ``gpu:all``, None for all else."""
+    kind, _, index = (device or "").partition(":")
+    if not kind or kind == "cpu" or not index:
+        return None
+    if index == "all":
+        return EVERYWHERE
+    if not index.isdigit():
+        raise ConfigError(
+            f"device_guard({device!r}) names no stage",
+            expected="'gpu:0', 'gpu:1', .., or 'gpu:all'",
+            fix="write the number of the stage behind the colon",
+        )
+    return int(index)
+
+
+def stage_guard(stage: int) -> AbstractContextManager[object]:
+    """Builds what stands in it into a stage: ``device_guard("gpu:k")`` under a plainer name."""
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+        raise ConfigError(
+            "a stage is a whole number of at least 0",
+            got=repr(stage),
+            fix="number the stages 0, 1, 2, .. in the order of the network",
+        )
+    guard: AbstractContextManager[object] = paddle.static.device_guard(f"gpu:{stage}")
+    return guard

@@ -39,13 +39,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedules/__init__",),
     (
         *("schedules/commands", "profiling", "report", "starter", "transport"),
-        "static/graph static/source_lines static/tags",
+        "static/graph",
     ),
     ("mesh", "watch", "why"),
     (
         *("config", "engine", "job", "static/cut"),
-        "dygraph/nest dygraph/random_keys dygraph/gradients"
-        " dygraph/derivatives dygraph/broadcast dygraph/slices",
+        "dygraph/nest dygraph/random_keys dygraph/gradients dygraph/broadcast dygraph/slices",
     ),
     (
         *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
@@ -61,7 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dygraph/__init__",),
     (
         "parity/__init__ parity/cutting parity/differences parity/edges"
-        " parity/evaluation parity/orders parity/outputs parity/reference"
+        " parity/evaluation parity/outputs parity/reference"
         " parity/report parity/session parity/stepping",
     ),
     ("capture",),

@@ -20,7 +20,6 @@ class Sums:
     """The gradients of parameters, as they grow in one batch."""
 
     def __init__(self) -> None:
-        """Begins with none."""
         #: The parameters that have one, by id.
         self.begun: set[int] = set()
 

@@ -95,7 +95,6 @@ class Waiting:
     """The micro-batches of one stage that are between I and W."""
 
     def __init__(self) -> None:
-        """Begins with none."""
         self._bytes: dict[MicroBatch, int] = {}
         self.peak = WaitingPeak()
 
@@ -120,7 +119,6 @@ class GradientArrivals:
     """In which action each parameter gets its gradient, by hooks that the first batch has."""
 
     def __init__(self) -> None:
-        """Begins without any hooks."""
         self._kinds: dict[str, set[str]] = {}
         self._parameters: dict[str, Tensor] = {}
         self._handles: list[tuple[Tensor, Any]] = []

@@ -44,7 +44,6 @@ class OutputHooks:
     """The hooks on the outputs of one call."""
 
     def __init__(self) -> None:
-        """Begins with none."""
         #: By the output's number, and then by the hook's.
         self._hooks: dict[int, dict[int, Hook]] = {}
 

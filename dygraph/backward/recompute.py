@@ -37,7 +37,6 @@ class RecomputedPiece:
     """Neighbouring layers of a stage, and what their first call showed about them."""
 
     def __init__(self, name: str, functions: Iterable[Callable[[Nest], Nest]]) -> None:
-        """Describes a piece."""
         functions = list(functions)
         self.name = name
         self.has_parameters = any(

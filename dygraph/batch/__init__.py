@@ -2,6 +2,6 @@
 
 Start with ``stage.py``, which the engine runs.
 
-Entered by: ``chunk_weights``, ``companion``, ``fake_micro_dataset``, ``losses``,
-``micro_batches``, ``outputs``, ``slicing``, ``stage``, ``token_weights``.
+Entered by: ``chunk_weights``, ``companion``, ``losses``, ``micro_batches``, ``outputs``,
+``slicing``, ``stage``, ``token_weights``.
 """

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph import derivatives
+from fleetpipe.dygraph import gradients
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
 from fleetpipe.paddle_api import paddle
@@ -135,7 +135,6 @@ class Losses:
         return [losses.reshape([-1, self._slices]).sum(axis=1) for losses in stacked]
 
     def __bool__(self) -> bool:
-        """Whether any micro-batch was taken."""
         return bool(self._shares[0])
 
 
@@ -157,8 +156,8 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
         # Of a collective within the loss, say: it is not what was passed.
         raise
     except Exception as error:
-        if derivatives.is_refusal(error):
-            raise derivatives.refusal(error, "the loss function", output) from error
+        if gradients.is_refusal(error):
+            raise gradients.refusal(error, "the loss function", output) from error
         head = "; behind a VocabularyHead, one that begins with vocabulary_cross_entropy"
         raise BoundaryError(
             "the loss function cannot take the model's output and the label",

@@ -206,3 +206,45 @@ def _not_a_tensor(value: Nest, path: str) -> BoundaryError:
         got=type(value).__name__,
         fix="convert it with paddle.to_tensor before train_batch",
     )
+
+
+class FakeMicroDataset:
+    """Yields ``(inputs, labels)`` of each micro-batch; labels of one dimension are fine."""
+
+    def __init__(
+        self,
+        data: Nest,
+        is_first_stage: bool,
+        is_last_stage: bool,
+        acc_steps: int,
+        micro_batch_size: int,
+    ) -> None:
+        """Cuts a batch.
+
+        Args:
+            data: ``[inputs, labels]`` in any form that ``train_batch`` takes.
+            is_first_stage: Whether to yield the inputs; else None stands in their place.
+            is_last_stage: Whether to yield the labels.
+            acc_steps: Number of micro-batches.
+            micro_batch_size: Rows of each.
+
+        Raises:
+            ConfigError: The number of rows does not fit.
+            BoundaryError: A value is not made of Tensors.
+        """
+        inputs, labels = split(data, MicroBatchCut(acc_steps, micro_batch_size))
+        nothing = [None] * acc_steps
+        self._items = iter(
+            list(
+                zip(
+                    inputs if is_first_stage and inputs else nothing,
+                    labels if is_last_stage and labels else nothing,
+                )
+            )
+        )
+
+    def __iter__(self) -> FakeMicroDataset:
+        return self
+
+    def __next__(self) -> tuple[Nest, Nest]:
+        return next(self._items)

@@ -98,7 +98,6 @@ class Chain:
     """
 
     def __init__(self, placement: Placement) -> None:
-        """Serves stages that are placed like this."""
         self._loss = placement.stages - 1 if placement.has_head else None
         self._edges: dict[int, list[Edge]] = {}
         for ends in placement.chain():

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from fleetpipe.dygraph.experts.layer import ExpertList, Experts
 from fleetpipe.dygraph.experts.losses import AuxiliaryLoss, carrying, value_of
-from fleetpipe.dygraph.experts.names import number_experts, spreads, whole_state
-from fleetpipe.dygraph.experts.parameters import fill_gradients, is_expert
+from fleetpipe.dygraph.experts.names import (
+    fill_gradients,
+    is_expert,
+    number_experts,
+    spreads,
+    whole_state,
+)
 from fleetpipe.dygraph.experts.replacements import install
 
 __all__ = [

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fleetpipe.aliases import Context, Tensor
+from fleetpipe.aliases import Context, PaddleGroup, Tensor
+from fleetpipe.dygraph.tensor_parallel.groups import is_alone
 from fleetpipe.dygraph.tensor_parallel.operations import noting
-from fleetpipe.errors import UsageError
-from fleetpipe.mesh.groups import Group
+from fleetpipe.errors import StateError, UsageError
+from fleetpipe.job.job import current_job
+from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.topology import group_of_ring
 
 #: By member, how many tokens there are for each expert of one member.
 Counts = Sequence[Sequence[int]]
@@ -127,3 +130,31 @@ def _by_member(counts: Tensor, group: Group) -> list[list[int]]:
         )
     by_member: list[list[int]] = counts.reshape([group.ranks, -1]).tolist()
     return by_member
+
+
+def members_of(group: PaddleGroup) -> Group:
+    """Returns the ranks of a group of Paddle's, as this job reaches them.
+
+    Args:
+        group: None for the default group.
+
+    Raises:
+        StateError: There are several, and no job.
+    """
+    group = group_of_ring(0) if group is None else group
+    job = current_job()
+    if len(group.ranks) == 1:
+        return SoleGroup()
+    if job is None:
+        raise StateError(
+            "tokens are exchanged between the ranks of a job, and there is none",
+            got=f"a group of ranks {list(group.ranks)}",
+            fix="call fleet.init(is_collective=True, strategy=strategy) first",
+        )
+    return job.members(group.ranks)
+
+
+def expert_parallel() -> Group:
+    """Returns the ranks among which ``ep_degree`` spreads experts; this process alone without."""
+    job = current_job()
+    return SoleGroup() if job is None or job.local or is_alone() else job.along("ep")

@@ -7,7 +7,7 @@ from typing import Callable
 
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.experts import exchange, operations
-from fleetpipe.dygraph.experts.members import expert_parallel, members_of
+from fleetpipe.dygraph.experts.exchange import expert_parallel, members_of
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.kernels import CAN_GATHER_NOTHING
@@ -33,7 +33,6 @@ class ExpertList(paddle.nn.LayerList):
             parameter.no_sync = True
 
     def __getitem__(self, place: int) -> Layer:
-        """Returns one of the experts that are here."""
         return list(self)[place]
 
 

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.experts.layer import ExpertList
-from fleetpipe.dygraph.experts.parameters import LIST
+from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import MoELayer
+
+#: The name under which Paddle's layer and the libraries' keep their experts.
+LIST = "experts"
+
+
+def is_expert(name: str) -> bool:
+    """Whether the parameter with a lasting name is one of an expert."""
+    return LIST in name.split(".")
+
+
+def fill_gradients(parameters: Mapping[str, Tensor]) -> None:
+    """Gives experts to which no token of a batch came a gradient of zeros.
+
+    They have none where a layer does not call them. But a dense mixture's are zeros, by which an
+    optimizer with momentum steps.
+
+    Args:
+        parameters: By lasting name; of those that are no experts' none changes.
+    """
+    for name, parameter in parameters.items():
+        idle = not parameter.stop_gradient and gradient_of(parameter) is None
+        if idle and is_expert(name):
+            set_gradient(parameter, zero_gradient(parameter))
 
 
 def number_experts(layer: Layer) -> None:

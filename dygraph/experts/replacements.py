@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fleetpipe.aliases import DType, PaddleGroup, Tensor
 from fleetpipe.dygraph.experts import exchange, operations
-from fleetpipe.dygraph.experts.members import members_of
+from fleetpipe.dygraph.experts.exchange import members_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.layer import MoEScatter, replace_in_moe

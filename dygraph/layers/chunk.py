@@ -33,11 +33,9 @@ class PipelineLayerChunk(paddle.nn.Layer):
         return self.run_function
 
     def __iter__(self) -> Iterator[Callable[[Nest], Nest]]:
-        """Yields the layers and functions in order."""
         return iter(self.run_function)
 
     def __len__(self) -> int:
-        """Returns the number of layers and functions."""
         return len(self.run_function)
 
     def forward(self, *_args: object, **_named: object) -> NoReturn:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fleetpipe.aliases import Layer, Nest
-from fleetpipe.dygraph import derivatives
+from fleetpipe.dygraph import gradients
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, FleetPipeError, reason
 from fleetpipe.paddle_api import paddle
@@ -62,8 +62,8 @@ def refusal(
         layer: The layer.
         value: What it was called with.
     """
-    if derivatives.is_refusal(error):
-        return derivatives.refusal(error, _named(partition, index), value)
+    if gradients.is_refusal(error):
+        return gradients.refusal(error, _named(partition, index), value)
     part = _part(error, layer, value)
     if part is not None:
         return _refusal_inside(error, part, partition, index, value)

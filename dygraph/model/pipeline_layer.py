@@ -26,9 +26,8 @@ from fleetpipe.dygraph.layers import entries, tied, vocabulary, vocabulary_losse
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interval
 from fleetpipe.dygraph.model import fleet_face
-from fleetpipe.dygraph.model.arrangement import Arrangement
-from fleetpipe.dygraph.model.stage_count import number_of_stages, topology_of
-from fleetpipe.dygraph.state.layer_files import files_of_list
+from fleetpipe.dygraph.model.arrangement import Arrangement, number_of_stages, topology_of
+from fleetpipe.dygraph.state.files import files_of_list
 from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState

@@ -42,7 +42,6 @@ class NumberedHooks:
         self._hooks: defaultdict[int, list[NumberedHook]] = defaultdict(list)
 
     def __bool__(self) -> bool:
-        """Whether a hook is registered."""
         return bool(self._hooks)
 
     def register_hook(self, number: int, hook: NumberedHook) -> None:
@@ -84,7 +83,6 @@ class UserHooks:
         self.bubble = NumberedHooks("bubble", bubbles)
 
     def __bool__(self) -> bool:
-        """Whether any hook is registered."""
         return bool(self.forward or self.backward or self.bubble)
 
 
@@ -109,7 +107,6 @@ class HookCalls:
     """Calls the hooks around what a stage runs; counts for each rank that this process plays."""
 
     def __init__(self, hooks: UserHooks, schedule: Schedule) -> None:
-        """Begins before a first batch."""
         self._hooks = hooks
         self._rank_of = schedule.placement.rank_of
         self._bubbles = [
@@ -221,7 +218,6 @@ class IssuedSends:
     """Sees when all that a forward made is on its way to other ranks."""
 
     def __init__(self, calls: HookCalls, rank_of: Callable[[int], int]) -> None:
-        """Begins."""
         self._calls = calls
         self._rank_of = rank_of
 

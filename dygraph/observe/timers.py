@@ -26,7 +26,6 @@ class Timer:
     """Adds up the time between its starts and stops."""
 
     def __init__(self, name: str) -> None:
-        """Begins at 0."""
         self.name = name
         self._elapsed = 0.0
         self._started: float | None = None
@@ -87,7 +86,6 @@ class Timers:
     """
 
     def __init__(self) -> None:
-        """Begins without any."""
         self.timers: dict[str, Timer] = {}
 
     def __call__(self, name: str) -> Timer:
@@ -119,7 +117,6 @@ class TimedActions:
     """An observer of the engine that times its actions and the transfers between stages."""
 
     def __init__(self, timers: Timers) -> None:
-        """Adds to ``timers``."""
         self._timers = timers
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:

@@ -3,19 +3,21 @@
 What Fleet's ``HybridParallelOptimizer`` does: the global norm is that of all ranks, and with
 ``sharding_degree`` above 1 each rank keeps its share of the state. For a model that is no pipeline
 (``pp_degree`` 1) it also averages the gradients of the replicas.
+
+Users' ``isinstance`` finds the type of Fleet's optimizer, with no method of it in reach: these work
+on what its constructor sets up, which is never called here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Scheduler, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.optimizer.clip_global import COPY, norms_of, replace_clips, total_norm
 from fleetpipe.dygraph.optimizer.clip_sharded import Pairs
-from fleetpipe.dygraph.optimizer.fleets_type import FleetsType
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
 from fleetpipe.dygraph.optimizer.replicas import reduce_all
 from fleetpipe.dygraph.optimizer.shards import Shards
@@ -23,6 +25,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import (
+    HybridParallelOptimizer,
     base_optimizer,
     clips_of_a_step,
     gradient_clip,
@@ -31,6 +34,42 @@ from fleetpipe.paddle_api.optimizer import (
 )
 from fleetpipe.paddle_api.topology import in_data_parallel_mode
 from fleetpipe.representation import shows
+
+
+class _NotThere:
+    """Has Python ask ``__getattr__`` instead. Trainers may put a method of their own in its place.
+
+    That is why it is no property: PaddleFormers' sets ``_insert_sync``, which nothing here calls.
+    """
+
+    def __get__(self, optimizer: Any, kind: type[Any]) -> NoReturn:
+        raise AttributeError
+
+
+_Hidden: Any = type(
+    "_Hidden",
+    (HybridParallelOptimizer,),
+    {
+        name: _NotThere()
+        for name, value in vars(HybridParallelOptimizer).items()
+        if callable(value) and not name.startswith("__")
+    },
+)
+
+
+class FleetsType(_Hidden):  # type: ignore[misc]
+    """What ``isinstance`` finds, and what a trainer asks before it reduces gradients itself.
+
+    Attributes:
+        _dp_enable: Whether the replicas' gradients are still to be reduced before a step; never.
+        _sep_enable: Likewise, over the axis ``sep``.
+        _sharding_enable: Likewise, of a sharded optimizer.
+    """
+
+    _dp_enable = False
+    _sep_enable = False
+    _sharding_enable = False
+
 
 #: What a ``minimize`` of Paddle's returns.
 Stepped = tuple[Sequence[object], Pairs]
@@ -272,7 +311,6 @@ class PipelineOptimizer(FleetsType):
         return learning_rate_of(self._inner_opt)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the user's optimizer."""
         if name == "_inner_opt":
             raise AttributeError(name)
         return getattr(self._inner_opt, name)

@@ -2,6 +2,5 @@
 
 Start with ``names.py``.
 
-Entered by: ``files``, ``layer_files``, ``names``, ``single_model``, ``tied_weights``,
-``whole_state``.
+Entered by: ``files``, ``names``, ``single_model``, ``tied_weights``, ``whole_state``.
 """

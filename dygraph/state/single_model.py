@@ -19,7 +19,6 @@ class SingleModel(paddle.nn.Layer):
     """All layers of a pipeline's list in one Layer, under the same names."""
 
     def __init__(self, built: Built, loss_fns: Sequence[Any] = ()) -> None:
-        """Takes all layers and functions of the list, and the loss functions of the model."""
         super().__init__()
         self._functions = list(experts.carrying(built.functions, loss_fns).values())
         built.register(self)

@@ -55,7 +55,6 @@ class StockGroup:
     """Members that only Paddle's group reaches: over Gloo, which waits 30 s for the last one."""
 
     def __init__(self, group: PaddleGroup) -> None:
-        """Uses what ``paddle.distributed.new_group`` returned."""
         self.rank = group.rank
         self.ranks = group.nranks
         self._group = group

@@ -22,8 +22,7 @@ from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.optimizer.scaler import prepared
 from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.dygraph.train.fleet_face import PipelineFace
-from fleetpipe.dygraph.train.forward_batch import forwarded
-from fleetpipe.dygraph.train.training_batch import TrainingBatch, take_step
+from fleetpipe.dygraph.train.training_batch import TrainingBatch, forwarded, take_step
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError

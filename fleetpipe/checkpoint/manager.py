@@ -180,7 +180,6 @@ class CheckpointManager:
         return restore(Ranks.of_job(), self._retention, step, objects.only(only))
 
     def __enter__(self: Manager) -> Manager:
-        """Returns the manager itself."""
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:

@@ -146,7 +146,6 @@ class PickledObject(_Unbuilt):
     """
 
     def __init__(self, kind: str) -> None:
-        """Has no attributes yet."""
         super().__init__(self._take)
         self.kind = kind
         self.fields: dict[str, Pickled] = {}

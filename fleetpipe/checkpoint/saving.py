@@ -39,7 +39,6 @@ class Saving:
     """
 
     def __init__(self, saver: Saver, step: int) -> None:
-        """Belongs to the saver that has begun it."""
         self._saver = saver
         self.step = step
 

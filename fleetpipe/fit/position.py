@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.checkpoint.contents.training_state import plain
-from fleetpipe.fit.callbacks.state import callback_state, set_callback_state
 from fleetpipe.fit.criterion import Metric
 from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import BatchSource
+from fleetpipe.paddle_api import paddle
 
 _ARRAY = "dtype"
 
@@ -136,3 +136,30 @@ def _value(plain: Any) -> Any:
         # [()] makes a number of an array of no axes, and leaves others as they are.
         return np.asarray(plain["values"], plain[_ARRAY])[()]
     return plain
+
+
+#: Where Paddle's callbacks keep what they know; they have no state dicts.
+_KEPT: dict[type, tuple[str, ...]] = {
+    paddle.callbacks.EarlyStopping: ("wait_epoch", "best_value", "stopped_epoch"),
+    paddle.callbacks.ReduceLROnPlateau: ("cooldown_counter", "wait", "best", "epoch"),
+}
+
+
+def callback_state(callback: Any) -> dict[str, Any]:
+    """Returns what a callback knows of the training so far; nothing of one that says nothing."""
+    if hasattr(callback, "state_dict"):
+        return dict(callback.state_dict())
+    return {name: getattr(callback, name) for name in _names_of(callback)}
+
+
+def set_callback_state(callback: Any, state: Mapping[str, Any]) -> None:
+    """Gives a callback what :func:`callback_state` returned."""
+    if hasattr(callback, "set_state_dict"):
+        callback.set_state_dict(state)
+    for name in _names_of(callback):
+        setattr(callback, name, state[name])
+
+
+def _names_of(callback: Any) -> tuple[str, ...]:
+    """Returns the attributes in which one of Paddle's callbacks keeps what it knows."""
+    return next((names for kind, names in _KEPT.items() if isinstance(callback, kind)), ())

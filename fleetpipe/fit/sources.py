@@ -147,13 +147,10 @@ class Numbers(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.
     """Stands for a dataset of which nothing but the number of samples matters."""
 
     def __init__(self, count: int) -> None:
-        """Takes that number."""
         self._count = count
 
     def __getitem__(self, index: int) -> int:
-        """Returns the number of a sample."""
         return index
 
     def __len__(self) -> int:
-        """Returns how many samples there are."""
         return self._count

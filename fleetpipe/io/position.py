@@ -86,7 +86,6 @@ class Iterated(paddle.io.IterableDataset):  # type: ignore[type-arg]  # 2.6.2 ta
     """Any iterable as a dataset of Paddle's."""
 
     def __init__(self, data: Iterable[Any]) -> None:
-        """Takes the iterable."""
         self._data = data
 
     def __iter__(self) -> Iterator[Any]:
@@ -188,7 +187,6 @@ class DrawnBatches:
     """A resumable batch sampler, as Paddle's loader draws from it, and how far the training is."""
 
     def __init__(self, sampler: ResumableSampler, seed: int) -> None:
-        """Begins at the sampler's position."""
         self._sampler = sampler
         self._seed = seed
         self._ahead: deque[dict[str, Any]] = deque()

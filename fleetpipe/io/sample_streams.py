@@ -45,11 +45,9 @@ class KeyedDataset:
     """Loads the samples of a dataset, each with random numbers of its own."""
 
     def __init__(self, dataset: Any) -> None:
-        """Takes a dataset with ``__getitem__`` and a length."""
         self._dataset: Any = dataset
 
     def __getitem__(self, key: Key) -> Loaded:
-        """Returns the sample of ``key.number``."""
         with _streams(*key):
             return Loaded(key, self._dataset[key.number])
 

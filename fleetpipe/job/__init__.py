@@ -4,6 +4,6 @@ Start with ``job.py``: what a process takes part in between ``fleet.init`` and `
 It stands on transports alone; both graph modes, ``fleet`` and what is above them use it.
 
 Entered by: ``agreement``, ``attempt_files``, ``groups.neighbours``, ``groups.topology``, ``job``,
-``meeting``, ``reporting``, ``slurm``, ``start``, ``stopping``, ``watching.failure``,
-``watching.process_exit``, ``watching.watch``.
+``meeting``, ``reporting``, ``slurm``, ``start``, ``watching.failure``, ``watching.process_exit``,
+``watching.watch``.
 """

@@ -34,7 +34,6 @@ class Reporter:
     """
 
     def __init__(self, job: Job) -> None:
-        """Begins, in a thread."""
         self.board = JobBoard(time.time())
         self._job = job
         self._boards = Boards()

@@ -52,7 +52,6 @@ class RunProgress:
     """
 
     def __init__(self) -> None:
-        """Begins before the first step."""
         self.action: Callable[[], str] = lambda: "outside of the pipeline"
         self.awaited: Callable[[], int | None] = lambda: None
         self.flights: Callable[[], dict[int, float]] = dict

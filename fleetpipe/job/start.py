@@ -14,7 +14,7 @@ from typing import Any
 from fleetpipe import systems
 from fleetpipe.job import attempt_files, meeting
 from fleetpipe.job.agreement import require_agreement
-from fleetpipe.job.groups import gloo, neighbours, paddle_groups
+from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import Mesh
@@ -90,7 +90,7 @@ def begin_together(
                 )
                 watch.on_failure(pipeline.interrupt)
     except BaseException:
-        gloo.share_store_again()
+        paddle_groups.share_store_again()
         connections.close()
         watch.close()
         raise
@@ -100,5 +100,8 @@ def begin_together(
         mesh=mesh,
         pipeline=pipeline,
     )
-    job.endings += [gloo.share_store_again, lambda: paddle_groups.trust(watch.failure is None)]
+    job.endings += [
+        paddle_groups.share_store_again,
+        lambda: paddle_groups.trust(watch.failure is None),
+    ]
     return job

@@ -20,7 +20,6 @@ class AttemptBoard:
     """The board of a job whose attempts come and go."""
 
     def __init__(self) -> None:
-        """Begins before the first attempt."""
         self._last = JobBoard(time.time())
         self._file: Path | None = None
         self._restarts = 0

@@ -1,7 +1,7 @@
 """Puts fleetpipe's modules in the place of ``paddle.distributed.fleet`` for the code that follows.
 
 Whoever imported Paddle's modules before keeps them: Paddle itself, and fleetpipe, which delegates
-to them. The names of older Paddle come with them, see :mod:`fleetpipe.launch.legacy.fluid`.
+to them. The names of older Paddle come with them, see :mod:`fleetpipe.launch.fluid`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from contextlib import ExitStack, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, Callable
 
 from fleetpipe import fleet as our_fleet
 from fleetpipe.config import PipelineConfig
 from fleetpipe.fleet import gpu_only, pipelining
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
 from fleetpipe.job import meeting
-from fleetpipe.launch.legacy import fluid
-from fleetpipe.launch.without_gpu import without_gpu
+from fleetpipe.launch import fluid
 from fleetpipe.paddle_api import paddle, replaced
+from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.meta_parallel import resharding_within
 
 
 class _Finder(MetaPathFinder):
@@ -90,3 +91,37 @@ def _jobs_beside_groups() -> Iterator[None]:
 
     with replaced((paddle.distributed, "init_parallel_env", begin)):
         yield
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """Within it nothing asks for a GPU where none is.
+
+    Paddle 3.3's flexible checkpoints, which PaddleFormers reads and writes, move to a GPU what the
+    processes of a job send each other, where Gloo sends from where a value is: they copy values
+    where they are. ``paddle.device.synchronize()``, which its Trainer calls, does nothing.
+
+    Everybody else's ``Tensor.cuda`` and ``pin_memory`` are Paddle's. Nothing happens where this
+    process computes on a GPU.
+    """
+    if device_kind() == "cpu":
+        skipping = _skipping(paddle.device.synchronize)
+        with resharding_within(_copying), replaced((paddle.device, "synchronize", skipping)):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _copying() -> Iterator[None]:
+    clone = paddle.Tensor.clone
+    with replaced((paddle.Tensor, "cuda", clone), (paddle.Tensor, "pin_memory", clone)):
+        yield
+
+
+def _skipping(function: Callable[..., Any]) -> Callable[..., None]:
+    def synchronize(device: Any = None) -> None:
+        if device is not None or device_kind() != "cpu":
+            function(device)
+
+    return synchronize

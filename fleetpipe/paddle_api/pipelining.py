@@ -48,7 +48,6 @@ class PaddleSchedule:
     """
 
     def __init__(self, schedule: Any) -> None:
-        """Reads a schedule."""
         self._schedule = schedule
         self._stages = getattr(schedule, "_stages", None) or [schedule._stage]
         first = self._stages[0]

@@ -6,7 +6,7 @@ script that stays as it is. Both make a ``session``, which compares one step aft
 1. ``cutting`` cuts the batch a second time, and the micro-batches of both sides are compared;
 2. the ``reference``, the model on one device, runs forward and backward on its own;
 3. the pipeline trains, while ``outputs`` keeps what layers return (of the reference too), ``edges``
-   the gradients between stages, and ``orders`` looks where sums have another order;
+   the gradients between stages, and the session looks where sums have another order;
 4. in the place of the pipeline's optimizer ``stepping`` compares the gradients, then steps both
    sides, each at its learning rate; where a gradient differs, the reference has run once more
    before, to compare what arrived on the edges;

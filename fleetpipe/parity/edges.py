@@ -66,7 +66,6 @@ class EdgeWatch:
     """An observer of the engine that keeps the gradients on the edges of this process's stages."""
 
     def __init__(self) -> None:
-        """Begins without a batch."""
         self._gradients: EdgeGradients | None = None
         self._first_micro_batch = 0
 

@@ -23,7 +23,6 @@ class Evaluations:
     """The evaluations of a pipeline, each compared with its reference's."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
-        """Takes both sides."""
         self._pipeline = pipeline
         self._reference = reference
 

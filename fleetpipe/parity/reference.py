@@ -298,7 +298,6 @@ class Beside:
     """A reference that is given a pipeline's batches."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
-        """Takes both."""
         self._pipeline, self._reference = pipeline, reference
 
     def train(self, everyone: MicroBatches, weights: Sequence[Fraction] | None = None) -> Nest:

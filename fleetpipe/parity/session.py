@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe import dygraph, numerics
 from fleetpipe.aliases import Nest, Scaler, Scheduler, Tensor
+from fleetpipe.dygraph import Crossing, PipelineParallel, reordered
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
-from fleetpipe.parity import edges, orders
+from fleetpipe.parity import edges
 from fleetpipe.parity.cutting import RepeatedBatch
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
 from fleetpipe.parity.evaluation import Evaluations
@@ -70,7 +72,7 @@ class Session:
         self._watch = edges.EdgeWatch()
         pipeline.observe(self._watch)
         self.report = Report(numerics.settings(), tolerance=tolerance)
-        self._orders = orders.Orders(pipeline, self.report)
+        self._orders = Orders(pipeline, self.report)
         self._evaluations = Evaluations(pipeline, reference)
 
     def train_with(self, optimizer: dygraph.PipelineOptimizer) -> None:
@@ -111,7 +113,7 @@ class Session:
             diagnose = functools.partial(
                 self._before_the_update, rates, arrived, batches_here, keys
             )
-            rounding = max(self.report.tolerance, orders.ROUNDING)
+            rounding = max(self.report.tolerance, ROUNDING)
             watched = ComparingOptimizer(
                 self._optimizer, reference, layers, step, rounding, diagnose
             )
@@ -208,7 +210,7 @@ def _usual_tolerance(pipeline: dygraph.PipelineParallel) -> float:
     # An expert adds up the tokens of all ranks by micro-batch.
     several = shards > 1 or pipeline.sequence.ranks > 1
     if several or state.adds_up_uses or state.spreads_experts:
-        return orders.ROUNDING
+        return ROUNDING
     # Gloo adds up more than two in an order of its own.
     return 0.0 if pipeline.replicas.ranks <= 2 else 1e-6
 
@@ -234,3 +236,50 @@ def _places(layers: dygraph.PipelineLayer) -> list[str]:
             passed = max(passed, stage)
         places += [slot.name.rpartition(".")[0], slot.name]
     return [*places, *map(edges.name_of, range(passed, stages - 1))]
+
+
+#: Largest relative difference that passes where sums have another order.
+ROUNDING = 1e-5
+
+
+class Orders:
+    """Looks for such places, in the first steps and whenever other parameters are trained."""
+
+    def __init__(self, pipeline: PipelineParallel, report: Report) -> None:
+        """Begins before the first step.
+
+        Args:
+            pipeline: The wrapped model.
+            report: Gets the reasons, and the tolerance where there are any.
+        """
+        self._pipeline, self._report = pipeline, report
+        self._trained: frozenset[str] = frozenset()
+
+    def crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
+        """Within it the graphs of the pipeline's stages are followed, if need be. Collective."""
+        parameters = self._pipeline.layers.named_parameters()
+        before = self._trained
+        self._trained = frozenset(name for name, p in parameters if not p.stop_gradient)
+        changed = any(all_ranks().all_gather(self._trained != before))
+        # In its first run a stage has a graph of its own: it finds out what it has to copy.
+        return self._pipeline.crossings() if changed or self._report.steps < 2 else nullcontext({})
+
+    def note(self, crossings: Mapping[int, Crossing]) -> None:
+        """Lets rounding pass where the pipeline adds up in another order. Collective.
+
+        Args:
+            crossings: What :meth:`crossings` found on the stages of this process.
+        """
+        report = self._report
+        plain = [(stage, crossing.plain()) for stage, crossing in crossings.items()]
+        parts = all_ranks().all_gather((plain, self._pipeline.reordered_leaves()))
+        everything = {stage: Crossing.from_plain(c) for part, _ in parts for stage, c in part}
+        reasons = [
+            f"stage {stage} hands on several tensors, whose gradients meet others'"
+            for stage in reordered(everything)
+        ]
+        leaves = sorted({name for _, names in parts for name in names})
+        reasons += [f"the backward of layer {name} is split" for name in leaves]
+        report.orders += [reason for reason in reasons if reason not in report.orders]
+        if report.orders:
+            report.tolerance = max(report.tolerance, ROUNDING)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fleetpipe.partition.cuts import by_class, explicit, uniform
-from fleetpipe.partition.layers import LayerInfo, Partition, StageRange
-from fleetpipe.partition.segmentation import segment
+from fleetpipe.partition.layers import LayerInfo, Partition, StageRange, segment
 from fleetpipe.partition.slowest import Bottleneck, balanced, fastest
 
 __all__ = [

@@ -27,12 +27,11 @@ from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch import log_filter
 from fleetpipe.launch.script import in_a_shell
-from fleetpipe.launch.supervisor.attempts import Attempt, End, after, interrupted
+from fleetpipe.launch.supervisor.attempts import Attempt, End, Verdict, after, interrupted, judge
 from fleetpipe.launch.supervisor.local_ranks import record
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, caught
 from fleetpipe.launch.supervisor.state_folder import state_folder
 from fleetpipe.launch.supervisor.supervisor import say
-from fleetpipe.launch.supervisor.verdict import Verdict, judge
 from fleetpipe.ray import nodes
 from fleetpipe.ray.cluster import connected
 from fleetpipe.ray.group import WorkerGroup, mailbox

@@ -39,7 +39,6 @@ class Mailbox:
     """Holds orders and reports until they are fetched; an actor on the driver's node."""
 
     def __init__(self) -> None:
-        """Begins empty."""
         self._changed = asyncio.Condition()
         self._orders: dict[int, list[WorkerOrder]] = {}
         self._reports: list[WorkerReport] = []

@@ -9,14 +9,15 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import ray.train
 from ray.train import Result, RunConfig, ScalingConfig
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from fleetpipe.errors import ConfigError, reason
+from fleetpipe.mesh.axes import DENSE, Degrees, Mesh
 from fleetpipe.ray import cluster
 from fleetpipe.ray.backend import PaddleConfig
-from fleetpipe.ray.datasets import ReplicaDataConfig, replicas
 
 #: How often Ray's controller looks at the workers, in seconds.
 _POLL = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
@@ -156,3 +157,45 @@ def _require_degrees(hybrid_configs: Mapping[str, Any] | None, ranks: int) -> No
             fix="set num_workers to a multiple of the product of the degrees other than dp_degree, "
             "and dp_degree to -1",
         ) from error
+
+
+def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:
+    """Returns the replica (dp and sharding) that each rank is part of, by rank.
+
+    Args:
+        hybrid_configs: Those of the strategy; without ``dp_degree`` it is worked out, as there.
+        ranks: How many there are.
+
+    Raises:
+        ConfigError: The degrees do not fit as many ranks.
+    """
+    degrees = Degrees.resolve({"dp_degree": -1, **hybrid_configs}, ranks)
+    if ranks == 1:
+        return [0]
+    mesh = Mesh.in_order(degrees, hybrid_configs.get("order") or DENSE)
+    return [mesh.replica(mesh.coordinate(rank)) for rank in range(ranks)]
+
+
+class ReplicaDataConfig(ray.train.DataConfig):
+    """Splits datasets by replica: its ranks read the same batches, other replicas other ones.
+
+    Each dataset is computed once and held in Ray's object store, so that what is random in it is
+    the same for all ranks of a replica.
+    """
+
+    def __init__(self, hybrid_configs: Mapping[str, Any]) -> None:
+        """Takes the degrees of the strategy, which tell the replicas."""
+        super().__init__()
+        self._hybrid_configs = hybrid_configs
+
+    def configure(
+        self, datasets: Mapping[str, Any], world_size: int, *_: Any, **__: Any
+    ) -> list[dict[str, Any]]:
+        """Returns what each rank reads of each dataset, by rank; Ray calls it."""
+        of_rank = replicas(self._hybrid_configs, world_size)
+        read: list[dict[str, Any]] = [{} for _ in of_rank]
+        for name, dataset in datasets.items():
+            parts = dataset.materialize().split(max(of_rank) + 1, equal=True)
+            for rank, replica in enumerate(of_rank):
+                read[rank][name] = parts[replica].iterator()
+        return read

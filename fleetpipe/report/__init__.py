@@ -5,5 +5,5 @@ reads it, whatever is missing or torn; ``page.py`` computes what ``templates/pag
 is where to start. No Paddle is needed. It imports schedules; the training loop and the launcher
 import ``files.py``.
 
-Entered by: ``chart``, ``curves``, ``drawing``, ``files``, ``numbers``, ``page``, ``timelines``.
+Entered by: ``chart``, ``drawing``, ``files``, ``numbers``, ``page``, ``timelines``.
 """

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from fleetpipe.arguments import new_file, using
 from fleetpipe.errors import ConfigError
-from fleetpipe.report.compare import compared, named
 from fleetpipe.report.files import ABOUT, ATTEMPTS, METRICS, TRACE
-from fleetpipe.report.page import page
+from fleetpipe.report.page import compared, named, page
 from fleetpipe.report.run import RunFolder, read
 
 

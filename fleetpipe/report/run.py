@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.report import files
-from fleetpipe.report.attempts import AttemptRecord, attempts_of
 from fleetpipe.report.timelines import Pipeline, pipeline_of
 
 _MOST = 1e200
@@ -206,3 +205,81 @@ def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
             "and what it says is left out."
         )
     return values
+
+
+#: The exit code of what Ctrl-C has ended.
+INTERRUPTED = 130
+
+
+@dataclass
+class AttemptRecord:
+    """One start of a run.
+
+    Attributes:
+        began: Seconds since 1970.
+        step: Steps that the run had done before.
+        ended: When; None if nothing is recorded of it.
+        last_step: The step in which it failed, or how many were done or saved at its end.
+        outcome: How it ended, in words; empty if nothing is recorded of it.
+        details: The last output of the rank that failed.
+        failed: Whether some rank failed.
+        finished: Whether the training came to its end.
+    """
+
+    began: float
+    step: int
+    ended: float | None = None
+    last_step: int | None = None
+    outcome: str = ""
+    details: str = ""
+    failed: bool = False
+    finished: bool = False
+
+
+def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
+    """Returns the attempts that the lines of ``lives.jsonl`` record, in their order.
+
+    Several trainings of one process are one attempt.
+    """
+    attempts: list[AttemptRecord] = []
+    current: object = None
+    for line in lines:
+        if line.get("event") == "begin":
+            process = (line.get("process"), line.get("life"))
+            if process != current or not attempts:
+                attempts.append(
+                    AttemptRecord(_number(line.get("time")), int(_number(line.get("step"))))
+                )
+            current = process
+            attempts[-1].ended = None
+        elif line.get("event") == "end" and attempts:
+            _end(attempts[-1], line)
+    return attempts
+
+
+def _end(attempt: AttemptRecord, line: Mapping[str, Any]) -> None:
+    attempt.ended = _number(line.get("time"))
+    code, saved, step = (line.get(name) for name in ("code", "saved", "step"))
+    attempt.finished = code == 0 and saved is None
+    interrupted = code == INTERRUPTED
+    attempt.failed = not attempt.finished and not interrupted and saved is None
+    last = step if saved is None else saved
+    attempt.last_step = int(_number(last)) if _is_usable(last) else None
+    if attempt.finished:
+        attempt.outcome = "finished"
+    elif saved is not None:
+        why = "interrupted" if interrupted else "asked to stop"
+        attempt.outcome = f"{why}, and saved {attempt.last_step} steps"
+    elif interrupted:
+        attempt.outcome = "interrupted"
+    else:
+        attempt.outcome = str(line.get("culprit") or f"ended with {code}")
+        attempt.details = str(line.get("details") or "")
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_usable(value) else 0.0
+
+
+def _is_usable(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e15

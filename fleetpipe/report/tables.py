@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe.report.attempts import AttemptRecord
 from fleetpipe.report.numbers import aligned, moment, seconds, short
-from fleetpipe.report.run import Row, RunFolder
+from fleetpipe.report.run import AttemptRecord, Row, RunFolder
 
 #: Letters of the names of a stage's layers.
 _MOST_LETTERS = 60

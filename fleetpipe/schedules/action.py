@@ -39,7 +39,6 @@ class SliceNumber(int):
         return number
 
     def __reduce__(self) -> tuple[type[SliceNumber], tuple[int, int, int]]:
-        """Returns what a copy is made of."""
         return SliceNumber, (*divmod(int(self), self.slices), self.slices)
 
     def __str__(self) -> str:

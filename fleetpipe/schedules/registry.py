@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fleetpipe.errors import ConfigError, ScheduleError, nearest
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.api import Schedule
-from fleetpipe.schedules.check.groups import refuse_groups
 from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families import table
+from fleetpipe.schedules.families.interleaved import balanced_groups
 from fleetpipe.schedules.options import kept, names_of
 from fleetpipe.schedules.placement import Placement, check_count
 from fleetpipe.schedules.rows import ScheduleRows
@@ -262,3 +262,18 @@ def _spellings() -> Iterator[tuple[str, str]]:
 
 def _plain(name: str) -> str:
     return re.sub(r"[-_\s]", "", name).lower()
+
+
+def refuse_groups(schedule: ScheduleRows, groups: Iterable[object]) -> None:
+    """Raises the ConfigError of groups with which an interleaved schedule deadlocks."""
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        ranks = schedule.placement.ranks
+        raise ConfigError(
+            f"`groups` {list(groups)} deadlock",
+            got=str(error),
+            cause="the warm-up fits the first group, so a larger one comes too late; and a group of"
+            f" fewer than {ranks} micro-batches can leave the ranks without work",
+            fix=f"groups={balanced_groups(ranks, schedule.micro_batches)}",
+        ) from error

@@ -29,7 +29,6 @@ class Limit:
     """
 
     def __init__(self, seconds: float) -> None:
-        """Begins now."""
         self._seconds = seconds
         self._seen = time.monotonic()
         self._end = self._seen + seconds

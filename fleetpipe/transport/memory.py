@@ -22,7 +22,6 @@ class MemoryHub:
     """
 
     def __init__(self, ranks: int) -> None:
-        """Makes an endpoint for each of ``ranks`` ranks."""
         self._endpoints = [MemoryTransport(self, rank, ranks) for rank in range(ranks)]
 
     def endpoint(self, rank: int) -> MemoryTransport:

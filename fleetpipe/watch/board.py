@@ -169,7 +169,6 @@ class Boards:
     """Makes one board after another, and knows who is slow."""
 
     def __init__(self) -> None:
-        """Knows no rank yet."""
         self._places: dict[int, tuple[tuple[int, ...], int]] = {}
         self._slow: SlowRanks | None = None
 

@@ -13,7 +13,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from email.message import Message
 from email.parser import Parser
 from http import HTTPStatus
@@ -22,10 +22,13 @@ from urllib.parse import parse_qs, urlsplit
 
 from fleetpipe.arguments import using
 from fleetpipe.errors import ConfigError
-from fleetpipe.watch import metrics
+from fleetpipe.extras import needed_for
+from fleetpipe.report.chart import Chart, Curve, chart
+from fleetpipe.report.numbers import seconds, short
+from fleetpipe.report.page import templates_of
+from fleetpipe.version import __version__
 from fleetpipe.watch.address import Address
-from fleetpipe.watch.board import PERIOD, JobBoard
-from fleetpipe.watch.page import StepFigures, page
+from fleetpipe.watch.board import PERIOD, JobBoard, checkpoint_of, end_of
 
 #: Connections that may be open at once: the descriptors are the training's too.
 MOST_CONNECTIONS = 64
@@ -39,7 +42,7 @@ _KINDS = {
     "/": "text/html; charset=utf-8",
     "/status.json": "application/json",
     "/board.json": "application/json",
-    "/metrics": metrics.CONTENT_TYPE,
+    "/metrics": "application/openmetrics-text; version=1.0.0; charset=utf-8",
 }
 _HEADERS = (
     "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
@@ -65,7 +68,7 @@ class Server:
             ConfigError: Nothing can be served there.
             PackageNotFound: prometheus-client is not installed.
         """
-        metrics.require_package()
+        require_package()
         self._board = board
         self._token = address.token()
         self._texts: dict[str, tuple[float, bytes]] = {}
@@ -159,7 +162,7 @@ class Server:
 
     def _made(self, path: str, board: JobBoard) -> bytes:
         if path == "/metrics":
-            return metrics.text(board)
+            return text(board)
         if path == "/":
             return page(board, self._seen(board)).encode()
         content = board.status() if path == "/status.json" else board.content()
@@ -181,3 +184,137 @@ async def _finished(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
     return code, "text/plain; charset=utf-8", f"{text}\n".encode()
+
+
+#: What a step took, and the mean share of it in which ranks computed.
+StepFigures = tuple[float, float]
+
+
+def page(board: JobBoard, history: Mapping[int, StepFigures]) -> str:
+    """Returns the page as the text of an HTML file, whose script asks for it again.
+
+    Args:
+        board: The job as it is.
+        history: Figures of steps that were seen, by step.
+    """
+    stopped = [str(rank.rank) for rank in board.ranks if rank.state == "stopped"]
+    running = any(rank.state in ("running", "waiting") for rank in board.ranks)
+    template = templates_of(__package__).get_template("watch.html")
+    text: str = template.render(
+        board=board,
+        headline=f"step {board.step:,}" + (f" of {board.steps:,}" if board.steps else ""),
+        news=f"stopped: rank {', '.join(stopped)}"
+        if stopped
+        else board.news or ("running" if running else "starting"),
+        kind="bad" if stopped else "good" if running else "open",
+        tiles=list(_tiles(board)),
+        charts=list(_charts(history)),
+        version=__version__,
+    )
+    return text
+
+
+def _tiles(board: JobBoard) -> Iterator[tuple[str, str]]:
+    yield "step time", seconds(board.step_time)
+    yield "samples/s", short(board.samples_per_second)
+    yield "remaining", end_of(board, board.at) or "not known"
+    yield "last checkpoint", checkpoint_of(board)
+    yield "restarts", str(board.restarts)
+    if board.gradient_norm is not None:
+        yield "gradient norm", short(board.gradient_norm)
+
+
+def _charts(history: Mapping[int, StepFigures]) -> Iterator[Chart]:
+    steps = sorted(history)
+    for place, (title, unit, factor) in enumerate(
+        (("step time", "s", 1.0), ("busy share, mean of ranks", "%", 100.0))
+    ):
+        ys = [factor * history[step][place] for step in steps]
+        if steps:
+            yield chart(title, [Curve(title, steps, ys, "line", place)], unit)
+
+
+_STATES = ("starting", "running", "waiting", "stopped", "ended")
+#: Of the job, and of each rank: an attribute, its name, its unit, and what it is.
+_OF_JOB = (
+    ("steps", "run_steps", "", "Steps of the whole run."),
+    ("step_time", "step_time_seconds", "seconds", "Time of a step."),
+    ("samples_per_second", "samples_per_second", "", "Of all replicas."),
+    ("eta_seconds", "eta_seconds", "seconds", "Time to the end."),
+    ("gradient_norm", "gradient_norm", "", "Of the last step, before clipping."),
+)
+_OF_RANK = (
+    ("busy", "busy_ratio", "ratio", "Share of a step in which it computes."),
+    ("memory", "memory_bytes", "bytes", "What it has."),
+    ("memory_limit", "memory_limit_bytes", "bytes", "What it may have."),
+    ("held", "held_forwards", "", "Most forwards that it held in a step."),
+    ("held_cap", "held_cap_forwards", "", "Most that it may hold."),
+    ("step_age", "last_step_age_seconds", "seconds", "Time since its last step."),
+    ("incoming", "incoming_messages", "", "Messages that it has not taken."),
+    ("outgoing", "outgoing_bytes", "bytes", "What it has not sent."),
+)
+#: Values of labels, and the figure of that.
+_Sample = tuple[tuple[str, ...], "float | None"]
+
+
+def require_package() -> None:
+    """Makes sure of what writes metrics.
+
+    Raises:
+        PackageNotFound: prometheus-client is not installed.
+    """
+    with needed_for("serving the board of a job"):
+        import prometheus_client.openmetrics.exposition  # noqa: F401
+
+
+def text(board: JobBoard) -> bytes:
+    """Returns the metrics of a board."""
+    from prometheus_client.openmetrics.exposition import generate_latest
+
+    write: Callable[[object], bytes] = generate_latest
+    return write(_Metrics(board))
+
+
+class _Metrics:
+    """What prometheus-client takes for a registry."""
+
+    def __init__(self, board: JobBoard) -> None:
+        self._board = board
+
+    def collect(self) -> Iterator[object]:
+        from prometheus_client.core import CounterMetricFamily
+
+        board, ranks = self._board, [(str(rank.rank), rank) for rank in self._board.ranks]
+        yield CounterMetricFamily("fleetpipe_steps", "Steps that are done.", board.step)
+        restarts = "How often the job was started again."
+        yield CounterMetricFamily("fleetpipe_restarts", restarts, board.restarts)
+        for attribute, name, unit, what in _OF_JOB:
+            yield _gauge(name, what, [((), getattr(board, attribute))], (), unit)
+        if board.last_checkpoint is not None:
+            step, age = board.last_checkpoint.step, board.last_checkpoint.age
+            yield _gauge("last_checkpoint_step", "Step that was saved.", [((), step)])
+            name = "last_checkpoint_age_seconds"
+            yield _gauge(name, "Time since.", [((), age)], (), "seconds")
+        for attribute, name, unit, what in _OF_RANK:
+            samples = [((number,), getattr(rank, attribute)) for number, rank in ranks]
+            yield _gauge(f"rank_{name}", what, samples, ("rank",), unit)
+        states = [
+            ((number, state), float(rank.state == state))
+            for number, rank in ranks
+            for state in _STATES
+        ]
+        yield _gauge("rank_state", "1 for what a rank does.", states, ("rank", "state"))
+        slow = [((str(one.rank), one.what), one.factor) for one in board.slow]
+        yield _gauge("slow_factor", "How many times as long it takes.", slow, ("rank", "what"))
+
+
+def _gauge(
+    name: str, what: str, samples: Iterable[_Sample], labels: tuple[str, ...] = (), unit: str = ""
+) -> object:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(f"fleetpipe_{name}", what, labels=labels, unit=unit)
+    for values, figure in samples:
+        if figure is not None:
+            family.add_metric(values, figure)
+    return family

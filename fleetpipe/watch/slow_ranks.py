@@ -179,7 +179,6 @@ class ProcessorLimit:
     """How much of its time a rank may not run, in the last steps."""
 
     def __init__(self) -> None:
-        """Knows nothing yet."""
         self._steps: deque[tuple[float, float]] = deque()
         self._span = 0.0
         self.factor: float | None = None

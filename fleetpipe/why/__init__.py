@@ -1,9 +1,9 @@
 """Why a run was slow: replays a trace, and says how fast its steps were if nothing straggled.
 
 Begin with ``operations.py``, what a trace holds; ``replay.py`` says when each operation ends, given
-times; ``slowdown.py`` asks for that with some operations made ideal, ``causes.py`` finds out what
-straggled, ``schedules.py`` what another schedule would have taken, and ``page.py`` draws it. The
-definitions are those of the what-if analysis of arXiv:2505.05713. Imports no Paddle.
+times; ``slowdown.py`` asks for that with some operations made ideal, or under another schedule, and
+finds out what straggled; ``command.py`` draws it. The definitions are those of the what-if analysis
+of arXiv:2505.05713. Imports no Paddle.
 """
 
 from __future__ import annotations

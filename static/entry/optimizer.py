@@ -166,7 +166,6 @@ class StaticOptimizer:
         return degrees, chunks
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the wrapped optimizer."""
         if name == "wrapped":
             raise AttributeError(name)
         if name in _PARTS_OF_MINIMIZE:

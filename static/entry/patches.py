@@ -3,24 +3,28 @@
 ``Executor.run`` asks whether a program is a pipeline's, as do ``save`` and ``load``; under PIR,
 where ``device_guard`` marks nothing, a guard also has every operation carry its stage. Everything
 else runs as it did.
+
+Stock ``save`` and ``load`` look for the parameters of the whole program, of which a rank has a
+part, and for the optimizer's state in the program, where a pipeline has none.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from fleetpipe.aliases import Program, Scope, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.static import Executor, static_io, swap_switch_device
-from fleetpipe.static.entry import stock_saving
+from fleetpipe.paddle_api.static import Executor, static, static_io, swap_switch_device
 from fleetpipe.static.entry.data_loader import items_for
+from fleetpipe.static.graph import stage_of_device
 from fleetpipe.static.ir.program.loader import items_of, note_starts
 from fleetpipe.static.pipeline_programs import is_attached, of_main, of_startup, refuse_foreign
-from fleetpipe.static.tags import stage_of_device
+from fleetpipe.static.save import files
 
 _restore: list[Callable[[], None]] = []
 
@@ -41,9 +45,9 @@ def install() -> None:
 
     Executor.run = run
     _restore.append(functools.partial(setattr, Executor, "run", original))
-    for name in ("save", "load", "save_inference_model"):
+    for ours in (save, load, save_inference_model):
         for place in (paddle.static, static_io):
-            _hook_saving(place, name)
+            _hook_saving(place, ours)
     _restore.extend(note_starts())
     stamp = _stamp()
     if stamp is not None:
@@ -101,11 +105,10 @@ def _flat(fetches: object) -> Iterator[Variable | str]:
         yield fetches
 
 
-def _hook_saving(module: ModuleType, name: str) -> None:
+def _hook_saving(module: ModuleType, ours: Callable[..., Any]) -> None:
     """Has a function of Paddle's go through ours of the same name."""
-    original = getattr(module, name)
-    ours = functools.partial(getattr(stock_saving, name), original)
-    setattr(module, name, functools.wraps(original)(ours))
+    name, original = ours.__name__, getattr(module, ours.__name__)
+    setattr(module, name, functools.wraps(original)(functools.partial(ours, original)))
     _restore.append(functools.partial(setattr, module, name, original))
 
 
@@ -130,3 +133,68 @@ def _hook_guard(stamp: Callable[[int | None], None]) -> Callable[[], None]:
         stamp(None)
 
     return restore
+
+
+def save(
+    original: Callable[..., object],
+    program: Program,
+    model_path: str | os.PathLike[str],
+    protocol: int = 4,
+    **configs: object,
+) -> None:
+    """Saves what this process has of a pipeline.
+
+    The files are those of Paddle; one process that has all stages adds the network's description.
+    """
+    pipeline, _ = of_main(program)
+    if pipeline is None:
+        original(program, model_path, protocol, **configs)
+        return
+
+    def describe(path: str) -> None:
+        original(program, path, protocol, **configs)
+
+    files.save(model_path, program, protocol, describe if pipeline.local else None)
+
+
+def load(
+    original: Callable[..., object],
+    program: Program,
+    model_path: str | os.PathLike[str],
+    executor: object = None,
+    var_list: Sequence[Variable] | None = None,
+) -> None:
+    """Loads what :func:`save` wrote, on as many ranks as then or from a process that had all.
+
+    Raises:
+        CheckpointError: There is no such file, it is none of Paddle's, or of other stages; nothing
+            was changed.
+    """
+    if of_main(program)[0] is None:
+        original(program, model_path, executor, var_list)
+    else:
+        files.load(model_path, program)
+
+
+def save_inference_model(
+    original: Callable[..., Any],
+    path_prefix: str | os.PathLike[str],
+    feed_vars: Sequence[Variable],
+    fetch_vars: Sequence[Variable],
+    executor: object,
+    **named: Any,
+) -> Any:
+    """Refuses on several ranks, of which none has the whole network.
+
+    Raises:
+        ConfigError: The program is a pipeline's, and this process has a part of its stages.
+    """
+    program = named.get("program") or static.default_main_program()
+    pipeline, _ = of_main(program)
+    if pipeline is not None and not pipeline.local:
+        raise ConfigError(
+            "paddle.static.save_inference_model of a pipeline needs the parameters of all ranks",
+            fix="call fleetpipe.static.save_inference_model(prefix, feed_vars, fetch_vars, exe) on "
+            "every rank: it gathers them, and one rank writes",
+        )
+    return original(path_prefix, feed_vars, fetch_vars, executor, **named)

@@ -25,8 +25,7 @@ from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Item
 from fleetpipe.static.run import reductions
 from fleetpipe.static.run.compiled import Compiled, Recipe
-from fleetpipe.static.run.feeding import FedBatch, draw
-from fleetpipe.static.run.fetching import Fetch, combined
+from fleetpipe.static.run.feeding import FedBatch, Fetch, combined, draw
 from fleetpipe.static.run.random_streams import Streams
 
 

@@ -21,7 +21,6 @@ class Streams:
     """
 
     def __init__(self, drawing: Iterable[int], stages: Iterable[int], place: Place) -> None:
-        """Begins the streams."""
         self._generator = generator_of(place)
         self._stages = sorted(set(sorted(drawing)[1:]).intersection(stages))
         self._states: dict[int, Any] = {}

@@ -1,8 +1,8 @@
 """What the stages have, saved and loaded.
 
-Start with ``state.py``, arrays by name; ``files.py`` is that on disk, ``checkpoint.py`` what a
-checkpoint takes of it, ``inference.py`` exports the whole network. What stands in the place of
+Start with ``state.py``, arrays by name; ``files.py`` is that on disk, and exports the whole
+network, ``checkpoint.py`` is what a checkpoint takes of it. What stands in the place of
 Paddle's own functions, in ``entry``, calls it.
 
-Entered by: ``checkpoint``, ``files``, ``inference``, ``state``.
+Entered by: ``checkpoint``, ``files``, ``state``.
 """

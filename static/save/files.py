@@ -1,25 +1,27 @@
 """Files of what a process has of a pipeline: its parameters, statistics and optimizer state.
 
 They are those of ``paddle.static.save``, ``.pdparams`` and ``.pdopt``; of several ranks each has
-its own.
+its own. The network can be exported whole, as one program, with the parameters of all stages.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from fleetpipe.aliases import Program
+from fleetpipe.aliases import Program, Variable
 from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.errors import CheckpointError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import found_tensor, static
 from fleetpipe.static.pipeline_programs import pipeline_of
 from fleetpipe.static.run.pipeline import StaticPipeline
-from fleetpipe.static.save.state import assign, fitting, parameters, state_dict
+from fleetpipe.static.save.state import assign, fitting, full_state_dict, parameters, state_dict
 
 _SUFFIXES = (".pdparams", ".pdopt", ".pdmodel", ".json")
 
@@ -103,3 +105,36 @@ def _read(path: str, prefix: str, pipeline: StaticPipeline) -> dict[str, np.ndar
             fix="save and load on as many ranks, with the same path on each",
         )
     return fleet_files.arrays(path)
+
+
+def save_inference_model(
+    prefix: str | os.PathLike[str],
+    feed_vars: Sequence[Variable],
+    fetch_vars: Sequence[Variable],
+    executor: object,
+    program: Program = None,
+) -> None:
+    """Writes the whole network, with the parameters of all stages, as one program for inference.
+
+    Collective over the pipeline; the process of the first rank of the first replica writes.
+
+    Args:
+        prefix: As for ``paddle.static.save_inference_model``, which reads back as usual.
+        feed_vars: What the network is fed.
+        fetch_vars: What it returns.
+        executor: An executor.
+        program: The program of the pipeline; None for the default main program.
+    """
+    program = static.default_main_program() if program is None else program
+    pipeline = pipeline_of(program)
+    state = full_state_dict(program)
+    if not pipeline.job.leads():
+        return
+    scope = static.Scope()
+    for name, value in state.items():
+        scope.var(name).get_tensor().set(value, paddle.CPUPlace())
+    stock = inspect.unwrap(static.save_inference_model)
+    target = Path(prefix)
+    with static.scope_guard(scope), replacing(target.parent) as draft:
+        network = (list(feed_vars), list(fetch_vars), executor)
+        stock(str(draft / target.name), *network, program=program)

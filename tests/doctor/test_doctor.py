@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fleetpipe import cli
-from fleetpipe.doctor import device, host, ranks
+from fleetpipe.doctor import command, host, ranks
 from fleetpipe.doctor.finding import NOTE, OK, WRONG, Finding, looked_at
 
 
@@ -87,7 +87,7 @@ def card(capability: tuple[int, int], archs: list[int]) -> Any:
 def test_a_card_is_compared_with_the_wheel(
     capability: tuple[int, int], archs: list[int], state: str
 ) -> None:
-    finding = device._card(card(capability, archs), "gpu:0")
+    finding = command._card(card(capability, archs), "gpu:0")
     assert finding.state == state
     assert "compute capability {}.{}".format(*capability) in finding.text
 

@@ -18,7 +18,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, PartitionError, PeerFailed, StateError
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-from fleetpipe.job.groups import gloo
+from fleetpipe.job.groups import paddle_groups
 from fleetpipe.job.job import current_job
 from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees
@@ -156,10 +156,10 @@ def test_gloo_groups_have_stores_of_their_own_as_long_as_asked_for() -> None:
     stock = collective._new_process_group_impl
     store: Any = None
     for _ in range(2):
-        gloo.separate_stores(store, 5.0)
+        paddle_groups.separate_stores(store, 5.0)
         assert collective._new_process_group_impl.__wrapped__ is stock
-    gloo.share_store_again()
-    gloo.share_store_again()
+    paddle_groups.share_store_again()
+    paddle_groups.share_store_again()
     assert collective._new_process_group_impl is stock
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fleetpipe.job.stopping import Stopping
+from fleetpipe.launch.resume import Stopping
 from fleetpipe.mesh.groups import DirectGroup, SoleGroup
 from fleetpipe.transport import MemoryHub, MemoryTransport, MessageKey
 

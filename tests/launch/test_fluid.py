@@ -12,8 +12,8 @@ import paddle
 import pytest
 
 from fleetpipe.errors import FleetPipeError
-from fleetpipe.launch.legacy import fluid, fluid_layers
-from fleetpipe.launch.legacy.fluid import NAMES, Older
+from fleetpipe.launch import fluid
+from fleetpipe.launch.fluid import NAMES, Older
 from fleetpipe.paddle_api.device import device_kind
 from tests.launching import ROOT
 from tests.static.networks import static_mode
@@ -120,32 +120,32 @@ def computed(function: Callable[..., Any], *inputs: np.ndarray, **named: Any) ->
 
 def test_pooling_takes_windows_or_whole_images() -> None:
     windows = IMAGES.reshape(2, 3, 2, 2, 2, 2)
-    pooled = computed(fluid_layers.pool2d, IMAGES, pool_size=2, pool_stride=2)
+    pooled = computed(fluid.pool2d, IMAGES, pool_size=2, pool_stride=2)
     assert pooled.tolist() == windows.max((3, 5)).tolist()
-    pooled = computed(fluid_layers.pool2d, IMAGES, pool_size=2, pool_stride=2, pool_type="avg")
+    pooled = computed(fluid.pool2d, IMAGES, pool_size=2, pool_stride=2, pool_type="avg")
     assert pooled.tolist() == windows.mean((3, 5)).tolist()
-    whole = computed(fluid_layers.pool2d, IMAGES, pool_type="avg", global_pooling=True)
+    whole = computed(fluid.pool2d, IMAGES, pool_type="avg", global_pooling=True)
     assert whole.tolist() == IMAGES.mean((2, 3), keepdims=True).tolist()
     last = np.moveaxis(IMAGES, 1, 3)
-    whole = computed(fluid_layers.pool2d, last, global_pooling=True, data_format="NHWC")
+    whole = computed(fluid.pool2d, last, global_pooling=True, data_format="NHWC")
     assert whole.tolist() == last.max((1, 2), keepdims=True).tolist()
 
 
 def test_layers_have_the_parameters_that_they_are_told() -> None:
     two = paddle.ParamAttr(initializer=paddle.nn.initializer.Constant(2.0))
     convolved = computed(
-        fluid_layers.conv2d, -IMAGES, num_filters=2, filter_size=1, param_attr=two, act="relu"
+        fluid.conv2d, -IMAGES, num_filters=2, filter_size=1, param_attr=two, act="relu"
     )
     assert convolved.shape == (2, 2, 4, 4)
     assert not convolved.any()
-    summed = computed(fluid_layers.fc, IMAGES, size=5, param_attr=two, bias_attr=two)
+    summed = computed(fluid.fc, IMAGES, size=5, param_attr=two, bias_attr=two)
     assert summed.tolist() == [[2 * float(image.sum()) + 2] * 5 for image in IMAGES]
-    normed = computed(fluid_layers.batch_norm, IMAGES, param_attr=two, bias_attr=two)
+    normed = computed(fluid.batch_norm, IMAGES, param_attr=two, bias_attr=two)
     assert np.allclose(normed.mean((0, 2, 3)), 2, atol=1e-5)
     assert np.allclose(normed.std((0, 2, 3)), 2, atol=1e-3)
-    rows = computed(fluid_layers.embedding, np.array([[1], [2]]), size=[4, 3], param_attr=two)
+    rows = computed(fluid.embedding, np.array([[1], [2]]), size=[4, 3], param_attr=two)
     assert rows.tolist() == [[[2.0] * 3]] * 2
-    added = computed(fluid_layers.elementwise_add, IMAGES, -2 * IMAGES, act="relu")
+    added = computed(fluid.elementwise_add, IMAGES, -2 * IMAGES, act="relu")
     assert not added.any()
 
 

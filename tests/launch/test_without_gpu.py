@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe.launch.without_gpu import without_gpu
+from fleetpipe.launch.substitution import without_gpu
 from fleetpipe.paddle_api.device import device_kind
 
 pytestmark = pytest.mark.skipif(device_kind() == "gpu", reason="a GPU has these methods")

@@ -10,7 +10,7 @@ from paddle import nn
 from fleetpipe import parity
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.dygraph.batch import outputs, stage
-from fleetpipe.dygraph.train import forward_batch, pipeline_parallel
+from fleetpipe.dygraph.train import pipeline_parallel, training_batch
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.fixtures import Patch
 from tests.parity.defects import FORMS, differences
@@ -43,7 +43,7 @@ def test_right_evaluations_pass_whatever_their_rows(call: Any, rows: int) -> Non
 
 
 def test_a_wrong_mean_of_the_evaluation_is_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(forward_batch, "ragged_weights", lambda *_: None)
+    monkeypatch.setattr(training_batch, "ragged_weights", lambda *_: None)
     report = evaluated(CALLS["loss"])
     assert differences(report) == [("loss", "eval_batch", 1)]
     assert "step 1: loss of eval_batch differs" in report.verdict()

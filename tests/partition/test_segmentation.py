@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fleetpipe.partition.segmentation
+import fleetpipe.partition.layers
 from fleetpipe.errors import PartitionError
 from fleetpipe.partition import LayerInfo, segment
 from tests.launching import ROOT
@@ -51,7 +51,7 @@ def test_unknown_method_is_refused_with_the_nearest(method: str, hint: str) -> N
 
 
 def test_example_of_the_docstring() -> None:
-    assert doctest.testmod(fleetpipe.partition.segmentation).failed == 0
+    assert doctest.testmod(fleetpipe.partition.layers).failed == 0
 
 
 Oracle = Callable[[list[LayerInfo], int, object], list[int]]

@@ -20,7 +20,7 @@ from ray.train import RunConfig
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.ray import PaddleConfig, PaddleTrainer, backend, cluster, reaper
-from fleetpipe.ray.datasets import replicas
+from fleetpipe.ray.trainer import replicas
 from tests.launching import ROOT
 
 #: Starts a cluster, tells of it, and waits; a worker has forked a process of its own session.

@@ -15,7 +15,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[
 
 from fleetpipe.errors import CheckpointError
 from fleetpipe.launch.keeping import copies
-from fleetpipe.launch.keeping.segment import Segment
+from fleetpipe.launch.keeping.kept_state import Segment
 from fleetpipe.ray import state_stores
 from fleetpipe.ray.state_stores import Begun, CopyKey, StateStore
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.report.compare import compared, named
+from fleetpipe.report.page import compared, named
 from fleetpipe.report.run import read
 from tests.report.runs import EVIL, row, schedule, written
 from tests.report.test_page import Parsed

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe.cli import main
-from fleetpipe.report.chart import chart
-from fleetpipe.report.curves import Curve, with_mean
+from fleetpipe.report.chart import Curve, chart, with_mean
 from fleetpipe.report.numbers import aligned, clock, labels, seconds, short, size, ticks
 from fleetpipe.report.page import page, templates_of
 from fleetpipe.report.run import read

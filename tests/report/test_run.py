@@ -11,10 +11,9 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.errors import ConfigError
-from fleetpipe.report.attempts import attempts_of
 from fleetpipe.report.files import append_line, read_lines
 from fleetpipe.report.page import page
-from fleetpipe.report.run import read
+from fleetpipe.report.run import attempts_of, read
 from fleetpipe.schedules import Placement
 from tests.report.runs import row, schedule, written
 

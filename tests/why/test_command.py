@@ -15,7 +15,7 @@ from fleetpipe.schedules.forms.chrome import write_trace
 from fleetpipe.schedules.forms.events import Event, events_of
 from fleetpipe.why import TracedOperation, read_columns, read_trace, slowdown_of, steps_of
 from fleetpipe.why.operations import COLUMNS
-from fleetpipe.why.schedules import alternatives
+from fleetpipe.why.slowdown import alternatives
 from tests.why.traces import Slow, trace
 
 LONG = {"F": "forward-compute", "B": "backward-compute"}

@@ -1,6 +1,6 @@
 """Leaf layers whose backward is computed in less time, with autograd's bits, under every schedule.
 
-Start with ``forwards.py``; ``trial.py`` finds out whether bits are the same.
+Start with ``forwards.py``.
 
 Entered by: ``forwards``.
 """

@@ -2,6 +2,12 @@
 
 That holds while a stage runs forward, and while a recomputed piece of it runs again; outside of
 that nothing is changed.
+
+Of Embeddings with large tables the gradients are added row by row after a stage's backward;
+``lookup`` says why. While the stage's own backward runs, the graph of a look-up hands nothing on to
+the table, and keeps what came; where somebody else asks, it gives the gradient of the table. A
+table that is used beside its layer, as by a product with its weights, is left to autograd, which
+adds up all uses before it touches the sum: the first backward shows that, and loses no bit by it.
 """
 
 from __future__ import annotations
@@ -11,10 +17,104 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Callable
 
-from fleetpipe.aliases import Layer, Nest
-from fleetpipe.dygraph.backward.adding import Sums
-from fleetpipe.dygraph.backward.fast import embedding, linear
+from fleetpipe.aliases import Context, Layer, Nest, Tensor
+from fleetpipe.dygraph.backward import recompute
+from fleetpipe.dygraph.backward.adding import Sums, count_own_hook, is_watched
+from fleetpipe.dygraph.backward.fast import linear
+from fleetpipe.dygraph.backward.lookup import add_gradient, has_large_table, look_up, summed
 from fleetpipe.dygraph.backward.own_state import changes
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.kernels import reshaped
+from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS
+
+plain_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Embedding.forward
+
+
+class LookupTable:
+    """The table of one layer, and what a backward looked up in it."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        #: Whether no backward had a gradient of another use; None before the first.
+        self._alone: bool | None = None
+        #: The ids of each look-up and the gradient of what it returned; None while nobody keeps it.
+        self.calls: list[tuple[Tensor, Tensor]] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes what ``paddle.nn.Embedding.forward`` does."""
+        layer, weight = self._layer, self._layer.weight
+        if weight.stop_gradient or not paddle.is_grad_enabled() or recompute.in_piece():
+            return plain_forward(layer, x)
+        if not has_large_table(layer) or not x.size:
+            return plain_forward(layer, x)
+        apply: Callable[..., Tensor] = _LookUp.apply
+        # The reshape stands outside: Paddle ignores hooks on what a PyLayer returns.
+        output = apply(weight, x.detach().clone(), self)
+        return reshaped(output, output.shape)
+
+    @contextmanager
+    def adding(self, sums: Sums) -> Iterator[None]:
+        """Within it a backward of the stage runs; what it looked up is added in the end."""
+        weight = self._layer.weight
+        if self._alone is False or weight.stop_gradient or is_watched(weight):
+            yield
+            return
+        if self._alone is None and weight.grad is not None:
+            yield
+            return
+        beside: list[bool] = []
+        hook = weight.register_hook(lambda grad: None if grad is None else beside.append(True))
+        calls: list[tuple[Tensor, Tensor]] = []
+        self.calls = calls
+        try:
+            yield
+        finally:
+            self.calls = None
+            hook.remove()
+            count_own_hook(weight)
+        if calls:
+            self._alone = not beside
+            _add(weight, calls, sums)
+
+
+class _LookUp(paddle.autograd.PyLayer):
+    """The rows of some ids."""
+
+    @staticmethod
+    def forward(ctx: Context, weight: Tensor, ids: Tensor, table: LookupTable) -> Tensor:
+        ctx.weight, ctx.ids, ctx.table = weight, ids, table
+        return look_up(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        if ctx.table.calls is None:
+            return summed(ctx.ids, grad, ctx.weight.detach())
+        ctx.table.calls.append((ctx.ids, grad))
+        return None
+
+
+def _add(weight: Tensor, calls: list[tuple[Tensor, Tensor]], sums: Sums) -> None:
+    """Adds the gradients of look-ups, in the order in which they came."""
+    with paddle.no_grad():
+        if len(calls) == 1:
+            add_gradient(sums, weight, *calls[0])
+            return
+        whole, *rest = (summed(ids, grad, weight) for ids, grad in calls)
+        for one in rest:
+            whole = whole + one
+        sums.add([(weight, whole)])
+
+
+def tables_of(layers: Iterable[Layer]) -> list[tuple[Layer, LookupTable]]:
+    """Returns the layers that have such a table, with it."""
+    if not CAN_RUN_REDUCE_HOOKS:
+        return []
+    return [
+        (layer, LookupTable(layer))
+        for layer in layers
+        if type(layer).forward is plain_forward and has_large_table(layer)
+    ]
+
 
 #: ``forward(*args, **named)`` of one layer.
 Forward = Callable[..., Nest]
@@ -29,7 +129,6 @@ class FastForwards:
     """The leaf layers of a stage for which there is another forward."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
-        """Finds them among ``layers``."""
         layers = list(layers)
         ways = ((layer, type(layer).forward) for layer in layers)
         self._ways: list[tuple[Layer, object, Forward]] = [
@@ -37,8 +136,8 @@ class FastForwards:
             for layer, plain in ways
             if plain in _FORWARDS
         ]
-        tables = embedding.tables_of(layers)
-        self._ways += [(layer, embedding.plain_forward, one.forward) for layer, one in tables]
+        tables = tables_of(layers)
+        self._ways += [(layer, plain_forward, one.forward) for layer, one in tables]
         self._tables = [table for _, table in tables]
 
     def running(self) -> AbstractContextManager[None]:

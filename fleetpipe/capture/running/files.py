@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from fleetpipe.aliases import Tensor
-from fleetpipe.dygraph.state.files import ParameterPlace
-from fleetpipe.dygraph.state.layer_files import LayerFiles
+from fleetpipe.dygraph.state.files import LayerFiles, ParameterPlace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.schedules import Placement

@@ -231,7 +231,6 @@ class OptimizerState:
     """The accumulators and master weights that this process keeps."""
 
     def __init__(self, optimizer: Optimizer, model: ModelPart) -> None:
-        """Describes an optimizer."""
         shared = isinstance(optimizer, SavedOptimizer)
         self._owns: Callable[[Tensor], bool] = optimizer.owns_state if shared else _everything
         self._optimizer = unwrapped(optimizer)

@@ -59,7 +59,6 @@ class Snapshot:
     """The bytes of tensors as they were at one moment."""
 
     def __init__(self) -> None:
-        """Has no memory yet."""
         self._places: dict[TensorName, np.ndarray] = {}
 
     def take(self, tensors: Mapping[TensorName, Held]) -> Mapping[TensorName, memoryview]:

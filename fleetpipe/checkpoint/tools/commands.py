@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fleetpipe.arguments import new_file
-from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL
-from fleetpipe.checkpoint.files import manifest, run_folder
+from fleetpipe.atomic_file import replacing
+from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, TensorName
+from fleetpipe.checkpoint.files import manifest, run_folder, tensors
 from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
-from fleetpipe.checkpoint.tools.differences import differences
-from fleetpipe.checkpoint.tools.merging import merge
+from fleetpipe.checkpoint.files.tensors import CODES, Described
 from fleetpipe.errors import CheckpointError, ConfigError, printable
 
 #: Shown however many ways they are split; the others where they are.
@@ -263,3 +265,92 @@ def _size(count: float) -> str:
 def _say(text: object) -> None:
     """Prints what may have names of a file in it."""
     print(printable(str(text)))
+
+
+def merge(reader: StepReader, target: Path) -> None:
+    """Writes the parameters and buffers of the model under their names, one tensor at a time.
+
+    Args:
+        reader: The checkpoint.
+        target: The file, which is new or whole at any moment.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        OSError: The file cannot be written.
+    """
+    order = reader.manifest.order
+    layout = tensors.laid_out(
+        {n: reader.manifest.tensors[TensorName(MODEL, n)].tensor for n in order}
+    )
+    with (
+        replacing(target.parent) as draft,
+        (draft / target.name).open("wb", buffering=0) as file,
+        reader.opened() as read,
+    ):
+        tensors.write_at(file, 0, layout.header)
+        for name, stored in layout.tensors.items():
+            memory = memoryview(bytearray(stored.tensor.nbytes))
+            read(TensorName(MODEL, name), None, memory)
+            tensors.write(file, stored, None, memory)
+
+
+#: Names that only one has are told up to this many.
+_MOST_SHOWN = 5
+
+
+def differences(one: StepReader, other: StepReader) -> list[str]:
+    """Returns lines about what is not the same: none where all tensors have the same bits."""
+    left, right = one.manifest.tensors, other.manifest.tensors
+    lines = []
+    for mine, beside, which in ((left, right, "first"), (right, left, "second")):
+        only = [str(name) for name in mine if name not in beside]
+        if only:
+            more = f" and {len(only) - _MOST_SHOWN} more" * (len(only) > _MOST_SHOWN)
+            lines.append(f"only the {which} has {', '.join(only[:_MOST_SHOWN])}{more}")
+    common = [name for name in left if name in right]
+    differing = [name for name in common if _differ(one, other, name)]
+    if differing:
+        lines.append(f"{differing[0]} differs first: {_first_difference(one, other, differing[0])}")
+        lines.append(f"{len(differing)} of {len(common)} tensors differ")
+    return lines
+
+
+def _differ(one: StepReader, other: StepReader, name: TensorName) -> bool:
+    if one.manifest.tensors[name].tensor != other.manifest.tensors[name].tensor:
+        return True
+    return _bytes(one, name) != _bytes(other, name)
+
+
+def _bytes(reader: StepReader, name: TensorName) -> bytearray:
+    memory = bytearray(reader.manifest.tensors[name].tensor.nbytes)
+    with reader.opened() as read:
+        read(name, None, memoryview(memory))
+    return memory
+
+
+def _first_difference(one: StepReader, other: StepReader, name: TensorName) -> str:
+    left, right = (reader.manifest.tensors[name].tensor for reader in (one, other))
+    if left != right:
+        return f"{left} and {right}"
+    bits = [
+        np.frombuffer(_bytes(reader, name), f"u{left.itemsize}").reshape(left.shape)
+        for reader in (one, other)
+    ]
+    places = np.argwhere(bits[0] != bits[1])
+    place = tuple(int(index) for index in places[0])
+    numbers = [_number(of[place], left) for of in bits]
+    return (
+        f"{len(places)} of {bits[0].size} elements, the first at {list(place)}: "
+        f"{numbers[0]!r} and {numbers[1]!r}"
+    )
+
+
+def _number(bits: np.generic, tensor: Described) -> float | str:
+    """Returns the value of an element; the bits of one that NumPy has no dtype for."""
+    if tensor.dtype == "bfloat16":
+        return float(np.array(int(bits) << 16, "uint32").view("float32"))
+    code = CODES[tensor.dtype][0]
+    if code.startswith("F8_"):
+        return f"{int(bits):#04x}"
+    value: float = bits.view(np.dtype(tensor.dtype)).item()
+    return value

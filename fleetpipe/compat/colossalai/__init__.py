@@ -1,11 +1,10 @@
 """ColossalAI's legacy pipeline, by its names: a program changes its imports and its layers.
 
 Modules stand where ColossalAI has them: ``core``, ``logging``, ``nn``, ``pipeline``, ``trainer``
-and ``utils``. ``launching`` begins the job that a ``configuration`` describes, and ``context``
-(``gpc``) tells the program its place in it. ``pipeline.pipelinable`` makes a model without memory;
-``sequence`` puts its layers in order, ``calls`` says how each is called, ``cuts`` where a stage
-ends; ``model`` is the ``PipelineLayer`` that comes of it, with ``lazy_layers`` as its entries.
-``engine`` runs batches, and ``trainer`` epochs of them.
+and ``utils``. ``context`` begins the job that a ``configuration`` describes, and tells the program
+its place in it (``gpc``). ``pipeline.pipelinable`` makes a model without memory;
+``sequence`` puts its layers in order, ``calls`` says how each is called, and ``model`` is the
+``PipelineLayer`` that comes of it. ``engine`` runs batches, and ``trainer`` epochs of them.
 """
 
 from __future__ import annotations
@@ -13,16 +12,21 @@ from __future__ import annotations
 from typing import NoReturn
 
 from fleetpipe.compat.colossalai import nn
-from fleetpipe.compat.colossalai.context import GlobalContext, ParallelMode, gpc
+from fleetpipe.compat.colossalai.context import (
+    GlobalContext,
+    ParallelMode,
+    get_default_parser,
+    gpc,
+    launch_from_torch,
+)
 from fleetpipe.compat.colossalai.engine import Engine, initialize
-from fleetpipe.compat.colossalai.launching import get_default_parser, launch_from_torch
 from fleetpipe.compat.colossalai.logging import disable_existing_loggers, get_dist_logger
 from fleetpipe.compat.colossalai.nn import lr_scheduler
 from fleetpipe.compat.colossalai.pipeline.model import PipelinableModel
 from fleetpipe.compat.colossalai.pipeline.pipelinable import PipelinableContext
 from fleetpipe.compat.colossalai.trainer import Trainer, hooks
 from fleetpipe.compat.colossalai.utils import MultiTimer, get_dataloader
-from fleetpipe.compat.colossalai.utils.cifar10 import build_cifar
+from fleetpipe.compat.colossalai.utils.data import build_cifar
 from fleetpipe.errors import UsageError
 
 __all__ = [

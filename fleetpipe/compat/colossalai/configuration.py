@@ -34,7 +34,6 @@ class Config(dict[str, Any]):
     """A mapping whose entries can be read as attributes: ``config.BATCH_SIZE``."""
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an entry."""
         try:
             return self[name]
         except KeyError:

@@ -7,15 +7,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Callable
 
 from fleetpipe import fleet
-from fleetpipe.aliases import Nest, Optimizer, Scheduler, Tensor
+from fleetpipe.aliases import Layer, Nest, Optimizer, Scheduler, Tensor
 from fleetpipe.compat.colossalai.context import gpc
 from fleetpipe.compat.colossalai.logging import get_dist_logger
-from fleetpipe.compat.colossalai.shapes import ShapedSends
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.outputs import joined
-from fleetpipe.dygraph.nest import mapped, tensors_of
-from fleetpipe.errors import ConfigError, StateError, UsageError
+from fleetpipe.dygraph.nest import mapped, outline, tensors_of
+from fleetpipe.engine.observer import Blocked, Instruction, Played, message_of
+from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.schedules import Op, Send
 
 #: What ``execute_schedule`` returns: output, label, loss.
 Executed = tuple[Nest, Nest, Nest]
@@ -78,7 +79,6 @@ class RecordedLoss(paddle.nn.Layer):
     """
 
     def __init__(self, criterion: Callable[[Nest, Nest], Tensor]) -> None:
-        """Takes the user's loss."""
         super().__init__()
         self.criterion = criterion
         self._outputs: list[Nest] | None = None
@@ -111,7 +111,6 @@ class Engine:
     def __init__(
         self, model: PipelineParallel, optimizer: PipelineOptimizer, loss: RecordedLoss | None
     ) -> None:
-        """Takes what ``initialize`` wrapped."""
         self.model = model
         self.optimizer = optimizer
         self.training = True
@@ -269,3 +268,42 @@ def _batch(data_iter: Iterator[Any]) -> tuple[Nest, Nest]:
         )
     inputs, label = batch
     return inputs, label
+
+
+class ShapedSends:
+    """An observer of the engine that looks at the shape of what a forward sends.
+
+    Every message tells its shape, so that a promise of it saves nothing; a broken one is an error.
+    Only an evaluation may have fewer rows, in its last batch.
+    """
+
+    def __init__(self, shape: Sequence[int], model: Layer) -> None:
+        self._shape = tuple(shape)
+        self._model = model
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """See :class:`fleetpipe.engine.observer.Observer`.
+
+        What it returns raises :class:`BoundaryError` where a value has another shape.
+        """
+        if not isinstance(op, Send) or op.kind != "F":
+            return instruction
+        key = message_of(op)
+
+        def checked() -> Blocked | None:
+            value = played.values[key]
+            if not all(self._fits(tuple(tensor.shape)) for tensor in tensors_of(value)):
+                raise BoundaryError(
+                    "a value between stages does not have the shape of TENSOR_SHAPE",
+                    where=f"rank {played.rank}, stage {key.source}, micro-batch {key.micro_batch}",
+                    expected=str(list(self._shape)),
+                    got=outline(value),
+                    fix="leave TENSOR_SHAPE out: messages tell their shapes",
+                )
+            return instruction()
+
+        return checked
+
+    def _fits(self, shape: tuple[int, ...]) -> bool:
+        short = not self._model.training and shape[:1] < self._shape[:1]
+        return shape == self._shape or (short and shape[1:] == self._shape[1:])

@@ -1,8 +1,8 @@
 """MindSpore's pipeline of r1.5 and r1.6, by its names: an unmodified network with stages on it.
 
 ``context`` notes the options and begins the job, ``nn`` has the cells around a network and the
-stages of its sublayers, ``model`` captures, cuts and trains it. ``graphs`` writes what
-``save_graphs`` asks for. ``communication`` and ``train`` have names where programs look for them.
+stages of its sublayers, ``model`` captures, cuts and trains it.
+``communication`` and ``train`` have names where programs look for them.
 """
 
 from __future__ import annotations

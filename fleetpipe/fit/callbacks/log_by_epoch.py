@@ -15,7 +15,6 @@ class LogMetricByEpoch(rank_policy.Callback):
     """
 
     def __init__(self, digits: int = 5) -> None:
-        """Takes the number of significant digits."""
         super().__init__()
         self._digits = digits
         self._epoch = 0

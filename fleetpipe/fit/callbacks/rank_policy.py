@@ -44,7 +44,6 @@ class LRScheduler(paddle.callbacks.LRScheduler):
     """
 
     def __init__(self, by_step: bool = True, by_epoch: bool = False) -> None:
-        """Takes what Paddle's takes."""
         super().__init__(by_step, by_epoch)
         self._begun = 0
 

@@ -22,7 +22,6 @@ class Busy:
     """An observer of the engine that adds up what actions take, by the rank that it plays."""
 
     def __init__(self) -> None:
-        """Begins with nothing."""
         self._begun: dict[int, float] = {}
         self._ended: dict[int, float] = {}
         self._busy: defaultdict[int, float] = defaultdict(float)

@@ -21,7 +21,6 @@ class TensorBoard:
     package = "tensorboardX"
 
     def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
-        """Opens a file in the run's folder."""
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)

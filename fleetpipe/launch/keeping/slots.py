@@ -46,7 +46,6 @@ class Slots:
     """The slots of a file."""
 
     def __init__(self, file: Path) -> None:
-        """Opens a file that :meth:`create` made."""
         with file.open("r+b") as opened:
             self._memory = memoryview(mmap.mmap(opened.fileno(), 0))
         _, about_bytes, text_bytes, slot_bytes, slots = _HEAD.unpack_from(self._memory)

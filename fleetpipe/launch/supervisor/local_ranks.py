@@ -12,9 +12,8 @@ from fleetpipe import systems
 from fleetpipe.job import attempt_files
 from fleetpipe.launch.script import LAUNCHED, remove_logs_beyond, signal_ranks
 from fleetpipe.launch.serving import AttemptBoard
-from fleetpipe.launch.supervisor.attempts import Attempt
+from fleetpipe.launch.supervisor.attempts import Attempt, Verdict, judge
 from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions
-from fleetpipe.launch.supervisor.verdict import Verdict, judge
 from fleetpipe.report import files
 
 

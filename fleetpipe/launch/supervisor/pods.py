@@ -40,7 +40,6 @@ class Pods:
     """A process that has loaded Paddle's launcher, and runs one attempt after another."""
 
     def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
-        """Starts the process."""
         self._environment = dict(environment)
         self._loading = folder / "loading"
         self._begin()

@@ -13,12 +13,11 @@ from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError
 from fleetpipe.launch import log_filter
 from fleetpipe.launch.serving import serving
-from fleetpipe.launch.supervisor.attempts import Attempt, End, after, interrupted
+from fleetpipe.launch.supervisor.attempts import Attempt, End, Verdict, after, interrupted
 from fleetpipe.launch.supervisor.local_ranks import Local
 from fleetpipe.launch.supervisor.pods import Pods
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, caught
 from fleetpipe.launch.supervisor.state_folder import state_folder
-from fleetpipe.launch.supervisor.verdict import Verdict
 
 
 def run(options: argparse.Namespace) -> int:
@@ -59,7 +58,6 @@ class Supervisor:
     """One job, from its first attempt to its last."""
 
     def __init__(self, options: argparse.Namespace, local: Local, signals: Signals) -> None:
-        """Starts nothing yet."""
         self._options = options
         self._local = local
         self._signals = signals

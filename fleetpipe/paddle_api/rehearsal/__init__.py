@@ -6,8 +6,8 @@ and an operation on such tensors runs in float32 and rounds its result. The cast
 operations as well, so that autograd rounds the gradients too. For 3.3.x: the casts of 2.6.2 cut off
 digits on a CPU, and a rehearsal is refused there.
 
-Start with ``replacing``, which puts itself before Paddle's operations; ``casts`` says to which
-dtype automatic casts bring an operation, ``rounding`` does it.
+Start with ``replacing``, which puts itself before Paddle's operations and says to which dtype
+automatic casts bring one; ``rounding`` does it.
 Entered by: ``require_rounding``, ``rehearse``, ``rehearsed``, ``end_rehearsal``.
 """
 

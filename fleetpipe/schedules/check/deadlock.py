@@ -8,7 +8,7 @@ from typing import NoReturn
 from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.check.plan_columns import PlanColumns
-from fleetpipe.schedules.explain.window import window
+from fleetpipe.schedules.explain import window
 from fleetpipe.schedules.operations import Op, Recv, Reduce, Send, Step, ranks_of
 from fleetpipe.schedules.rows import PlanRows
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
-from fleetpipe.schedules.explain.window import where
+from fleetpipe.schedules.explain import where
 from fleetpipe.schedules.rows import ScheduleRows
-from fleetpipe.schedules.simulation.held import held_around
 from fleetpipe.schedules.simulation.replay import replay
+from fleetpipe.schedules.simulation.timeline import held_around
 
 
 def verify(

@@ -12,8 +12,7 @@ from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.forms.events import Event, events_of
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import in_slices
-from fleetpipe.schedules.simulation.held import held_around
-from fleetpipe.schedules.simulation.timeline import Timeline
+from fleetpipe.schedules.simulation.timeline import Timeline, held_around
 
 #: Red, green and blue from 0 to 1: those of Okabe and Ito, distinct for the colour-blind too.
 COLOURS = {

@@ -16,7 +16,7 @@ from typing import cast
 from fleetpipe.schedules.action import Action, Fused, Item, flatten, parts
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, slice_before
-from fleetpipe.schedules.explain.completeness import raise_incomplete
+from fleetpipe.schedules.explain import raise_incomplete
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, checked_edges
-from fleetpipe.schedules.explain.stall import raise_stalled
+from fleetpipe.schedules.explain import raise_stalled
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.simulation.encoding import COLUMNS, Encoding, Waits, encoding_of, waits_of
 

@@ -1,5 +1,5 @@
 """How ranks find each other and are all connected.
 
-Start with ``connections.py``. ``rendezvous.py`` is where they look each other up, ``handshake.py``
-how they prove who they are, ``hosts.py`` at which addresses.
+Start with ``connections.py``. ``handshake.py`` is how they look each other up and prove who they
+are, ``hosts.py`` at which addresses.
 """

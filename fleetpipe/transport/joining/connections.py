@@ -19,7 +19,7 @@ from fleetpipe import log, systems
 from fleetpipe.errors import TransportError
 from fleetpipe.transport.base import Store
 from fleetpipe.transport.joining import handshake, hosts
-from fleetpipe.transport.joining.rendezvous import Rendezvous
+from fleetpipe.transport.joining.handshake import Rendezvous
 from fleetpipe.transport.wire.seal import Seals
 
 _log = log.logger(__name__)

@@ -118,7 +118,6 @@ class ThreadedIncoming(Incoming):
     """
 
     def __init__(self, rank: int, lane: Lane) -> None:
-        """Starts the thread."""
         super().__init__(rank, lane)
         self._changed = threading.Condition()
         self._interrupted = False

@@ -101,7 +101,6 @@ class ThreadedOutgoing(Outgoing):
     """
 
     def __init__(self, rank: int, lane: Lane) -> None:
-        """Starts the thread."""
         super().__init__(rank, lane)
         self._changed = threading.Condition()
         self._waiting: deque[Parcel] = deque()

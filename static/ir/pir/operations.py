@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from fleetpipe.aliases import Block, Op, Program, Variable
 from fleetpipe.paddle_api.static import no_place, pir, pir_creation, pir_operations
-from fleetpipe.static.graph import DROPOUTS, draws
-from fleetpipe.static.source_lines import user_line
+from fleetpipe.static.graph import DROPOUTS, draws, user_line
 
 PARAMETER, DATA, COMBINE = "builtin.parameter", "pd_op.data", "builtin.combine"
 SET_PARAMETER = "builtin.set_parameter"

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from fleetpipe.aliases import Block, DType, Op, Program, Variable
 from fleetpipe.paddle_api import static
-from fleetpipe.static.graph import DROPOUTS, draws
-from fleetpipe.static.source_lines import user_line
+from fleetpipe.static.graph import DROPOUTS, draws, user_line
 
 
 def draws_of(op: Op) -> bool:

@@ -18,7 +18,7 @@ from fleetpipe.paddle_api.static import (
 )
 from fleetpipe.static.cut.contract import CLIP_FACTOR, Update, accumulator_name
 from fleetpipe.static.cut.split import Split
-from fleetpipe.static.graph import Declared, Graph, Operation
+from fleetpipe.static.graph import Declared, Graph, Operation, stage_of_device
 from fleetpipe.static.ir.optimizer_state import kept_of
 from fleetpipe.static.ir.program.loader import belongs_to_loader
 from fleetpipe.static.ir.program.operations import (
@@ -31,7 +31,6 @@ from fleetpipe.static.ir.program.operations import (
     temporary,
 )
 from fleetpipe.static.ir.program.stage import ProgramStage
-from fleetpipe.static.tags import stage_of_device
 
 _CONSTANTS = ("fill_constant", "assign_value", "range", "eye", "linspace")
 

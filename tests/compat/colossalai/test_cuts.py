@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetpipe.compat.colossalai.pipeline.cuts import boundaries, parts_of, require_policy
+from fleetpipe.compat.colossalai.pipeline.pipelinable import boundaries, parts_of, require_policy
 from fleetpipe.errors import PartitionError, UsageError
 
 #: Of ResNet-50: conv1, bn1, relu, maxpool, layer1 to layer4, avgpool, fc with 1000 classes.

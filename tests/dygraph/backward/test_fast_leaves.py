@@ -12,7 +12,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe.dygraph.backward.fast import linear
-from fleetpipe.dygraph.backward.fast.trial import matrices, same_bits
+from fleetpipe.dygraph.backward.fast.linear import matrices, same_bits
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import build

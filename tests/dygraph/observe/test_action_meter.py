@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from fleetpipe.dygraph.observe.action_meter import ActionMeter
+from fleetpipe.dygraph.observe.measuring import ActionMeter
 from fleetpipe.engine.observer import Blocked, Played
 from fleetpipe.schedules import Action, Edge, Free, Op, Recv, Reduce, Send
 from fleetpipe.transport import MessageKey

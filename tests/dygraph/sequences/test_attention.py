@@ -11,7 +11,7 @@ import paddle
 import pytest
 from paddle.nn import functional
 
-from fleetpipe.dygraph.sequences import SequenceRanks, attention, blocks, documents_of
+from fleetpipe.dygraph.sequences import SequenceRanks, attention, documents_of, ring
 from fleetpipe.errors import ConfigError, PeerFailed
 from fleetpipe.mesh.groups import DirectGroup, SoleGroup
 from tests.dygraph.members import on_all
@@ -84,7 +84,7 @@ def test_split_attention_is_the_whole(
     sep: int, cp: int, heads: int, shared: int, causal: bool, packed: bool, monkeypatch: Patch
 ) -> None:
     """With tiles smaller than a chunk, and keys that several heads share."""
-    monkeypatch.setattr(blocks, "TILE", 5)
+    monkeypatch.setattr(ring, "TILE", 5)
     case = Case(sep * cp * 12, heads, shared, packed)
     expected = case.results(None, causal)
     with sequence_ranks(sep, cp) as ranks:
@@ -135,8 +135,8 @@ def test_no_rank_holds_more_than_two_parts_of_keys_and_values() -> None:
 
 
 def test_causal_work_is_shared_out_evenly(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(blocks, "TILE", 4)
-    case, counted = Case(128, 2, 2, False), blocks._scores
+    monkeypatch.setattr(ring, "TILE", 4)
+    case, counted = Case(128, 2, 2, False), ring._scores
     work: dict[int, int] = {}
 
     def scores(*args: Any) -> Any:
@@ -145,7 +145,7 @@ def test_causal_work_is_shared_out_evenly(monkeypatch: Patch) -> None:
         work[mine] = work.get(mine, 0) + (0 if found is None else int(found.size))
         return found
 
-    monkeypatch.setattr(blocks, "_scores", scores)
+    monkeypatch.setattr(ring, "_scores", scores)
     with sequence_ranks(1, 4) as ranks:
         on_all(ranks, lambda own: case.results(own, True))
     # Half of what all queries and all keys would be, and the diagonal.

@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from fleetpipe.errors import ConfigError, PeerFailed
-from fleetpipe.job.groups import gloo, paddle_groups
+from fleetpipe.job.groups import paddle_groups
 from tests.job.test_meeting import MemoryStore
 
 
@@ -52,7 +52,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
     monkeypatch.setattr(paddle_groups, "_in_doubt", False)
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
     yield groups
-    gloo.share_store_again()
+    paddle_groups.share_store_again()
 
 
 def begin(number: int, store: Any, watch: Any, *groups: list[int]) -> list[Any]:

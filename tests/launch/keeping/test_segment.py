@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.errors import CheckpointError
-from fleetpipe.launch.keeping.segment import Segment
+from fleetpipe.launch.keeping.kept_state import Segment
 from fleetpipe.launch.keeping.slots import Slots
 
 SIZES = [5, 0, 64, 1000]

@@ -13,10 +13,10 @@ from fleetpipe.launch.supervisor.attempts import (
     Again,
     Attempt,
     End,
+    Verdict,
     after,
     interrupted,
 )
-from fleetpipe.launch.supervisor.verdict import Verdict
 
 DONE = Verdict(0)
 SAVED = Verdict(0, saved=8)

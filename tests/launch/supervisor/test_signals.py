@@ -8,10 +8,9 @@ import signal
 
 import pytest
 
-from fleetpipe.launch.supervisor.attempts import Attempt
+from fleetpipe.launch.supervisor.attempts import Attempt, Verdict
 from fleetpipe.launch.supervisor.signals import caught
 from fleetpipe.launch.supervisor.supervisor import Supervisor
-from fleetpipe.launch.supervisor.verdict import Verdict
 
 
 class Ranks:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fleetpipe.cli import main
 from fleetpipe.launch.supervisor.attempts import POISONED
-from fleetpipe.report.attempts import attempts_of
+from fleetpipe.report.run import attempts_of
 from tests.fixtures import Capture, Launch
 from tests.launch.supervisor.commands import launched
 

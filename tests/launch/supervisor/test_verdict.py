@@ -10,7 +10,7 @@ import pytest
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.failure import Failure
-from fleetpipe.launch.supervisor.verdict import Verdict, judge
+from fleetpipe.launch.supervisor.attempts import Verdict, judge
 
 
 class Home:

@@ -27,7 +27,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     whole_value,
 )
 from fleetpipe.job import meeting
-from fleetpipe.job.groups import gloo
+from fleetpipe.job.groups import paddle_groups
 from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.paddle_api import paddle_fleet
 
@@ -43,7 +43,7 @@ def start(over: str) -> Any:
     """Begins a job of Paddle's with mp_degree 2; returns its model-parallel group."""
     store = meeting.open_store(SECONDS)
     meeting.meet(store, "fleetpipe/0/here", SECONDS)
-    gloo.separate_stores(store, SECONDS)
+    paddle_groups.separate_stores(store, SECONDS)
     strategy = paddle_fleet.DistributedStrategy()
     strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 2, "pp_degree": 1}
     paddle_fleet.init(is_collective=True, strategy=strategy)

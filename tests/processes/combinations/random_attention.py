@@ -17,7 +17,7 @@ from paddle.nn import functional
 
 from fleetpipe import fleet
 from fleetpipe.dygraph import sequences, slices
-from fleetpipe.dygraph.sequences import blocks
+from fleetpipe.dygraph.sequences import ring
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,
     LayerDesc,
@@ -239,7 +239,7 @@ class RandomCase(Case):
         self.loss_fn = nn.CrossEntropyLoss(ignore_index=0)
 
     def entries(self) -> list[Any]:
-        blocks.TILE = self.tile
+        ring.TILE = self.tile
         ends: list[Any] = [LayerDesc(Embedding, self), LayerDesc(Head, self)]
         if self.tied:
             shared = {"case": self}

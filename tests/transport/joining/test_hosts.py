@@ -8,7 +8,7 @@ import pytest
 
 from fleetpipe import systems
 from fleetpipe.errors import TransportError
-from fleetpipe.job.groups import gloo
+from fleetpipe.job.groups import paddle_groups
 from fleetpipe.transport.joining import hosts
 
 
@@ -77,12 +77,12 @@ def test_gloo_is_told_an_interface_unless_the_user_did(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched(monkeypatch, "10.1.2.3:6170", "10.1.9.9:6170")
-    gloo._choose_interface()
-    assert gloo.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    paddle_groups._choose_interface()
+    assert paddle_groups.os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert "the interface eth7 (10.1.2.3)" in caplog.text
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    gloo._choose_interface()
-    assert gloo.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    paddle_groups._choose_interface()
+    assert paddle_groups.os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def test_the_other_end_of_a_unix_socket_is_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:

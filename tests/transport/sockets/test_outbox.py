@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fleetpipe.transport.sockets.outbox import Outbox
+from fleetpipe.transport.sockets.connection import Outbox
 
 
 def nothing() -> None:

@@ -50,7 +50,6 @@ class Function:
     """A function of an execution sequence: it maps the output, or changes named arguments."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Takes a function of the user's."""
         self._function = function
         self.signature = Signature.of(function)
 
@@ -145,7 +144,6 @@ class Called(paddle.nn.Layer):
     """A layer of the model and how it is called, as one layer of a ``PipelineLayer``."""
 
     def __init__(self, layer: Layer, call: RecordedCall) -> None:
-        """Takes a built layer, or one without memory."""
         super().__init__()
         self.layer = layer
         self._call = call

@@ -1,10 +1,20 @@
-"""``get_dataloader``: a loader with a shard of the samples for each replica."""
+"""``get_dataloader``: a loader with a shard of the samples for each replica.
+
+``build_cifar`` makes those of the tutorial's CIFAR-10, which it takes from Titans.
+"""
 
 from __future__ import annotations
 
+import os
+import tarfile
+from pathlib import Path
 from typing import Any
 
-from fleetpipe.io import DataLoader
+import numpy as np
+
+from fleetpipe.errors import UsageError
+from fleetpipe.io import DataLoader, sample_generator
+from fleetpipe.paddle_api import paddle
 
 
 def get_dataloader(
@@ -43,3 +53,95 @@ def get_dataloader(
         seed=seed,
         **options,
     )
+
+
+#: What Paddle's and the original site call the file.
+FILE = "cifar-10-python.tar.gz"
+_MEAN = np.array([0.4914, 0.4822, 0.4465], "float32")
+_SCALE = np.array([0.2023, 0.1994, 0.2010], "float32")
+
+
+def build_cifar(
+    batch_size: int,
+    root: str | os.PathLike[str],
+    padding: int | None = None,
+    crop: int | None = None,
+    resize: int | None = None,
+    num_workers: int = 0,
+) -> tuple[DataLoader, DataLoader]:
+    """Returns the loaders of CIFAR-10's training and test images.
+
+    Images are float32 [batch_size, 3, size, size], normalized, labels int64 [batch_size]. Those to
+    train on are shuffled, cropped at random and mirrored at random, the same on all ranks of a
+    pipeline; the others are as they are. A training batch is never short. Titans draws other
+    changes of colour as well (AutoAugment), which are left out.
+
+    Args:
+        batch_size: Rows of a batch of one replica.
+        root: The file ``cifar-10-python.tar.gz``, or its folder. Nothing is downloaded.
+        padding: Black pixels at each side of a training image, before it is cropped.
+        crop: Size of what is cropped; None for the whole image.
+        resize: Size that the test images are scaled to; None leaves them.
+        num_workers: Processes that read.
+
+    Raises:
+        UsageError: There is no such file.
+        StateError: ``launch_from_torch`` was not called before, in one of several processes.
+    """
+    file = Path(root) if Path(root).is_file() else Path(root) / FILE
+    if not file.is_file() or not tarfile.is_tarfile(file):
+        raise UsageError(
+            "build_cifar reads CIFAR-10's own file, which is not there",
+            expected=f"a tar file at {file}",
+            fix="download https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz to there, or "
+            "give the folder that has it",
+        )
+    train, test = (
+        paddle.vision.datasets.Cifar10(str(file), mode, download=False, backend="pil")
+        for mode in ("train", "test")
+    )
+    options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers}
+    return (
+        get_dataloader(Images(train, padding or 0, crop), shuffle=True, **options),
+        get_dataloader(Images(test, resize=resize), drop_last=False, **options),
+    )
+
+
+class Images(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6.2 takes no argument
+    """CIFAR's images with what is to be changed of them."""
+
+    def __init__(
+        self, images: Any, padding: int = 0, crop: int | None = None, resize: int | None = None
+    ) -> None:
+        """Takes them.
+
+        Args:
+            images: A dataset of PIL's images and labels.
+            padding: See :func:`build_cifar`.
+            crop: Likewise; what is cropped is mirrored too.
+            resize: Likewise.
+        """
+        self._images = images
+        self._padding, self._crop, self._size = padding, crop, resize
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.int64]:
+        image, label = self._images[index]
+        if self._size is not None:
+            image = image.resize((self._size, self._size))
+        pixels = np.asarray(image, "float32") / 255
+        if self._crop is not None:
+            pixels = self._cropped(pixels, self._crop)
+        pixels = (pixels - _MEAN) / _SCALE
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1)), np.int64(label)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def _cropped(self, pixels: np.ndarray, size: int) -> np.ndarray:
+        """Returns a part of the padded image, at random; in every second case mirrored."""
+        numbers = sample_generator()
+        side = (self._padding, self._padding)
+        padded = np.pad(pixels, (side, side, (0, 0)))
+        top, left = numbers.integers(0, padded.shape[0] - size + 1, 2)
+        part = padded[top : top + size, left : left + size]
+        return part[:, ::-1] if numbers.random() < 0.5 else part

@@ -14,7 +14,6 @@ class Timer:
     """Takes times, in seconds, one after another."""
 
     def __init__(self) -> None:
-        """Begins without any."""
         self._history: list[float] = []
         self._begun: float | None = None
         self._elapsed = 0.0
@@ -126,5 +125,4 @@ class MultiTimer:
         self._on = mode
 
     def __iter__(self) -> Iterator[tuple[str, Timer]]:
-        """Yields names and timers."""
         return iter(self._timers.items())

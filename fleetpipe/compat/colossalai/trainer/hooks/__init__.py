@@ -1,19 +1,20 @@
 """``colossalai.trainer.hooks``: what a ``Trainer`` does beside training.
 
-``base`` has the events, ``metrics`` what is counted, ``measuring`` the hooks that count, ``logs``
-those that show it, ``callback_hooks`` those that are a callback of fleetpipe's.
+``base`` has the events and the hooks that are a callback of fleetpipe's, ``measuring`` those that
+count and show.
 """
 
 from __future__ import annotations
 
-from fleetpipe.compat.colossalai.trainer.hooks.base import BaseHook
-from fleetpipe.compat.colossalai.trainer.hooks.callback_hooks import (
+from fleetpipe.compat.colossalai.trainer.hooks.base import (
+    BaseHook,
     SaveCheckpointHook,
     TensorboardHook,
 )
-from fleetpipe.compat.colossalai.trainer.hooks.logs import LogMetricByEpochHook, LogMetricByStepHook
 from fleetpipe.compat.colossalai.trainer.hooks.measuring import (
     AccuracyHook,
+    LogMetricByEpochHook,
+    LogMetricByStepHook,
     LossHook,
     LRSchedulerHook,
     ThroughputHook,

@@ -3,6 +3,9 @@
 ``paddle.fluid`` is gone since Paddle 2.5. While a script runs under ``fleetpipe run``, or after
 ``fleetpipe.install()``, the names of one table are there, and asking for any other name of
 ``paddle.fluid`` is an error that says what has its place today.
+
+Functions whose successors take other arguments, or are no part of PIR, take them by the names of
+then and make layers of today, so that they stand in a program of either IR.
 """
 
 from __future__ import annotations
@@ -15,13 +18,128 @@ from contextlib import ExitStack, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
+from fleetpipe.aliases import Attribute, Variable
 from fleetpipe.errors import FleetPipeError
-from fleetpipe.launch.legacy import fluid_layers
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import DataLoader
+
+_Format = Literal["NCHW", "NHWC"]
+_functional = paddle.nn.functional
+
+
+def conv2d(
+    input: Variable,
+    num_filters: int,
+    filter_size: int,
+    stride: int = 1,
+    padding: int = 0,
+    groups: int = 1,
+    param_attr: Attribute = None,
+    bias_attr: Attribute = None,
+    act: str | None = None,
+    name: str | None = None,
+    data_format: _Format = "NCHW",
+) -> Variable:
+    """Convolves images with filters of its own."""
+    layer = paddle.nn.Conv2D(
+        _channels(input, data_format),
+        num_filters,
+        filter_size,
+        stride,
+        padding,
+        groups=groups,
+        weight_attr=param_attr,
+        bias_attr=bias_attr,
+        data_format=data_format,
+    )
+    return _activated(layer(input), act)
+
+
+def batch_norm(
+    input: Variable,
+    act: str | None = None,
+    param_attr: Attribute = None,
+    bias_attr: Attribute = None,
+    data_layout: _Format = "NCHW",
+    name: str | None = None,
+    moving_mean_name: str | None = None,
+    moving_variance_name: str | None = None,
+) -> Variable:
+    """Normalises each channel over a micro-batch, and learns its scale and offset."""
+    layer = paddle.nn.BatchNorm(
+        _channels(input, data_layout),
+        param_attr=param_attr,
+        bias_attr=bias_attr,
+        data_layout=data_layout,
+        moving_mean_name=moving_mean_name,
+        moving_variance_name=moving_variance_name,
+    )
+    return _activated(layer(input), act)
+
+
+def pool2d(
+    input: Variable,
+    pool_size: int = -1,
+    pool_type: str = "max",
+    pool_stride: int = 1,
+    pool_padding: int = 0,
+    global_pooling: bool = False,
+    data_format: _Format = "NCHW",
+) -> Variable:
+    """Takes the largest number of each window of the images, or the mean; or of whole images."""
+    maximum = pool_type == "max"
+    if global_pooling:
+        over = paddle.max if maximum else paddle.mean
+        return over(input, [2, 3] if data_format == "NCHW" else [1, 2], keepdim=True)
+    pooled = _functional.max_pool2d if maximum else _functional.avg_pool2d
+    return pooled(input, pool_size, pool_stride, pool_padding, data_format=data_format)
+
+
+def fc(
+    input: Variable,
+    size: int,
+    param_attr: Attribute = None,
+    bias_attr: Attribute = None,
+    act: str | None = None,
+) -> Variable:
+    """Multiplies the rows, flattened, with a matrix of its own, and adds a bias."""
+    return paddle.static.nn.fc(
+        input, size, weight_attr=param_attr, bias_attr=bias_attr, activation=act
+    )
+
+
+def elementwise_add(
+    x: Variable, y: Variable, act: str | None = None, name: str | None = None
+) -> Variable:
+    """Adds two values of one shape."""
+    return _activated(paddle.add(x, y), act)
+
+
+def embedding(
+    input: Variable,
+    size: Sequence[int],
+    is_sparse: bool = False,
+    padding_idx: int | None = None,
+    param_attr: Attribute = None,
+) -> Variable:
+    """Looks rows up in a table of its own: ``paddle.static.nn.embedding``, which PIR lacks."""
+    rows, width = size
+    layer = paddle.nn.Embedding(
+        rows, width, padding_idx=padding_idx, sparse=is_sparse, weight_attr=param_attr
+    )
+    return layer(input)
+
+
+def _channels(images: Variable, data_format: _Format) -> int:
+    return int(images.shape[1 if data_format == "NCHW" else -1])
+
+
+def _activated(value: Variable, act: str | None) -> Variable:
+    return getattr(_functional, act)(value) if act else value
+
 
 FLUID = "paddle.fluid"
 
@@ -57,16 +175,16 @@ NAMES = (
         "fleetpipe.static.DataLoader.from_generator",
         DataLoader.from_generator,
     ),
-    Older("static.nn.embedding", "paddle.nn.Embedding", fluid_layers.embedding),
+    Older("static.nn.embedding", "paddle.nn.Embedding", embedding),
     Older("CUDAPlace", "paddle.CPUPlace", _CPUPlace),
     Older("fluid.ParamAttr", "paddle.ParamAttr"),
     Older("fluid.param_attr.ParamAttr", "paddle.ParamAttr"),
     Older("fluid.initializer.Uniform", "paddle.nn.initializer.Uniform"),
-    Older("fluid.layers.conv2d", "paddle.nn.Conv2D", fluid_layers.conv2d),
-    Older("fluid.layers.batch_norm", "paddle.nn.BatchNorm2D", fluid_layers.batch_norm),
-    Older("fluid.layers.pool2d", "paddle.nn.functional.max_pool2d", fluid_layers.pool2d),
-    Older("fluid.layers.fc", "paddle.static.nn.fc", fluid_layers.fc),
-    Older("fluid.layers.elementwise_add", "paddle.add", fluid_layers.elementwise_add),
+    Older("fluid.layers.conv2d", "paddle.nn.Conv2D", conv2d),
+    Older("fluid.layers.batch_norm", "paddle.nn.BatchNorm2D", batch_norm),
+    Older("fluid.layers.pool2d", "paddle.nn.functional.max_pool2d", pool2d),
+    Older("fluid.layers.fc", "paddle.static.nn.fc", fc),
+    Older("fluid.layers.elementwise_add", "paddle.add", elementwise_add),
     Older("fluid.core", "paddle.base.core"),
     Older("fluid.framework", "paddle.base.framework"),
     Older("fluid.dygraph.base", "paddle.base.dygraph.base"),

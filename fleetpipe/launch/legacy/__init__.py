@@ -1,1 +1,0 @@
-"""Names and arguments of older Paddle, for scripts that were written for it."""
