@@ -8,11 +8,12 @@ of the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
-from fleetpipe.aliases import Context, PaddleGroup, Tensor
+from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import is_alone
-from fleetpipe.dygraph.tensor_parallel.operations import noting
+from fleetpipe.dygraph.tensor_parallel.operations import collective
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
@@ -67,29 +68,14 @@ def _exchanged(
             got=f"{tokens.shape[0]} tokens",
             fix="count the experts that the tokens were sorted by",
         )
-    exchange: Callable[..., Tensor] = _Exchange.apply
-    return exchange(tokens, outward, sent, received, group)
-
-
-class _Exchange(paddle.autograd.PyLayer):
-    """Either way: ``outward`` is to the experts."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, tokens: Tensor, outward: bool, sent: Counts, received: Counts, group: Group
-    ) -> Tensor:
-        ctx.exchange = not outward, sent, received, group
-        return _exchange(tokens, outward, sent, received, group)
-
-    @staticmethod
-    @noting
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return _exchange(grad, *ctx.exchange)
+    there, back = (partial(_exchange, way, sent, received, group) for way in (outward, not outward))
+    return collective(tokens, there, back)
 
 
 def _exchange(
-    tokens: Tensor, outward: bool, sent: Counts, received: Counts, group: Group
+    outward: bool, sent: Counts, received: Counts, group: Group, tokens: Tensor
 ) -> Tensor:
+    """Exchanges tokens either way: ``outward`` is to the experts."""
     if not outward:
         tokens = _transposed(tokens, list(zip(*received)))
     parts = _split(tokens, [sum(counts) for counts in (sent if outward else received)])

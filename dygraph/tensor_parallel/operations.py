@@ -16,9 +16,9 @@ an ``OSError``, from which :func:`own_errors` brings back the error that was rai
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, Callable, TypeVar, cast
 
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
@@ -50,7 +50,7 @@ def own_errors() -> Iterator[None]:
 def noting(function: Noted) -> Noted:
     """Has :func:`own_errors` know what ``function``, which runs in backward, raises."""
 
-    @functools.wraps(function)
+    @wraps(function)
     def noted(*args: Any, **named: Any) -> Any:
         try:
             return function(*args, **named)
@@ -61,75 +61,45 @@ def noting(function: Noted) -> Noted:
     return cast("Noted", noted)
 
 
-class _Identity(paddle.autograd.PyLayer):
-    @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: groups.Members) -> Tensor:
-        ctx.members = members
-        # Shares the memory; Paddle takes a detached tensor for one that was changed in place.
-        return tensor.view(tensor.shape)
+class _Collective(paddle.autograd.PyLayer):
+    """A function of a tensor, and the function of its gradient that is the gradient of it."""
 
     @staticmethod
-    @noting
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return groups.total(grad, ctx.members)
-
-
-class _AllReduce(paddle.autograd.PyLayer):
-    @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: groups.Members) -> Tensor:
-        return groups.total(tensor, members)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        # A copy, because autograd may add to what it is given while others still hold ``grad``.
-        return grad.clone()
-
-
-class _Split(paddle.autograd.PyLayer):
-    @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: groups.Members, axis: int) -> Tensor:
-        ctx.members, ctx.axis = members, axis
-        return shard_of(tensor, axis, members.rank, members.ranks)
+    def forward(
+        ctx: Context,
+        tensor: Tensor,
+        run: Callable[[Tensor], Tensor],
+        gradient: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.gradient = gradient
+        return run(tensor)
 
     @staticmethod
     @noting
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return paddle.concat(groups.gathered(grad, ctx.members), axis=ctx.axis)
+        return ctx.gradient(grad)
 
 
-class _Gather(paddle.autograd.PyLayer):
-    @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: groups.Members, axis: int) -> Tensor:
-        ctx.members, ctx.axis = members, axis
-        return paddle.concat(groups.gathered(tensor, members), axis=axis)
-
-    @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return shard_of(grad, ctx.axis, ctx.members.rank, ctx.members.ranks)
+#: Takes a tensor, the function that is run on it, and the one that its gradient goes through.
+collective: Callable[..., Tensor] = _Collective.apply
 
 
-class _GatherParts(paddle.autograd.PyLayer):
-    @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: groups.Members) -> Tensor:
-        ctx.members = members
-        return paddle.concat(groups.gathered(tensor, members), axis=0)
-
-    @staticmethod
-    @noting
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return part_of_total(grad, ctx.members)
+def _view(tensor: Tensor, members: groups.Members) -> Tensor:
+    # Shares the memory; Paddle takes a detached tensor for one that was changed in place.
+    return tensor.view(tensor.shape)
 
 
-class _ReduceScatter(paddle.autograd.PyLayer):
-    @staticmethod
-    def forward(ctx: Context, tensor: Tensor, members: groups.Members) -> Tensor:
-        ctx.members = members
-        return part_of_total(tensor, members)
+def _copy(tensor: Tensor, members: groups.Members) -> Tensor:
+    # Autograd may add to what it is given while others still hold it.
+    return tensor.clone()
 
-    @staticmethod
-    @noting
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
-        return paddle.concat(groups.gathered(grad, ctx.members), axis=0)
+
+def _own_shard(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor:
+    return shard_of(tensor, axis, members.rank, members.ranks)
+
+
+def _joined(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor:
+    return paddle.concat(groups.gathered(tensor, members), axis=axis)
 
 
 def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -137,7 +107,7 @@ def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
 
     Collective in backward, where ``tensor`` needs a gradient.
     """
-    return _apply(_Identity.apply, tensor, group)
+    return _apply(tensor, group, _view, groups.total)
 
 
 def all_reduce(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -149,7 +119,7 @@ def all_reduce(tensor: Tensor, group: PaddleGroup) -> Tensor:
         tensor: Of the same shape on every member.
         group: Paddle's group or fleetpipe's.
     """
-    return _apply(_AllReduce.apply, tensor, group)
+    return _apply(tensor, group, groups.total, _copy)
 
 
 def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
@@ -163,7 +133,7 @@ def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
     Raises:
         UsageError: The axis cannot be cut in equal shards.
     """
-    return _apply(_Split.apply, tensor, group, axis)
+    return _apply(tensor, group, partial(_own_shard, axis=axis), partial(_joined, axis=axis))
 
 
 def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
@@ -176,7 +146,7 @@ def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
         group: Paddle's group or fleetpipe's.
         axis: The axis that is joined.
     """
-    return _apply(_Gather.apply, tensor, group, axis)
+    return _apply(tensor, group, partial(_joined, axis=axis), partial(_own_shard, axis=axis))
 
 
 def gather_parts(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -188,7 +158,7 @@ def gather_parts(tensor: Tensor, group: PaddleGroup) -> Tensor:
         tensor: Of the same shape on every member.
         group: Paddle's group or fleetpipe's.
     """
-    return _apply(_GatherParts.apply, tensor, group)
+    return _apply(tensor, group, _joined, part_of_total)
 
 
 def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -201,7 +171,7 @@ def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
     Raises:
         UsageError: The first axis cannot be cut in equal parts.
     """
-    return _apply(_ReduceScatter.apply, tensor, group)
+    return _apply(tensor, group, part_of_total, _joined)
 
 
 def part_of_total(tensor: Tensor, members: groups.Members) -> Tensor:
@@ -253,7 +223,9 @@ def shard_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:
 
 
 def _apply(
-    operation: Callable[..., Tensor], tensor: Tensor, group: PaddleGroup, *more: int
+    tensor: Tensor, group: PaddleGroup, run: Callable[..., Tensor], gradient: Callable[..., Tensor]
 ) -> Tensor:
     members = groups.members_of(group)
-    return tensor if members.ranks == 1 else operation(tensor, members, *more)
+    if members.ranks == 1:
+        return tensor
+    return collective(tensor, partial(run, members=members), partial(gradient, members=members))
