@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -192,16 +193,13 @@ class Blueprints(Sequence[Layer]):
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        """Describes the layers of a whole list."""
         self._entries = entries
         self._made: dict[int, Layer] = {}
 
     def __len__(self) -> int:
-        """Returns the number of layers."""
         return len(self._entries)
 
     def __getitem__(self, index: Any) -> Layer:
-        """Returns the blueprint of layer ``index``."""
         if index not in self._made:
             self._made[index] = _blueprint(self._entries[index], index, self.lent(index))
         return self._made[index]
@@ -261,14 +259,7 @@ def count_parameters(layer: Layer) -> int:
     """Returns how many numbers the trainable parameters of a layer hold; 0 for a function."""
     if not isinstance(layer, paddle.nn.Layer):
         return 0
-    return sum(_numel(parameter) for parameter in layer.parameters() if parameter.trainable)
-
-
-def _numel(parameter: Tensor) -> int:
-    count = 1
-    for size in parameter.shape:
-        count *= size
-    return count
+    return sum(math.prod(p.shape) for p in layer.parameters() if p.trainable)
 
 
 @contextmanager

@@ -87,24 +87,17 @@ def tell_failure(failure: Failure) -> None:
 
 def tell_code(code: int) -> None:
     """Leaves the code with which this rank ends."""
-    home = folder()
-    if home is not None:
-        (home / f"code.{_own_rank()}").write_text(str(code), encoding="ascii")
+    _leave("code", str(code))
 
 
 def tell_preempted(step: int) -> None:
     """Leaves word that this rank ends because it was asked to, with ``step`` steps saved."""
-    home = folder()
-    if home is not None:
-        (home / f"preempted.{_own_rank()}").write_text(str(step), encoding="ascii")
+    _leave("preempted", str(step))
 
 
 def tell_replica(ranks: int, alone: bool) -> None:
     """Leaves word of how many ranks a replica has, and whether one process can play all of them."""
-    home = folder()
-    if home is not None:
-        text = json.dumps([ranks, alone])
-        (home / f"replica.{_own_rank()}").write_text(text, encoding="ascii")
+    _leave("replica", json.dumps([ranks, alone]))
 
 
 def replica(home: Path, rank: int) -> tuple[int, bool] | None:
@@ -201,6 +194,12 @@ def page(name: str = "page") -> Callable[[int], object]:
             opened.truncate(_COUNT.size)
             memory = mmap.mmap(opened.fileno(), _COUNT.size)
     return functools.partial(_COUNT.pack_into, memory, 0)
+
+
+def _leave(name: str, text: str) -> None:
+    home = folder()
+    if home is not None:
+        (home / f"{name}.{_own_rank()}").write_text(text, encoding="ascii")
 
 
 def _append(file: Path, *numbers: int) -> None:
