@@ -2,6 +2,5 @@
 
 Start with ``entries.py``.
 
-Entered by: ``chunk``, ``entries``, ``run_stage``, ``sliceable``, ``tied``,
-``vocabulary``, ``vocabulary_losses``.
+Entered by: ``chunk``, ``entries``, ``run_stage``, ``tied``, ``vocabulary``, ``vocabulary_losses``.
 """

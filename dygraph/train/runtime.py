@@ -22,7 +22,7 @@ from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.broadcast import broadcast_copies
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
-from fleetpipe.dygraph.layers.sliceable import require_sliceable
+from fleetpipe.dygraph.layers.entries import require_sliceable
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
 from fleetpipe.dygraph.observe.early_recompute import EarlyRecompute

@@ -12,8 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fleetpipe.transport.base import Store, Transport, Value
-from fleetpipe.transport.view import View
+from fleetpipe.transport.base import Store, Transport, Value, View
 from fleetpipe.transport.wire.message import MessageKey, describe
 
 if TYPE_CHECKING:

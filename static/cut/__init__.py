@@ -4,5 +4,5 @@ Start with ``split.py``; ``contract.py`` is what readers and runs know of one an
 numbers and names, no operation of Paddle's. It imports the ground; ``ir``, ``run`` and ``entry``
 import it.
 
-Entered by: ``checkpoints``, ``contract``, ``split``.
+Entered by: ``contract``, ``split``.
 """

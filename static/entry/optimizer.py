@@ -1,8 +1,14 @@
-"""``distributed_optimizer`` in static graph: an optimizer whose ``minimize`` makes a pipeline."""
+"""``distributed_optimizer`` in static graph: an optimizer whose ``minimize`` makes a pipeline.
+
+Where the user's script marks values for recompute, a stage keeps those from forward to backward,
+and backward computes all else again from them, segment by segment (Chen et al., 2016, "Training
+Deep Nets with Sublinear Memory Cost", arXiv:1604.06174).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fleetpipe.aliases import Op, Optimizer, Program, Strategy, Variable
@@ -11,12 +17,12 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.static import is_decorated, is_pir
+from fleetpipe.paddle_api.static import is_decorated, is_pir, recomputing
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.registry import default_chunks
-from fleetpipe.static.cut import checkpoints
+from fleetpipe.static.cut.contract import GraphReader
 from fleetpipe.static.cut.split import Split, ranks_for, split
 from fleetpipe.static.ir import readers
 from fleetpipe.static.pipeline_programs import attach
@@ -63,7 +69,7 @@ class StaticOptimizer:
         Raises:
             ConfigError: The strategy or the optimizer asks for what a static pipeline does not run.
         """
-        self.wrapped, self._checkpoints = checkpoints.marked(optimizer, strategy)
+        self.wrapped, self._checkpoints = marked(optimizer, strategy)
         self._strategy, self._begin, self._world_size = strategy, begin, world_size
         self._config = PipelineConfig.from_strategy(strategy)
         for option in ("post_validation", "guards"):
@@ -124,7 +130,7 @@ class StaticOptimizer:
         startup = startup_program or paddle.static.default_startup_program()
         reader = readers.read(program)
         number = reader.number(loss)
-        cut = checkpoints.mark(split(reader.graph), reader, self._checkpoints)
+        cut = mark(split(reader.graph), reader, self._checkpoints)
         if number is None or cut.stage_of_value[number] is None:
             raise ConfigError(
                 "the loss is not computed by any stage of its program",
@@ -212,3 +218,59 @@ def _refuse_split_backward(schedule: Schedule) -> None:
             fix="schedule_mode 1F1B, FThenB, Eager1F1B or Interleaved1F1B, or Paddle 3.3 without "
             "FLAGS_enable_pir_api=0",
         )
+
+
+def marked(
+    optimizer: Optimizer, strategy: Strategy
+) -> tuple[Optimizer, Sequence[Variable | str] | None]:
+    """Returns the optimizer itself, and what a strategy or a ``RecomputeOptimizer`` marks.
+
+    Args:
+        optimizer: A Paddle optimizer, perhaps in ``paddle.incubate.optimizer.RecomputeOptimizer``.
+        strategy: Fleet's strategy.
+
+    Returns:
+        The optimizer that updates parameters. Checkpoints, values or their names; None where
+        backward is to take from forward whatever it needs.
+
+    Raises:
+        ConfigError: Recompute is switched on without checkpoints, or is to use another device.
+    """
+    optimizer, checkpoints, offload = recomputing(optimizer)
+    if strategy.recompute:
+        configs = strategy.recompute_configs
+        checkpoints = [*(checkpoints or ()), *configs["checkpoints"]]
+        offload = offload or configs["enable_offload"]
+    if offload:
+        raise ConfigError(
+            "a static pipeline keeps checkpoints where they are: it offloads nothing",
+            fix="strategy.recompute_configs = {'checkpoints': [..], 'enable_offload': False}",
+        )
+    if checkpoints is not None and not checkpoints:
+        raise ConfigError(
+            "recompute is switched on, and no checkpoint is named",
+            fix="strategy.recompute_configs = {'checkpoints': [name, ..]}, where name is "
+            "fleetpipe.static.name_of(value)",
+        )
+    return optimizer, checkpoints
+
+
+def mark(split: Split, reader: GraphReader, checkpoints: Sequence[Variable | str] | None) -> Split:
+    """Returns the cut with its checkpoints.
+
+    Raises:
+        ConfigError: A checkpoint is no value of the program.
+    """
+    if checkpoints is None:
+        return split
+    numbers = set()
+    for value in checkpoints:
+        number = reader.number(value)
+        if number is None:
+            raise ConfigError(
+                f"the program has no value {str(value)!r} to be a checkpoint of recompute",
+                cause="under PIR a value has no name until it is asked for one",
+                fix="name it by fleetpipe.static.name_of(value), before minimize",
+            )
+        numbers.add(number)
+    return replace(split, checkpoints=frozenset(numbers))
