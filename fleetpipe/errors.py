@@ -7,7 +7,7 @@ next step, each on its own line, so that a log of any rank can be read alone.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class FleetPipeError(Exception):
@@ -163,6 +163,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     if close:
         return "did you mean " + " or ".join(repr(spellings[plain]) for plain in close) + "?"
     return "known: " + ", ".join(options)
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Returns the first of some names for a message; ``..`` stands for the others."""
+    return ", ".join(names[:most]) + (", .." if len(names) > most else "")
 
 
 def reason(error: Exception) -> str:

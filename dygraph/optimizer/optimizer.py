@@ -21,7 +21,7 @@ from fleetpipe.dygraph.optimizer.clip_sharded import Pairs
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
 from fleetpipe.dygraph.optimizer.replicas import reduce_all
 from fleetpipe.dygraph.optimizer.shards import Shards
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import (
@@ -204,8 +204,8 @@ class PipelineOptimizer(FleetsType):
         if {id(parameter) for parameter in parameters_list} != {id(p) for p in parameters}:
             raise ConfigError(
                 "_step updates all parameters of the optimizer",
-                expected=_listed([parameter.name for parameter in parameters]),
-                got=_listed([parameter.name for parameter in parameters_list]),
+                expected=listed([parameter.name for parameter in parameters]),
+                got=listed([parameter.name for parameter in parameters_list]),
                 fix="build the optimizer on what is to be trained",
             )
         self.step()
@@ -331,8 +331,8 @@ def _require_parameters_of(layers: Layer, optimized: Sequence[Tensor]) -> None:
         return
     raise ConfigError(
         "the optimizer was built on the wrong parameters",
-        expected=f"parameters of this rank's stages, {_listed([p.name for p in trained])}",
-        got=_listed(foreign) if foreign else f"none of them, {len(optimized)} in all",
+        expected=f"parameters of this rank's stages, {listed([p.name for p in trained])}",
+        got=listed(foreign) if foreign else f"none of them, {len(optimized)} in all",
         cause="it was built on another model, or on the layers before PipelineLayer built its own",
         fix="build it on the parameters() of the PipelineLayer or of what distributed_model "
         "returned",
@@ -346,7 +346,3 @@ def _orders(layers: Layer) -> dict[int, int]:
         id(tensor): places[name] if getattr(tensor, "is_firstly_shared", True) else COPY
         for name, tensor in layers.state.local_tensors().items()
     }
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (", .." if len(names) > most else "")

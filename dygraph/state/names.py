@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.checkpoint.contents.whole_parts import PartOfWhole, part_of
 from fleetpipe.dygraph import experts, tensor_parallel
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.paddle_api import paddle
 
 
@@ -107,8 +107,8 @@ def _matched(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str,
     if len(pairs) != len(slots):
         raise CheckpointError(
             "the model and the pipeline do not hold the same number of parameters and buffers",
-            expected=f"{len(slots)}: {_listed([slot.name for slot in slots])}",
-            got=f"{len(pairs)}: {_listed([name for name, _ in pairs])}",
+            expected=f"{len(slots)}: {listed([slot.name for slot in slots], 6)}",
+            got=f"{len(pairs)}: {listed([name for name, _ in pairs], 6)}",
             fix="build both from the same layers",
         )
     for slot, (name, tensor) in zip(slots, pairs):
@@ -127,7 +127,3 @@ def _each_tensor_once(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state without the further names of tensors that it has under several."""
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
-
-
-def _listed(names: Sequence[str], most: int = 6) -> str:
-    return ", ".join(names[:most]) + (", .." if len(names) > most else "")

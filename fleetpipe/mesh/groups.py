@@ -31,6 +31,9 @@ class Group(Protocol):
     Attributes:
         rank: This member's number.
         ranks: Number of members.
+
+    Raises:
+        PipelineTimeout: Some value did not come within the limit.
     """
 
     rank: int
@@ -41,6 +44,7 @@ class Group(Protocol):
 
     def all_gather(self, value: Value) -> list[Value]:
         """Returns the values of all members, by member, on every member. Collective."""
+        return self.begin_all_gather(value).values()
 
     def begin_all_gather(self, value: Value) -> Gathering:
         """Gives ``value`` to all members without waiting for theirs. Collective.
@@ -57,9 +61,15 @@ class Group(Protocol):
     def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
         """Returns the parts that all members have for this one, by member. Collective.
 
+        Each part goes straight to its member, as a copy: the caller may change it afterwards.
+
         Args:
             parts: A tensor for each member, of any shapes and dtypes; some may be empty.
+
+        Raises:
+            UsageError: There is not one part for each member.
         """
+        return self.begin_all_to_all(parts).values()
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
         """Gives each member its part without waiting for the others'. Collective.
@@ -74,13 +84,19 @@ class Group(Protocol):
 
         Args:
             parts: A tensor for each member; what is for one member has one shape and dtype on all.
+
+        Raises:
+            UsageError: There is not one part for each member; one is of bools; or the members'
+                parts for this one differ in shape or dtype.
         """
+        return self.begin_reduce_scatter(parts).value()
 
     def begin_reduce_scatter(self, parts: Sequence[Any]) -> Reduction:
         """Gives each member its part without waiting for the others'. Collective.
 
         It ends in order with what :meth:`begin_all_gather` has begun.
         """
+        return Reduction(self.begin_all_to_all(parts), self.rank)
 
 
 class Reduction:
@@ -120,7 +136,7 @@ class _Gathered:
 
 
 @shows("rank", "ranks")
-class SoleGroup:
+class SoleGroup(Group):
     """One process that stands for all members: what it has is what everyone has."""
 
     rank = 0
@@ -129,10 +145,6 @@ class SoleGroup:
     def broadcast(self, value: Value, source: int) -> Value:
         """Returns ``value``."""
         return value
-
-    def all_gather(self, value: Value) -> list[Value]:
-        """Returns ``value`` as that of the one member."""
-        return [value]
 
     def begin_all_gather(self, value: Value) -> Gathering:
         """Has ``value`` as that of the one member."""
@@ -144,34 +156,14 @@ class SoleGroup:
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
         """Leaves the tensors as they are."""
 
-    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns a copy of the one part.
-
-        Raises:
-            UsageError: There is not one part.
-        """
-        return self.begin_all_to_all(parts).values()
-
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
-        """Has a copy of the one part; see :meth:`all_to_all`."""
+        """Has a copy of the one part."""
         (part,) = copies(parts, self.rank, self.ranks)
         return _Gathered(part)
 
-    def reduce_scatter(self, parts: Sequence[Any]) -> Any:
-        """Returns a copy of the one part.
-
-        Raises:
-            UsageError: There is not one part, or it is of bools.
-        """
-        return self.begin_reduce_scatter(parts).value()
-
-    def begin_reduce_scatter(self, parts: Sequence[Any]) -> Reduction:
-        """Has a copy of the one part; see :meth:`reduce_scatter`."""
-        return Reduction(self.begin_all_to_all(parts), self.rank)
-
 
 @shows("rank", "ranks")
-class DirectGroup:
+class DirectGroup(Group):
     """Sends each value straight from rank to rank; made for losses, verdicts and states.
 
     Unlike Gloo's, its waits last as long as the user's limit.
@@ -207,58 +199,19 @@ class DirectGroup:
             self.transport.send(peer, self._broadcast, value)
         return value
 
-    def all_gather(self, value: Value) -> list[Value]:
-        """Returns the values of all members, by member, on every member. Collective.
-
-        Raises:
-            PipelineTimeout: Some value did not come within the limit.
-        """
-        return self.begin_all_gather(value).values()
-
     def begin_all_gather(self, value: Value) -> Gathering:
         """Gives ``value`` to all members without waiting for theirs. Collective."""
         for peer in self._peers():
             self.transport.send(peer, self._gather, value)
         return self._begin(self._gather, value)
 
-    def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns the parts that all members have for this one, by member. Collective.
-
-        Each part goes straight to its member, as a copy: the caller may change it afterwards.
-
-        Args:
-            parts: A tensor for each member, of any shapes and dtypes; some may be empty.
-
-        Raises:
-            PipelineTimeout: Some part did not come within the limit.
-            UsageError: There is not one part for each member.
-        """
-        return self.begin_all_to_all(parts).values()
-
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
-        """Gives each member its part without waiting for the others'; see :meth:`all_to_all`."""
+        """Gives each member its part without waiting for the others'. Collective."""
         outgoing = copies(parts, self.rank, self.ranks)
         traffic.note([outgoing[peer] for peer in self._peers()])
         for peer in self._peers():
             self.transport.send(peer, self._exchange, outgoing[peer])
         return _Exchange(self._begin(self._exchange, outgoing[self.rank]))
-
-    def reduce_scatter(self, parts: Sequence[Any]) -> Any:
-        """Returns the sum of the parts that all members have for this one. Collective.
-
-        Args:
-            parts: A tensor for each member; what is for one member has one shape and dtype on all.
-
-        Raises:
-            PipelineTimeout: Some part did not come within the limit.
-            UsageError: There is not one part for each member; one is of bools; or the members'
-                parts for this one differ in shape or dtype.
-        """
-        return self.begin_reduce_scatter(parts).value()
-
-    def begin_reduce_scatter(self, parts: Sequence[Any]) -> Reduction:
-        """Gives each member its part without waiting; see :meth:`reduce_scatter`."""
-        return Reduction(self.begin_all_to_all(parts), self.rank)
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum of all members', added in their order. Collective.

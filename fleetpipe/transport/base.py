@@ -1,4 +1,4 @@
-"""The interfaces between transports and what uses them, the engine and the store; a view of ranks."""
+"""The interfaces between transports and what uses them, engine and store; a view of some ranks."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ parameter that it belongs to, and called ``3.weight/moment1_0``, as PaddleNLP ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 from fleetpipe.aliases import Layer, Optimizer, Tensor
 from fleetpipe.checkpoint.contents.parts import (
@@ -22,7 +22,7 @@ from fleetpipe.checkpoint.contents.parts import (
 )
 from fleetpipe.checkpoint.contents.whole_parts import JoinedParts, part_of, whole_name
 from fleetpipe.checkpoint.files.tensors import Described, Region
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.layer import wrapped_layer
 from fleetpipe.paddle_api.optimizer import (
@@ -198,8 +198,8 @@ def _require_same_shapes(
         other = [name for name in saved if name not in outline]
         raise CheckpointError(
             "the checkpoint is of another model",
-            expected=f"{len(outline)} parameters and buffers, {_listed(missing or [*outline])}",
-            got=f"{len(saved)}, {_listed(other or [*saved])}",
+            expected=f"{len(outline)} parameters and buffers, {listed(missing or [*outline])}",
+            got=f"{len(saved)}, {listed(other or [*saved])}",
             fix="build the model that was saved",
         )
     for (name, shape_here), (other_name, shape) in zip(outline.items(), saved.items()):
@@ -212,10 +212,6 @@ def _require_same_shapes(
                 "are declared in another order",
                 fix="declare the layers in the order of the model that was saved",
             )
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (", .." if len(names) > most else "")
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
