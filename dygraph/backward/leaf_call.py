@@ -182,15 +182,12 @@ def _one_zero(stop_gradient: bool) -> Tensor:
 
 
 #: What makes the output of a layer without differentiable inputs, such as Embedding, need one, and
-#: what crosses the border where no value does.
+#: what crosses a border, or comes from a root, where no value does.
 _ANCHOR, _TOKEN = _one_zero(False), _one_zero(True)
 
 
 #: Bytes of an output from which it is worth the time of two more nodes not to keep it.
 _LARGE = 2**20
-
-#: What a root gives where no value does.
-_TOKEN = paddle.zeros([1])
 
 
 class CallGraph(NamedTuple):
