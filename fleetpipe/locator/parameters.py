@@ -106,15 +106,20 @@ class ParameterChecks:
     def _misplaced(
         self, name: str, parts: Parts, whole: np.ndarray, axes: Sequence[str]
     ) -> Location | None:
-        """Finds ranks with a shard that the twin has in another rank's place."""
+        """Finds ranks with the shard of others; or with one near that of the others' file."""
 
-        def is_at(part: np.ndarray, number: int) -> bool:
-            return any(_alike(part, p) for p in self._parts_of(whole, part.shape, number))
+        def distance(number: int, place: int) -> float:
+            expected = self._parts_of(whole, parts[number].shape, place)
+            return min((gap(parts[number], part) for part in expected), default=float("inf"))
 
-        wrong = [n for n, part in parts.items() if not is_at(part, n)]
-        if wrong and all(any(is_at(parts[n], other) for other in parts) for n in wrong):
-            ranks = [self._ranks[n] for n in wrong]
-            return self._finding(name, "initial", axes[0], ranks, causes.MISPLACED, 1.0)
+        here = {number: distance(number, number) for number in parts}
+        wrong = [number for number, far in here.items() if far]
+        near = [number for number in wrong if here[number] < 1e-2]
+        moved = all(any(distance(n, other) == 0 for other in parts) for n in wrong)
+        bad, cause = (wrong, causes.MISPLACED) if moved else (near, causes.OTHER_WEIGHTS)
+        if bad and len(near) < len(parts):
+            ranks, far = [self._ranks[n] for n in bad], max(here[n] for n in bad)
+            return self._finding(name, "initial", axes[0], ranks, cause, far)
         return None
 
     def _drawn(self, whole: Mapping[str, np.ndarray]) -> Location | None:
