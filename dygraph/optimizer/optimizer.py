@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Scheduler, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.optimizer.clip_global import COPY, norms_of, replace_clips, total_norm
-from fleetpipe.dygraph.optimizer.clip_sharded import Pairs
+from fleetpipe.dygraph.optimizer.clip_global import COPY, Pairs, norms_of, replace_clips, total_norm
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
 from fleetpipe.dygraph.optimizer.replicas import reduce_all
 from fleetpipe.dygraph.optimizer.shards import Shards

@@ -3,7 +3,7 @@
 Modules stand where ColossalAI has them: ``core``, ``logging``, ``nn``, ``pipeline``, ``trainer``
 and ``utils``. ``context`` begins the job that a ``configuration`` describes, and tells the program
 its place in it (``gpc``). ``pipeline.pipelinable`` makes a model without memory;
-``sequence`` puts its layers in order, ``calls`` says how each is called, and ``model`` is the
+``sequence`` puts its layers in order and says how each is called, and ``model`` is the
 ``PipelineLayer`` that comes of it. ``engine`` runs batches, and ``trainer`` epochs of them.
 """
 

@@ -8,7 +8,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.compat.colossalai.pipeline.calls import OUTPUT, RecordedCall
+from fleetpipe.compat.colossalai.pipeline.sequence import OUTPUT, RecordedCall
 from fleetpipe.errors import BoundaryError
 
 

@@ -18,7 +18,7 @@ from paddle.distributed.fleet.layers import mpu
 from fleetpipe import fleet
 from fleetpipe.checkpoint.contents.layer_and_optimizer import held_of
 from fleetpipe.dygraph import tensor_parallel
-from fleetpipe.dygraph.optimizer.clip_sharded import SlicedNormClip
+from fleetpipe.dygraph.optimizer.clip_global import SlicedNormClip
 from fleetpipe.dygraph.tensor_parallel import (
     ColumnParallelLinear,
     ParallelCrossEntropy,

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.compat.colossalai.pipeline.calls import Called, RecordedCall
-from fleetpipe.compat.colossalai.pipeline.sequence import SequenceStep
+from fleetpipe.compat.colossalai.pipeline.sequence import Called, RecordedCall, SequenceStep
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
