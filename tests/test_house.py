@@ -8,6 +8,7 @@ layer.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -258,6 +259,13 @@ def test_a_folder_is_one_subject() -> None:
         if count > LARGER.get(folder, MODULES_IN_A_FOLDER)
     }
     assert too_large == {}, "expected: at most 14 modules; move those of one subject to a folder"
+
+
+def test_a_package_names_files_that_are_there() -> None:
+    for name, path in modules().items():
+        text = ast.get_docstring(tree(path)) or "" if path.name == "__init__.py" else ""
+        for file in re.findall(r"``(\w+\.py)``", text):
+            assert any(path.parent.rglob(file)), f"{name} has no {file}"
 
 
 def package_of(name: str) -> str:

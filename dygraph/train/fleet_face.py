@@ -50,7 +50,7 @@ class PipelineFace(MetaParallelBase):
     #: Whether Fleet's wrapper of this type has hooks for bubbles.
     _has_bubble_hooks = False
     _virtual_pp_rank: int | None = None
-    # What libraries' trainers ask for (launch/libraries.py says who): gradients are reduced once,
+    # What libraries' trainers ask for (docs/libraries.md says who): gradients are reduced once,
     # after the last backward, and from no buffer of their own.
     _dp_comm_overlap = False
     _sharding_comm_overlap = False

@@ -2,7 +2,7 @@
 
 Begin with ``sampler.py``: an epoch's order belongs to the job, replicas take turns in it, and the
 position in it is a number of samples of the whole job. ``loader.py`` carries that position past
-what is loaded ahead, in ``drawn.py``; ``in_turn.py`` is for data that cannot be entered in the
+what is loaded ahead; ``position.py`` has both, and that of data that cannot be entered in the
 middle. ``sample_streams.py`` has the random numbers of a sample.
 
 Entered by: ``position``.
