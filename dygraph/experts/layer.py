@@ -9,6 +9,7 @@ from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.experts import exchange, operations
 from fleetpipe.dygraph.experts.exchange import expert_parallel, members_of
 from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.kernels import CAN_GATHER_NOTHING
 
@@ -109,7 +110,10 @@ class Experts(paddle.nn.Layer):
         ranks = self._group.ranks
         counts_in = paddle.concat(self._group.all_to_all(paddle.split(counts, ranks)))
         arrived = exchange.scatter(rows, counts, counts_in, self._group)
-        outputs = exchange.gather(self._run(arrived, counts_in), counts, counts_in, self._group)
+        traffic.note_tokens(rows.shape[0], rows.shape[-1] * rows.element_size(), counts)
+        made = self._run(arrived, counts_in)
+        traffic.note_outputs()
+        outputs = exchange.gather(made, counts, counts_in, self._group)
         width = outputs.shape[-1]
         if outputs.shape[0] > 0:
             places = paddle.zeros([choices.size, width], outputs.dtype)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from fleetpipe.aliases import DType, PaddleGroup, Tensor
 from fleetpipe.dygraph.experts import exchange, operations
 from fleetpipe.dygraph.experts.exchange import members_of
+from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.layer import MoEScatter, replace_in_moe
+from fleetpipe.paddle_api.layer import MoEGather, MoEScatter, replace_in_moe
 from fleetpipe.paddle_api.operations import provide
 from fleetpipe.paddle_api.topology import group_of_ring
 
@@ -63,17 +64,28 @@ class _Scatter:
     """
 
     @staticmethod
-    def apply(tokens: Tensor, *arguments: object) -> Tensor:
+    def apply(tokens: Tensor, places: Tensor, counts: Tensor, *arguments: object) -> Tensor:
         if tokens.stop_gradient and paddle.is_grad_enabled():
             tokens = tokens.detach()
             tokens.stop_gradient = False
-        scattered: Tensor = MoEScatter.apply(tokens, *arguments)
+        scattered: Tensor = MoEScatter.apply(tokens, places, counts, *arguments)
+        traffic.note_tokens(places.shape[0], tokens.shape[-1] * tokens.element_size(), counts)
         return scattered
+
+
+class _Gather:
+    """Paddle's ``MoEGather``, at which the experts have computed."""
+
+    @staticmethod
+    def apply(outputs: Tensor, *arguments: object) -> Tensor:
+        traffic.note_outputs()
+        gathered: Tensor = MoEGather.apply(outputs, *arguments)
+        return gathered
 
 
 def install() -> None:
     """Mends ``MoELayer``, and has Paddle's functions do these operations where there is no GPU."""
-    replace_in_moe(_local_gather=_local_gather, MoEScatter=_Scatter)
+    replace_in_moe(_local_gather=_local_gather, MoEScatter=_Scatter, MoEGather=_Gather)
     if device_kind() == "cpu":
         replace_in_moe(_alltoall=_alltoall, check_nccl_version_for_p2p=_no_check)
         routing = {name: getattr(operations, name) for name in operations.__all__}

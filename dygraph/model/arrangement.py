@@ -11,7 +11,7 @@ from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.topology import user_strategy
-from fleetpipe.profiling import PipelinePlan
+from fleetpipe.profiling import LayerDegrees, PipelinePlan
 from fleetpipe.schedules import Placement, Schedule
 
 _DUALPIPEV = "DualPipeV"
@@ -51,8 +51,11 @@ class Arrangement:
         self._head = head
         # Without a job the defaults.
         config = PipelineConfig()
-        if current_job() is not None:
+        job = current_job()
+        if job is not None:
             config = PipelineConfig.from_strategy(user_strategy())
+            if plan is not None:
+                plan.require_degrees(LayerDegrees.of(job.degrees))
             if plan is not None and config.micro_batches != plan.micro_batches:
                 raise ConfigError(
                     "the plan is for another number of micro-batches than the strategy",

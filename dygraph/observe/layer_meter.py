@@ -11,7 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import slices
@@ -19,6 +19,7 @@ from fleetpipe.dygraph.backward.deferral_report import LayersOf
 from fleetpipe.dygraph.backward.recompute import RecomputedPiece
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion
+from fleetpipe.dygraph.experts import is_expert
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
 from fleetpipe.mesh import traffic
@@ -68,6 +69,12 @@ class Sample(NamedTuple):
     free: float
     exchanges: float
     exchanged: float
+    expert_share: float
+    routed: float
+    queries: float
+    keys: float
+    heads: float
+    loads: list[list[int]]
 
 
 class LayerMeter:
@@ -191,7 +198,7 @@ class _Meter:
             self._free = _not_kept(run, box[0])
             self._warm = True
         recompute = self._splits and self._piece.needs_recompute(box[0])
-        with traffic.counted() as sent:
+        with traffic.counted(self._now) as sent:
             forward, backward, held, working = self._whole(run, box[0])
         apart = self._parted(run, box[0]) if self._splits else (forward, None, None, 0, 0)
         split_forward, input_grad, weight_grad, held_split, waiting = apart
@@ -205,7 +212,9 @@ class _Meter:
         sample = Sample(
             *(forward, backward, split_forward, input_grad, weight_grad, bytes_of(output)),
             *(held, releases, held_split, waiting, working, saved, self._free),
-            *(sent.exchanges, sent.nbytes),
+            *(sent.exchanges, sent.nbytes, sent.expert_seconds / forward if forward else 0),
+            *(sent.routed, sent.queries, sent.keys, sent.heads),
+            loads=sent.loads,
         )
         return output, sample
 
@@ -306,23 +315,30 @@ def bytes_of(value: Nest, without: Nest = None) -> int:
     return sum(map(tensor_bytes, tensors.values()))
 
 
-def fastest(samples: Iterable[Sequence[float | None]]) -> Sample:
+def fastest(samples: Iterable[Sequence[Any]]) -> Sample:
     """Returns the least of each figure: what else the machine does slows some, and hastens none."""
-    return Sample._make(None if None in each else min(each) for each in zip(*samples))
+    return _typical(samples, min)
 
 
-def slowest(samples: Iterable[Sequence[float | None]]) -> Sample:
+def slowest(samples: Iterable[Sequence[Any]]) -> Sample:
     """Returns the most of each figure, of ranks that compute a layer together."""
-    return Sample._make(None if None in each else max(each) for each in zip(*samples))
+    return _typical(samples, max)
+
+
+def _typical(samples: Iterable[Sequence[Any]], choose: Callable[[Iterable[Any]], Any]) -> Sample:
+    """Chooses each figure of some samples; what experts are given is added up."""
+    *figures, loads = zip(*samples)
+    chosen = [None if None in each else choose(each) for each in figures]
+    return Sample._make([*chosen, [[*map(sum, zip(*mixture))] for mixture in zip(*loads)]])
 
 
 def layer_costs(
-    names: Iterable[str], samples: Iterable[Sample], sizes: Iterable[tuple[int, int]]
+    names: Iterable[str], samples: Iterable[Sample], sizes: Iterable[tuple[int, int, int]]
 ) -> list[LayerCost]:
     """Returns the costs of layers that run one after another."""
     costs: list[LayerCost] = []
     free = math.inf
-    for name, one, (trained, untrained) in zip(names, samples, sizes):
+    for name, one, (trained, untrained, of_experts) in zip(names, samples, sizes):
         # What the layer before keeps, or one before that, stays.
         releases, free = min(one.releases, free), one.free
         costs.append(
@@ -330,18 +346,33 @@ def layer_costs(
                 *(name, one.forward, one.backward, one.input_grad, one.weight_grad),
                 *(trained, trained, untrained, int(one.output), int(one.held), int(releases)),
                 *(int(one.held_split), int(one.waiting), int(one.working), int(one.saved)),
-                *(int(one.exchanges), int(one.exchanged)),
+                *(int(one.exchanges), int(one.exchanged), one.expert_share, of_experts),
+                *(int(one.routed), int(one.queries), int(one.keys), int(one.heads)),
+                tuple(map(tuple, one.loads)),
             )
         )
     return costs
 
 
-def state_bytes(uses: Iterable[Iterable[Tensor]]) -> list[tuple[int, int]]:
-    """Returns the bytes that are trained, and the others, of what each of several uses first."""
+def state_bytes(
+    uses: Iterable[Iterable[Tensor]], names: Mapping[str, Tensor]
+) -> list[tuple[int, int, int]]:
+    """Returns the bytes that are trained, the others, and those trained that are of experts.
+
+    Args:
+        uses: What each of several layers has; a tensor counts for the first.
+        names: The tensors by lasting name.
+    """
+    experts = {id(tensor) for name, tensor in names.items() if is_expert(name)}
     return [
         (
             sum(tensor_bytes(tensor) for tensor in tensors if not tensor.stop_gradient),
             sum(tensor_bytes(tensor) for tensor in tensors if tensor.stop_gradient),
+            sum(
+                tensor_bytes(tensor)
+                for tensor in tensors
+                if id(tensor) in experts and not tensor.stop_gradient
+            ),
         )
         for tensors in first_uses(uses)
     ]

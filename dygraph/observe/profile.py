@@ -21,7 +21,7 @@ from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import layer_meter, measuring
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.job.job import Job
-from fleetpipe.profiling import LayerCost, Link, Profile, Transfer
+from fleetpipe.profiling import LayerCost, LayerDegrees, Link, Profile, Transfer
 from fleetpipe.schedules import Placement
 
 #: What transfers keep ranks busy with where one process measures, which has none.
@@ -63,18 +63,21 @@ def measure(
         samples = _of_all_ranks(job, run.layers())
         parts = _of_all_ranks(job, run.layers_of_slices(slicing)) if cut else {}
     uses = layers.layer_tensors()
-    sizes = [[number, *size] for number, size in zip(uses, layer_meter.state_bytes(uses.values()))]
+    names = layers.state.local_tensors()
+    state = layer_meter.state_bytes(uses.values(), names)
+    sizes = [[number, *size] for number, size in zip(uses, state)]
     # Processor time has none of the time that an exchange is on its way.
     waits_left_out = measuring.clock_for(job) is time.thread_time
     everyone = job.group().all_gather((sizes, run.lengths(slicing) if cut else []))
     profile = None
     if job.group().rank == 0:
-        held = {n: (trained, untrained) for part, _ in everyone for n, trained, untrained in part}
+        held = {number: tuple(sizes) for part, _ in everyone for number, *sizes in part}
         whole_profile = _profile(
             layers, _whole_costs(layers, samples, held, whole, split), whole, latency
         )
         if waits_left_out:
             whole_profile = replace(whole_profile, exchange=whole_profile.link(0))
+        whole_profile = replace(whole_profile, degrees=LayerDegrees.of(job.degrees))
         if cut:
             lengths = next(lengths_there for _, lengths_there in everyone if lengths_there)
             costs = tuple(_slice_costs(layers, parts, times, i) for i in range(len(lengths)))
@@ -113,7 +116,7 @@ def _names(layers: PipelineLayer) -> list[str]:
 def _whole_costs(
     layers: PipelineLayer,
     samples: _Typical,
-    sizes: Mapping[int, tuple[int, int]],
+    sizes: Mapping[int, tuple[int, int, int]],
     whole: measuring.StageTimes,
     split: measuring.StageTimes,
 ) -> list[LayerCost]:
@@ -129,7 +132,7 @@ def _whole_costs(
             weight_grad=split["W", stage, 0],
         )
     return layer_meter.layer_costs(
-        _names(layers), scaled, [sizes.get(number, (0, 0)) for number in range(len(scaled))]
+        _names(layers), scaled, [sizes.get(number, (0, 0, 0)) for number in range(len(scaled))]
     )
 
 
@@ -144,7 +147,7 @@ def _slice_costs(
             forward=times["F", stage, index],
             backward=times["B", stage, index],
         )
-    return tuple(layer_meter.layer_costs(_names(layers), scaled, [(0, 0)] * len(scaled)))
+    return tuple(layer_meter.layer_costs(_names(layers), scaled, [(0, 0, 0)] * len(scaled)))
 
 
 def _profile(

@@ -13,6 +13,7 @@ from fleetpipe.dygraph.sequences.parts import SequenceRanks, sequence_ranks
 from fleetpipe.dygraph.sequences.ring import Ring, ring_attention
 from fleetpipe.dygraph.tensor_parallel.operations import noting
 from fleetpipe.errors import ConfigError
+from fleetpipe.mesh import traffic
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 
@@ -54,6 +55,7 @@ def attention(
     _require_shapes(query, key, value, documents)
     ranks.require(query.shape[1] * ranks.ranks)
     packed = "no documents" if documents is None else "documents"
+    traffic.note_attention(query, key)
     dtype = query.dtype
     kinds = ", ".join(str(tensor.dtype).rpartition(".")[2] for tensor in (query, key, value))
     shapes = f"{list(query.shape)} of {kinds}, {key.shape[2]} heads of keys"

@@ -1,11 +1,13 @@
-"""How much a process gives to other members of groups, while somebody counts it."""
+"""What a process gives to other members of groups, or would with more, while somebody counts it."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Callable
 
 
 @dataclass
@@ -15,10 +17,24 @@ class Traffic:
     Attributes:
         exchanges: How often: an all_to_all, or a reduce_scatter.
         nbytes: Bytes for other members.
+        routed: Bytes of the tokens that go to experts, to those of this process too.
+        loads: For each mixture that ran, the tokens that go to each of its experts.
+        expert_seconds: How long the experts of this process computed.
+        queries: Bytes of the queries of attention to whole sequences.
+        keys: Bytes of its keys and values.
+        heads: The heads of its queries, or what divides those of all.
+        clock: Returns seconds.
     """
 
     exchanges: int = 0
     nbytes: int = 0
+    routed: int = 0
+    loads: list[list[int]] = field(default_factory=list)
+    expert_seconds: float = 0.0
+    queries: int = 0
+    keys: int = 0
+    heads: int = 0
+    clock: Callable[[], float] = time.thread_time
 
     def add(self, parts: Iterable[Any]) -> None:
         """Counts an exchange of some tensors, each for another member."""
@@ -28,14 +44,22 @@ class Traffic:
         self.exchanges += 1
         self.nbytes += sum(map(tensor_bytes, parts))
 
+    def attend(self, query: Any, key: Any) -> None:
+        """Counts the attention of queries to as many keys as values."""
+        from fleetpipe.paddle_api.tensor import tensor_bytes
+
+        self.queries += tensor_bytes(query)
+        self.keys += 2 * tensor_bytes(key)
+        self.heads = math.gcd(self.heads, query.shape[2])
+
 
 _counting: list[Traffic] = []
 
 
 @contextmanager
-def counted() -> Iterator[Traffic]:
-    """Within it exchanges are counted."""
-    traffic = Traffic()
+def counted(clock: Callable[[], float] = time.thread_time) -> Iterator[Traffic]:
+    """Within it exchanges are counted, and the seconds of ``clock`` in experts."""
+    traffic = Traffic(clock=clock)
     _counting.append(traffic)
     try:
         yield traffic
@@ -47,3 +71,23 @@ def note(parts: Iterable[Any]) -> None:
     """Tells those who count of an exchange; see :meth:`Traffic.add`."""
     for traffic in _counting:
         traffic.add(parts)
+
+
+def note_attention(query: Any, key: Any) -> None:
+    """Tells those who count of attention; see :meth:`Traffic.attend`."""
+    for traffic in _counting:
+        traffic.attend(query, key)
+
+
+def note_tokens(rows: int, row_bytes: int, counts: Any) -> None:
+    """Tells those who count that experts begin on ``rows`` tokens, ``counts`` for each."""
+    for traffic in _counting:
+        traffic.routed += rows * row_bytes
+        traffic.loads.append(counts.flatten().tolist())
+        traffic.expert_seconds -= traffic.clock()
+
+
+def note_outputs() -> None:
+    """Tells those who count that the experts have computed."""
+    for traffic in _counting:
+        traffic.expert_seconds += traffic.clock()

@@ -13,8 +13,9 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.paddle_api.tensor import has_memory
 
 MoELayer: type[Layer] = _moe_layer.MoELayer
-#: Sends tokens to the experts of ``MoELayer``.
+#: Send tokens to the experts of ``MoELayer``, and what these make of them back.
 MoEScatter: Any = _moe_layer.MoEScatter
+MoEGather: Any = _moe_layer.MoEGather
 #: Those of a mixture of experts, and what helps them.
 _paddle_moe = (_moe_layer, _moe_utils)
 

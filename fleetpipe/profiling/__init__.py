@@ -14,9 +14,11 @@ from fleetpipe.profiling.explaining import Predicted
 from fleetpipe.profiling.plan import PipelinePlan
 from fleetpipe.profiling.planner import fastest_cut, plan, recosted
 from fleetpipe.profiling.profile import Profile
+from fleetpipe.profiling.splits.degrees import LayerDegrees
 
 __all__ = [
     "LayerCost",
+    "LayerDegrees",
     "Link",
     "PipelinePlan",
     "Predicted",

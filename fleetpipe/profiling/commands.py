@@ -33,6 +33,13 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="most that a rank may have in use, such as 2GiB or 500MB; no cap by default",
     )
+    for axis, shared in {"ep": "experts", "sep": "sequences", "cp": "sequences"}.items():
+        parser.add_argument(
+            f"--{axis}-degree",
+            type=positive,
+            metavar="N",
+            help=f"ranks that are to share {shared} along {axis}; by default those of the profile",
+        )
     parser.add_argument(
         "--search",
         type=lambda text: text.split(","),
@@ -134,6 +141,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         arguments.memory_cap,
         arguments.search,
         arguments.optimizer_copies,
+        *(arguments.ep_degree, arguments.sep_degree, arguments.cp_degree),
     )
     if arguments.output is not None:
         with using("--output", arguments.output, "a file that can be written"):

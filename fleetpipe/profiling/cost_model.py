@@ -80,6 +80,13 @@ class LayerCost:
         exchanges: How often its F and B exchange something with other ranks of their stage, as
             experts do along ep and attention along sep and cp.
         exchanged: Bytes that they send in these exchanges.
+        expert_share: The share of its times that its experts compute.
+        expert_parameters: Bytes of ``parameters`` that are of experts.
+        routed: Bytes of the tokens that go to experts.
+        queries: Bytes of the queries of its attention.
+        keys: Bytes of the keys and values.
+        heads: Heads of the queries.
+        loads: For each mixture in it, how many tokens each of its experts got.
     """
 
     name: str
@@ -99,6 +106,13 @@ class LayerCost:
     saved: int = 0
     exchanges: int = 0
     exchanged: int = 0
+    expert_share: float = 0.0
+    expert_parameters: int = 0
+    routed: int = 0
+    queries: int = 0
+    keys: int = 0
+    heads: int = 0
+    loads: tuple[tuple[int, ...], ...] = ()
 
     def exchange(self, link: Link) -> float:
         """Returns the seconds of the exchanges of F, and of B or I, over a link."""
@@ -143,7 +157,7 @@ class LayerCost:
 def check_layer(layer: LayerCost, where: str) -> None:
     """Raises ConfigError for a figure that cannot be, or where no backward is known."""
     for field in fields(LayerCost):
-        if field.name != "name":
+        if field.name not in ("name", "loads"):
             value = getattr(layer, field.name)
             if value is not None or field.name not in _OPTIONAL:
                 check_figure(field.name, value, where)

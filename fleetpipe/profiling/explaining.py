@@ -10,6 +10,7 @@ from fleetpipe.profiling.cost_model import StageCost
 from fleetpipe.profiling.profile import table
 from fleetpipe.profiling.recomputing import Recompute
 from fleetpipe.profiling.sizes import show_bytes, show_seconds
+from fleetpipe.profiling.splits.degrees import LayerDegrees
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.rows import in_slices
 
@@ -46,6 +47,7 @@ class Facts(NamedTuple):
     stages: Sequence[StageCost]
     predicted: Predicted
     memory_cap: float | None
+    degrees: LayerDegrees | None = None
 
 
 def shown(facts: Facts) -> str:
@@ -56,6 +58,7 @@ def shown(facts: Facts) -> str:
         f"plan: {schedule.name}, {placement.ranks} ranks, {schedule.micro_batches} micro-batches"
         f"{in_slices(schedule.slices)},"
         f" chunks {placement.chunks} ({placement.name}); {show_seconds(predicted.time)} a batch"
+        + (f"; {facts.degrees}" if facts.degrees not in (None, LayerDegrees()) else "")
     )
     rows = [("stage", "rank", "layers", "names", "F ms", "B ms", "holds", "recomputed")]
     for part, cost, again in zip(facts.partition.stages, facts.stages, facts.recompute):

@@ -17,6 +17,7 @@ from fleetpipe.profiling.explaining import Facts, Predicted, explained, shown
 from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.recomputing import Recompute
 from fleetpipe.profiling.sizes import show_bytes
+from fleetpipe.profiling.splits.degrees import LayerDegrees
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Costs, Schedule, rebuild
 from fleetpipe.schedules.forms import draw, panel_of
@@ -53,6 +54,7 @@ class PipelinePlan:
         bound: Seconds that no plan is below.
         slices: Where the schedule cuts sequences into slices, what each stage costs for each slice.
         slice_comm: Likewise :attr:`comm`.
+        degrees: Among how many ranks experts and sequences are to be split; None: nothing is known.
     """
 
     schedule: Schedule
@@ -65,6 +67,7 @@ class PipelinePlan:
     bound: float
     slices: tuple[tuple[StageCost, ...], ...] = ()
     slice_comm: tuple[tuple[float, ...], ...] = ()
+    degrees: LayerDegrees | None = None
 
     @property
     def ranks(self) -> int:
@@ -144,6 +147,7 @@ class PipelinePlan:
             self.stages,
             self.predicted,
             self.memory_cap,
+            self.degrees,
         )
 
     def require_layers(self, names: Sequence[str]) -> None:
@@ -173,6 +177,20 @@ class PipelinePlan:
                     fix="profile this model, and plan anew",
                 )
 
+    def require_degrees(self, degrees: LayerDegrees) -> None:
+        """Refuses a job whose ranks share experts and sequences in another way.
+
+        Raises:
+            ConfigError: The plan is for other degrees.
+        """
+        if self.degrees not in (None, degrees):
+            raise ConfigError(
+                "this plan is for other degrees than the job's",
+                expected=str(self.degrees),
+                got=str(degrees),
+                fix=f"set these degrees, or plan anew with {degrees}",
+            )
+
     def dumps(self) -> str:
         """Returns it as JSON."""
         return (
@@ -190,6 +208,7 @@ class PipelinePlan:
                     "memory_cap": self.memory_cap,
                     "optimizer_copies": self.optimizer_copies,
                     "bound": self.bound,
+                    "degrees": self.degrees and self.degrees._asdict(),
                 }
             )
             + "\n"
@@ -247,6 +266,7 @@ def _plan(content: JsonValue) -> PipelinePlan:
             fix="make the plan anew with fleetpipe plan",
         )
     cap, slices, slice_comm = map(content.get, ("memory_cap", "slices", "slice_comm"))
+    degrees = content.get("degrees")
     return PipelinePlan(
         schedule,
         partition,
@@ -262,6 +282,7 @@ def _plan(content: JsonValue) -> PipelinePlan:
         tuple(_for_each_stage(partition, part, JsonValue.figure) for part in slice_comm.items())
         if slice_comm
         else (),
+        None if degrees is None else degrees.record(LayerDegrees, JsonValue.count),
     )
 
 

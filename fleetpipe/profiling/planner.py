@@ -30,6 +30,9 @@ def plan(
     memory_cap: float | str | None = None,
     search: Iterable[str] = SEARCH,
     optimizer_copies: float = 2,
+    ep_degree: int | None = None,
+    sep_degree: int | None = None,
+    cp_degree: int | None = None,
 ) -> PipelinePlan:
     """Makes the plan that takes the least time of those that fit into memory. Runs nothing.
 
@@ -46,6 +49,10 @@ def plan(
             ``"recompute"`` nothing is recomputed.
         optimizer_copies: Tensors of the size of a gradient that the optimizer keeps: 2 for Adam,
             1 with momentum, 0 for SGD.
+        ep_degree: Ranks that are to share experts; None: as in the profile. Here and below see
+            :meth:`Profile.with_degrees`.
+        sep_degree: Ranks that are to share sequences along sep; likewise.
+        cp_degree: Ranks that are to share sequences along cp; likewise.
 
     Returns:
         The plan; print it, or its ``explain()``.
@@ -71,6 +78,7 @@ def plan(
             fix="give 2 for Adam, 1 with momentum, 0 for SGD",
         )
     profile.require_cuts_for(ranks)
+    profile = profile.with_degrees(ep_degree, sep_degree, cp_degree)
     cap = None if memory_cap is None else read_bytes(memory_cap)
     task = PlanTask(
         profile,
@@ -123,6 +131,7 @@ def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:
         ConfigError: The profile is of another model, or not of the slices that the plan has.
     """
     plan.require_layers([layer.name for layer in profile.layers])
+    profile = profile.with_degrees(*plan.degrees or ())
     slices = plan.schedule.slices
     if slices > 1 and len(profile.slices) != slices:
         raise ConfigError(
@@ -143,6 +152,7 @@ def _costed(
 ) -> PipelinePlan:
     """Returns the plan that runs a schedule of the task on a cut, with what it is to cost."""
     placement, boundaries = schedule.placement, partition.boundaries
+    layers = task.profile.layers
     stages = task.with_transfers(placement, task.stages.cut(boundaries, recompute))
     slices = tuple(
         task.with_transfers(placement, of_slice.cut(boundaries))
@@ -159,6 +169,7 @@ def _costed(
         task.bound(),
         slices,
         tuple(task.comm(placement, part) for part in slices),
+        task.profile.degrees if any(one.loads or one.queries for one in layers) else None,
     )
 
 

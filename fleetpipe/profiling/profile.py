@@ -22,7 +22,8 @@ from fleetpipe.profiling.cost_model import (
     check_layer,
 )
 from fleetpipe.profiling.picture import draw_layers
-from fleetpipe.profiling.slice_lengths import balanced
+from fleetpipe.profiling.splits.degrees import LayerDegrees, costs_at
+from fleetpipe.profiling.splits.slice_lengths import balanced
 from fleetpipe.representation import shows
 
 #: Written into each file, and raised where an older reader would misunderstand a newer file.
@@ -32,6 +33,8 @@ VERSION = 1
 _NOTHING = Transfer()
 #: An exchange that takes what the layers' times have of it.
 _FREE = Link(0.0, 0.0)
+#: Experts and sequences that no ranks share.
+_ALONE = LayerDegrees()
 
 #: The name of a layer that is a part of a vocabulary head. The loss follows the last of them.
 HEAD_PART = "VocabularyPart"
@@ -65,6 +68,7 @@ class Profile:
             ``layers`` do.
         slice_lengths: The places of each of these slices.
         exchange: What an exchange among the ranks of a stage costs, beside the times of layers.
+        degrees: Among how many ranks experts and sequences were split.
 
     Raises:
         ConfigError: No layer, a figure that is negative or no number, a layer with neither B nor
@@ -80,6 +84,7 @@ class Profile:
     slices: tuple[tuple[LayerCost, ...], ...] = ()
     slice_lengths: tuple[int, ...] = ()
     exchange: Link = _FREE
+    degrees: LayerDegrees = _ALONE
 
     def __post_init__(self) -> None:
         if not self.layers or not self.links:
@@ -95,6 +100,7 @@ class Profile:
                 check_figure(name, value, "a link")
         for name, value in (*self.transfer._asdict().items(), *self.exchange._asdict().items()):
             check_figure(name, value, "a transfer or an exchange")
+        self.degrees.check()
         self._require_whole_slices()
         places = self.places or ()
         if any(not 0 < place < len(self.layers) for place in places) or list(places) != sorted(
@@ -174,6 +180,41 @@ class Profile:
         """
         return replace(self, links=links, exchange=exchange or self.exchange)
 
+    def with_degrees(
+        self, ep: int | None = None, sep: int | None = None, cp: int | None = None
+    ) -> Profile:
+        """Returns what the model costs where experts or sequences are split otherwise.
+
+        Exchanges go over the link of the profile; sequence chunks of a schedule are left out.
+
+        Args:
+            ep: Ranks that share experts; None for those of the profile.
+            sep: Ranks that share sequences along sep; likewise.
+            cp: Ranks that share sequences along cp; likewise.
+
+        Raises:
+            ConfigError: A degree does not divide the experts or heads of a layer, or the profile
+                says nothing of these.
+        """
+        wanted = {"ep": ep, "sep": sep, "cp": cp}
+        degrees = self.degrees._replace(**{a: n for a, n in wanted.items() if n is not None})
+        if degrees == self.degrees:
+            return self
+        # Measured by the clock, the times of layers have what their exchanges took.
+        within = self.link(0) if self.exchange == _FREE else _FREE
+        costs = [*self.layers, *filter(None, [self.loss])]
+        costs = costs_at(costs, self.degrees, degrees, self.transfer, within)
+        count = len(self.layers)
+        return replace(
+            self,
+            layers=tuple(costs[:count]),
+            loss=next(iter(costs[count:]), None),
+            slices=(),
+            slice_lengths=(),
+            exchange=self.link(0) if self.exchange == _FREE else self.exchange,
+            degrees=degrees,
+        )
+
     def link(self, rank: int) -> Link:
         """Returns the link between a rank and the one after it."""
         return self.links[rank % len(self.links)]
@@ -184,6 +225,7 @@ class Profile:
         content["links"] = [link._asdict() for link in self.links]
         content["transfer"] = self.transfer._asdict()
         content["exchange"] = self.exchange._asdict()
+        content["degrees"] = self.degrees._asdict()
         layers, slices = _plain(content.pop("layers")), list(map(_plain, content.pop("slices")))
         lengths = content.pop("slice_lengths")
         if slices:
@@ -281,7 +323,7 @@ class Profile:
             raise version.refused(f"version {VERSION}")
         loss, links, transfer = map(fields_of_profile.get, ("loss", "links", "transfer"))
         slices, places = fields_of_profile.get("slices"), fields_of_profile.get("places")
-        exchange = fields_of_profile.get("exchange")
+        exchange, degrees = map(fields_of_profile.get, ("exchange", "degrees"))
         boundaries, lengths = (
             fields_of_profile.get("boundaries"),
             fields_of_profile.get("slice_lengths"),
@@ -300,6 +342,7 @@ class Profile:
             tuple(tuple(map(_layer, part.items())) for part in slices.items()) if slices else (),
             () if lengths is None else lengths.counts(),
             _FREE if exchange is None else exchange.record(Link, JsonValue.figure),
+            _ALONE if degrees is None else degrees.record(LayerDegrees, JsonValue.count),
         )
 
     def write(self, path: str | Path) -> None:
@@ -375,4 +418,9 @@ def _layers(entry: JsonValue) -> list[LayerCost]:
 
 
 def _layer(entry: JsonValue) -> LayerCost:
-    return entry.record(LayerCost, JsonValue.figure, name=JsonValue.text)
+    readers: Any = {"name": JsonValue.text, "heads": JsonValue.count, "loads": _loads}
+    return entry.record(LayerCost, JsonValue.figure, **readers)
+
+
+def _loads(entry: JsonValue) -> tuple[tuple[int, ...], ...]:
+    return tuple(loads.counts() for loads in entry.items())

@@ -13,7 +13,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.profiling import LayerCost, Link, PipelinePlan, Profile, Transfer, plan, recosted
 from fleetpipe.profiling.estimating import estimates
 from fleetpipe.profiling.memory import peak_bytes
-from fleetpipe.profiling.slice_lengths import balanced
+from fleetpipe.profiling.splits.slice_lengths import balanced
 from fleetpipe.schedules import build
 from tests.profiling.models import BLOCK, MIB, even, times, whole_only
 

@@ -84,7 +84,9 @@ def measured(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Pro
     samples = [layer_meter.fastest(meter.samples[0, number]) for number in range(len(functions))]
     for numbers in alike.values():
         _share(samples, numbers)
-    costs = layer_meter.layer_costs(names, samples, layer_meter.state_bytes(uses))
+    costs = layer_meter.layer_costs(
+        names, samples, layer_meter.state_bytes(uses, dict(model.named_parameters()))
+    )
     return Profile(tuple(costs), None, tuple(place + 1 for place in places), transfer=TYPICAL)
 
 

@@ -312,7 +312,7 @@ def through_layouts(folder: Path, layouts: list[dict[str, int]]) -> list[Any]:
     """Trains a step under each layout, traced, from the checkpoint of the one before.
 
     Returns:
-        For each the loss, the state that it begins and ends with, and what its layers exchange.
+        For each the loss, the state that it begins and ends with, and a profile.
     """
     legs = []
     for step, degrees in enumerate(layouts):
@@ -330,5 +330,5 @@ def through_layouts(folder: Path, layouts: list[dict[str, int]]) -> list[Any]:
         states.append(bits(model.layers.full_state_dict()))
         profile = model.profile(list(sequences.own_part(data(step))))
         fleet.shutdown()
-        legs.append((float(loss), *states, [layer.exchanged for layer in profile.layers]))
+        legs.append((float(loss), *states, profile.dumps()))
     return legs

@@ -10,6 +10,7 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.paddle_api import VERSION
+from fleetpipe.profiling import Profile
 from tests.processes.axes.sequences_worker import (
     LENGTH,
     ROWS,
@@ -73,7 +74,15 @@ def test_checkpoints_and_traces_of_split_sequences(
         assert restored == saved
     # Half of queries, keys, values and outputs, forward and backward, in float32.
     half = ROWS * LENGTH // 2 * WIDTH // 2 * 4
-    assert [leg[3] for leg in legs[1:3]] == [[0, 8 * half, 8 * half, 0], [0] * 4]
+    parts, whole = (Profile.loads(leg[3]) for leg in legs[1:3])
+    assert [layer.exchanged for layer in parts.layers] == [0, 8 * half, 8 * half, 0]
+    assert [layer.exchanged for layer in whole.layers] == [0] * 4
+    # What one of whole sequences says of split ones.
+    priced = whole.with_degrees(*parts.degrees)
+    for name in ("exchanges", "exchanged", "queries", "keys", "parameters"):
+        assert [getattr(one, name) for one in priced.layers] == [
+            getattr(one, name) for one in parts.layers
+        ]
     alone = through_layouts(tmp_path / "b", [{"pp": 4}] * 4)
     assert [leg[0] for leg in legs] == pytest.approx([leg[0] for leg in alone], rel=1e-5)
     assert main(["why", str(tmp_path / "a" / "trace0")]) == 0

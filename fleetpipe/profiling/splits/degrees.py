@@ -1,0 +1,186 @@
+"""What layers cost whose experts or sequences are split over another number of ranks.
+
+Along ``ep`` a rank has 1/n of the experts, and of the tokens of n ranks those that go to them:
+what it computes changes as far as some experts get more tokens than others. Along ``sep`` and
+``cp`` a rank has 1/n of all places. What they exchange follows from the tokens of experts, and from
+queries and keys; where each of n ranks has as much for each other one, (n-1)/n of it are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from fleetpipe.errors import ConfigError
+from fleetpipe.profiling.cost_model import LayerCost, Link, Transfer
+from fleetpipe.schedules.placement import check_count
+
+_TIMES = ("forward", "backward", "input_grad", "weight_grad")
+#: What grows with the places of a sequence.
+_BYTES = ("output", "held", "releases", "held_split", "waiting", "working", "saved")
+
+
+class LayerDegrees(NamedTuple):
+    """How many ranks share the layers of a stage.
+
+    Attributes:
+        ep: Ranks that share experts.
+        sep: Ranks that share sequences, and exchange heads for places.
+        cp: Ranks that share sequences, and pass keys on.
+    """
+
+    ep: int = 1
+    sep: int = 1
+    cp: int = 1
+
+    @classmethod
+    def of(cls, degrees: Any) -> LayerDegrees:
+        """Returns those among the degrees of a job."""
+        return cls(degrees.ep, degrees.sep, degrees.cp)
+
+    def check(self) -> None:
+        """Raises ConfigError where one is no whole number of at least 1."""
+        for axis, degree in self._asdict().items():
+            check_count(f"{axis}_degree", degree)
+
+    @property
+    def sequences(self) -> int:
+        """The parts of a sequence."""
+        return self.sep * self.cp
+
+    def __str__(self) -> str:
+        return ", ".join(f"{axis}_degree={degree}" for axis, degree in self._asdict().items())
+
+
+class _Exchanged(NamedTuple):
+    """What a rank exchanges for a layer, forward and backward."""
+
+    calls: int
+    messages: int
+    nbytes: float
+
+    def busy(self, transfer: Transfer) -> float:
+        """Returns the seconds that it keeps a rank busy in F, and as many in B or I."""
+        each = transfer.sending + transfer.receiving
+        return self.messages * each / 2 + self.nbytes * transfer.per_byte
+
+
+def _exchanged(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees) -> _Exchanged:
+    """Returns what a layer that was measured at some degrees exchanges at others."""
+    ep, sep, cp = degrees
+    parts = degrees.sequences
+    routed, queries, keys = (
+        size * measured.sequences / parts for size in (layer.routed, layer.queries, layer.keys)
+    )
+    # Counts of tokens, the tokens, and what experts make of them; backward twice.
+    experts = 5 * len(layer.loads) * (ep > 1)
+    heads = 4 * (queries > 0) * (sep > 1)
+    # Two chunks from each, and backward again with their gradients. A causal ring leaves some out.
+    chunks = 6 * (cp - 1) * (queries > 0)
+    return _Exchanged(
+        experts + heads + chunks,
+        experts * (ep - 1) + heads * (sep - 1) + chunks * (cp - 1),
+        4 * routed * (ep - 1) / ep
+        + 2 * (2 * queries + keys) * (sep - 1) / sep
+        + 2.5 * keys * (cp - 1),
+    )
+
+
+def _busiest(layer: LayerCost, ep: int) -> float:
+    """Returns how much the experts of the rank with most tokens have, beside an even share."""
+    every = sum(map(sum, layer.loads))
+    ranks = zip(*(_by_rank(loads, ep) for loads in layer.loads))
+    return ep * max(map(sum, ranks)) / every if every else 1.0
+
+
+def _by_rank(loads: tuple[int, ...], ep: int) -> list[int]:
+    here = len(loads) // ep
+    return [sum(loads[rank * here : (rank + 1) * here]) for rank in range(ep)]
+
+
+def costs_at(
+    layers: Sequence[LayerCost],
+    measured: LayerDegrees,
+    degrees: LayerDegrees,
+    transfer: Transfer,
+    within: Link,
+) -> list[LayerCost]:
+    """Returns what layers cost at some degrees that were measured at others.
+
+    The time that exchanges are on their way is left out.
+
+    Args:
+        layers: Their costs.
+        measured: The degrees that these are of.
+        degrees: Those that are wanted.
+        transfer: What a message keeps a rank busy with.
+        within: The link whose time for exchanges the costs have.
+
+    Raises:
+        ConfigError: Some layer cannot have these degrees, or its costs say nothing about them.
+    """
+    _require(layers, measured, degrees)
+    away = Link(-within.latency, -within.per_byte)
+    return [_cost(one.with_exchanges(away), measured, degrees, transfer) for one in layers]
+
+
+def _cost(
+    layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees, transfer: Transfer
+) -> LayerCost:
+    part = measured.sequences / degrees.sequences
+    more = _busiest(layer, degrees.ep) / _busiest(layer, measured.ep)
+    before, after = (_exchanged(layer, measured, one) for one in (measured, degrees))
+    times: dict[str, Any] = {}
+    for name in _TIMES:
+        seconds = getattr(layer, name)
+        if seconds is not None:
+            busy, again = (
+                0.0 if name == "weight_grad" else one.busy(transfer) for one in (before, after)
+            )
+            computing = seconds + (more - 1) * layer.expert_share * seconds - busy
+            times[name] = max(computing, 0.0) * part + again
+    expert_seconds = layer.expert_share * layer.forward * more * part
+    elsewhere = layer.expert_parameters * (measured.ep / degrees.ep - 1)
+    sizes = {name: int(getattr(layer, name) * part) for name in _BYTES}
+    return replace(
+        layer,
+        **times,
+        **sizes,
+        parameters=int(layer.parameters + elsewhere),
+        gradients=int(layer.gradients + elsewhere),
+        exchanges=max(layer.exchanges + after.calls - before.calls, 0),
+        exchanged=max(int(layer.exchanged + after.nbytes - before.nbytes), 0),
+        expert_share=min(expert_seconds / times["forward"], 1.0) if times["forward"] else 0.0,
+        expert_parameters=int(layer.expert_parameters + elsewhere),
+        **{name: int(getattr(layer, name) * part) for name in ("routed", "queries", "keys")},
+    )
+
+
+def _require(layers: Sequence[LayerCost], measured: LayerDegrees, degrees: LayerDegrees) -> None:
+    degrees.check()
+    experts = [(layer, len(loads)) for layer in layers for loads in layer.loads]
+    heads = [(layer, layer.heads) for layer in layers if layer.queries]
+    for axis, shared, what in (("ep", experts, "experts"), ("sep", heads, "heads")):
+        degree = getattr(degrees, axis)
+        for layer, count in shared:
+            if count % degree:
+                divisors = (n for n in range(1, count + 1) if count % n == 0)
+                nearest = min(divisors, key=lambda n: abs(n - degree))
+                raise ConfigError(
+                    f"{count} {what} cannot be shared out to {axis}_degree={degree} ranks",
+                    where=layer.name,
+                    fix=f"give {axis}_degree={nearest}",
+                )
+    unknown = (degrees.ep != measured.ep and not experts and "experts") or (
+        degrees[1:] != measured[1:] and not heads and "attention"
+    )
+    if unknown:
+        raise ConfigError(
+            f"the profile says nothing of {unknown}, so what other degrees cost is not known",
+            expected=f"{measured}, those of the profile",
+            got=str(degrees),
+            cause="no layer has Experts or MoELayer, or none calls "
+            "fleetpipe.dygraph.sequences.attention; or the profile is older, or written by hand",
+            fix="measure the model with these degrees, or plan with those of the profile",
+        )
