@@ -14,11 +14,12 @@ from typing import Callable, Protocol
 
 from fleetpipe import log
 from fleetpipe.arguments import require_folder
-from fleetpipe.engine.observer import Instruction, Played
+from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import PackageNotFound
 from fleetpipe.extras import INSTALLED_BY
 from fleetpipe.mesh.groups import Group
+from fleetpipe.mesh.turns import here
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trace
 from fleetpipe.schedules.forms.events import Event, events_of, figures_of
@@ -33,8 +34,8 @@ _log = log.logger(__name__)
 MOST_STEPS = 20
 _ROUNDS = 8
 
-#: What is sent of an event: name, start and end in seconds.
-Record = tuple[str, float, float]
+#: What is sent of an event: name, start, end and the wait for exchanges in it, in seconds.
+Record = tuple[str, float, float, float]
 
 
 class Traced(Protocol):
@@ -121,10 +122,14 @@ class Trace:
             return instruction
         name, records = str(op), self._records[played.rank]
 
-        def record(begin: float, end: float) -> None:
-            records.append((name, begin, end))
+        def begun() -> Blocked | None:
+            here.waited = 0.0
+            return instruction()
 
-        return Stopwatch(instruction, record)
+        def record(begin: float, end: float) -> None:
+            records.append((name, begin, end, here.waited))
+
+        return Stopwatch(begun, record)
 
     def begin_step(self) -> None:
         """Forgets what was recorded outside of a training step."""
@@ -138,7 +143,10 @@ class Trace:
             number: Of the step in its run, from 1; None: how many were recorded by then.
         """
         shifted = {
-            str(rank): [(n, start - self._offset, end - self._offset) for n, start, end in records]
+            str(rank): [
+                (name, start - self._offset, end - self._offset, waited)
+                for name, start, end, waited in records
+            ]
             for rank, records in self._records.items()
         }
         gathered = self._group.all_gather(shifted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -309,7 +310,10 @@ class _Exchange:
     def values(self) -> list[Value]:
         """Hands the turn over, whether they are here or not; then see :class:`Gathering`."""
         turns.hand_over()
-        return self._gathering.values()
+        since = time.perf_counter()
+        values = self._gathering.values()
+        turns.here.waited += time.perf_counter() - since
+        return values
 
 
 class GlooGroup(DirectGroup):

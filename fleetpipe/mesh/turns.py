@@ -98,10 +98,12 @@ class _Here(threading.local):
     Attributes:
         side: Of two computations the one that runs in it.
         helped: Seconds of processor time that another thread has computed for it.
+        waited: Seconds that it has waited for the parts of exchanges.
     """
 
     side: _Side | None = None
     helped = 0.0
+    waited = 0.0
 
 
 here = _Here()

@@ -11,7 +11,7 @@ from typing import Any, Union
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.json_value import MOST, JsonValue, Source, parse, read
 from fleetpipe.representation import shows
-from fleetpipe.schedules.action import Action, Fused
+from fleetpipe.schedules.action import Action, Fused, Item, parts
 from fleetpipe.schedules.placement import Placement
 
 #: One figure for every stage, or one for each stage in order.
@@ -238,6 +238,16 @@ class Costs:
         if len(stages) == 1:
             return sum(times)
         return max(sum(times) - sum(_at(self.exchange, stage) for stage in stages), *times)
+
+    def exchange_in(self, item: Item) -> float:
+        """Returns the part of an action, or of a fused unit, in which its rank only waits."""
+        each = [(self.of(one.kind, one.stage), self._exchange_of(one)) for one in parts(item)]
+        waits, computing = sum(wait for _, wait in each), sum(time - wait for time, wait in each)
+        whole = self.of_fused(item) if isinstance(item, Fused) else each[0][0]
+        return min(max(whole - computing, 0), waits, whole) if waits else 0
+
+    def _exchange_of(self, action: Action) -> float:
+        return 0 if action.kind == "W" else _at(self.exchange, action.stage)
 
     def bytes_of(self, action: Action) -> float:
         """Returns the activation bytes that a forward of the action's stage holds."""

@@ -66,7 +66,7 @@ def test_the_first_step_of_a_job_counts_in_no_figure(tmp_path: Path, kept: int, 
     for number, forward in ((40, (100, 1)), (50, (1, 1)), (51, (1, 1))):
         trace.begin_step()
         for event in events_of(schedule.simulate(Costs(forward))):
-            trace._records[event.rank].append((event.name, event.start, event.end))
+            trace._records[event.rank].append((*event[1:4], 0.0))
         trace.end_step(number)
     assert f"bubble rate 0.3333 {told}, 0.3333 predicted" in str(trace.write())
     steps = [40, 50, 51][-kept:]

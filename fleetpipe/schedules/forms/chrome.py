@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,17 +128,18 @@ class _Track:
         return records
 
     def slices(self, events: Iterable[Event]) -> list[_Json]:
-        """Returns an "X" for each event."""
+        """Returns an "X" for each event, and one at its end for the exchange that it waits for."""
         return [
             {
                 "ph": "X",
-                "name": event.name,
-                "cat": _category(event),
-                "dur": self._time(event.end) - self._time(event.start),
-                **self._place(event),
-                "args": self._arguments(event),
+                "name": each.name,
+                "cat": _category(event) if each is event else each.name,
+                "dur": self._time(each.end) - self._time(each.start),
+                **self._place(each),
+                "args": self._arguments(each),
             }
             for event in events
+            for each in (event, *_exchange_of(event))
         ]
 
     def arrows(self, prefix: str, events: Iterable[Event], edges: Iterable[Edge]) -> list[_Json]:
@@ -166,6 +167,11 @@ class _Track:
         if isinstance(op, (Send, Recv)):
             return {"edge": str(op.edge), "micro-batch": op.micro_batch}
         return {}
+
+
+def _exchange_of(event: Event) -> Iterator[Event]:
+    if event.exchange:
+        yield event._replace(name="exchange", start=event.end - event.exchange, exchange=0.0)
 
 
 def _category(event: Event) -> str:

@@ -20,12 +20,14 @@ class Event(NamedTuple):
             any other word.
         start: When it began: seconds if measured, else the unit of the costs.
         end: When it ended.
+        exchange: How long of that the rank only waited for exchanges with others of the stage.
     """
 
     rank: int
     name: str
     start: float
     end: float
+    exchange: float = 0.0
 
     @property
     def op(self) -> Op | None:
@@ -64,7 +66,7 @@ class Figures(NamedTuple):
 def events_of(timeline: Timeline) -> list[Event]:
     """Returns the events of a simulated schedule, rank after rank."""
     return [
-        Event(rank, str(item), start, end)
+        Event(rank, str(item), start, end, timeline.exchange_in(item))
         for rank, row in enumerate(timeline.events)
         for item, start, end in row
     ]

@@ -86,7 +86,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bar:
-    """A box: its kind, how light it is, its number, and where it is."""
+    """A box: its kind, how light it is, its number, and where it is.
+
+    ``exchange`` is the width of that part, at its right end, in which the rank only waits for an
+    exchange.
+    """
 
     kind: str
     shade: float
@@ -95,6 +99,12 @@ class Bar:
     right: float
     top: float
     bottom: float
+    exchange: float = 0.0
+
+    @property
+    def computed(self) -> float:
+        """Where the part begins that is an exchange, or the right end."""
+        return max(self.left, self.right - self.exchange)
 
     @property
     def colour(self) -> Colour:
@@ -164,7 +174,10 @@ def _bars(event: Event, placement: Placement) -> Iterator[Bar]:
         later = _lateness(action, event.rank, placement)
         above = top + (HEIGHT - whole) * later + index * height
         number = str(action.micro_batch)
-        yield Bar(action.kind, 0.6 * later, number, event.start, event.end, above, above + height)
+        times = event.start, event.end
+        yield Bar(
+            *(action.kind, 0.6 * later, number, *times, above, above + height, event.exchange)
+        )
 
 
 def _lateness(action: Action, rank: int, placement: Placement) -> float:

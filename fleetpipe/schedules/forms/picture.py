@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import needed_for
-from fleetpipe.schedules.forms.panel import COLOURS, HEIGHT, LANE, Panel, panel_of
+from fleetpipe.schedules.forms.panel import COLOURS, HEIGHT, LANE, Bar, Panel, panel_of
 from fleetpipe.schedules.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ _MOST_NUMBERS = 8000
 _DPI = 130.0
 #: Kinds that have a colour as dark as another's, and what tells them apart on grey paper.
 HATCHES = {"I": "////", "W": "----"}
+#: What a box has at its right end where its rank waits for an exchange.
+_EXCHANGE, _EXCHANGE_HATCH = "#e6e6e6", "...."
 _HATCH_LINE = 0.4  # width of its lines, in points
 _HATCH_COLOUR = "#1a1a1a"
 _HATCHED = 4.0  # least width of a box whose hatch can be seen, in points
@@ -124,7 +126,9 @@ def draw(
     Colours and hatches say the kind, so that it can be told on grey paper too, and lighter colours
     a later stage of the same rank; from three stages on each also stands lower than the one before.
     Numbers are micro-batches where they fit. A fused pair is one box with its parts above each
-    other. Seconds are shown in the unit that suits the longest timeline. No display is needed.
+    other. The part of a box in which its rank only waits for exchanges is dotted, at its right end:
+    of a fused pair what its halves do not hide. Seconds are shown in the unit that suits the
+    longest timeline. No display is needed.
 
     Args:
         panels: One timeline or more, in one unit of time.
@@ -252,12 +256,20 @@ def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
     from matplotlib.collections import PolyCollection
 
     usual = _usual_width(panel) * scale
+    waits = [bar for bar in panel.bars if bar.exchange]
+    area.add_collection(
+        PolyCollection(
+            [_corners(bar, bar.computed) for bar in waits],
+            hatch=_EXCHANGE_HATCH if usual >= _HATCHED else None,
+            facecolors=_EXCHANGE,
+            edgecolors=_HATCH_COLOUR,
+            linewidths=0,
+            zorder=1.7,
+        )
+    )
     for kind in COLOURS:
         bars = [bar for bar in panel.bars if bar.kind == kind]
-        corners = [
-            ((b.left, b.top), (b.right, b.top), (b.right, b.bottom), (b.left, b.bottom))
-            for b in bars
-        ]
+        corners = [_corners(bar, bar.left) for bar in bars]
         line = max(0.1, min(0.7, usual / 12))
         if kind in HATCHES and usual >= _HATCHED:
             # A box of its own: the lines of a hatch have the colour of its box's edge.
@@ -284,6 +296,12 @@ def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
     _draw_numbers(area, panel, scale)
 
 
+def _corners(bar: Bar, left: float) -> tuple[tuple[float, float], ...]:
+    """Returns the corners of a box from ``left`` on."""
+    right, top, bottom = bar.right, bar.top, bar.bottom
+    return (left, top), (right, top), (right, bottom), (left, bottom)
+
+
 def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
     """Writes micro-batches into the boxes that have room; all in one size."""
     least, most = _POINTS
@@ -294,9 +312,9 @@ def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
     for bar in numbered:
         halved = bar.bottom - bar.top < LANE * HEIGHT - 0.01
         points = min(size, _HALF_POINTS) if halved else size
-        if _DIGIT * len(bar.number) * points <= (bar.right - bar.left) * scale:
+        if _DIGIT * len(bar.number) * points <= (bar.computed - bar.left) * scale:
             area.text(
-                (bar.left + bar.right) / 2,
+                (bar.left + bar.computed) / 2,
                 (bar.top + bar.bottom) / 2,
                 bar.number,
                 fontsize=points,
@@ -350,6 +368,16 @@ def _draw_legend(figure: Figure, panels: Sequence[Panel], letters: float) -> Non
         for kind, label in _LABELS.items()
         if kind in present
     ]
+    if any(bar.exchange for bar in bars):
+        boxes.append(
+            Patch(
+                facecolor=_EXCHANGE,
+                label="waits for an exchange",
+                hatch=_EXCHANGE_HATCH,
+                edgecolor=_HATCH_COLOUR,
+                linewidth=0,
+            )
+        )
     if any(bar.shade for bar in bars):
         lower = " and lower" if any(panel.has_lanes for panel in panels) else ""
         boxes.append(Patch(facecolor="#d9d9d9", label=f"lighter{lower}: a later stage of the rank"))

@@ -26,6 +26,8 @@ def render(timeline: Timeline, width: int | None = None) -> str:
     2. Without stages and spaces: ``F3B1--``. Of two chunks on a rank the second has small letters.
     3. Every character is a slice of time and shows what fills most of it, ``*`` a fused unit.
 
+    ``~`` is the part in which a rank waits for an exchange, at the end of its action.
+
     Args:
         timeline: What ``schedule.simulate()`` returned.
         width: Characters in a line; None means the terminal's, or 160 where there is none.
@@ -53,7 +55,8 @@ def render(timeline: Timeline, width: int | None = None) -> str:
         small = drawing.chunks == 2
     lines = [(label + row).rstrip() for label, row in zip(labels, rows)]
     note = ", small letters = the second stage of a rank" if small else ""
-    return "\n".join([*lines, f"{legend}, . = idle{note}"])
+    waits = ", ~ = waits for an exchange" if any("~" in row for row in rows) else ""
+    return "\n".join([*lines, f"{legend}, . = idle{waits}{note}"])
 
 
 def summary(timeline: Timeline) -> str:
@@ -164,8 +167,10 @@ class _Drawing:
                 if len(line) < begin:
                     gap = idle[len(line) : begin - style.space]
                     line += (gap if "." in gap else gap.replace(" ", ".", 1)) + " " * style.space
-                token = self.token(item, style.small)
-                line += token.ljust(stop - begin - style.space, "-") + " " * style.space
+                token, size = self.token(item, style.small), stop - begin - style.space
+                waits = round(self.timeline.exchange_in(item) * style.scale)
+                token = token.ljust(size - min(waits, size - len(token)), "-")
+                line += token.ljust(size, "~") + " " * style.space
         return line + idle[len(line) : style.columns]
 
     def narrow_row(self, row: _Row, slices: int) -> str:
@@ -174,14 +179,16 @@ class _Drawing:
         filled: list[dict[str, float]] = [{".": length} for _ in range(slices)]
         for item, start, end in row:
             letter = self._letter(item) if isinstance(item, Action) else "*"
-            first, last = int(start / length), min(slices - 1, int(end / length))
-            for index in range(first, last + 1):
-                amount = end - start
-                if first < last:
-                    amount = min(end, (index + 1) * length) - max(start, index * length)
-                amounts = filled[index]
-                amounts[letter] = amounts.get(letter, 0) + amount
-                amounts["."] -= amount
+            waits = end - self.timeline.exchange_in(item)
+            for sign, begin, stop in ((letter, start, waits), ("~", waits, end)):
+                first, last = int(begin / length), min(slices - 1, int(stop / length))
+                for index in range(first, last + 1) if stop > begin else ():
+                    amount = stop - begin
+                    if first < last:
+                        amount = min(stop, (index + 1) * length) - max(begin, index * length)
+                    amounts = filled[index]
+                    amounts[sign] = amounts.get(sign, 0) + amount
+                    amounts["."] -= amount
         return "".join(max(amounts, key=amounts.__getitem__) for amounts in filled)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fleetpipe.schedules.action import Action, Item
+from fleetpipe.schedules.action import Action, Item, parts
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.rows import ScheduleRows
@@ -117,6 +117,13 @@ class Timeline:
         """For each rank, its entries as (action or fused unit, start, end)."""
         rows = zip(self.schedule.actions, self.starts, self.ends)
         return tuple(tuple(zip(row, starts, ends)) for row, starts, ends in rows)
+
+    def exchange_in(self, item: Item) -> float:
+        """Returns the part of an entry in which its rank only waits for an exchange."""
+        if not self.costs.exchange:
+            return 0
+        slices = self.schedule.slices
+        return self.costs.by_slice(slices)[parts(item)[0].micro_batch % slices].exchange_in(item)
 
     def __repr__(self) -> str:
         return (

@@ -41,6 +41,15 @@ def test_every_entry_is_a_slice_of_its_rank(name: str, tmp_path: Path) -> None:
     assert labels == {1: "rank 0", 2: "rank 1", 3: "rank 2"}
 
 
+def test_an_exchange_is_a_slice_within_its_action() -> None:
+    events = [Event(0, "F0.0", 1, 4, 2), Event(0, "W0.0", 4, 5)]
+    slices = of_phase(chrome_trace({"": events}, Placement("loop", 1)), "X")
+    shown = [(one["name"], one["cat"], one["ts"], one["dur"]) for one in slices]
+    assert shown[1] == ("exchange", "exchange", 2000, 2000)
+    assert [one[0] for one in shown] == ["F0.0", "exchange", "W0.0"]
+    assert slices[1]["tid"] == slices[0]["tid"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_arrow_joins_the_two_ends_of_every_transfer(name: str) -> None:
     schedule = build(name, ranks=3, micro_batches=6)

@@ -131,6 +131,18 @@ def test_more_than_two_chunks_stand_below_each_other() -> None:
     assert -0.5 < lanes[0][0] < lanes[-1][1] < 0.5
 
 
+def test_what_waits_for_an_exchange_is_dotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    timeline = build("1F1B", ranks=2, micro_batches=2).simulate(Costs(exchange=0.25))
+    forward, backward = (bar for bar in panel_of(timeline).bars[:3:2])
+    assert (forward.computed, forward.right) == (0.75, 1)
+    assert backward.right - backward.computed == 0.25
+    plot(timeline, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert "waits for an exchange" in text
+    assert text.count("<pattern") == 1
+
+
 def test_a_fused_pair_is_two_halves_of_one_box() -> None:
     events = [Event(0, "(F0.1|B0.0)", 1, 3), Event(0, "F0.2", 3, 4)]
     first, second, whole = Panel("", events, Placement("loop", 1)).bars

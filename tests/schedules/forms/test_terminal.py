@@ -46,6 +46,16 @@ def test_the_second_stage_of_a_rank_has_small_letters_where_numbers_do_not_fit()
     assert "small letters" not in render(three, width=50)
 
 
+def test_exchanges_stand_at_the_end_of_their_actions() -> None:
+    timeline = build("1F1B", ranks=2, micro_batches=1).simulate(Costs(2, backward=4, exchange=1))
+    assert render(timeline, width=80) == (
+        "rank 0  F0 .  .  .  B0-~~\nrank 1  .  F0 B0-~~ .  .\n"
+        "time 1 = 1.5 characters, . = idle, ~ = waits for an exchange"
+    )
+    longer = build("1F1B", ranks=2, micro_batches=4).simulate(timeline.costs)
+    assert render(longer, width=32).startswith("rank 0  F~..BB~BB~BB.BB\n")
+
+
 def test_every_action_is_written_whole_where_times_fall_between_characters() -> None:
     costs = Costs(forward=18.522, input_grad=18.086, weight_grad=9.337, comm=0.601)
     timeline = build("ZBH1", ranks=4, micro_batches=12).simulate(costs)

@@ -57,6 +57,15 @@ def test_a_fused_pair_hides_its_exchanges(exchange: Any, pair: float) -> None:
     for item, begin, end in timeline.events[1]:
         expected = pair if isinstance(item, Fused) else lengths[item.kind]
         assert end - begin == expected, item
+        # What its other half, or nothing, does not hide.
+        waits = timeline.exchange_in(item)
+        if isinstance(item, Fused):
+            hidden = exchange if isinstance(exchange, tuple) else (exchange,) * 4
+            stages = [action.stage for action in item.actions]
+            assert waits == pair - (8 - sum(hidden[stage] for stage in stages))
+        else:
+            stage = exchange[item.stage] if isinstance(exchange, tuple) else exchange
+            assert waits == (0 if item.kind == "W" else stage)
 
 
 def test_only_a_forward_and_a_whole_backward_overlap() -> None:
