@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.experts.layer import ExpertList
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
+from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group
+from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.layer import MoELayer
+from fleetpipe.paddle_api.layer import MoELayer, NaiveGate
+from fleetpipe.paddle_api.meta_parallel import SEQUENCE_PARALLEL
 
 #: The name under which Paddle's layer and the libraries' keep their experts.
 LIST = "experts"
@@ -38,14 +42,37 @@ def number_experts(layer: Layer) -> None:
     """Gives the experts of Paddle's ``MoELayer`` their numbers among those of its group.
 
     Each rank counts its own from 0; layers of libraries have the numbers already.
+
+    Raises:
+        ConfigError: It shares tokens out along ``mp_group`` in a way that gives other numbers.
     """
     for inner in layer.sublayers(include_self=True):
+        if isinstance(inner, MoELayer) and inner.mp_group and inner.mp_group.nranks > 1:
+            _mark_parts(inner)
         if isinstance(inner, MoELayer) and inner.world_size > 1:
             experts = inner.experts
             if not isinstance(experts, ExpertList):
                 count = len(experts)
                 first, total = inner.group.rank * count, inner.world_size * count
                 inner.experts = ExpertList(experts, first, total)
+
+
+def _mark_parts(mixture: Any) -> None:
+    """Marks the parameters of which each member of ``mp_group`` has a part of the gradient."""
+    members, expected = mixture.mp_group.ranks, model_parallel_group().ranks
+    gate, split = type(mixture.gate), any(p.is_distributed for p in mixture.parameters())
+    if gate is not NaiveGate or list(members) != list(expected) or split:
+        raise ConfigError(
+            "mp_group of a MoELayer has each member route a part of the tokens",
+            expected=f"the naive gate, experts that are whole, and ranks {list(expected)} along mp",
+            got=f"{gate.__name__}{', experts of tensor-parallel layers' * split}, "
+            f"ranks {list(members)}",
+            cause="losses and capacity of a gate, and tensor-parallel layers, need all tokens",
+            fix="leave mp_group out: the members then compute the same; or "
+            "gate={'type': 'naive'}, mp_group=hcg.get_model_parallel_group()",
+        )
+    for parameter in mixture.parameters():
+        SEQUENCE_PARALLEL.mark_as_sequence_parallel_parameter(parameter)
 
 
 def whole_state(layer: Layer) -> dict[str, Tensor]:

@@ -13,6 +13,8 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.paddle_api.tensor import has_memory
 
 MoELayer: type[Layer] = _moe_layer.MoELayer
+#: Its gate without a loss.
+NaiveGate: type[Layer] = _moe_layer.NaiveGate
 #: Send tokens to the experts of ``MoELayer``, and what these make of them back.
 MoEScatter: Any = _moe_layer.MoEScatter
 MoEGather: Any = _moe_layer.MoEGather

@@ -70,12 +70,11 @@ class Stock(nn.Layer):
     def __init__(self, case: RandomCase) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(case.width)
-        here = case.experts // case.ep
-        group = (
-            fleet.get_hybrid_communicate_group().get_expert_parallel_group()
-            if case.ep > 1
-            else None
-        )
+        here, hcg = case.experts // case.ep, fleet.get_hybrid_communicate_group()
+        group = hcg.get_expert_parallel_group() if case.ep > 1 else None
+        # Each member along mp has a part of the tokens, or all of them.
+        parts = case.gate == "naive" and case.rows * case.length % case.degrees.get("mp", 1) == 0
+        mp_group = hcg.get_model_parallel_group() if parts else None
         sizes, options = (
             (case.width, here, case.ep),
             {"capacity": (case.capacity,) * 2, "group": group},
@@ -86,7 +85,7 @@ class Stock(nn.Layer):
             "switch": lambda: SwitchGate(*sizes, 1, switch_eps=0.0, **options),
         }[case.gate]()
         experts = nn.LayerList([Expert(case.width) for _ in range(here)])
-        self.moe = MoELayer(case.width, experts, gate, group)
+        self.moe = MoELayer(case.width, experts, gate, group, mp_group)
 
     def forward(self, x: Any) -> Any:
         return x + self.moe(self.norm(x))

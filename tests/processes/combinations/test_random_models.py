@@ -30,7 +30,7 @@ def test_in_one_process(case: Case) -> None:
 
 
 def test_on_four_ranks(on_ranks: Call) -> None:
-    chosen = cases((9, 26), (4, 10, 51))
+    chosen = cases((9, 26, 254), (4, 10, 51))
     for rank in on_ranks(every, 4, chosen, timeout=100):
         for case, gaps in zip(chosen, rank):
             assert not wrong(case, gaps), (case, gaps)
