@@ -59,11 +59,7 @@ class MemoryTransport:
         structure = self._announced(peer, key, tree)
         target = self._hub.endpoint(peer)
         if self._closed or target._closed:
-            raise PeerFailed(
-                f"rank {self.rank if self._closed else peer} has closed its transport",
-                where=str(Route(key, self.rank, peer)),
-                fix="close a transport only when all its messages are sent and received",
-            )
+            raise self._closed_by(peer, Route(key, self.rank, peer))
         self.messages += 1
         self.bytes_sent += structure.nbytes
         leaves = bridge.detached(tensors)
@@ -75,11 +71,7 @@ class MemoryTransport:
         if waiting is None:
             check_peer(self.rank, self.ranks, peer, key)
             if self._closed or self._hub.endpoint(peer)._closed:
-                raise PeerFailed(
-                    f"rank {self.rank if self._closed else peer} has closed its transport",
-                    where=str(Route(key, peer, self.rank)),
-                    fix="close a transport only when all its messages are sent and received",
-                )
+                raise self._closed_by(peer, Route(key, peer, self.rank))
             return False, None
         value = waiting.popleft()
         if not waiting:
@@ -110,6 +102,13 @@ class MemoryTransport:
     def close(self) -> None:
         """Ends this rank's part; what it sent before can still be received."""
         self._closed = True
+
+    def _closed_by(self, peer: int, route: Route) -> PeerFailed:
+        return PeerFailed(
+            f"rank {self.rank if self._closed else peer} has closed its transport",
+            where=str(route),
+            fix="close a transport only when all its messages are sent and received",
+        )
 
     def _announced(self, peer: int, key: MessageKey, tree: Tree) -> Structure:
         """Counts a structure that differs from the channel's last, as the socket would send it."""

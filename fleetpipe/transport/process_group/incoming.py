@@ -11,8 +11,8 @@ from fleetpipe.errors import FleetPipeError, PipelineTimeout
 from fleetpipe.transport.base import Value
 from fleetpipe.transport.limit import Limit
 from fleetpipe.transport.process_group.lane import HEADER, READY, Lane, Task
-from fleetpipe.transport.process_group.outgoing import broken, interrupted
-from fleetpipe.transport.sockets.transport import CLOSING_SECONDS
+from fleetpipe.transport.process_group.outgoing import broken
+from fleetpipe.transport.sockets.transport import CLOSING_SECONDS, interrupted
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.bridge import Tensor
 from fleetpipe.transport.wire.message import MessageKey, Route, describe

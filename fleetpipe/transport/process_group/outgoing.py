@@ -10,7 +10,7 @@ from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout
 from fleetpipe.transport.base import Value
 from fleetpipe.transport.limit import Limit
 from fleetpipe.transport.process_group.lane import HEADER, READY, Lane, Task
-from fleetpipe.transport.sockets.transport import CLOSING_SECONDS
+from fleetpipe.transport.sockets.transport import CLOSING_SECONDS, interrupted
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.bridge import Tensor
 from fleetpipe.transport.wire.message import MessageKey, Route, check_key
@@ -206,13 +206,4 @@ def broken(route: Route, peer: int, failure: Exception) -> FleetPipeError:
         "does not outlast",
         fix=f"read the log of rank {peer}; use fleetpipe_configs = {{'transport': 'sockets'}} "
         "where ranks are stopped",
-    )
-
-
-def interrupted(route: Route) -> PeerFailed:
-    """Returns the error of a wait that ends because some rank of the job failed."""
-    return PeerFailed(
-        "a rank of the job failed while this one waited",
-        where=str(route),
-        fix="read the logs of the other ranks",
     )

@@ -324,11 +324,7 @@ class SocketTransport:
 
     def _raise_if_any_died(self, route: Route) -> None:
         if self._interrupted:
-            raise PeerFailed(
-                "a rank of the job failed while this one waited",
-                where=str(route),
-                fix="read the logs of the other ranks",
-            )
+            raise interrupted(route)
         for connection in self._ended:
             inbox = connection.inbox
             if not inbox.orderly or inbox.reason:
@@ -348,6 +344,15 @@ class SocketTransport:
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"w")
+
+
+def interrupted(route: Route) -> PeerFailed:
+    """Returns the error of a wait that ends because some rank of the job failed."""
+    return PeerFailed(
+        "a rank of the job failed while this one waited",
+        where=str(route),
+        fix="read the logs of the other ranks",
+    )
 
 
 def _close_all() -> None:
