@@ -96,7 +96,7 @@ COMMANDS = (
     Command(
         "checkpoint",
         "list, check, compare and convert the checkpoints of a run",
-        "fleetpipe.checkpoint.tools.commands:configure",
+        "fleetpipe.checkpoint.commands:configure",
     ),
     Command(
         "new",

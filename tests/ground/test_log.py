@@ -22,7 +22,7 @@ from tests.test_house import modules
 WRITES = (
     *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/rank_policy", "cli"),
     *(
-        "checkpoint/tools/commands",
+        "checkpoint/commands",
         "doctor/command",
         "locator/command",
         "launch/profile",

@@ -1,1 +1,0 @@
-"""The command ``fleetpipe checkpoint``: looks at checkpoints, compares and converts them."""
