@@ -19,12 +19,11 @@ ONCE: dict[str, tuple[str, ...]] = {
         *("schedules/test_documentation.py", "schedules/test_pages.py"),
         *("schedules/test_placement.py", "schedules/test_registry.py", "why", "job/watching"),
         *("job/test_attempt_files.py", "engine/test_stopwatch.py", "ground/test_atomic_file.py"),
-        *("launch/keeping/test_segment.py", "launch/keeping/test_slots.py"),
-        *("ground/test_heap.py", "ground/test_log.py"),
+        *("launch/keeping/test_slots.py", "ground/test_heap.py", "ground/test_log.py"),
         *("cli", "engine/test_step_meter.py", "io/test_killed.py", "job/test_run_progress.py"),
         *("processes/hosts/test_slurm.py", "report/test_compare.py", "starter"),
-        *("transport/joining/test_handshake.py", "transport/sockets/test_outbox.py"),
-        *("transport/test_interface.py", "transport/test_limit.py", "transport/test_listening.py"),
+        *("transport/joining/test_handshake.py", "transport/test_interface.py"),
+        *("transport/test_limit.py", "transport/test_listening.py"),
         *("transport/wire/test_message.py", "transport/wire/test_parsing.py"),
         *("transport/wire/test_structure.py", "ground/test_without_paddle.py"),
         *("watch/test_board.py", "watch/test_server.py", "watch/test_slow_ranks.py"),
@@ -32,6 +31,7 @@ ONCE: dict[str, tuple[str, ...]] = {
     "reads text, numbers and files of Python's": (
         *("job/test_slurm.py", "report/test_in_a_browser.py", "repository/test_benchmarks.py"),
         *("ground/test_json_value.py", "ground/test_representation.py", "watch/test_command.py"),
+        "launch/keeping/test_segment.py",
     ),
     "reads the repository's files or builds its packages": (
         *("repository/test_environment.py", "repository/test_errors.py", "style", "packaging"),
@@ -44,7 +44,7 @@ ONCE: dict[str, tuple[str, ...]] = {
     "makes connections, or cuts them and hosts off, below Paddle": (
         *("processes/hosts/test_hosts.py", "processes/hosts/test_two_hosts.py"),
         *("transport/joining/test_connections.py", "transport/joining/test_hosts.py"),
-        "transport/joining/test_rendezvous.py",
+        *("transport/joining/test_rendezvous.py", "transport/sockets/test_outbox.py"),
     ),
     "kills ranks and starts them again: fit/test_resume.py does so on both versions": (
         *("checkpoint/ranks/test_dead_ranks.py", "checkpoint/ranks/test_killed_writers.py"),
