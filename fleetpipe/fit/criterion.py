@@ -23,15 +23,19 @@ Metric = Layer
 class Criterion(paddle.nn.Layer):
     """The loss function of a pipeline, which has the metrics look at outputs and labels."""
 
-    def __init__(self, loss: Callable[..., Nest] | None, counting: Counting) -> None:
+    def __init__(
+        self, loss: Callable[..., Nest] | None, counting: Counting, in_parts: bool = False
+    ) -> None:
         """Takes the loss, as a sublayer where it is one.
 
         Args:
             loss: ``loss(*outputs, *labels)`` gives a Tensor with one element, or several to be
                 added up. None where only metrics are wanted.
             counting: What the metrics look through.
+            in_parts: Whether the output is that of a vocabulary head, which a loss takes as one.
         """
         super().__init__()
+        self._in_parts = in_parts
         self._loss = loss
         self._counting = counting
 
@@ -40,7 +44,7 @@ class Criterion(paddle.nn.Layer):
 
         It has no hooks. A Layer's own call looks for them, which takes half as long as a loss.
         """
-        columns = [*as_list(output), *as_list(label)]
+        columns = [*([output] if self._in_parts else as_list(output)), *as_list(label)]
         self._counting.look(columns)
         if self._loss is None:
             return paddle.zeros([1])

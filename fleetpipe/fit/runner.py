@@ -55,7 +55,10 @@ class Runner:
         self._precision = precision
         self._usual_rows = (pipeline.micro_batch_size,) * pipeline.accumulate_steps
         self._counting = Counting(metrics, lambda: pipeline.micro_batch_id)
-        pipeline.layers.take_loss(Criterion(loss, self._counting))
+        in_parts = pipeline.layers.placement.has_head
+        if in_parts:
+            _require_parts(pipeline, loss, metrics)
+        pipeline.layers.take_loss(Criterion(loss, self._counting, in_parts))
         self._steps = pipeline.accumulate_steps
         # What backward leaves out of each loss, and delay_scale_loss divides by in the end.
         self._undivided = pipeline.weights[0] / pipeline.weights_in_backward[0]
@@ -215,3 +218,17 @@ def _total(shares: Nest) -> Nest:
 def _number(value: Nest) -> float:
     (number,) = value.reshape([-1]).tolist()
     return float(number)
+
+
+def _require_parts(
+    pipeline: PipelineParallel, loss: Callable[..., Nest] | None, metrics: Sequence[Metric]
+) -> None:
+    """Refuses what needs the whole logits of a model with a vocabulary head."""
+    if metrics:
+        raise ConfigError(
+            "metrics count outputs, and no rank has the whole logits of a vocabulary head",
+            got=", ".join(type(metric).__name__ for metric in metrics),
+            fix="leave metrics out, or the VocabularyHead",
+        )
+    if loss is not None:
+        pipeline.layers.take_loss(loss)

@@ -108,6 +108,11 @@ def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: 
             got="no inputs",
             fix="Model(network, inputs=[InputSpec([None, 64], 'float32')])",
         )
+    if pipeline.layers.placement.has_head:
+        raise ConfigError(
+            "a vocabulary head in parts gives no logits, which a model for inference returns",
+            fix="model.save(path), and load it into a model with a Linear or a matmul at its end",
+        )
     single = single_model_of(pipeline.layers)
     whole = of_group(gathered(job, pipeline, None), parts.MODEL)
 
