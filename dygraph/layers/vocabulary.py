@@ -1,10 +1,10 @@
 """A head over a large vocabulary, in parts. ``vocabulary_losses`` has the cross-entropy over them.
 
 With hidden values x [rows, hidden] and the rows W_r [vocabulary / p, hidden] of part r its logits
-are z_r = x W_r^T, and its bias b_r [vocabulary / p] more where it has one. Of each row only three
-numbers leave a part: log(sum(exp(z_r))); the label's logit, 0 where the label is in another part;
-and whether it is in this one. The loss of a row is the logarithm of the summed exponentials of the
-first, less the sum of the second.
+are z_r = x W_r^T (x W_r, where it has columns of a Linear), and its bias b_r [vocabulary / p] more
+where it has one. Of each row only three numbers leave a part: log(sum(exp(z_r))); the label's
+logit, 0 where the label is in another part; and whether it is in this one. The loss of a row is the
+logarithm of the summed exponentials of the first, less the sum of the second.
 
 A pipeline computes each part on a rank of its own. One process has them all, and computes each
 in the same products and sums, when the loss asks for it: until then the logits are deferred.
@@ -17,6 +17,7 @@ from typing import Any, Callable, NamedTuple
 
 from fleetpipe.aliases import Context, Nest, Tensor
 from fleetpipe.checkpoint.contents.whole_parts import PartOfWhole
+from fleetpipe.checkpoint.files.tensors import Region
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.representation import shows
@@ -85,6 +86,9 @@ class VocabularyHead(_Description):
         ConfigError: A tied head with a bias.
     """
 
+    #: Of the whole weights, that of the vocabulary.
+    axis = 0
+
     def __init__(
         self,
         hidden: int,
@@ -109,7 +113,7 @@ class VocabularyHead(_Description):
         for part, (first, last) in enumerate(zip(bounds, bounds[1:])):
             arguments = (
                 self.hidden,
-                PartOfWhole(part, first, last, self.vocabulary),
+                PartOfWhole(part, Region(self.axis, first, last, self.vocabulary)),
                 self.weight_attr,
             )
             if self.tied is None:
@@ -173,7 +177,7 @@ class VocabularyPart(paddle.nn.Layer):
 
     Args:
         hidden: Numbers of a row.
-        part: Which rows.
+        part: Which rows; along axis 1 the weights are [hidden, rows], as a Linear has them.
         weight_attr: The ``ParamAttr`` of the weights.
         bias_attr: That of the bias; False for none.
         name: What the layer calls its weights.
@@ -191,20 +195,28 @@ class VocabularyPart(paddle.nn.Layer):
     ) -> None:
         super().__init__()
         self._part, self._name = part, name
-        rows = part.last - part.first
-        self.add_parameter(name, _part(self.create_parameter([rows, hidden], weight_attr), part))
+        first, last = self.rows
+        rows = last - first
+        shape = [hidden, rows] if part.cut.axis else [rows, hidden]
+        self.add_parameter(name, _part(self.create_parameter(shape, weight_attr), part))
         self.bias = None
         if bias_attr is not False:
-            self.bias = _part(self.create_parameter([rows], bias_attr, is_bias=True), part)
+            bias = self.create_parameter([rows], bias_attr, is_bias=True)
+            self.bias = _part(bias, part._replace(cut=part.cut._replace(axis=0)))
+
+    @property
+    def number(self) -> int:
+        """Which part it is."""
+        return self._part.number
 
     @property
     def rows(self) -> tuple[int, int]:
         """The first row, and the one after the last."""
-        return self._part.first, self._part.last
+        return self._part.cut.start, self._part.cut.stop
 
     def extra_repr(self) -> str:
         """Returns what stands in the first line of its ``repr``."""
-        return f"rows={self._part.first}..{self._part.last - 1}"
+        return f"rows={self.rows[0]}..{self.rows[1] - 1}"
 
     def forward(self, value: Nest) -> Nest:
         """Computes its numbers of each row, [3, rows], or defers that to the loss.
@@ -239,10 +251,10 @@ class VocabularyPart(paddle.nn.Layer):
                 fix="cast the labels, and where they are several tensors name the classes first",
             )
         rows = hidden.reshape([-1, hidden.shape[-1]])
-        local = label.detach().reshape([-1, 1]) - self._part.first
+        local = label.detach().reshape([-1, 1]) - self.rows[0]
         compute: Callable[..., Tensor] = _Statistics.apply
         biases = [] if self.bias is None else [self.bias]
-        return compute(rows, getattr(self, self._name), local, *biases)
+        return compute(self._part.cut.axis, rows, getattr(self, self._name), local, *biases)
 
 
 class EmbeddingInParts(paddle.nn.Layer):
@@ -258,7 +270,7 @@ class EmbeddingInParts(paddle.nn.Layer):
         super().__init__()
         self._bounds = tuple(bounds)
         for number, (first, last) in enumerate(zip(bounds, bounds[1:])):
-            part = PartOfWhole(number, first, last, bounds[-1])
+            part = PartOfWhole(number, Region(0, first, last, bounds[-1]))
             weight = self.create_parameter([last - first, hidden], attr=weight_attr)
             self.add_parameter(_name(number), _part(weight, part))
 
@@ -278,11 +290,11 @@ class _Statistics(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(
-        ctx: Context, rows: Tensor, weight: Tensor, local: Tensor, *biases: Tensor
+        ctx: Context, axis: int, rows: Tensor, weight: Tensor, local: Tensor, *biases: Tensor
     ) -> Tensor:
-        here = paddle.logical_and(local >= 0, local < weight.shape[0])
+        here = paddle.logical_and(local >= 0, local < weight.shape[axis])
         index = paddle.where(here, local, paddle.zeros_like(local))
-        logits = _multiply(rows, weight, transpose_y=True)
+        logits = _multiply(rows, weight, transpose_y=axis == 0)
         for bias in biases:
             logits.add_(bias)
         chosen = paddle.take_along_axis(logits, index, 1) * here.astype(logits.dtype)
@@ -291,7 +303,7 @@ class _Statistics(paddle.autograd.PyLayer):
         logits.exp_()
         total = logits.sum(axis=1, keepdim=True)
         ctx.save_for_backward(rows, weight, *biases)
-        ctx.kept = logits, total, index, here
+        ctx.kept, ctx.axis = (logits, total, index, here), axis
         numbers = [paddle.log(total) + highest, chosen, here.astype(logits.dtype)]
         return paddle.concat(numbers, axis=1).t()
 
@@ -303,10 +315,12 @@ class _Statistics(paddle.autograd.PyLayer):
         logits.multiply_(of_sum / total)
         of_label = of_chosen * here.astype(grad.dtype)
         logits.put_along_axis_(index, of_label, 1, reduce="add")
-        of_rows = None if rows.stop_gradient else _multiply(logits, weight)
-        of_weight = None
+        of_rows = of_weight = None
+        if not rows.stop_gradient:
+            of_rows = _multiply(logits, weight, transpose_y=ctx.axis == 1)
         if not weight.stop_gradient:
-            of_weight = _multiply(logits, rows, transpose_x=True)
+            factors = (rows, logits) if ctx.axis else (logits, rows)
+            of_weight = _multiply(*factors, transpose_x=True)
         of_biases = [None if bias.stop_gradient else logits.sum(axis=0) for bias in biases]
         return of_rows, of_weight, None, *of_biases
 

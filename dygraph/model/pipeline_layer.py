@@ -15,6 +15,7 @@ from typing import Any, Callable
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors
+from fleetpipe.checkpoint.contents.whole_parts import parted
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import experts
 from fleetpipe.dygraph.backward.recompute import layers_in
@@ -175,7 +176,8 @@ class PipelineLayer(paddle.nn.Layer):
             self, self._layers_desc, self._blueprints, shared, built, self.partition, self.holders
         )
         self._files = files_of_list(
-            self._layers_desc, built.functions, shared, self.partition, self.placement, self._job
+            *(self._layers_desc, built.functions, shared, self.partition, self.placement),
+            *(self._job, self.holders),
         )
         weights = holders(self._tied, self.get_stage_from_index)
         self._shared_weights = connected(
@@ -417,17 +419,26 @@ class PipelineLayer(paddle.nn.Layer):
     def own_state(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by their names in the whole model.
 
-        These are the keys of :meth:`full_state_dict`. In ``state_dict`` the weight of a second
-        class of a shared key has Fleet's name instead, which depends on the rank.
+        These are the keys of :meth:`full_state_dict`, but for parts of a vocabulary head, which is
+        whole there. In ``state_dict`` the weight of a second class of a shared key has Fleet's name
+        instead, which depends on the rank.
         """
         return self.state.local_tensors()
+
+    def set_state_dict(
+        self, state_dict: Mapping[str, Any], use_structured_name: bool = True
+    ) -> Any:
+        """As ``nn.Layer.set_state_dict``; what a head has in parts may be whole."""
+        state = parted(state_dict, paddle.nn.Layer.state_dict(self))
+        return super().set_state_dict(state, use_structured_name)
 
     def load_from(self, source: Layer | Mapping[str, Any]) -> None:
         """Takes this process's parameters and buffers from a single-device model.
 
         Args:
             source: The model or its state dict. Names such as ``3.weight`` are matched by name;
-                a model with other names by order, in which shapes must agree.
+                a model with other names by order, in which shapes must agree. A vocabulary head
+                is in as many parts as here, or whole.
 
         Raises:
             CheckpointError: The source does not fit; nothing was changed.
@@ -438,7 +449,7 @@ class PipelineLayer(paddle.nn.Layer):
         """Returns copies of all parameters and buffers of the whole model, on every rank.
 
         Collective over the pipeline. The keys are those of :meth:`own_state` on all ranks, each
-        once; shared layers come first.
+        once; shared layers come first, and a vocabulary head is whole.
         """
         return self.state.gather()
 
@@ -463,7 +474,8 @@ class PipelineLayer(paddle.nn.Layer):
         """Writes each layer of this process to a file of its own, named as Fleet names them.
 
         Every rank calls it; those of the first replica write. A shared layer is written where an
-        entry calls it without a ``forward_func``, or at its first entry if none does.
+        entry calls it without a ``forward_func``, or at its first entry if none does. A vocabulary
+        head has one file, written by the first rank: then it is collective over the pipeline.
 
         Args:
             path: A folder, which is made where it does not exist.

@@ -2,5 +2,6 @@
 
 Start with ``names.py``.
 
-Entered by: ``files``, ``names``, ``single_model``, ``tied_weights``, ``whole_state``.
+Entered by: ``files``, ``layer_in_parts``, ``names``, ``single_model``, ``tied_weights``,
+``whole_state``.
 """

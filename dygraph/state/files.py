@@ -10,18 +10,21 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fleetpipe.aliases import Layer, Nest
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint.contents.parts import Held
 from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
 from fleetpipe.dygraph.state import manifest
+from fleetpipe.dygraph.state.layer_in_parts import LayerInParts, with_whole_head
 from fleetpipe.dygraph.state.manifest import Writer
 from fleetpipe.dygraph.state.tied_weights import SharedWeights
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import Job
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
 from fleetpipe.schedules import Placement
@@ -87,7 +90,7 @@ def layers_to_write(
 
 def save(
     folder: str | Path,
-    layers: Mapping[ParameterPlace, Layer],
+    layers: Mapping[ParameterPlace, Mapping[str, Tensor]],
     tensor_shard: int,
     writer: manifest.Writer,
 ) -> None:
@@ -95,12 +98,12 @@ def save(
 
     Args:
         folder: Made where it does not exist.
-        layers: The layers to write.
+        layers: The state of each layer to write.
         tensor_shard: This rank's place among the tensor-parallel ranks.
         writer: This rank's part in the save.
     """
     ending = f"-tensor_{tensor_shard:02d}-model_states.pdparams"
-    states = {place.stem + ending: layer.state_dict() for place, layer in layers.items()}
+    states = {place.stem + ending: state for place, state in layers.items()}
     fleet_files.save_all(folder, states)
     manifest.write(Path(folder), writer, states)
 
@@ -117,7 +120,7 @@ def require_folder(folder: str | Path) -> None:
 
 def load(
     folder: str | Path,
-    layers: Mapping[ParameterPlace, Layer],
+    layers: Mapping[ParameterPlace, Layer | LayerInParts],
     tensor_shard: int,
     tensor_shards: int,
 ) -> None:
@@ -173,14 +176,20 @@ def _files_of(place: ParameterPlace, names: list[str], folder: Path) -> list[str
     )
 
 
-def _require_fit(place: ParameterPlace, layer: Layer, state: Mapping[str, Any], file: str) -> None:
-    for name, tensor in layer.state_dict().items():
-        value = state.get(name)
-        if _described(value) != _described(tensor):
+def _require_fit(
+    place: ParameterPlace, layer: Layer | LayerInParts, state: Mapping[str, Any], file: str
+) -> None:
+    if isinstance(layer, LayerInParts):
+        tensors = layer.held()
+    else:
+        tensors = {name: Held(tensor) for name, tensor in layer.state_dict().items()}
+    for name, held in tensors.items():
+        value, expected = state.get(name), held.described
+        if not isinstance(value, paddle.Tensor) or Held(value).described != expected:
             raise CheckpointError(
                 f"the saved layer {place.number} does not fit the model's",
                 where=f"{name!r} in {file}",
-                expected=_described(tensor),
+                expected=f"shape {list(expected.shape)} of {expected.dtype}",
                 got="nothing of that name" if name not in state else _described(value),
                 cause="it was saved with other layers, in another dtype, or another mp_degree",
                 fix="build the model, and set mp_degree, as they were when it was saved",
@@ -198,8 +207,8 @@ class LayerFiles:
 
     def __init__(
         self,
-        written: Mapping[ParameterPlace, Layer],
-        read: Mapping[ParameterPlace, Layer],
+        written: Mapping[ParameterPlace, Layer | LayerInParts],
+        read: Mapping[ParameterPlace, Layer | LayerInParts],
         sources: Mapping[str, int],
         job: Job | None,
     ) -> None:
@@ -222,8 +231,14 @@ class LayerFiles:
         """Writes a file for each layer; nothing in replicas other than the first."""
         self._saves[str(folder)] += 1
         if self._writes():
+            with self._guarded("saving layers"):
+                states = {
+                    place: layer.whole() if isinstance(layer, LayerInParts) else layer.state_dict()
+                    for place, layer in self._written.items()
+                }
             writer = self._writer(self._saves[str(folder)])
-            save(folder, self._written, self._tensor_shard()[0], writer)
+            here = {place: state for place, state in states.items() if state is not None}
+            save(folder, here, self._tensor_shard()[0], writer)
 
     def load(self, folder: str | Path, copies: SharedWeights) -> None:
         """Reads the files, and makes the copies of shared weights equal again.
@@ -241,10 +256,12 @@ class LayerFiles:
         """
         # Before anything that others hear of: a script may go on without a checkpoint.
         require_folder(folder)
-        guard = nullcontext() if self._job is None else self._job.guarded(lambda: "loading layers")
-        with guard:
+        with self._guarded("loading layers"):
             load(folder, self._read, *self._tensor_shard())
             copies.equalize(self._sources)
+
+    def _guarded(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._job is None else self._job.guarded(lambda: what)
 
     def _writes(self) -> bool:
         """Whether this process is the one that writes its layers and tensor-parallel shards."""
@@ -276,6 +293,7 @@ def files_of_list(
     partition: Partition,
     placement: Placement,
     job: Job | None,
+    group: Callable[[], Group],
 ) -> LayerFiles:
     """Returns the files of a list of layers, numbered as the list is.
 
@@ -286,15 +304,16 @@ def files_of_list(
         partition: The cut into stages.
         placement: Which rank has which stage.
         job: The job of the model; None where it was built outside of one.
+        group: Returns the ranks that hold the stages.
     """
 
     def place(index: int) -> ParameterPlace:
         stage = partition.stage_of(index)
         stages = placement.stages_of(placement.rank_of(stage))
-        return ParameterPlace(index, None if len(stages) == 1 else stages.index(stage))
+        return ParameterPlace(index, None if placement.chunks == 1 else stages.index(stage))
 
     at = {index: written_at(layer, entries) for index, layer in shared.items()}
-    layers = layers_to_write(functions, shared, entries)
+    layers = with_whole_head(layers_to_write(functions, shared, entries), shared, group)
     written = {place(index): layer for index, layer in layers.items()}
     read = {place(index): layer for index, layer in layers.items() if at.get(index, index) == index}
     sources: dict[str, int] = {}

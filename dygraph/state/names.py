@@ -7,11 +7,11 @@ matched by order and shape, which both share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.checkpoint.contents.whole_parts import PartOfWhole, part_of
+from fleetpipe.checkpoint.contents.whole_parts import PartOfWhole, part_of, whole_name
 from fleetpipe.dygraph import experts, tensor_parallel
 from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.paddle_api import paddle
@@ -34,6 +34,36 @@ class Slot(NamedTuple):
     def of(cls, name: str, tensor: Tensor) -> Slot:
         """Describes a tensor."""
         return cls(name, tensor_parallel.whole_shape(tensor), part_of(tensor))
+
+    @property
+    def whole(self) -> Slot:
+        """What it is a part of; itself where it is whole."""
+        if self.part is None:
+            return self
+        return Slot(whole_name(self.name, self.part), self.part.cut.whole(self.shape))
+
+    def value_in(self, state: Mapping[str, Any]) -> Any:
+        """Returns its value, given all that is whole by name."""
+        whole = state[self.whole.name]
+        return whole if self.part is None else self.part.taken_from(whole)
+
+
+def wholes_of(slots: Iterable[Slot]) -> list[Slot]:
+    """Returns slots with one in the place of all parts of it."""
+    return list(dict.fromkeys(slot.whole for slot in slots))
+
+
+def fitting(slots: Sequence[Slot], source: Layer | Mapping[str, Any]) -> list[Slot]:
+    """Returns the slots that a model or its state dict has: with parts, or what they are parts of.
+
+    Args:
+        slots: All parameters and buffers of the whole pipeline, in the order of its layers.
+        source: As for :func:`to_pipeline_names`.
+    """
+    state, wholes = _state_of(source), wholes_of(slots)
+    if len(state) > len(wholes) and len(state) != len(slots):
+        state = _each_tensor_once(state)
+    return wholes if len(state) == len(wholes) else list(slots)
 
 
 def slots_of(layer: Layer, index: int) -> list[Slot]:

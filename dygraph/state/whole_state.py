@@ -13,12 +13,20 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, held_of, mp_shard
-from fleetpipe.checkpoint.contents.parts import Held
+from fleetpipe.checkpoint.contents.parts import MODEL, Held, TensorName
+from fleetpipe.checkpoint.contents.whole_parts import JoinedParts
 from fleetpipe.dygraph import experts
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.layers import entries as descriptions
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, called_through, is_shared
-from fleetpipe.dygraph.state.names import Slot, names_in, slots_of, to_pipeline_names
+from fleetpipe.dygraph.state.names import (
+    Slot,
+    fitting,
+    names_in,
+    slots_of,
+    to_pipeline_names,
+    wholes_of,
+)
 from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_value
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.groups import Group
@@ -88,25 +96,13 @@ class ModelState:
         places = hidden_buffers(self._functions)
         return {name: holder[key] for name, (holder, key) in places.items()}
 
-    def checkpoint_part(self, joined: bool = True) -> NamedTensors:
-        """Returns what this process holds as checkpoints take it.
-
-        Args:
-            joined: Whether parts of a parameter go by the name of the whole.
-        """
+    def checkpoint_part(self) -> NamedTensors:
+        """Returns what this process holds as checkpoints take it."""
         place = mp_shard()
         tensors = {name: held_of(tensor, place) for name, tensor in self.local_tensors().items()}
         buffers = {name: Held(t, differs=True) for name, t in self.hidden_buffers().items()}
-        slots = self.slots()
-        parts = {slot.name: slot.part for slot in slots if slot.part is not None}
-        if not joined:
-            tensors = {n: h._replace(cut=None) if n in parts else h for n, h in tensors.items()}
-            parts = {}
-        wholes = {name: part.whole_name(name) for name, part in parts.items()}
-        outline = {}
-        for name, shape, _ in slots:
-            whole = (parts[name].rows, *shape[1:]) if name in parts else tuple(shape)
-            outline[wholes.get(name, name)] = whole
+        wholes = {slot.name: slot.whole.name for slot in self.slots()}
+        outline = {slot.name: tuple(slot.shape) for slot in self.whole_slots()}
         return NamedTensors(tensors, outline, buffers, wholes)
 
     @property
@@ -137,6 +133,10 @@ class ModelState:
         layers = range(len(self._entries))
         by_name = {slot.name: slot for index in layers for slot in self._slots_of(index)}
         return list(by_name.values())
+
+    def whole_slots(self) -> list[Slot]:
+        """Returns :meth:`slots` with one in the place of all parts of it."""
+        return wholes_of(self.slots())
 
     def places(self) -> dict[str, int]:
         """Returns numbers by which this process's tensors sort as the single model has them.
@@ -177,17 +177,19 @@ class ModelState:
         Raises:
             CheckpointError: The source does not fit; nothing was changed.
         """
-        state, local_tensors = (
-            to_pipeline_names(self.slots(), source, self.plain_names),
-            self.local_tensors(),
-        )
+        slots, local_tensors = {slot.name: slot for slot in self.slots()}, self.local_tensors()
+        there = {slot.name: slot for slot in fitting([*slots.values()], source)}
+        state = to_pipeline_names([*there.values()], source, self.plain_names)
+        if there != slots:
+            state = {name: slots[name].value_in(state) for name in local_tensors}
         values = {
-            name: own_value(state[name], split_axis(local_tensors[name])) for name in local_tensors
+            name: own_value(state[name], split_axis(tensor))
+            for name, tensor in local_tensors.items()
         }
         _assign(local_tensors, values)
 
     def gather(self) -> dict[str, Tensor]:
-        """Returns copies of all parameters and buffers, whole, the shared first.
+        """Returns copies of all parameters and buffers, whole and joined, the shared first.
 
         Collective over the ranks that hold the model between them, and over the shards of
         tensor-parallel layers.
@@ -200,9 +202,15 @@ class ModelState:
         for part in self._group().all_gather(local_tensors):
             for name, tensor in part.items():
                 merged.setdefault(name, tensor)
-        names = [slot.name for slot in self.slots()]
-        names.sort(key=lambda name: not is_shared(name))
-        return {name: merged[name] for name in names}
+        slots = sorted(self.slots(), key=lambda slot: not is_shared(slot.name))
+        parts = JoinedParts(
+            (
+                TensorName(MODEL, slot.whole.name),
+                Held(merged[slot.name], slot.part and slot.part.cut),
+            )
+            for slot in slots
+        )
+        return {name.name: held.tensor for name, held in parts.held.items()}
 
     def copy_to(self, model: Layer) -> None:
         """Puts all parameters and buffers into a single-device model. Collective as :meth:`gather`.
@@ -210,9 +218,11 @@ class ModelState:
         Raises:
             CheckpointError: The model does not fit; nothing was changed.
         """
-        names = self.names_in(model)
+        slots = fitting(self.slots(), model)
+        names = names_in(slots, model, self.plain_names)
         state, target = self.gather(), model.state_dict()
-        _assign(target, {name: state[names[name]] for name in target})
+        values = {slot.name: slot.value_in(state) for slot in slots}
+        _assign(target, {name: values[names[name]] for name in target})
 
     def names_in(self, model: Layer) -> dict[str, str]:
         """Returns the lasting name of each parameter and buffer of a single-device model.

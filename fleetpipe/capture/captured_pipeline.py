@@ -165,6 +165,11 @@ class CapturedPipeline(PipelineLayer):
         # Last, and around add_sublayer: a model may use any name, and this class has many.
         copy_tables(part, self)
 
+    @property
+    def head_names(self) -> Mapping[str, str]:
+        """Paddle's names of the parameters of the Linear that a head in parts has replaced."""
+        return {} if self._head is None else self._head.counted_names
+
     def train(self, mode: bool = True) -> CapturedPipeline:
         """Puts the plain model into training, by its own ``train()``."""
         self.plain.train() if mode else self.plain.eval()
@@ -328,4 +333,7 @@ class CapturedPipeline(PipelineLayer):
 
     def _layer_files(self) -> LayerFiles:
         tensors = self.state.local_tensors()
-        return files_of_model(self.users, tensors, self._owned, self.placement, self._job)
+        return files_of_model(
+            *(self.state.slots(), self.users, tensors, self._owned, self.placement),
+            *(self._job, self.holders),
+        )

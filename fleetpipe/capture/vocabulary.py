@@ -29,6 +29,12 @@ from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.schedules import Edge, Placement
 
 
+class LinearHead(VocabularyHead):
+    """Weights are [hidden, vocabulary], as the Linear has them."""
+
+    axis = 1
+
+
 class HeadInParts(paddle.nn.Layer):
     """Stands in the place of a Linear, and returns what it is given: its parts run elsewhere.
 
@@ -50,12 +56,14 @@ class HeadInParts(paddle.nn.Layer):
         has_bias = None if bias is not None else False
         self.path = path
         hidden, vocabulary = weight.shape
-        self.description = VocabularyHead(hidden, vocabulary, bias_attr=has_bias)
+        self.description = LinearHead(hidden, vocabulary, bias_attr=has_bias)
+        #: Paddle's names of the parameters of the Linear, by their names in the model.
+        self.counted_names = {f"{path}.{n}": one.name for n, one in linear.named_parameters()}
         for number, described in enumerate(self.description.layers(ranks)[:-1]):
             part = described.build_layer().to(dtype=weight.dtype)
             first, last = part.rows
             if has_memory(weight):
-                part.weight.set_value(weight[:, first:last].t())
+                part.weight.set_value(weight[:, first:last])
             if bias is not None and has_memory(bias):
                 part.bias.set_value(bias[first:last])
             self.add_sublayer(str(number), part)

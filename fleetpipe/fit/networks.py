@@ -9,6 +9,7 @@ from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
+from fleetpipe.checkpoint.contents.whole_parts import part_of, whole_name
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import Job, current_job
@@ -86,10 +87,18 @@ def single_model_of(network: PipelineLayer) -> Layer:
 def counted_names(network: PipelineLayer) -> dict[str, str]:
     """Returns Paddle's names of a single model's parameters and buffers, by its own names.
 
-    They are those that a process counts in which the model is the first one that is built.
+    They are those that a process counts in which the model is the first one that is built. What a
+    vocabulary head has in parts goes by the name of the first.
     """
     if isinstance(network, CapturedPipeline):
-        return {name: tensor.name for name, tensor in network.plain.state_dict().items()}
+        return {**_counted(network.plain), **network.head_names}
     with paddle.utils.unique_name.guard():
         single = network.single_model()
-    return {name: tensor.name for name, tensor in single.state_dict().items()}
+    return _counted(single)
+
+
+def _counted(model: Layer) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for name, tensor in model.state_dict().items():
+        names.setdefault(whole_name(name, part_of(tensor)), tensor.name)
+    return names

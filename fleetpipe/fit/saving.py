@@ -78,7 +78,7 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
             parameters = of_group(whole, parts.MODEL)
             for name, tensor in parameters.items():
                 tensor.name = names[name]
-            order = [slot.name for slot in pipeline.layers.state.slots()]
+            order = [slot.name for slot in pipeline.layers.state.whole_slots()]
             contents: dict[str, Nest] = {
                 files.parameters.name: {name: parameters[name] for name in order}
             }
@@ -148,7 +148,7 @@ def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> b
     state = fleet_files.load(Paths.of(path).parameters)
     left_out = []
     if skip_mismatch:
-        shapes = {slot.name: list(slot.shape) for slot in network.state.slots()}
+        shapes = {slot.name: list(slot.shape) for slot in network.state.whole_slots()}
         left_out = [n for n in shapes if n not in state or list(state[n].shape) != shapes[n]]
     if left_out:
         there = {name: value for name, value in state.items() if name in shapes}
@@ -169,12 +169,12 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     if not files.state.exists():
         return
     contents = fleet_files.arrays(files.state)
-    part = OptimizerState(optimizer, pipeline.layers.state.checkpoint_part(joined=False))
+    part = OptimizerState(optimizer, pipeline.layers.state.checkpoint_part())
     base = unwrapped(optimizer)
     names = _names_in_file(files.parameters, pipeline.layers)
     values = _by_lasting_name(contents, names, name_prefix(base))
     described = {name: Described(*_described(value)) for name, value in values.items()}
-    order = tuple(slot.name for slot in pipeline.layers.state.slots())
+    order = tuple(slot.name for slot in pipeline.layers.state.whole_slots())
     try:
         wanted = part.wanted(parts.Saved(described, order, part.kind))
     except CheckpointError:
@@ -214,7 +214,7 @@ def _state_to_save(
 
 def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
     """Returns the lasting name of each parameter by the name that Paddle counted for the file."""
-    names = [slot.name for slot in network.state.slots()]
+    names = [slot.name for slot in network.state.whole_slots()]
     # A weight that the model has under two names counts once.
     counted = {name: lasting for lasting, name in reversed(fleet_files.counted_names(path))}
     by_order = dict(zip(reversed(counted.values()), names))
@@ -277,7 +277,7 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, T
         PipelineTimeout: Some rank did not come within the limit.
     """
     objects = Objects(model, optimizer)
-    part = model.layers.state.checkpoint_part(joined=False)
+    part = model.layers.state.checkpoint_part()
     states = objects.optimizer_part(part)
     held = {**part.held(), **({} if states is None else states.held())}
     ranks = Ranks.of_job()
@@ -287,7 +287,10 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, T
     with job.guarded(lambda: _WHAT):
         for source in range(ranks.count):
             parts = (
-                [(*name, cut, _copy(held[name])) for name, _, cut in plan.parts_of(ranks.rank)]
+                [
+                    (*name, cut and tuple(cut), _copy(held[name]))
+                    for name, _, cut in plan.parts_of(ranks.rank)
+                ]
                 if source == ranks.rank
                 else None
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.dygraph import VocabularyEmbedding, VocabularyHead, VocabularyLoss
-from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests.pipelines import job, pipeline
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from tests.pipelines import bits, job, pipeline
 
 VOCABULARY, HIDDEN = 11, 8
+#: Of the head's weights, tied or not.
+NAMES = {False: "4.weight", True: "shared_layers.words.weight"}
 
 
 def entries(tied: bool) -> list[Any]:
@@ -66,11 +69,63 @@ def test_a_model_of_one_process_takes_the_checkpoint_of_another_number(tmp_path:
     with job(4, 4):
         model = pipeline(entries(tied=False), loss_fn=VocabularyLoss())
         fleetpipe.CheckpointManager(tmp_path).save(1, model=model)
-        weights = [w for n, w in model.layers.full_state_dict().items() if w.shape[-1] == HIDDEN]
+        expected = model.layers.full_state_dict()["4.weight"]
     with job(2, 4):
         single = pipeline(entries(tied=False), loss_fn=VocabularyLoss()).layers.single_model()
     fleetpipe.load_single(single, tmp_path)
-    loaded = [w for w in single.parameters() if w.shape[-1] == HIDDEN]
-    assert [w.shape[0] for w in loaded[-2:]] == [5, 6]
-    expected = paddle.concat(weights[-4:])
-    assert paddle.concat(loaded[-2:]).numpy().tobytes() == expected.numpy().tobytes()
+    loaded = [single.state_dict()[f"{number}.weight"] for number in (4, 5)]
+    assert [w.shape[0] for w in loaded] == [5, 6]
+    assert paddle.concat(loaded).numpy().tobytes() == expected.numpy().tobytes()
+
+
+def saved(ranks: int, load: str, tied: bool, folder: str) -> dict[str, bytes]:
+    """Loads what others have saved in a folder, or trains; saves it, and returns the whole."""
+    tokens = paddle.to_tensor(np.random.default_rng(0).integers(0, VOCABULARY, (8, 3)))
+    with job(ranks, 4):
+        network = PipelineLayer(entries(tied), num_stages=ranks)
+        model = fleetpipe.Model(network)
+        adam = paddle.optimizer.AdamW(0.1, parameters=network.parameters())
+        model.prepare(adam, VocabularyLoss())
+        manager = fleetpipe.CheckpointManager(f"{folder}/run")
+        if load == "train":
+            model.train_batch([tokens], [tokens])
+            manager.save(1, model=model.pipeline, optimizer=model.optimizer)
+        elif load == "dict":
+            network.set_state_dict(paddle.load(f"{folder}/2.pdparams"))
+        elif load == "folder":
+            network.set_state_dir(f"{folder}/2")
+        elif load == "run":
+            manager.restore(model=model.pipeline, optimizer=model.optimizer)
+        elif load == "file":
+            model.load(f"{folder}/2")
+        else:
+            network.load_from(paddle.load(f"{folder}/1.pdparams"))
+            single = network.single_model()
+            single.set_state_dict(network.full_state_dict())
+            network.load_from(single)
+        network.save_state_dict(f"{folder}/{ranks}")
+        model.save(f"{folder}/{ranks}")
+        state = network.full_state_dict()
+        assert state[NAMES[tied]].shape == [VOCABULARY, HIDDEN]
+        return bits(state)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_files_have_the_whole_head_and_go_to_any_number_of_ranks(
+    tied: bool, tmp_path: Path, on_ranks: Callable[..., Any]
+) -> None:
+    first, second = on_ranks(saved, 2, 2, "train", tied, str(tmp_path))
+    assert first == second
+    for ranks, load in ((4, "dict"), (3, "folder"), (1, "run"), (1, "file"), (3, "source")):
+        assert saved(ranks, load, tied, str(tmp_path)) == first, load
+    two, one = (
+        {key: paddle.load(str(tmp_path / f"{ranks}.{key}")) for key in ("pdparams", "pdopt")}
+        for ranks in (2, 1)
+    )
+    assert [*two["pdparams"]] == [*one["pdparams"]]
+    assert bits(two["pdopt"]) == bits(one["pdopt"])
+    layers = {path.name for path in (tmp_path / "2").glob("layer_*")}
+    assert layers == {f"layer_0{n}-tensor_00-model_states.pdparams" for n in range(5 - tied)}
+    for path in layers:
+        two, one = (paddle.load(str(tmp_path / ranks / path)) for ranks in "21")
+        assert bits(two) == bits(one)

@@ -6,12 +6,15 @@ saved from two stages is read into three.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.state.files import LayerFiles, ParameterPlace
+from fleetpipe.dygraph.state.layer_in_parts import LayerInParts
+from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
+from fleetpipe.mesh.groups import Group
 from fleetpipe.schedules import Placement
 
 
@@ -32,31 +35,43 @@ class _ShardOnly:
 
 
 def files_of_model(
+    slots: Sequence[Slot],
     users: Mapping[str, Sequence[int]],
     tensors: Mapping[str, Tensor],
     stages: Collection[int],
     placement: Placement,
     job: Job | None,
+    group: Callable[[], Group],
 ) -> LayerFiles:
     """Returns the files of a captured model.
 
     Args:
-        users: By name, in the model's order, the stages that use a parameter or buffer.
+        slots: The parameters and buffers of the whole model, in its order.
+        users: By name, the stages that use a parameter or buffer.
         tensors: Those of this process, by name.
         stages: The stages of this process.
         placement: Which rank has which stage.
         job: The job of the model; None where it was built outside of one.
+        group: Returns the ranks that hold the stages.
 
     Raises:
         ConfigError: The first uses of a layer's parameters are on several ranks.
     """
     layers: dict[str, list[str]] = {}
-    for name in users:
-        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    in_parts: dict[str, dict[str, list[Tensor]]] = {}
+    for slot in slots:
+        path = slot.whole.name.rpartition(".")[0]
+        layers.setdefault(path, []).append(slot.name)
+        if slot.part is not None and slot.name in tensors:
+            parts = in_parts.setdefault(path, {}).setdefault(slot.whole.name, [])
+            parts.append(tensors[slot.name])
     # Who uses a weight first writes it, and reads it for all that hold copies.
     sources = {name: placement.rank_of(first) for name, (first, *_) in users.items()}
-    places = {}
+    places: dict[ParameterPlace, _ShardOnly | LayerInParts] = {}
     for number, (path, names) in enumerate(layers.items()):
+        if path in in_parts:
+            places[ParameterPlace(number, None)] = LayerInParts(in_parts[path], group)
+            continue
         if len({sources[name] for name in names}) > 1:
             raise ConfigError(
                 "the parameters of a layer are on several ranks: Fleet has one file for it",

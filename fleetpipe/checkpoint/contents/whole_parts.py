@@ -6,8 +6,8 @@ does not. A process that has several parts saves and restores them as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.checkpoint.contents.parts import Held, TensorName
@@ -20,20 +20,15 @@ class PartOfWhole(NamedTuple):
 
     Attributes:
         number: That of the part, whose layer stands so many places behind that of the first.
-        first: Its first row in the whole.
-        last: The row after its last.
-        rows: Rows of the whole.
+        cut: Which part of the whole it is.
     """
 
     number: int
-    first: int
-    last: int
-    rows: int
+    cut: Region
 
-    @property
-    def cut(self) -> Region:
-        """Which part of the whole it is."""
-        return Region(0, self.first, self.last, self.rows)
+    def taken_from(self, whole: Any) -> Any:
+        """Returns the part of a whole tensor or array."""
+        return _between(whole, self.cut, self.cut.start, self.cut.stop)
 
     def whole_name(self, name: str) -> str:
         """Returns the lasting name of the whole, given that of the part."""
@@ -54,6 +49,35 @@ def part_of(tensor: Tensor) -> PartOfWhole | None:
 def whole_name(name: str, part: PartOfWhole | None) -> str:
     """Returns the name under which a checkpoint has a parameter."""
     return name if part is None else part.whole_name(name)
+
+
+def parted(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns a state in which parts stand in the place of what is whole.
+
+    Args:
+        state: Tensors or arrays by name.
+        tensors: By name, the parameters that it is for.
+    """
+    split: dict[str, Any] = {}
+    wholes = set()
+    for name, tensor in tensors.items():
+        part = part_of(tensor)
+        whole = None if part is None else state.get(part.whole_name(name))
+        # The first part may go by the name of the whole.
+        if part is not None and whole is not None and _is_whole(whole, part.cut):
+            split[name] = part.taken_from(whole)
+            wholes.add(part.whole_name(name))
+    return {**{name: value for name, value in state.items() if name not in wholes}, **split}
+
+
+def _is_whole(value: Any, cut: Region) -> bool:
+    shape = tuple(value.shape)
+    return len(shape) > cut.axis and shape[cut.axis] == cut.size
+
+
+def _between(tensor: Any, cut: Region, start: int, stop: int) -> Any:
+    """Returns what stands between two places along the axis of a cut."""
+    return tensor[(slice(None),) * cut.axis + (slice(start, stop),)]
 
 
 class JoinedParts:
@@ -78,8 +102,8 @@ class JoinedParts:
                 target: Tensor = part.tensor
                 value: Tensor = whole.tensor
                 if part.cut is not None and whole.cut is not None:
-                    begin = part.cut.start - whole.cut.start
-                    value = value[begin : begin + part.cut.stop - part.cut.start]
+                    start, stop = (place - whole.cut.start for place in part.cut[1:3])
+                    value = _between(value, part.cut, start, stop)
                 if part is not whole:
                     target.set_value(value)
 
@@ -90,5 +114,5 @@ def _joined(parts: list[Held]) -> Held:
         # One number, such as the powers of Adam, is the same for all parts.
         return first
     tensors: list[Tensor] = [part.tensor for part in parts]
-    values = paddle.concat([tensor.detach() for tensor in tensors])
+    values = paddle.concat([tensor.detach() for tensor in tensors], first.cut.axis)
     return Held(values, first.cut._replace(stop=last.cut.stop), first.differs)

@@ -195,8 +195,9 @@ def _shares(
 
 def _tiling(name: TensorName, tensor: Described, cuts: list[Region | None]) -> list[Region | None]:
     """Returns parts that together are the whole tensor, each of which some rank holds."""
-    if None in cuts:
-        return [None]
+    everything = [cut for cut in cuts if cut is None or cut.stop - cut.start == cut.size]
+    if everything:
+        return everything[:1]
     ordered = sorted(cut for cut in cuts if cut is not None)
     if not is_whole(ordered, tensor.shape):
         raise CheckpointError(

@@ -15,7 +15,7 @@ from fleetpipe.dygraph import VocabularyLoss
 from fleetpipe.errors import CaptureError, ConfigError
 from tests.capture.models import WIDTH, WORDS, tokens
 from tests.jobs import job
-from tests.pipelines import sgd
+from tests.pipelines import bits, sgd
 
 LABELS = tokens(8, seed=1)
 
@@ -52,8 +52,8 @@ def test_it_trains_as_the_model_with_the_same_parts(schedule: str, bias: Any) ->
         state = {name: tensor.numpy() for name, tensor in plain.state_dict().items()}
         pipe = captured(plain)
         assert pipe.proof is not None
-        whole = np.concatenate([pipe.state_dict()[f"head.{part}.weight"] for part in range(2)])
-        np.testing.assert_array_equal(whole.T, state["head.weight"])
+        whole = [pipe.state_dict()[f"head.{part}.weight"] for part in range(2)]
+        np.testing.assert_array_equal(np.concatenate(whole, 1), state["head.weight"])
         model = fleet.distributed_model(pipe)
         session = parity.begin(model, sgd(model))
         for seed in range(2):
@@ -67,16 +67,31 @@ def test_it_trains_as_the_model_with_the_same_parts(schedule: str, bias: Any) ->
     assert abs(float(loss) - losses[0]) < 1e-5
 
 
-def test_it_is_saved_under_one_name(tmp_path: Any) -> None:
+def test_what_it_saves_is_the_plain_models(tmp_path: Any) -> None:
+    """Checkpoints and files go to plain Paddle, and to another number of ranks."""
     with job(2):
-        model = fleet.distributed_model(captured(Model(), verify=False))
-        fleetpipe.CheckpointManager(tmp_path).save(1, model=model)
-        weight = model.layers.full_state_dict()["head.1.weight"].numpy()
-    with job(1):
-        model = fleet.distributed_model(captured(Model(), verify=False, split_spec=[]))
-        fleetpipe.CheckpointManager(tmp_path).restore(model=model)
-        restored = model.layers.full_state_dict()["head.0.weight"].numpy()
-    np.testing.assert_array_equal(restored[-len(weight) :], weight)
+        pipe = captured(Model(), verify=False)
+        model = fleetpipe.Model(pipe)
+        model.prepare(paddle.optimizer.Adam(0.1, parameters=pipe.parameters()), VocabularyLoss())
+        model.train_batch([tokens(8)], [LABELS])
+        model.save(str(tmp_path / "fit"))
+        fleetpipe.CheckpointManager(tmp_path / "run").save(1, model=model.pipeline)
+        pipe.save_state_dict(tmp_path / "layers")
+        saved = bits(pipe.full_state_dict())
+    plain = Model()
+    plain.set_state_dict(paddle.load(str(tmp_path / "fit.pdparams")))
+    assert bits(plain.state_dict()) == saved
+    plain = Model()
+    fleetpipe.load_single(plain, tmp_path / "run")
+    assert bits(plain.state_dict()) == saved
+    for ranks, cut in ((1, []), (3, ["blocks.0", "blocks.2"])):
+        with job(ranks):
+            pipe = captured(Model(), verify=False, split_spec=cut)
+            pipe.set_state_dir(tmp_path / "layers")
+            assert bits(pipe.full_state_dict()) == saved
+            plain = Model()
+            pipe.copy_to(plain)
+            assert bits(plain.state_dict()) == saved
 
 
 @pytest.mark.parametrize(

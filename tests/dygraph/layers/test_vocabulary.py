@@ -59,7 +59,7 @@ def test_it_has_the_bits_of_one_model_with_the_same_parts(schedule: str, ranks: 
             alone.step()
             alone.clear_grad()
             assert float(loss) == float(expected)
-            assert bits(model._layers.full_state_dict()) == bits(single.state_dict())
+            assert bits(model._layers.own_state()) == bits(single.state_dict())
         evaluated = model.eval_batch(batch(9), compute_loss=True)
         single.eval()
         shares = [VocabularyLoss()(single(x), y) for x, y in micro_batches(batch(9))]
@@ -90,7 +90,7 @@ def test_it_is_plain_cross_entropy_up_to_rounding(reduction: str, ignored: int, 
     with job(pp=2, micro_batches=MICRO_BATCHES):
         model = pipeline(with_head, loss_fn=VocabularyLoss(ignored, reduction))
         plain = PipelineLayer(with_linear, num_stages=1).single_model()
-        plain.set_state_dict(whole(model._layers.full_state_dict(), len(entries)))
+        plain.set_state_dict(whole(model._layers.own_state(), len(entries)))
         data = batch()
         data[1] = paddle.where(data[1] == -100, paddle.full_like(data[1], ignored), data[1])
         loss = model.forward_backward_pipeline(data)

@@ -70,7 +70,7 @@ def test_layers_of_two_saves_are_refused_by_name(tmp_path: Path) -> None:
     def rank(number: int, run: str, ranks: int = 2) -> None:
         layer = nn.Linear(3, 3)
         place = files.ParameterPlace(number, None)
-        files.save(tmp_path, {place: layer}, 0, Writer(f"{run}/1", number, ranks))
+        files.save(tmp_path, {place: layer.state_dict()}, 0, Writer(f"{run}/1", number, ranks))
 
     def load() -> None:
         layers = {files.ParameterPlace(number, None): nn.Linear(3, 3) for number in range(2)}
@@ -222,10 +222,10 @@ def test_slices_are_read_as_fleet_assigns_them(tmp_path: Path) -> None:
     for tensor_shard in range(4):
         layer.bias.set_value(paddle.full([2], float(tensor_shard)))
         writer = Writer("run/1", tensor_shard, 5)
-        files.save(tmp_path, {files.ParameterPlace(104, None): layer}, tensor_shard, writer)
-    files.save(
-        tmp_path, {files.ParameterPlace(10, None): nn.Linear(2, 2)}, 0, Writer("run/1", 4, 5)
-    )
+        place = files.ParameterPlace(104, None)
+        files.save(tmp_path, {place: layer.state_dict()}, tensor_shard, writer)
+    other = {files.ParameterPlace(10, None): nn.Linear(2, 2).state_dict()}
+    files.save(tmp_path, other, 0, Writer("run/1", 4, 5))
     assert names(tmp_path)[1:3] == ["layer_104-tensor_00", "layer_104-tensor_01"]
     for tensor_shard, slices, expected in [(1, 4, 1), (1, 2, 2), (0, 1, 0), (5, 8, 2)]:
         files.load(tmp_path, {files.ParameterPlace(104, None): layer}, tensor_shard, slices)

@@ -1,0 +1,90 @@
+"""A layer whose weights are in parts, some on each rank, in Fleet's folder: its file has the whole.
+
+The rank that has the first part writes it; each rank reads it, and takes its own parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.checkpoint.contents.layer_and_optimizer import held_of
+from fleetpipe.checkpoint.contents.parts import MODEL, Held, TensorName
+from fleetpipe.checkpoint.contents.whole_parts import JoinedParts, part_of
+from fleetpipe.checkpoint.files.tensors import Region
+from fleetpipe.dygraph.layers.vocabulary import EmbeddingInParts, VocabularyPart
+from fleetpipe.mesh.groups import Group, SoleGroup
+
+
+class LayerInParts:
+    """The parts that this process has, as their file has them."""
+
+    def __init__(
+        self, parts: Mapping[str, Sequence[Tensor]], group: Callable[[], Group] = SoleGroup
+    ) -> None:
+        """Takes parameters.
+
+        Args:
+            parts: Those of each whole in order, by its name in the file.
+            group: Returns the ranks that have all parts between them.
+        """
+        self._group = group
+        self._parts = [(name, part) for name, ones in parts.items() for part in ones]
+
+    def held(self) -> dict[str, Held]:
+        """Returns a part of each whole, which knows the shape of the whole."""
+        return {name: held_of(part, (0, 1)) for name, part in self._parts}
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives the parts their values of what the file has."""
+        for name, tensor in self._parts:
+            if (part := part_of(tensor)) is not None:
+                tensor.set_value(part.taken_from(state[name]))
+
+    def whole(self) -> dict[str, Tensor] | None:
+        """Returns what the file has on the first of the ranks; None elsewhere. Collective.
+
+        The ranks pass their parts in turn, so that none but the first holds more than another
+        rank's beside its own.
+        """
+        group = self._group()
+        mine = [
+            (name, tuple(part.cut), tensor.detach().clone())
+            for name, tensor in self._parts
+            if (part := part_of(tensor)) is not None
+        ]
+        parts: list[tuple[TensorName, Held]] = []
+        for source in range(group.ranks):
+            passed = group.broadcast(mine if source == group.rank else None, source)
+            if group.rank == 0:
+                parts += [(TensorName(MODEL, n), Held(t, Region(*cut))) for n, cut, t in passed]
+        if group.rank:
+            return None
+        return {name.name: held.tensor for name, held in JoinedParts(parts).held.items()}
+
+
+def with_whole_head(
+    layers: Mapping[int, Layer], shared: Collection[int], group: Callable[[], Group]
+) -> dict[int, Layer | LayerInParts]:
+    """Returns the layers that have a file, of which a vocabulary head has one for all its parts.
+
+    A head tied to the embedding has none: the embedding's file has the weights.
+
+    Args:
+        layers: Those of this process, by number.
+        shared: The numbers of those that share weights with others.
+        group: Returns the ranks that hold the stages.
+    """
+    whole: dict[int, Layer | LayerInParts] = {}
+    parts: dict[str, list[Tensor]] = {}
+    for index, layer in layers.items():
+        if isinstance(layer, EmbeddingInParts):
+            whole[index] = LayerInParts({"weight": layer.parameters()})
+        elif not isinstance(layer, VocabularyPart):
+            whole[index] = layer
+        elif index not in shared:
+            for name, tensor in layer.state_dict().items():
+                parts.setdefault(name, []).append(tensor)
+            whole[index - layer.number] = LayerInParts(parts, group)
+    return whole
