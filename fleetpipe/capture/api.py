@@ -123,13 +123,14 @@ def pipeline(
     stages = requested_stages(num_stages, num_chunks, job)
     head = None
     if vocabulary_head is not None:
-        head = _placed_head(plain_model(model), vocabulary_head, stages.ranks, chunks)
+        head = _placed_head(plain_model(model), vocabulary_head, stages.ranks, chunks, plan)
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = classes_of(plain_model(model), no_split)
     capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
     if verify:
         require_same_calls(capturing)
-    cut = cut_of(capturing, split_spec, stages.total, memory_cap)
+    names = () if head is None else head.names
+    cut = cut_of(capturing, split_spec, stages.total, memory_cap, names)
     ranks = stages.ranks_of(cut.stages, str(cut))
     again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
     forms = Forms(capturing, cut.borders, recompute_interval, again)
@@ -147,14 +148,16 @@ def pipeline(
     return CapturedPipeline(model, forms, ranks, chunks, loss_fn, findings)
 
 
-def _placed_head(model: Layer, path: str, ranks: int | None, chunks: int | None) -> HeadInParts:
+def _placed_head(
+    model: Layer, path: str, ranks: int | None, chunks: int | None, plan: PipelinePlan | None
+) -> HeadInParts:
     """Puts a head in parts into the model, if the schedule of the job takes one."""
     if ranks is None:
         raise ConfigError(
             "vocabulary_head needs the number of ranks",
             fix="call fleet.init with a pp_degree first, or pass num_stages",
         )
-    Arrangement(ranks, chunks, use_dualpipev=False, head=True)
+    Arrangement(ranks, chunks, use_dualpipev=False, plan=plan, head=True)
     return head_in_place(model, path, ranks)
 
 

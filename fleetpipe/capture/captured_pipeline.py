@@ -24,7 +24,7 @@ from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.vocabulary import HeadedStages, HeadInParts, with_logits
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.batch.stage import Borders
-from fleetpipe.dygraph.layers.run_stage import Run
+from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.layer_meter import first_uses
 from fleetpipe.dygraph.random_keys import Keys
@@ -131,8 +131,9 @@ class CapturedPipeline(PipelineLayer):
         functions: dict[int, Callable[[Nest], Nest]] = dict(enumerate(example.functions))
         if self._head is not None:
             functions = dict(enumerate([*example.functions, *self._head.functions()]))
+            head = StageRunner(functions, self.partition, recompute=self._recompute)
             self.__dict__["_stages"] = HeadedStages(
-                *(self.forms, lambda: self.training, self._head, self.placement)
+                *(self.forms, lambda: self.training, head, self.placement)
             )
         self._functions = {i: functions[i] for stage in self._owned for i in self._range(stage)}
         self.runner = example.runner
@@ -287,7 +288,10 @@ class CapturedPipeline(PipelineLayer):
         nodes = self.forms.example(training=True).trace.nodes
         uses = [state_of(node) for node in nodes]
         used = {id(tensor) for tensors in uses for tensor in tensors}
-        return [[t for t in self.plain.state_dict().values() if id(t) not in used], *uses, []]
+        of_head = [] if self._head is None else [part.parameters() for part in self._head.parts]
+        used.update(id(tensor) for tensors in of_head for tensor in tensors)
+        unused = [t for t in self.plain.state_dict().values() if id(t) not in used]
+        return [unused, *uses, [], *of_head, *([[]] if of_head else [])]
 
     def _nodes(self, stages: Sequence[int]) -> list[Node]:
         """Returns the nodes of some stages, in both modes."""

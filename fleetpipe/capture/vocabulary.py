@@ -14,7 +14,8 @@ from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.value import Capture, Node, Ref, Scope
 from fleetpipe.dygraph.batch.stage import Borders, Chain
-from fleetpipe.dygraph.layers.run_stage import Run
+from fleetpipe.dygraph.layers.entries import class_name
+from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.layers.vocabulary import (
     DeferredLogits,
     VocabularyHead,
@@ -81,6 +82,11 @@ class HeadInParts(paddle.nn.Layer):
         """Returns what runs the stages behind those of the model: the parts, and the loss."""
         return [*self.parts, vocabulary_loss]
 
+    @property
+    def names(self) -> list[str]:
+        """The names of :meth:`functions` in a profile and in a plan."""
+        return list(map(class_name, self.description.layers(len(self.parts))))
+
     def nodes(self, number: int) -> list[Node]:
         """Returns the node of part ``number``; the loss has none."""
         parts, scope = self.parts[number : number + 1], Scope(f"{self.path}.{number}", 0)
@@ -140,11 +146,11 @@ class HeadedStages(CapturedStages):
     """The stages of a captured model, and behind them the parts of its head and the loss."""
 
     def __init__(
-        self, forms: Forms, training: Callable[[], bool], head: HeadInParts, placement: Placement
+        self, forms: Forms, training: Callable[[], bool], head: StageRunner, placement: Placement
     ) -> None:
-        """Takes the runs of the model, and what its head is."""
+        """Takes the runs of the model, and what runs the stages behind them."""
         super().__init__(forms, training)
-        self._functions, self._body = head.functions(), placement.body
+        self._head, self._body = head, placement.body
         self._chain: Borders = Chain(placement)
         ends = [Edge(*ends) for ends in placement.chain()]
         self._edges = tuple(edge for edge in ends if edge.target >= self._body)
@@ -155,10 +161,7 @@ class HeadedStages(CapturedStages):
 
     def function(self, stage: int) -> Run:
         """Returns what runs a stage."""
-        if stage < self._body:
-            return super().function(stage)
-        function = self._functions[stage - self._body]
-        return lambda value, _micro_batch: function(value)
+        return super().function(stage) if stage < self._body else self._head.function(stage)
 
     def joined(self, values: Values) -> Nest:
         """Returns what a stage takes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fleetpipe.capture.cutting.auto import Choice, agreed, chosen, places
@@ -41,6 +42,7 @@ def cut_of(
     spec: SplitSpec | PipelinePlan,
     stages: int | None,
     memory_cap: float | None = None,
+    head: Sequence[str] = (),
 ) -> Cut:
     """Returns the cut that a user's ``split_spec`` means. Collective over the job for "auto".
 
@@ -49,6 +51,7 @@ def cut_of(
         spec: See :func:`fleetpipe.pipeline`.
         stages: The number of stages, if it is known.
         memory_cap: With "auto", the bytes that a stage may have.
+        head: The names of the layers behind the model's nodes: the parts of its head, and the loss.
 
     Raises:
         ConfigError: It names what is not there, needs the number of stages, or is a plan of another
@@ -58,7 +61,7 @@ def cut_of(
     look = signature_of(capturing.example)
     training = capturing(look, True)
     if isinstance(spec, PipelinePlan):
-        return Cut(_planned(training, capturing(look, False), spec))
+        return Cut(_planned(training, capturing(look, False), spec, head))
     if not isinstance(spec, str) or spec != AUTO:
         return Cut(tuple(borders_of(spec, capturing.model, training, stages)))
     if stages is None:
@@ -73,9 +76,12 @@ def cut_of(
     return Cut(choice.borders, choice)
 
 
-def _planned(training: Capture, evaluation: Capture, plan: PipelinePlan) -> tuple[Border, ...]:
+def _planned(
+    training: Capture, evaluation: Capture, plan: PipelinePlan, head: Sequence[str]
+) -> tuple[Border, ...]:
     """Returns the places where a plan cuts; raises ConfigError for one of another model."""
     # The inputs come first, and the outputs last.
-    plan.require_layers(["inputs", *(node.name for node in training.nodes), "outputs"])
+    plan.require_layers(["inputs", *(node.name for node in training.nodes), "outputs", *head])
     named, _ = places(training, evaluation)
-    return tuple(named[first - 1] for first in plan.partition.boundaries[1:-1])
+    borders = plan.partition.boundaries[1 : plan.schedule.placement.body]
+    return tuple(named[first - 1] for first in borders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import fleetpipe
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import VocabularyLoss
 from fleetpipe.errors import CaptureError, ConfigError
+from fleetpipe.profiling import PipelinePlan
 from tests.capture.models import WIDTH, WORDS, tokens
 from tests.jobs import job
 from tests.pipelines import bits, sgd
@@ -92,6 +94,35 @@ def test_what_it_saves_is_the_plain_models(tmp_path: Any) -> None:
             plain = Model()
             pipe.copy_to(plain)
             assert bits(plain.state_dict()) == saved
+
+
+def test_it_is_profiled_planned_and_trained_by_the_plan() -> None:
+    data, states = [tokens(8), LABELS], []
+    with job(2):
+        paddle.seed(1)
+        profile = fleet.distributed_model(captured(Model(), verify=False)).profile(data)
+        names = [layer.name for layer in profile.layers]
+        assert names[profile.body :] == ["VocabularyPart"] * 2 + ["vocabulary_loss"]
+        head = profile.layers[profile.body]
+        assert head.parameters == 4 * (WIDTH + 1) * (WORDS // 2)
+        made = fleetpipe.plan(profile, 2, 4)
+        assert made.schedule.placement.has_head
+    recompute = tuple((first,) for first in made.partition.boundaries[:-1])
+    again = PipelinePlan.loads(replace(made, recompute=recompute).dumps())
+    for spec in (["blocks.2"], made, again):
+        with job(2):
+            paddle.seed(1)
+            model = fleet.distributed_model(captured(Model(), split_spec=spec))
+            optimizer = sgd(model)
+            for _ in range(2):
+                model.train_batch(data, optimizer)
+            assert model.schedule == getattr(spec, "schedule", model.schedule)
+            states.append(bits(model.layers.full_state_dict()))
+    assert states[0] == states[1] == states[2]
+    with job(2), pytest.raises(ConfigError, match="the number of layers differs"):
+        captured(Model(), split_spec=made, vocabulary_head=None)
+    with pytest.raises(ConfigError, match="2 ranks, one for each part"):
+        fleetpipe.plan(profile, 3, 4)
 
 
 @pytest.mark.parametrize(
