@@ -326,8 +326,11 @@ class _Statistics(paddle.autograd.PyLayer):
 
 
 def vocabulary_loss(value: Nest) -> Nest:
-    """Stands for the loss in a list of layers: its stage has no layers of its own."""
-    return value
+    """Stands for the loss in a list of layers: its stage has no layers of its own.
+
+    Where layers are recomputed, a tuple of one part comes as that part.
+    """
+    return value if isinstance(value, tuple) else (value,)
 
 
 def with_parts(entries: Sequence[Any], ranks: int) -> list[Any]:
@@ -338,14 +341,23 @@ def with_parts(entries: Sequence[Any], ranks: int) -> list[Any]:
         ranks: Ranks of the pipeline.
 
     Raises:
-        ConfigError: A head that is not the last entry.
+        ConfigError: A head that is not the last entry, or tied to no embedding in parts.
     """
+    keys = [entry.tied for entry in entries if isinstance(entry, VocabularyEmbedding)]
     for index, entry in enumerate(entries[:-1]):
         if isinstance(entry, VocabularyHead):
             raise ConfigError(
                 "a VocabularyHead is the last entry of a list of layers",
                 where=f"layer {index} of {len(entries)}",
                 fix="put it at the end, and what follows into the loss function",
+            )
+    for head in entries[-1:]:
+        if isinstance(head, VocabularyHead) and head.tied not in (None, *keys):
+            raise ConfigError(
+                "a tied VocabularyHead names the key of a VocabularyEmbedding",
+                expected=", ".join(map(repr, keys)) or "one in the list of layers",
+                got=f"tied={head.tied!r}",
+                fix="give both the same key, or leave tied out",
             )
     layers: list[Any] = []
     described = VocabularyEmbedding, VocabularyHead

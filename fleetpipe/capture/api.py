@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,7 @@ from fleetpipe.capture.running.memory import initialize, without_memory
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of
-from fleetpipe.capture.vocabulary import HeadInParts, head_in_place
+from fleetpipe.capture.vocabulary import HeadInParts, put_in_place, required_linear
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
@@ -121,44 +122,56 @@ def pipeline(
     if chunks is None and job is not None:
         num_chunks = Arrangement(job.degrees.pp, None, use_dualpipev=False).placement.chunks
     stages = requested_stages(num_stages, num_chunks, job)
-    head = None
-    if vocabulary_head is not None:
-        head = _placed_head(plain_model(model), vocabulary_head, stages.ranks, chunks, plan)
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = classes_of(plain_model(model), no_split)
-    capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
-    if verify:
-        require_same_calls(capturing)
-    names = () if head is None else head.names
-    cut = cut_of(capturing, split_spec, stages.total, memory_cap, names)
-    ranks = stages.ranks_of(cut.stages, str(cut))
-    again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
-    forms = Forms(capturing, cut.borders, recompute_interval, again)
-    examples = [forms.example(training) for training in (True, False)]
-    if head is not None:
-        head.require_last(examples[0].trace)
-    require_one_stage([(form.trace, form.starts) for form in examples])
-    _tell_what_is_left_out(forms)
-    proof = None
-    if verify and _whole(model):
-        schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
-        proof = prove(capturing, forms, schedule)
-    shadowed = SHADOWED if verify == FIRST and head is None else 0
-    findings = Findings(cut.choice, proof, plan, shadowed, head)
+    with _head_in_place(model, vocabulary_head, stages.ranks, chunks, plan) as head:
+        capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
+        if verify:
+            require_same_calls(capturing)
+        names = () if head is None else head.names
+        cut = cut_of(capturing, split_spec, stages.total, memory_cap, names)
+        ranks = stages.ranks_of(cut.stages, str(cut))
+        again = () if plan is None else tuple(chain.from_iterable(plan.recompute))
+        forms = Forms(capturing, cut.borders, recompute_interval, again)
+        examples = [forms.example(training) for training in (True, False)]
+        if head is not None:
+            head.require_last(*(form.trace for form in examples))
+        require_one_stage([(form.trace, form.starts) for form in examples])
+        _tell_what_is_left_out(forms)
+        proof = None
+        if verify and _whole(model):
+            schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
+            proof = prove(capturing, forms, schedule)
+        shadowed = SHADOWED if verify == FIRST and head is None else 0
+        findings = Findings(cut.choice, proof, plan, shadowed, head)
     return CapturedPipeline(model, forms, ranks, chunks, loss_fn, findings)
 
 
-def _placed_head(
-    model: Layer, path: str, ranks: int | None, chunks: int | None, plan: PipelinePlan | None
-) -> HeadInParts:
-    """Puts a head in parts into the model, if the schedule of the job takes one."""
+@contextmanager
+def _head_in_place(
+    model: Layer, path: str | None, ranks: int | None, chunks: int | None, plan: PipelinePlan | None
+) -> Iterator[HeadInParts | None]:
+    """Puts a head in parts into the model, if one is named and the schedule of the job takes it.
+
+    An error within it leaves the model as it was.
+    """
+    if path is None:
+        yield None
+        return
     if ranks is None:
         raise ConfigError(
             "vocabulary_head needs the number of ranks",
             fix="call fleet.init with a pp_degree first, or pass num_stages",
         )
     Arrangement(ranks, chunks, use_dualpipev=False, plan=plan, head=True)
-    return head_in_place(model, path, ranks)
+    linear = required_linear(model, path)
+    head = HeadInParts(linear, path, ranks)
+    put_in_place(model, path, head)
+    try:
+        yield head
+    except BaseException:
+        put_in_place(model, path, linear)
+        raise
 
 
 def _tell_what_is_left_out(forms: Forms) -> None:

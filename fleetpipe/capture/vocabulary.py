@@ -25,7 +25,7 @@ from fleetpipe.dygraph.layers.vocabulary import (
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import CaptureError, ConfigError, nearest
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.layer import parameters_in, sublayers_in
+from fleetpipe.paddle_api.layer import sublayers_in
 from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.schedules import Edge, Placement
 
@@ -92,24 +92,26 @@ class HeadInParts(paddle.nn.Layer):
         parts, scope = self.parts[number : number + 1], Scope(f"{self.path}.{number}", 0)
         return [Node(part, (), {}, (), (), (scope,), "") for part in parts]
 
-    def require_last(self, trace: Capture) -> None:
-        """Refuses a model that does something with its logits.
+    def require_last(self, *traces: Capture) -> None:
+        """Refuses a model that does something with its logits, in training or in evaluation.
 
         Raises:
-            CaptureError: It returns something else than them.
+            CaptureError: It returns something else than them, or calls the layer several times.
         """
-        last = trace.nodes[-1]
-        if last.scopes[-1].path != self.path or trace.outputs != Ref(*last.outputs):
-            raise CaptureError(
-                f"the model does something with the logits of {self.path!r}",
-                expected="a model that returns what this layer returns, and nothing else",
-                got=f"{last.name}, {last.place}",
-                fix="do that in the loss function, or leave vocabulary_head out",
-            )
+        for trace in traces:
+            last = trace.nodes[-1]
+            calls = [node for node in trace.nodes if node.scopes[-1].path == self.path]
+            if calls != [last] or trace.outputs != Ref(*last.outputs):
+                raise CaptureError(
+                    f"the model does something with the logits of {self.path!r}",
+                    expected="a model that calls this layer once, and returns what it returns",
+                    got=f"{len(calls)} calls; last {last.name}, {last.place}",
+                    fix="do that in the loss function, or leave vocabulary_head out",
+                )
 
 
-def head_in_place(model: Layer, path: str, ranks: int) -> HeadInParts:
-    """Puts parts in the place of a Linear of a model.
+def required_linear(model: Layer, path: str) -> Layer:
+    """Returns the Linear of a model that parts are to replace.
 
     Raises:
         ConfigError: The model has no Linear of that name, or other layers use its weights.
@@ -121,19 +123,21 @@ def head_in_place(model: Layer, path: str, ranks: int) -> HeadInParts:
         raise ConfigError(
             "vocabulary_head names the nn.Linear that gives the logits",
             got=repr(path) if linear is None else f"{path!r}, a {type(linear).__name__}",
-            fix=nearest(path, linears) if linears else "leave it out",
+            fix=nearest(str(path), linears) if linears else "leave it out",
         )
-    weights = [id(weight) for layer in layers.values() for weight in parameters_in(layer).values()]
-    if weights.count(id(linear.weight)) > 1:
+    if [id(weight) for weight in model.state_dict().values()].count(id(linear.weight)) > 1:
         raise ConfigError(
             f"other layers use the weights of {path!r} as well",
             fix="describe the model as a list of layers with VocabularyEmbedding and "
             "VocabularyHead(.., tied=..)",
         )
+    return linear
+
+
+def put_in_place(model: Layer, path: str, layer: Layer) -> None:
+    """Gives a model another sublayer of a name."""
     owner, _, name = path.rpartition(".")
-    head = HeadInParts(linear, path, ranks)
-    sublayers_in(layers.get(owner, model))[name] = head
-    return head
+    sublayers_in(dict(model.named_sublayers(include_self=True))[owner])[name] = layer
 
 
 def with_logits(model: Layer, output: Nest) -> Nest:

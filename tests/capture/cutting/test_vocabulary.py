@@ -137,5 +137,7 @@ def test_it_is_profiled_planned_and_trained_by_the_plan() -> None:
 def test_what_cannot_be_is_refused(
     model: Any, options: Any, schedule: str, error: type[Exception], message: str
 ) -> None:
+    layers = dict(model.named_sublayers())
     with job(2, schedule=schedule), pytest.raises(error, match=message):
         captured(model, **options)
+    assert dict(model.named_sublayers()) == layers

@@ -44,7 +44,8 @@ def micro_batches(data: list[Any]) -> list[list[Any]]:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_it_has_the_bits_of_one_model_with_the_same_parts(schedule: str, ranks: int) -> None:
     with job(pp=ranks, micro_batches=MICRO_BATCHES, schedule=schedule):
-        model = pipeline(layers(), loss_fn=VocabularyLoss())
+        recompute = {"recompute_interval": 1, "recompute_ctx": {}} if schedule == "FThenB" else {}
+        model = pipeline(layers(), loss_fn=VocabularyLoss(), **recompute)
         single = model._layers.single_model()
         model._layers.copy_to(single)
         optimizer = adam(model)
@@ -188,6 +189,7 @@ def test_whole_logits_are_refused() -> None:
     [
         ([*layers(), nn.functional.relu], "1F1B", "last entry"),
         ([*layers()[:-1], VocabularyHead(HIDDEN, 1)], "1F1B", "2 classes or more"),
+        ([*layers()[:-1], VocabularyHead(HIDDEN, 9, tied="x")], "1F1B", "key of a Vocabulary"),
         *((layers(), name, "one of FThenB, 1F1B") for name in ("ZBV", "VPP", "Hanayo", "auto")),
     ],
 )
