@@ -12,31 +12,13 @@ from typing import Any
 import paddle
 from paddle import nn
 
+from tests.dygraph.backward.leaves import Called, Leaf
 from tests.pipelines import CLASSES, FEATURES
 
 
-class Called(nn.Layer):  # type: ignore[misc]
-    """Layers, and how they are called."""
-
-    def __init__(self, call: Callable[..., Any], *parts: Any) -> None:
-        super().__init__()
-        self.call, self.parts = call, nn.LayerList(parts)
-
-    def forward(self, x: Any) -> Any:
-        return self.call(x, *self.parts)
-
-
-class Leaf(nn.Layer):  # type: ignore[misc]
+def leaf(call: Callable[..., Any]) -> Leaf:
     """A layer with a matrix and a vector of its own, and how they are used."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.call = call
-        self.matrix = self.create_parameter([FEATURES, FEATURES])
-        self.shift = self.create_parameter([FEATURES])
-
-    def forward(self, x: Any) -> Any:
-        return self.call(x, self.matrix, self.shift)
+    return Leaf(call, matrix=[FEATURES, FEATURES], shift=[FEATURES])
 
 
 def linear(**options: Any) -> Any:
@@ -69,6 +51,11 @@ def hooked_late(x: Any, fc: Any) -> Any:
 def hooked_input(x: Any, fc: Any) -> Any:
     hook(x, lambda grad: grad * 0.5)
     return fc(x) + x
+
+
+def hooked_argument(x: Any, matrix: Any, shift: Any) -> Any:
+    hook(x, lambda grad: grad * 0.5)
+    return x @ matrix + shift
 
 
 def hooked_after_a_write(x: Any, fc: Any) -> Any:
@@ -158,23 +145,29 @@ _ARGUMENTS: dict[str, Callable[[Any], Any]] = {
 HOOKS: dict[str, Callable[[], Any]] = {
     "hooks": lambda: Called(hooked, linear()),
     "hooks, one operation": lambda: Called(hooked, linear(bias_attr=False)),
+    "hooks, a graph of its own": lambda: Called(
+        lambda x, conv: hooked(x.unsqueeze(1), conv).squeeze(1), nn.Conv1D(1, 1, 3, padding=1)
+    ),
+    "hooks on arguments of leaves": lambda: nn.Sequential(
+        leaf(hooked_argument), nn.Tanh(), leaf(hooked_argument)
+    ),
     "late hook": lambda: Called(hooked_late, linear()),
     "hook on the input": lambda: Called(hooked_input, linear()),
     "hook after a write": lambda: Called(hooked_after_a_write, linear()),
-    "hooks in a leaf": lambda: Leaf(hooked_inside),
+    "hooks in a leaf": lambda: leaf(hooked_inside),
 }
 
 #: What switching gradients off does.
 STOPS: dict[str, Callable[[], Any]] = {
     "stopped after use": lambda: Called(stopped_after_use, linear(), linear()),
     "input stopped after use": lambda: Called(input_stopped_after_use, linear()),
-    "stopped by a leaf": lambda: Called(stopped_by_a_leaf, Leaf(stops), linear()),
+    "stopped by a leaf": lambda: Called(stopped_by_a_leaf, leaf(stops), linear()),
 }
 
 #: What leaves write into their arguments.
 WRITES: dict[str, Callable[[], Any]] = {
     f"{write.__name__}, {kind}": lambda write=write, prepare=prepare: Called(
-        with_its_argument(prepare), Leaf(write), linear()
+        with_its_argument(prepare), leaf(write), linear()
     )
     for write in _WRITES
     for kind, prepare in _ARGUMENTS.items()

@@ -14,6 +14,7 @@ import paddle
 from paddle import nn
 
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.dygraph.backward.leaves import Called
 from tests.dygraph.models import LENGTH, WIDTH, Attention, FeedForward
 from tests.pipelines import CLASSES
 
@@ -21,15 +22,8 @@ from tests.pipelines import CLASSES
 _ROWS = 6
 
 
-class Called(nn.Layer):  # type: ignore[misc]
-    """Layers, and how they are called."""
-
-    def __init__(self, call: Callable[..., Any], *kinds: Callable[[], Any]) -> None:
-        super().__init__()
-        self.call, self.parts = call, nn.LayerList([kind() for kind in kinds])
-
-    def forward(self, x: Any) -> Any:
-        return self.call(x, *self.parts)
+def _called(call: Callable[..., Any], *kinds: Callable[[], Any]) -> Called:
+    return Called(call, *(kind() for kind in kinds))
 
 
 def _linear(**options: Any) -> Callable[[], Any]:
@@ -94,32 +88,34 @@ _KINDS: dict[str, Callable[[], Any]] = {
     "own product": OwnProduct,
     "layer norm": lambda: nn.LayerNorm(WIDTH),
     "batch norm": lambda: nn.BatchNorm1D(WIDTH, data_format="NLC"),
-    "twice": lambda: Called(lambda x, fc: fc(paddle.tanh(fc(x))), _linear()),
-    "frozen weight": lambda: Called(lambda x, fc: x + paddle.tanh(fc(x)), _frozen("weight")),
-    "frozen bias": lambda: Called(lambda x, fc: x + paddle.tanh(fc(x)), _frozen("bias")),
-    "hooks": lambda: Called(lambda x, fc: x + fc(x), _hooked),
-    "embedding": lambda: Called(_by_values, lambda: nn.Embedding(_ROWS, WIDTH)),
-    "convolution": lambda: Called(_convolved, lambda: nn.Conv1D(WIDTH, WIDTH, 3, padding=1)),
-    "detached": lambda: Called(lambda x, a, b: x + a(b(x).detach()), _linear(), _linear()),
-    "without gradient": lambda: Called(_without_gradient, _linear()),
-    "norm without gradient": lambda: Called(_without_gradient, lambda: nn.LayerNorm(WIDTH)),
-    "either": lambda: Called(_either, _linear(), _linear()),
-    "unused": lambda: Called(lambda x, fc, _: fc(x), _linear(), _linear()),
-    "in place": lambda: Called(lambda x, fc: nn.functional.relu_(fc(x)) * 2, _linear()),
+    "twice": lambda: _called(lambda x, fc: fc(paddle.tanh(fc(x))), _linear()),
+    "frozen weight": lambda: _called(lambda x, fc: x + paddle.tanh(fc(x)), _frozen("weight")),
+    "frozen bias": lambda: _called(lambda x, fc: x + paddle.tanh(fc(x)), _frozen("bias")),
+    "hooks": lambda: _called(lambda x, fc: x + fc(x), _hooked),
+    "embedding": lambda: _called(_by_values, lambda: nn.Embedding(_ROWS, WIDTH)),
+    "convolution": lambda: _called(_convolved, lambda: nn.Conv1D(WIDTH, WIDTH, 3, padding=1)),
+    "detached": lambda: _called(lambda x, a, b: x + a(b(x).detach()), _linear(), _linear()),
+    "without gradient": lambda: _called(_without_gradient, _linear()),
+    "norm without gradient": lambda: _called(_without_gradient, lambda: nn.LayerNorm(WIDTH)),
+    "either": lambda: _called(_either, _linear(), _linear()),
+    "unused": lambda: _called(lambda x, fc, _: fc(x), _linear(), _linear()),
+    "in place": lambda: _called(lambda x, fc: nn.functional.relu_(fc(x)) * 2, _linear()),
     "weight norm": lambda: nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)),
-    "as it is": lambda: Called(lambda x: x),
+    "as it is": lambda: _called(lambda x: x),
 }
 
 #: Entries that hand a pair or a dict on, perhaps over a border.
 _RUNS: tuple[tuple[Callable[[], Any], ...], ...] = (
     (
-        lambda: Called(lambda x, fc: (fc(x), paddle.tanh(x)), _linear()),
-        lambda: Called(lambda pair, fc: (nn.functional.relu(fc(pair[0])), pair[1]), _linear()),
-        lambda: Called(lambda pair, fc: fc(pair[0]) * pair[1], _linear()),
+        lambda: _called(lambda x, fc: (fc(x), paddle.tanh(x)), _linear()),
+        lambda: _called(lambda pair, fc: (nn.functional.relu(fc(pair[0])), pair[1]), _linear()),
+        lambda: _called(lambda pair, fc: fc(pair[0]) * pair[1], _linear()),
     ),
     (
-        lambda: Called(lambda x, fc: {"x": fc(x), "mask": x.detach() > 0, "by": 3}, _linear()),
-        lambda: Called(lambda v, fc: fc(v["x"]) * v["mask"].astype("float32") * v["by"], _linear()),
+        lambda: _called(lambda x, fc: {"x": fc(x), "mask": x.detach() > 0, "by": 3}, _linear()),
+        lambda: _called(
+            lambda v, fc: fc(v["x"]) * v["mask"].astype("float32") * v["by"], _linear()
+        ),
     ),
 )
 
@@ -133,7 +129,7 @@ def random_list(number: int) -> list[Any]:
             entries += draw.choice(_RUNS)
         else:
             entries.append(_KINDS[draw.choice(list(_KINDS))])
-    entries.append(lambda: Called(lambda x, fc: fc(x.mean(1)), lambda: nn.Linear(WIDTH, CLASSES)))
+    entries.append(lambda: _called(lambda x, fc: fc(x.mean(1)), lambda: nn.Linear(WIDTH, CLASSES)))
     return [LayerDesc(_Made, entry) for entry in entries]
 
 

@@ -159,11 +159,6 @@ def test_a_plan_for_other_ranks_or_micro_batches_or_schedules_is_refused() -> No
         pipeline(mlp_layers(), plan=made)
 
 
-def test_a_plan_that_was_read_is_the_plan() -> None:
-    made = plan(costs(), 3, M)
-    assert PipelinePlan.loads(made.dumps()) == made
-
-
 def test_what_is_no_plan_is_refused() -> None:
     refused = pytest.raises(ConfigError, match=r"(?s)no plan of fleetpipe's.*got: Profile")
     with job(2, micro_batches=M), refused:

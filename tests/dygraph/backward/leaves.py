@@ -80,6 +80,17 @@ class Leaf(nn.Layer):
         return self.compute(x, *self._parameters.values())
 
 
+class Called(nn.Layer):
+    """Layers, and how they are called."""
+
+    def __init__(self, call: Callable[..., Any], *parts: Any) -> None:
+        super().__init__()
+        self.call, self.parts = call, nn.LayerList(parts)
+
+    def forward(self, x: Any) -> Any:
+        return self.call(x, *self.parts)
+
+
 class Around(nn.Layer):
     """A layer, and how it is called."""
 

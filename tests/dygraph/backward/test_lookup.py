@@ -15,11 +15,17 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import build
 from tests.dygraph.backward.leaves import Steps, grads_of
+from tests.fixtures import Patch
 from tests.pipelines import bits, job, pipeline, sgd
 
 WORDS, WIDTH, MICRO_BATCHES = 50, 8, 3
 #: Whether sums can grow without autograd.
 ROWS = not paddle.__version__.startswith("2.")
+
+
+@pytest.fixture(autouse=True)
+def _small_tables(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(lookup, "FEWEST", 1)
 
 
 def two(**options: Any) -> tuple[Any, Steps]:
@@ -48,10 +54,7 @@ def batch(plain: Any, steps: Steps, words: int, seed: int) -> None:
 @pytest.mark.parametrize("words", [1, 5, WORDS])
 @pytest.mark.parametrize("cleared", ["zeroed", "dropped", "kept"])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"sparse": True}])
-def test_every_batch_has_the_bits_of_autograd(
-    words: int, cleared: str, options: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lookup, "FEWEST", 1)
+def test_every_batch_has_the_bits_of_autograd(words: int, cleared: str, options: Any) -> None:
     plain, steps = two(**options)
     for seed in range(3):
         batch(plain, steps, words, seed)
@@ -62,8 +65,7 @@ def test_every_batch_has_the_bits_of_autograd(
     assert steps.report().immediate == {}
 
 
-def test_rows_are_added_without_a_gradient_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "FEWEST", 1)
+def test_rows_are_added_without_a_gradient_of_the_table(monkeypatch: Patch) -> None:
     shapes = []
     summed = lookup.summed
 
@@ -80,8 +82,7 @@ def test_rows_are_added_without_a_gradient_of_the_table(monkeypatch: pytest.Monk
     assert shapes == [WORDS, few, few]
 
 
-def test_a_hook_sees_every_gradient_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "FEWEST", 1)
+def test_a_hook_sees_every_gradient_of_the_table() -> None:
     plain, steps = two()
     seen: list[list[bytes]] = [[], []]
     for layer, sees in zip((plain, steps.layer), seen):
@@ -92,10 +93,7 @@ def test_a_hook_sees_every_gradient_of_the_table(monkeypatch: pytest.MonkeyPatch
     assert grads_of(steps.layer) == grads_of(plain)
 
 
-def test_ids_that_are_written_into_before_w_count_as_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(lookup, "FEWEST", 1)
+def test_ids_that_are_written_into_before_w_count_as_they_were() -> None:
     plain, steps = two()
     for k in range(2):
         for run in (plain, lambda one, k=k: steps.forward(k, one)):
@@ -143,7 +141,7 @@ MODELS = {
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("interval", [0, 1])
 def test_a_backward_that_is_not_split_has_the_bits_of_autograd(
-    kind: str, interval: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, interval: int, monkeypatch: Patch
 ) -> None:
     results = []
     for fewest in (10**9, 1):
@@ -169,7 +167,7 @@ def test_a_backward_that_is_not_split_has_the_bits_of_autograd(
     assert bool(rows) == (kind in ("alone", "frozen later") and ROWS)
 
 
-def noted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def noted_rows(monkeypatch: Patch) -> list[int]:
     """How many look-ups each backward that was not split added row by row."""
     rows: list[int] = []
     original = lookup._add_rows
@@ -182,8 +180,7 @@ def noted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_a_gradient_within_forward_is_of_the_whole_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "FEWEST", 1)
+def test_a_gradient_within_forward_is_of_the_whole_table() -> None:
     layer = nn.Embedding(WORDS, WIDTH)
     ids = paddle.to_tensor([1, 2, 2])
     split = SplitBackward(build("1F1B", ranks=1, micro_batches=1), lambda stage: {0: layer})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
 from tests.dygraph.backward.leaves import (
+    Called,
     Leaf,
     Steps,
     fused_and_split,
@@ -133,17 +136,6 @@ def test_gradients_that_come_together_do_not_wait(kind: str) -> None:
     assert "together with the input's" in next(iter(steps.report().immediate.values()))
 
 
-class Chain(nn.Layer):
-    """Layers, and how they are called."""
-
-    def __init__(self, call: Callable[..., Any], *layers: Any) -> None:
-        super().__init__()
-        self.call, self.layers = call, nn.LayerList(layers)
-
-    def forward(self, x: Any) -> Any:
-        return self.call(x, *self.layers)
-
-
 NORMS: dict[str, Case] = {
     "LayerNorm": (lambda: nn.LayerNorm(4), (3, 4)),
     "BatchNorm2D": (lambda: nn.BatchNorm2D(4), (1, 4, 1, 1)),
@@ -164,7 +156,7 @@ LATER: dict[str, Callable[[Any, Any], Any]] = {
 def test_a_layer_is_looked_at_again_when_its_input_needs_a_gradient(kind: str, later: str) -> None:
     make, shape = NORMS[kind]
     inputs = [numbers(*shape, seed=k) for k in range(3)]
-    make_both = lambda: Chain(LATER[later], make())  # noqa: E731
+    make_both = lambda: Called(LATER[later], make())  # noqa: E731
     expected, got, steps = fused_and_split(make_both, inputs, all_wait=False)
     assert got == expected
     assert {entry.computed for entry in steps.report().parameters} == {"I"}
@@ -204,26 +196,28 @@ def without_bias() -> Any:
 
 #: Three and more gradients of one tensor: their order decides about the last bit.
 SUMS: dict[str, Callable[[], Any]] = {
-    "Linear": lambda: Chain(lambda x, fc: fc(x) + x * 0.5 + x, nn.Linear(4, 4)),
-    "Linear without bias": lambda: Chain(lambda x, fc: fc(x) + x * 0.5 + x, without_bias()),
-    "Conv1D": lambda: Chain(
+    "Linear": lambda: Called(lambda x, fc: fc(x) + x * 0.5 + x, nn.Linear(4, 4)),
+    "Linear without bias": lambda: Called(lambda x, fc: fc(x) + x * 0.5 + x, without_bias()),
+    "Conv1D": lambda: Called(
         lambda x, conv: (conv(x[None]) + x[None] * 0.5 + x[None])[0], nn.Conv1D(8, 8, 1)
     ),
-    "own parameters": lambda: Chain(lambda x, own: x * 3 + own(x) + paddle.tanh(x * 0.5), scaled()),
-    "RMSNorm": lambda: Chain(
+    "own parameters": lambda: Called(
+        lambda x, own: x * 3 + own(x) + paddle.tanh(x * 0.5), scaled()
+    ),
+    "RMSNorm": lambda: Called(
         lambda x, norm, fc: x + fc(norm(x)), root_mean_square(), without_bias()
     ),
-    "parallel blocks": lambda: Chain(
+    "parallel blocks": lambda: Called(
         lambda x, norm, up, down, *qkv: (
             attention(norm(x), *qkv) + down(nn.functional.gelu(up(norm(x)))) + x
         ),
         *(nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)),
         *(without_bias() for _ in range(3)),
     ),
-    "one norm for both": lambda: Chain(
+    "one norm for both": lambda: Called(
         lambda x, norm, both: both(norm(x)) + x,
         nn.LayerNorm(4),
-        Chain(
+        Called(
             lambda n, up, down, *qkv: attention(n, *qkv) + down(nn.functional.gelu(up(n))),
             *(nn.Linear(4, 8), nn.Linear(8, 4)),
             *(without_bias() for _ in range(3)),
@@ -279,23 +273,6 @@ class Counts(nn.Linear):
         np.random.rand()
         random.random()
         return nn.functional.dropout(super().forward(x), 0.5)
-
-
-class Averages(nn.Linear):
-    """Has a running mean of what it took, and assigns the new one to the old one's name."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.register_buffer("mean", paddle.zeros([4]))
-
-    def forward(self, x: Any) -> Any:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return super().forward(x - self.mean)
-
-
-def test_a_buffer_that_a_layer_assigns_is_put_back_too() -> None:
-    expected, got, _ = fused_and_split(Averages, [numbers(3, 4, seed=k) for k in range(3)])
-    assert got == expected
 
 
 def test_finding_out_about_a_layer_leaves_no_trace() -> None:
@@ -443,3 +420,21 @@ def test_layers_whose_gradients_come_together_keep_nothing() -> None:
     steps.input_grads(0, score(steps.forward(0, numbers(4096, 8))))
     steps.weight_grads(0)
     assert steps.report().peaks[0].bytes == 0
+
+
+def test_an_output_with_a_hook_dies_without_the_garbage_collector() -> None:
+    outputs: list[Any] = []
+
+    def noted(x: Any, fc: Any) -> Any:
+        y = fc(x)
+        y.register_hook(lambda grad: grad * 2)
+        outputs.append(weakref.ref(y))
+        return paddle.tanh(y)
+
+    gc.disable()
+    try:
+        fused_and_split(lambda: Called(noted, nn.Linear(4, 4)), [numbers(3, 4)])
+        assert len(outputs) >= 2
+        assert all(output() is None for output in outputs)
+    finally:
+        gc.enable()

@@ -9,10 +9,9 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.errors import BoundaryError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.backward.leaves import Parent
-from tests.pipelines import batch, bits, job, mlp_layers, model_in_job, pipeline, sgd, train
+from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd, train
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "Interleaved1F1B"])
@@ -76,16 +75,6 @@ def test_a_linear_without_rows_has_the_bits_of_a_whole_backward() -> None:
     assert train(layers, 2, "ZBH1", gradients=True) == plain
 
 
-def test_evaluation_under_a_split_schedule_is_as_ever() -> None:
-    with model_in_job(2, 4, "ZBH1") as model:
-        inputs, labels = batch()
-        outputs = paddle.concat(model.eval_batch([inputs, labels]))
-        model.train_batch([inputs, labels], sgd(model, rate=0.0))
-        again = paddle.concat(model.eval_batch([inputs, labels]))
-        assert outputs.numpy().tobytes() == again.numpy().tobytes()
-        assert model._runtime.split._tapes == {}
-
-
 def test_everything_is_dropped_after_w() -> None:
     from fleetpipe.paddle_api.device import allocated_bytes
 
@@ -119,17 +108,3 @@ def test_the_report_says_where_each_gradient_was_computed() -> None:
     assert "  1.weight: computed in I, added in I: Paddle gives it together" in lines[1]
     assert lines[3].startswith("  2.shift: computed in I, added in I: ")
     assert [line.split()[1] for line in lines[4:]] == ["0:", "1:", "2:", "3:"]
-
-
-def test_an_unfinished_batch_leaves_nothing_to_the_next() -> None:
-    with model_in_job(2, 4, "ZBH1") as model:
-        inputs, labels = batch()
-        wrong = labels.astype("float32").reshape([-1, 1, 1])
-        with pytest.raises(BoundaryError):
-            model.train_batch([inputs, wrong], sgd(model))
-        model.layers.clear_gradients()
-        loss = model.train_batch([inputs, labels], sgd(model))
-        assert model._runtime.split._tapes == {}
-    with model_in_job(2, 4, "1F1B") as other:
-        assert other.train_batch([inputs, labels], sgd(other)).numpy() == loss.numpy()
-        assert bits(other.layers.state_dict()) == bits(model.layers.state_dict())

@@ -186,6 +186,7 @@ def test_a_micro_data_set_leaves_out_what_a_stage_does_not_need() -> None:
     [
         ([INPUTS], ConfigError, "2 entries"),
         ([INPUTS[:-1], LABELS], ConfigError, "7 rows"),
+        ([INPUTS, LABELS[:-1]], ConfigError, "labels does not have"),
         ([INPUTS.sum(), LABELS], ConfigError, "0-D"),
         ([cut(INPUTS)[1:], LABELS], ConfigError, "one value per micro-batch"),
         ([(INPUTS, RIGHT[1:]), LABELS], ConfigError, r"inputs\[1\]"),

@@ -77,3 +77,5 @@ def test_choices_in_the_place_of_weights_are_refused() -> None:
     choices = paddle.zeros([3, 1], "int64")
     with pytest.raises(UsageError, match="pass the values of"):
         mixture(paddle.ones([3, 4]), choices, choices)
+    with pytest.raises(UsageError, match="routed by whole numbers"):
+        mixture(paddle.ones([3, 4]), paddle.ones([3, 1]), paddle.ones([3, 1]))

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import paddle
-import pytest
 from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph.experts import Experts
-from fleetpipe.errors import UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.experts.mixtures import DenseMixture, experts_of
 from tests.pipelines import job, pipeline
@@ -90,13 +88,3 @@ def test_experts_are_the_dense_mixture() -> None:
         dense.clear_gradients()
     for got, expected in zip(*results):
         assert paddle.allclose(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_tokens_that_all_are_dropped() -> None:
-    layer = Experts(lambda: nn.Linear(WIDTH, WIDTH), EXPERTS)
-    tokens, weights = paddle.randn([6, WIDTH]), paddle.ones([6, TOP_K])
-    output = layer(tokens, paddle.full([6, TOP_K], -1, "int64"), weights)
-    assert output.shape == tokens.shape
-    assert not output.any()
-    with pytest.raises(UsageError, match="routed by whole numbers"):
-        layer(tokens, weights, weights)

@@ -222,33 +222,6 @@ def test_a_clip_that_is_put_in_later_counts_too() -> None:
         assert optimizer.gradient_norm > 0
 
 
-def test_the_state_of_an_optimizer_goes_round() -> None:
-    ends = []
-    saved: Any = None
-    for resumed in (False, True):
-        with job(2), paddle.utils.unique_name.guard():
-            model = pipeline()
-            optimizer = fleet.distributed_optimizer(
-                optimizers.Adam(0.01, parameters=model.parameters())
-            )
-            if resumed:
-                weights, moments = saved
-                model.set_state_dict(weights)
-                optimizer.set_state_dict(moments)
-            else:
-                model.train_batch(batch(seed=0), optimizer)
-                saved = (
-                    {name: tensor.clone() for name, tensor in model.state_dict().items()},
-                    {
-                        name: value.clone() if isinstance(value, paddle.Tensor) else value
-                        for name, value in optimizer.state_dict().items()
-                    },
-                )
-            model.train_batch(batch(seed=1), optimizer)
-            ends.append(bits(model.state_dict()))
-    assert ends[0] == ends[1]
-
-
 @pytest.mark.parametrize("groups", [False, True])
 def test_an_optimizer_on_the_wrong_parameters_is_refused(groups: bool) -> None:
     with job(2):

@@ -140,9 +140,3 @@ def test_a_scaler_on_cpu_trains_as_none_does_and_that_is_told_once(
             results.append(bits(model.state_dict()))
     assert results[0] == results[1]
     assert caplog.text.count("a GradScaler does nothing on CPU") == 1
-
-
-def test_a_scaler_without_a_loss_is_refused() -> None:
-    refused = pytest.raises(ConfigError, match="no loss function")
-    with model_in_job(2, loss_fn=None) as model, half_precision(), refused:
-        model.train_batch(batch(), sgd(model), scaler=enabled_scaler())

@@ -8,7 +8,6 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe import fleet
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, holders
 from fleetpipe.errors import ConfigError
@@ -72,22 +71,6 @@ def test_all_gradients_are_the_single_models(
                 parameter.clear_gradient(set_to_zero=False)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "ZBV"])
-@pytest.mark.parametrize("interval", [1, 3])
-def test_recomputed_pieces_have_the_same_gradients(schedule: str, interval: int) -> None:
-    with job(2, MICRO_BATCHES, schedule):
-        pipe = pipeline(
-            tied.layers(),
-            loss_fn=tied.loss,
-            recompute_interval=interval,
-            recompute_ctx={"mp_group": None, "offload": False, "partition": False},
-        )
-        data = MODELS["gpt"].batch(MICRO_BATCHES, 0)
-        expected = by_hand(pipe, data)
-        pipe.forward_backward_pipeline(data)
-        require_close(gradients(pipe.layers.state_dict()), expected)
-
-
 def test_one_stage_has_the_bits_of_the_single_model() -> None:
     with model_in_job(1, MICRO_BATCHES, layers=tied.layers(), loss_fn=tied.loss) as pipe:
         data = MODELS["gpt"].batch(MICRO_BATCHES, 0)
@@ -104,26 +87,6 @@ def test_the_cut_does_not_change_initial_weights() -> None:
             layers = pipeline(tied.layers(), loss_fn=tied.loss).layers
             starts.append({n: t.numpy().tobytes() for n, t in layers.full_state_dict().items()})
     assert starts[0] == starts[1]
-
-
-def test_training_goes_on_as_the_single_model_does() -> None:
-    with model_in_job(3, MICRO_BATCHES, "ZBH1", layers=tied.layers(), loss_fn=tied.loss) as pipe:
-        single = pipe.layers.single_model()
-        pipe.layers.copy_to(single)
-        ours, theirs = (
-            paddle.optimizer.AdamW(0.01, parameters=model.parameters()) for model in (pipe, single)
-        )
-        wrapped = fleet.distributed_optimizer(ours)
-        for step in range(4):
-            data = MODELS["gpt"].batch(MICRO_BATCHES, step)
-            pipe.train_batch(data, wrapped)
-            for inputs, labels in zip(*(tensor.split(MICRO_BATCHES) for tensor in data)):
-                (tied.loss(single(inputs), labels) / MICRO_BATCHES).backward()
-            theirs.step()
-            theirs.clear_grad()
-        for name, tensor in single.state_dict().items():
-            found = pipe.layers.state_dict()[name].numpy()
-            np.testing.assert_allclose(found, tensor.numpy(), rtol=1e-4, atol=1e-5)
 
 
 def played(ranks: int, weights: list[SharedWeight], act: Any) -> list[dict[str, Any]]:

@@ -33,6 +33,9 @@ from tests.dygraph.members import MEMBERS, NAMES, Twins
 from tests.groups import members, on_all
 from tests.pipelines import job, pipeline
 
+#: Of random streams.
+OF_RANDOM = ("get_rng_state_tracker", "model_parallel_random_seed", "RNGStatesTracker")
+
 
 def with_gradient(operation: Callable[[Any], Any], inputs: Any) -> tuple[Any, Any]:
     """What an operation makes of ``inputs``, and the gradient for counting numbers."""
@@ -182,38 +185,15 @@ def test_a_parameter_that_is_called_distributed_and_not_cut_is_each_members_own(
     assert on_all(2, shared) == [[0.0, 0.0], [1.0, 0.0]]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "meta_parallel",
-        "meta_parallel.parallel_layers",
-        "meta_parallel.parallel_layers.mp_layers",
-        "layers.mpu",
-        "layers.mpu.mp_layers",
-    ],
-)
-def test_every_path_below_fleet_gives_the_layers(path: str) -> None:
-    module = importlib.import_module(f"fleetpipe.fleet.{path}")
-    theirs = importlib.import_module(f"paddle.distributed.fleet.{path}")
-    assert all(getattr(module, name) is getattr(tensor_parallel, name) for name in NAMES)
-    for name in vars(theirs):
-        assert hasattr(module, name), name
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "meta_parallel",
-        "meta_parallel.parallel_layers",
-        "meta_parallel.parallel_layers.random",
-        "layers.mpu",
-        "layers.mpu.random",
-    ],
-)
-def test_every_path_below_fleet_gives_the_same_tracker(path: str) -> None:
-    module = importlib.import_module(f"fleetpipe.fleet.{path}")
-    for name in ("get_rng_state_tracker", "model_parallel_random_seed", "RNGStatesTracker"):
-        assert getattr(module, name) is getattr(tensor_parallel, name)
+@pytest.mark.parametrize("path", ["meta_parallel", "meta_parallel.parallel_layers", "layers.mpu"])
+def test_every_path_below_fleet_gives_the_layers_and_the_tracker(path: str) -> None:
+    own = {name: getattr(tensor_parallel, name) for name in (*NAMES, *OF_RANDOM)}
+    inner = "meta_parallel.parallel_layers" if path == "meta_parallel" else path
+    for module, names in (("", own), (".mp_layers", NAMES), (".random", OF_RANDOM)):
+        found = importlib.import_module(f"fleetpipe.fleet.{inner if module else path}{module}")
+        assert all(getattr(found, name) is own[name] for name in names)
+        theirs = importlib.import_module(found.__name__.replace("fleetpipe", "paddle.distributed"))
+        assert all(hasattr(found, name) for name in vars(theirs))
 
 
 def test_the_operations_stand_below_fleet() -> None:

@@ -9,7 +9,7 @@ import paddle
 import pytest
 from paddle import nn
 
-from tests.dygraph.idioms import HOOKS, STOPS, WRITES, Called, Leaf, layers_of
+from tests.dygraph.idioms import HOOKS, STOPS, WRITES, Called, layers_of, leaf
 from tests.dygraph.train.test_random_lists import gradients
 from tests.pipelines import ROWS, batch, bits, job, pipeline, sgd
 
@@ -58,7 +58,7 @@ def halves(x: Any, own: Any, other: Any) -> Any:
 
 def test_a_leaf_of_which_one_call_cannot_wait_adds_up_all_in_i() -> None:
     """On a tensor without gradient the leaf uses what Paddle can divide, on another it does not."""
-    twice = lambda: Called(lambda x, leaf: leaf(leaf(x.detach() * 2)) + x, Leaf(halves))  # noqa: E731
+    twice = lambda: Called(lambda x, own: own(own(x.detach() * 2)) + x, leaf(halves))  # noqa: E731
     model = require_bits(lambda: layers_of(twice), "ZBH1", nn.CrossEntropyLoss())
     report = model.deferral_report()
     assert {"1.parts.0.matrix", "3.parts.0.matrix"} <= set(report.immediate)
