@@ -15,7 +15,7 @@ from paddle.distributed import collective as _collective
 from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe import fleet
-from fleetpipe.errors import ConfigError, PartitionError, PeerFailed, StateError
+from fleetpipe.errors import ConfigError, PeerFailed, StateError
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.job.groups import paddle_groups
@@ -26,7 +26,7 @@ from fleetpipe.paddle_api import VERSION
 from fleetpipe.paddle_api.rehearsal import rehearsed
 from tests.jobs import begun
 from tests.launching import command
-from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd
+from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
 collective: Any = _collective
 
@@ -311,29 +311,6 @@ def test_stages_without_degrees_are_refused_with_the_step_that_is_missing() -> N
         PipelineLayer(mlp_layers(), num_stages=2)
 
 
-def test_a_model_is_wrapped_once() -> None:
-    with model_in_job(2) as model, pytest.raises(ConfigError, match="wrapped already"):
-        fleet.distributed_model(model)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"seg_method": [0, 4, 2]}, PartitionError, r"\[0, 4, 2\]"),
-        ({"seg_method": "layer:Conv"}, PartitionError, "Conv"),
-        ({"seg_method": "unifrom"}, PartitionError, "uniform"),
-        ({"num_stages": 3}, ConfigError, "differs"),
-        ({"recompute_interval": 1}, ConfigError, "recompute_interval"),
-        ({"num_virtual_pipeline_stages": 4}, PartitionError, "7"),
-    ],
-)
-def test_a_model_that_cannot_be_cut_as_asked_is_refused(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with job(2), pytest.raises(error, match=message):
-        pipeline(**options)
-
-
 def test_a_list_with_a_foreign_entry_is_refused_by_its_place() -> None:
     with job(2):
         with pytest.raises(ConfigError, match="layer 1 of the list"):
@@ -353,34 +330,3 @@ def test_a_loss_that_cannot_be_called_is_refused_when_the_model_is_built(
 ) -> None:
     with job(2), pytest.raises(ConfigError, match=f"loss_fn is called[\\s\\S]*{found}"):
         pipeline(loss_fn=loss)
-
-
-def test_more_stages_than_layers_are_refused() -> None:
-    with job(9), pytest.raises(PartitionError, match="7"):
-        pipeline()
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (lambda x, y: [x[:7], y], "4 x 2 = 8 rows"),
-        (lambda x, y: [x, y[:7]], "labels does not have"),
-        (lambda x, y: [x], r"\[inputs, labels\]"),
-        (lambda x, y: [x.numpy(), y], "ndarray"),
-        (lambda x, y: [x, "three"], "str"),
-        (lambda x, y: [[x[:2]], y], "4 values"),
-        (lambda x, y: [x, paddle.to_tensor(1)], "0-D tensor"),
-        (lambda x, y: {"x": x}, "iterator"),
-        (lambda x, y: iter([(x, y)]), "after 1 of 4"),
-        (lambda x, y: iter([x, x, x, x]), "micro-batch 0"),
-    ],
-)
-def test_data_that_does_not_fit_is_refused_with_what_was_expected(data: Any, message: str) -> None:
-    with model_in_job(2) as model, pytest.raises((ConfigError, ValueError), match=message):
-        model.train_batch(data(*batch()), sgd(model))
-
-
-def test_a_model_at_one_stage_is_an_ordinary_model() -> None:
-    with begun(strategy(pp_degree=1)):
-        linear = nn.Linear(2, 2)
-        assert fleet.distributed_model(linear) is linear

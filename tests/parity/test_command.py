@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -74,21 +73,6 @@ def test_evaluations_of_a_script_are_compared_where_it_calls_them(
     monkeypatch.setattr(pipeline_parallel, "joined", lambda outputs: outputs[0])
     assert main(["parity", str(script)]) == 1
     assert "first difference: step 0: output of predict_batch" in capsys.readouterr().out
-
-
-def test_a_scheduler_that_the_pipeline_steps_twice_fails(
-    script: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
-    train_batch = PipelineParallel.train_batch
-
-    def twice(self: Any, data: Any, optimizer: Any, lr_scheduler: Any, *more: Any) -> Any:
-        loss = train_batch(self, data, optimizer, lr_scheduler, *more)
-        lr_scheduler.step()
-        return loss
-
-    monkeypatch.setattr(PipelineParallel, "train_batch", twice)
-    assert main(["parity", str(script)]) == 1
-    assert "first difference: step 0: learning rate differs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("theirs", "code"), [(0, 0), (1, 1), (2, 2), (-9, 1)])

@@ -13,8 +13,7 @@ from fleetpipe import fleet, parity
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.errors import CheckpointError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests.jobs import begun
-from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd
+from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd, switch
 
 
 def compared(pipe: Any, optimizer: Any, steps: int = 3, **options: Any) -> parity.Report:
@@ -42,7 +41,11 @@ def test_a_right_pipeline_is_bit_exact(ranks: int, schedule: str) -> None:
         lambda ps: paddle.optimizer.Momentum(0.1, 0.9, parameters=ps, weight_decay=1e-3),
         lambda ps: paddle.optimizer.Adam(paddle.optimizer.lr.StepDecay(0.1, 1), parameters=ps),
         lambda ps: paddle.optimizer.AdamW(
-            0.1, parameters=[{"params": ps[:2], "weight_decay": 0.1}, {"params": ps[2:]}]
+            0.1,
+            parameters=[
+                {"params": ps[:2], "weight_decay": 0.1},
+                {"params": ps[2:], "learning_rate": 0.5},
+            ],
         ),
         lambda ps: paddle.optimizer.SGD(
             0.5, parameters=ps, grad_clip=nn.ClipGradByGlobalNorm(0.01)
@@ -154,15 +157,6 @@ def test_a_batch_whose_inputs_are_overwritten_is_run_again_to_look_at_its_edges(
     assert [d.name for d in report.differences] == ["3.weight", "", "3.weight"]
 
 
-def test_groups_with_learning_rates_of_their_own_are_compared() -> None:
-    with model_in_job(2) as model:
-        first, *others = model.parameters()
-        groups = [{"params": [first], "learning_rate": 0.5}, {"params": others}]
-        adam = paddle.optimizer.AdamW(0.1, parameters=groups)
-        report = compared(model, fleet.distributed_optimizer(adam))
-    assert report.passed, report.verdict()
-
-
 def test_parameters_that_are_frozen_later_are_compared() -> None:
     with model_in_job(3) as model:
         session = parity.begin(model, sgd(model))
@@ -173,15 +167,8 @@ def test_parameters_that_are_frozen_later_are_compared() -> None:
 
 
 def test_a_loss_that_is_scaled_late_is_compared() -> None:
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {
-        "dp_degree": 1,
-        "mp_degree": 1,
-        "pp_degree": 2,
-        "pp_configs": {"delay_scale_loss": True},
-    }
-    strategy.pipeline_configs = {"accumulate_steps": 3, "micro_batch_size": 2}
-    with begun(strategy):
+    with job(2, 3):
+        switch(delay_scale_loss=True)
         model = pipeline()
         session = parity.begin(model, sgd(model))
         for seed in range(3):
