@@ -126,8 +126,9 @@ def beside_the_single_model(
         }
 
 
-def beside_each(runs: list[Any]) -> list[dict[str, Any]]:
-    return [beside_the_single_model(*run) for run in runs]
+def beside_each(runs: list[Any]) -> tuple[list[dict[str, Any]], str]:
+    """What each run finds, and what is said of experts that ranks do not divide."""
+    return [beside_the_single_model(*run) for run in runs], refused(runs[0][-1])
 
 
 def through_layouts(folder: Path, layouts: list[tuple[int, dict[str, int]]]) -> list[Any]:

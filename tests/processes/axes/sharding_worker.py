@@ -240,5 +240,14 @@ def captured(stage: int) -> tuple[list[float], dict[str, bytes]]:
         return losses, bits(model.layers.full_state_dict())
 
 
-def captured_in_both() -> list[tuple[list[float], dict[str, bytes]]]:
-    return [captured(1), captured(2)]
+def everything(folder: Path, layouts: list[Any], plain: list[Any]) -> dict[str, Any]:
+    """All but the random cases, one after another in the same processes."""
+    return {
+        "legs": [
+            through_layouts(folder / "stages", layouts),
+            through_layouts(folder / "plain", plain),
+        ],
+        "verdict": verdict(),
+        "left over": left_over(),
+        "captured": [captured(1), captured(2)],
+    }

@@ -14,7 +14,7 @@ from tests import jobs
 from tests.fixtures import Call
 from tests.pipelines import CLASSES, FEATURES, ROWS, batch, bits, pipeline, sgd
 
-STEPS = 20
+STEPS = 8
 
 
 def replicas(scale: str) -> dict[str, Any]:
@@ -64,26 +64,6 @@ def replicas(scale: str) -> dict[str, Any]:
     }
 
 
-def test_replicas_train_as_one_device_on_the_whole_batch(on_ranks: Call) -> None:
-    ranks = on_ranks(replicas, 4, "avg")
-    for rank in ranks:
-        assert rank["state"] == ranks[0]["state"]
-        assert rank["loss bits"] == ranks[0]["loss bits"]
-        assert max(rank["gaps"]) < 1e-6
-        assert np.allclose(rank["losses"], rank["whole"], rtol=1e-6, atol=0)
-        assert rank["moved"]
-        passed, tolerance, verdict = rank["parity"]
-        assert passed, verdict
-        assert tolerance == 0.0
-        assert "bit-exact" in verdict
-
-
-def test_the_sum_of_the_replicas_gradients_can_be_asked_for(on_ranks: Call) -> None:
-    for rank in on_ranks(replicas, 4, "sum"):
-        assert max(rank["gaps"]) < 1e-6
-        assert rank["parity"][0], rank["parity"][2]
-
-
 def placed() -> dict[str, dict[str, Any]]:
     """Where this rank is, under two orders of the axes, and its samples."""
     found = {}
@@ -101,19 +81,34 @@ def placed() -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_eight_ranks_in_both_orders(on_ranks: Call) -> None:
-    ranks = on_ranks(placed, 8, timeout=240)
-    first = [rank["pipeline first"] for rank in ranks]
-    assert first[0]["data"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert sorted(first[0]["pipe"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    default = [rank["default"] for rank in ranks]
-    assert default[0]["data"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert sorted(default[0]["pipe"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    for layout in (first, default):
+def everything() -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
+    """All jobs, one after another in the same processes."""
+    return replicas("avg"), replicas("sum"), placed()
+
+
+def test_replicas_train_as_one_device_on_the_whole_batch_in_both_orders(on_ranks: Call) -> None:
+    averaged, added, places = zip(*on_ranks(everything, 4, timeout=240))
+    for rank in averaged:
+        assert rank["state"] == averaged[0]["state"]
+        assert rank["loss bits"] == averaged[0]["loss bits"]
+        assert max(rank["gaps"]) < 1e-6
+        assert np.allclose(rank["losses"], rank["whole"], rtol=1e-6, atol=0)
+        assert rank["moved"]
+        passed, tolerance, verdict = rank["parity"]
+        assert passed, verdict
+        assert tolerance == 0.0
+        assert "bit-exact" in verdict
+    for rank in added:
+        assert max(rank["gaps"]) < 1e-6
+        assert rank["parity"][0], rank["parity"][2]
+    near, far = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    for order, expected in {"pipeline first": (near, far), "default": (far, near)}.items():
+        found = [rank[order] for rank in places]
+        assert (found[0]["data"], sorted(found[0]["pipe"])) == expected
         by_replica: dict[int, list[list[int]]] = {}
-        for rank, found in enumerate(layout):
-            assert rank in found["own"]
+        for number, rank in enumerate(found):
+            assert number in rank["own"]
             # Both stages of a pipeline see the same samples, other replicas see others.
-            assert by_replica.setdefault(found["replica"], found["samples"]) == found["samples"]
+            assert by_replica.setdefault(rank["replica"], rank["samples"]) == rank["samples"]
         samples = [index for seen in by_replica.values() for part in seen for index in part]
         assert sorted(samples) == list(range(16))

@@ -48,11 +48,6 @@ def test_stages_replicas_and_the_norm_of_all(on_ranks: Call) -> None:
         assert passed, verdict
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_norm_with_tied_weights_on_fewer_stages(on_ranks: Call, ranks: int) -> None:
-    assert_close(launched(on_ranks, ranks, cases.tied_weights)["tied_weights"])
-
-
 def test_ranks_that_share_the_optimizers_state(on_ranks: Call) -> None:
     training = (cases.sharded, cases.sharded_groups, cases.sharded_alone)
     training += (cases.plain_model, cases.plain_replicas)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
+from tests.fixtures import Call
 from tests.processes.axes.tensor_parallel_worker import compared
 
 
 @pytest.mark.parametrize("over", ["own", "gloo"])
-def test_two_members_are_the_dense_layers(on_ranks: Callable[..., Any], over: str) -> None:
+def test_two_members_are_the_dense_layers(on_ranks: Call, over: str) -> None:
     (gaps, bits), (other_gaps, other_bits) = on_ranks(compared, 2, over)
     for found in (gaps, other_gaps):
         assert len(found) == 58

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
+from tests.fixtures import Call
 from tests.processes.combinations.three_axes_worker import train
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBH1")
 
 
 @pytest.mark.timeout(400)
-def test_three_axes_are_the_single_model(on_ranks: Callable[..., Any]) -> None:
+def test_three_axes_are_the_single_model(on_ranks: Call) -> None:
     """With a tied embedding, dropout, recompute, AdamW and a clip by the global norm."""
     (single,) = train({"dp": 1, "mp": 1, "pp": 1}, ("1F1B",))
     first, *_ = on_ranks(train, 8, {"dp": 2, "mp": 2, "pp": 2}, SCHEDULES, timeout=240)

@@ -62,11 +62,6 @@ def test_the_sum_is_the_mean_times_the_number_of_micro_batches(
     assert summed["pipeline_loss"] != list(np.multiply(2, mean["pipeline_loss"]))
 
 
-def test_one_process_plays_more_ranks(launch: Launch, tmp_path: Path) -> None:
-    found = reported(launch, tmp_path, None, "--pp", "4", "--micro-batch-size", "4")
-    assert (found["ranks"], found["bit_exact"]) == (4, True)
-
-
 def test_replicas_agree_with_one_device_on_all_rows(launch: Launch, tmp_path: Path) -> None:
     found = reported(launch, tmp_path, 4, "--dp", "2")
     assert (found["ranks"], found["dp"]) == (2, 2)

@@ -24,7 +24,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import paddle
 from fleetpipe import fleet, static
 from fleetpipe.errors import FleetPipeError
-from tests.static.networks import ROWS, batches, mlp, strategy_of
+from tests.static.networks import ROWS, batches, executor_of, mlp, strategy_of
 
 rank, alone = int(os.environ.get("PADDLE_TRAINER_ID", "0")), "PADDLE_TRAINERS_NUM" not in os.environ
 paddle.enable_static()
@@ -36,8 +36,7 @@ strategy = strategy_of(timeout=40)
 fleet.distributed_optimizer(paddle.optimizer.Adam(0.05), strategy).minimize(loss)
 main = paddle.static.default_main_program()
 x, y = (next(value for value in main.list_vars() if value.name == name) for name in "xy")
-exe = paddle.static.Executor(paddle.CPUPlace())
-exe.run(paddle.static.default_startup_program())
+exe = executor_of()
 feeds = batches(3)
 told = {{}}
 

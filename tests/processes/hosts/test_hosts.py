@@ -169,5 +169,6 @@ def test_two_pods_of_kubernetes(pods: tuple[Host, ...], tmp_path: Path) -> None:
     launch(pods, TWO_HOSTS_WORKER, tmp_path, {}, told=told)
     found = reports(tmp_path, 2)
     assert [report["total"] for report in found] == [[2, 2, 2]] * 2
+    assert not any(report["sealed"] for report in found)
     assert [report["interface"] for report in found] == [pod.interface for pod in pods]
     assert found[0]["losses"] == found[1]["losses"]

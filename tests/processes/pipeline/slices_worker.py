@@ -2,8 +2,8 @@
 
 ``plain``: a model that is no pipeline, as Fleet's scripts write it, on dp x mp ranks or on one.
 ``pipeline``: parity, state and random streams of mp 2 x pp 2.
+``odd``: a size on the last stage that mp_degree does not divide; then the pipeline all the same.
 ``lost``: a member that fails in backward.
-``odd``: a size on the last stage that mp_degree does not divide.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def lost() -> tuple[str, str]:
     raise AssertionError("nothing was refused")
 
 
-def odd() -> tuple[str, str]:
-    """Builds what cannot be cut; the error."""
+def odd(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Builds what cannot be cut, and another pipeline; the error, and what that finds."""
     begin(mp=2, pp=2)
     hcg = fleet.get_hybrid_communicate_group()
     try:
@@ -231,6 +231,6 @@ def odd() -> tuple[str, str]:
             loss_fn=nn.MSELoss(),
         )
     except ConfigError as error:
-        wait_for_all()  # nobody leaves while others still begin
-        return type(error).__name__, str(error)
+        fleet.shutdown()
+        return str(error), pipeline(folder)
     raise AssertionError("nothing was refused")

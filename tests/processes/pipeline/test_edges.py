@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
+from tests.fixtures import Call
 from tests.processes.pipeline.edges_worker import everything
 
 
-def test_two_ranks_get_what_one_process_gets(on_ranks: Callable[..., Any]) -> None:
+def test_two_ranks_get_what_one_process_gets(on_ranks: Call) -> None:
     ranks = on_ranks(everything, 2)
     (alone,) = on_ranks(everything, None)
     # The uses of a tied weight, and replicas, are added up in another order.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import paddle
 
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.profiling import PipelinePlan, Profile
+from tests.fixtures import Call
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
 
 M = 4
@@ -30,7 +28,7 @@ def planned() -> tuple[str, str, list[list[float]]]:
         return profile.dumps(), plan.dumps(), losses
 
 
-def test_two_ranks_profile_plan_and_train(on_ranks: Callable[..., Any]) -> None:
+def test_two_ranks_profile_plan_and_train(on_ranks: Call) -> None:
     first, second = on_ranks(planned, 2)
     assert first == second
     profile, plan = Profile.loads(first[0]), PipelinePlan.loads(first[1])

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -16,6 +14,7 @@ from fleetpipe.schedules import names
 from fleetpipe.transport import ProcessGroupTransport
 from tests.dygraph import sliced
 from tests.dygraph.models import MODELS
+from tests.fixtures import Call
 from tests.launching import Finished, JobFailed
 from tests.pipelines import Trained, momentum, pipeline, sgd, train
 from tests.pipelines import batch as rows
@@ -53,7 +52,7 @@ def require_transport(name: str | None) -> None:
 
 @pytest.mark.parametrize(("ranks", "schedules"), [(2, ["1F1B", "ZBV"]), (4, names())])
 def test_every_schedule_has_the_bits_of_one_process(
-    on_ranks: Callable[..., Any], ranks: int, schedules: list[str]
+    on_ranks: Call, ranks: int, schedules: list[str]
 ) -> None:
     alone = trained(ranks, schedules, None)
     of_ranks = on_ranks(trained, ranks, ranks, schedules, "process_group", timeout=120)
@@ -81,14 +80,9 @@ def end_in_the_midst(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [
-        ("die", "PeerFailed: rank 1 died"),
-        ("sleep", "rank 0 waited 3 s for a message of rank 1"),
-    ],
+    [("die", "PeerFailed: rank 1 died"), ("sleep", "rank 0 waited 3 s for a message of rank 1")],
 )
-def test_what_a_rank_waits_for_is_named(
-    on_ranks: Callable[..., Any], how: str, message: str
-) -> None:
+def test_what_a_rank_waits_for_is_named(on_ranks: Call, how: str, message: str) -> None:
     env = {"FLEETPIPE_TRANSPORT": "process_group"}
     with pytest.raises(JobFailed) as failed:
         on_ranks(end_in_the_midst, 2, how, env=env, timeout=60)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import paddle
 import pytest
 from paddle import nn
 
@@ -20,49 +19,7 @@ from fleetpipe.schedules import build
 from fleetpipe.why import read_trace, steps_of
 from tests.engine.test_trace import actions
 from tests.launching import ROOT, Finished, JobFailed
-from tests.pipelines import batch, bits, job, mlp_and_sgd, pipeline, sgd
-
-
-def train_with_the_data_of_its_ends() -> dict[str, Any]:
-    """Trains, evaluates and copies; each rank is given what it needs of the data."""
-    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
-    paddle.seed(rank)
-    with mlp_and_sgd(3, micro_batches=4) as (model, optimizer):
-        losses = []
-        for step in range(4):
-            inputs, labels = batch(seed=step)
-            data: Any = [inputs, labels]
-            if "PADDLE_TRAINER_ID" in os.environ:
-                data = [[inputs, None], None, [None, labels]][rank]
-            losses.append(model.train_batch(data, optimizer).numpy().tobytes())
-        evaluated = model.eval_batch(batch(seed=9), compute_loss=True)
-        outputs = model.eval_batch(batch(seed=9))
-        state = model.layers.full_state_dict()
-        single = model.layers.single_model()
-        model.layers.copy_to(single)
-        model.layers.load_from(single)
-        return {
-            "losses": losses,
-            "evaluated": evaluated.numpy().tobytes(),
-            "outputs": [output.numpy().tobytes() for output in outputs],
-            "state": bits(state),
-            "own": sorted(model.layers.state_dict()),
-            "single": bits(single.state_dict()),
-            "held": model.peak_held,
-        }
-
-
-def test_three_ranks_and_one_process_agree_in_every_bit(on_ranks: Callable[..., Any]) -> None:
-    ranks = on_ranks(train_with_the_data_of_its_ends, 3)
-    alone = train_with_the_data_of_its_ends()
-    for rank in ranks:
-        for what in ("losses", "evaluated", "state", "single"):
-            assert rank[what] == alone[what]
-    assert [rank["outputs"] for rank in ranks] == [[], [], alone["outputs"]]
-    assert sorted(name for rank in ranks for name in rank["own"]) == sorted(alone["own"])
-    assert [rank["held"] for rank in ranks] == [{0: 3}, {1: 2}, {2: 1}]
-    assert len(set(alone["losses"])) == 4
-
+from tests.pipelines import batch, job, pipeline, sgd
 
 PARITY = """
 import sys

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from fleetpipe import parity
 from fleetpipe.schedules import names
 from tests.dygraph import sliced
 from tests.dygraph.models import MODELS
+from tests.fixtures import Call
 from tests.pipelines import model_in_job, momentum
 
 
@@ -30,9 +28,7 @@ def compared(ranks: int, model: str) -> dict[str, tuple[str, dict[int, int]]]:
 
 
 @pytest.mark.parametrize(("ranks", "model"), [(2, "convolutions"), (4, "gpt")])
-def test_every_schedule_is_bit_exact_on_real_ranks(
-    on_ranks: Callable[..., Any], ranks: int, model: str
-) -> None:
+def test_every_schedule_is_bit_exact_on_real_ranks(on_ranks: Call, ranks: int, model: str) -> None:
     for found in on_ranks(compared, ranks, ranks, model, timeout=280):
         assert set(found) == {*names()}
         for schedule, (verdict, held) in found.items():

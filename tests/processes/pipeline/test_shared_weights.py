@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import SharedLayerDesc
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS
+from tests.fixtures import Call
 from tests.pipelines import bits, job, pipeline
 
 
@@ -80,9 +80,7 @@ WEIGHT = "shared_layers.embed.table.weight"
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
-def test_three_copies_stay_equal_under_adamw(
-    on_ranks: Callable[..., Any], tmp_path: Path, schedule: str
-) -> None:
+def test_three_copies_stay_equal_under_adamw(on_ranks: Call, tmp_path: Path, schedule: str) -> None:
     ranks = on_ranks(trained, 3, tmp_path, schedule)
     files = sorted(path.name for path in (tmp_path / "layers").glob("layer*"))
     alone = trained(tmp_path, schedule)
