@@ -13,6 +13,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.dygraph.nest import mapped
+from tests.jobs import job
 
 CLASSES = 10
 
@@ -90,6 +91,21 @@ def trained(
             optimizer.clear_grad()
         differing += _different(f"step {step}", pipe.state_dict(), plain.state_dict())
     return Result(pipe, wrapped, plain, differing)
+
+
+def require_bits(
+    build: Callable[[], Any],
+    data: list[Any],
+    split_spec: Any = "auto",
+    schedule: str = "1F1B",
+    **options: Any,
+) -> Result:
+    """Trains in a job of as many stages as ``split_spec`` says, or two, with the plain bits."""
+    stages = 2 if split_spec == "auto" else len(split_spec) + 1
+    with job(stages // options.get("num_chunks", 1), options.get("micro_batches", 4), schedule):
+        done = trained(build, data, split_spec=split_spec, **options)
+    assert done.differing == []
+    return done
 
 
 def _micro_batches(data: list[Any], count: int) -> list[tuple[Any, Any]]:

@@ -11,7 +11,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
-from tests.capture.beside import trained
+from tests.capture.beside import require_bits
 from tests.dygraph.idioms import HOOKS, STOPS, hook, layers_of, linear
 from tests.pipelines import CLASSES, FEATURES, batch, job
 
@@ -23,16 +23,15 @@ IDIOMS = {**HOOKS, **STOPS}
 def test_what_is_done_around_layers_has_the_bits_of_the_plain_model(
     idiom: str, schedule: str
 ) -> None:
-    with job(2, 3, schedule):
-        done = trained(
-            lambda: nn.Sequential(*layers_of(IDIOMS[idiom])),
-            batch(3),
-            micro_batches=3,
-            steps=2,
-            split_spec=["2"],
-            verify=False,
-        )
-    assert done.differing == []
+    require_bits(
+        lambda: nn.Sequential(*layers_of(IDIOMS[idiom])),
+        batch(3),
+        ["2"],
+        micro_batches=3,
+        steps=2,
+        verify=False,
+        schedule=schedule,
+    )
 
 
 class Chain(nn.Layer):
@@ -64,16 +63,15 @@ def clip(h: Any) -> None:
 def test_what_is_done_to_a_value_in_a_later_stage_holds_in_all(
     change: Callable[[Any], None], schedule: str
 ) -> None:
-    with job(3, 3, schedule):
-        done = trained(
-            lambda: Chain(change),
-            batch(3),
-            micro_batches=3,
-            steps=2,
-            split_spec=["parts.2", "parts.3"],
-            verify=False,
-        )
-    assert done.differing == []
+    require_bits(
+        lambda: Chain(change),
+        batch(3),
+        ["parts.2", "parts.3"],
+        micro_batches=3,
+        steps=2,
+        verify=False,
+        schedule=schedule,
+    )
 
 
 def test_a_hook_is_left_out_where_layers_were_frozen_since() -> None:

@@ -13,7 +13,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import CaptureError
-from tests.capture.beside import trained
+from tests.capture.beside import require_bits
 from tests.jobs import job
 
 X = paddle.to_tensor(np.random.default_rng(0).standard_normal((8, 3)).astype("float32"))
@@ -159,9 +159,7 @@ WRITES = [
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
 def test_what_is_written_has_the_bits_of_the_plain_model(code: Code, schedule: str) -> None:
     """Each micro-batch finds what the one before has left, and backward what was there then."""
-    with job(2, 4, schedule):
-        done = trained(lambda: Net(code), [X, LABELS], split_spec=["last"], steps=2, verify=False)
-    assert done.differing == []
+    require_bits(lambda: Net(code), [X, LABELS], ["last"], steps=2, verify=False, schedule=schedule)
 
 
 def decays_its_own(self: Any, x: Any) -> Any:
@@ -175,9 +173,7 @@ def test_a_layer_of_the_users_may_write_into_what_it_has(code: Code, schedule: s
     def build() -> Any:
         return nn.Sequential(nn.Linear(3, 3), Within(code), nn.Linear(3, 3))
 
-    with job(2, 4, schedule):
-        done = trained(build, [X, LABELS], split_spec=["2"], steps=2, verify=False)
-    assert done.differing == []
+    require_bits(build, [X, LABELS], ["2"], steps=2, verify=False, schedule=schedule)
 
 
 @pytest.mark.parametrize("code", [*WRITES, decays_its_own])
@@ -340,8 +336,4 @@ def test_a_layer_with_a_buffer_is_computed_again_from_what_it_was() -> None:
     def build() -> Any:
         return nn.Sequential(nn.Linear(3, 3), Within(as_an_attribute), nn.Linear(3, 3))
 
-    with job(2):
-        done = trained(
-            build, [X, LABELS], split_spec=["2"], steps=2, recompute_interval=2, verify=False
-        )
-    assert done.differing == []
+    require_bits(build, [X, LABELS], ["2"], steps=2, recompute_interval=2, verify=False)

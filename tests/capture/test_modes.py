@@ -12,7 +12,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import CaptureError
-from tests.capture.beside import trained
+from tests.capture.beside import require_bits, trained
 from tests.jobs import job
 from tests.pipelines import sgd
 
@@ -87,9 +87,7 @@ def test_a_sublayers_own_train_is_heeded_as_far_as_paddle_calls_it() -> None:
     def build() -> Any:
         return Frozens(Block(), nn.Linear(3, 3), Block())
 
-    with job(2):
-        done = trained(build, [X, LABELS], split_spec=["2"], steps=2, verify=False)
-    assert done.differing == []
+    done = require_bits(build, [X, LABELS], ["2"], steps=2, verify=False)
     assert modes(done.pipe.plain) == modes(done.plain)
 
 
@@ -190,7 +188,5 @@ def test_in_a_sublayer_modes_may_be_switched() -> None:
     def build() -> Any:
         return nn.Sequential(nn.Linear(3, 3), Switched(), nn.Linear(3, 3))
 
-    with job(2):
-        done = trained(build, [X, LABELS], split_spec=["2"], steps=2, verify=False)
-    assert done.differing == []
+    done = require_bits(build, [X, LABELS], ["2"], steps=2, verify=False)
     assert modes(done.pipe.plain) == modes(done.plain)

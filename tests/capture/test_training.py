@@ -11,7 +11,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
-from tests.capture.beside import CLASSES, trained
+from tests.capture.beside import CLASSES, require_bits
 from tests.capture.models import Residual
 from tests.jobs import job
 from tests.pipelines import bits, sgd
@@ -41,35 +41,26 @@ def batch(rows: int) -> list[Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_gives_the_bits_of_the_plain_model(schedule: str) -> None:
     chunks = SCHEDULES[schedule]
-    with job(2, 4, schedule):
-        done = trained(
-            lambda: Residual(dropout=0.0),
-            batch(8),
-            split_spec=CUTS[chunks],
-            num_chunks=chunks,
-            verify=False,
-        )
-    assert done.differing == []
+    done = require_bits(
+        lambda: Residual(dropout=0.0),
+        batch(8),
+        CUTS[chunks],
+        num_chunks=chunks,
+        verify=False,
+        schedule=schedule,
+    )
     split = schedule in ("ZBH1", "ZBV", "DualPipeV")
     assert len(done.model.deferral_report().deferred) == (20 if split else 0)
 
 
 def test_recompute_gives_the_bits_of_the_plain_model() -> None:
-    with job(2):
-        done = trained(
-            lambda: Residual(dropout=0.0),
-            batch(8),
-            split_spec=["blocks.4"],
-            recompute_interval=3,
-            verify=False,
-        )
-    assert done.differing == []
+    require_bits(
+        lambda: Residual(dropout=0.0), batch(8), ["blocks.4"], recompute_interval=3, verify=False
+    )
 
 
 def test_dropouts_have_the_bits_of_the_plain_model_under_the_same_keys() -> None:
-    with job(2):
-        done = trained(Residual, batch(8), split_spec=["blocks.4"], keyed=True, verify=False)
-    assert done.differing == []
+    require_bits(Residual, batch(8), ["blocks.4"], keyed=True, verify=False)
 
 
 def _after(split_spec: list[str], **options: Any) -> tuple[bytes, dict[str, bytes]]:

@@ -20,9 +20,8 @@ from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.errors import ConfigError, PartitionError
 from fleetpipe.profiling import LayerCost, Profile
-from tests.capture.beside import images, trained
+from tests.capture.beside import images, require_bits
 from tests.capture.models import UNet
-from tests.jobs import job
 
 
 class Norms(nn.Layer):  # type: ignore[misc]
@@ -176,9 +175,7 @@ def test_nodes_that_write_in_place_are_measured(write: Callable[[Any], Any]) -> 
     found = fleetpipe.explain(Writes(write), inputs, measure=True)
     assert found.costs is not None
     assert all(cost.forward > 0 for cost in found.costs)
-    with job(2):
-        done = trained(lambda: Writes(write), [inputs, inputs], loss_fn=lambda out, _: out.mean())
-    assert done.differing == []
+    require_bits(lambda: Writes(write), [inputs, inputs], loss_fn=lambda out, _: out.mean())
 
 
 def test_nodes_that_do_the_same_cost_the_same() -> None:
@@ -201,9 +198,7 @@ def test_nodes_that_do_the_same_cost_the_same() -> None:
 
 
 def test_auto_is_what_a_pipeline_does_by_default() -> None:
-    with job(2):
-        done = trained(UNet, images(8, 16), loss_fn=lambda out, _: out.mean(), steps=1)
-    assert done.differing == []
+    done = require_bits(UNet, images(8, 16), loss_fn=lambda out, _: out.mean(), steps=1)
     assert done.pipe.choice.bottleneck >= done.pipe.choice.bound
     assert "no cut below" in str(done.pipe.choice)
 

@@ -78,8 +78,7 @@ def words() -> Any:
 
 
 MODELS = pytest.mark.parametrize(
-    ("build", "data", "cut"),
-    [(ViT, picture, "blocks.2"), (Positioned, words, "blocks.2")],
+    ("build", "data", "cut"), [(ViT, picture, "blocks.2"), (Positioned, words, "blocks.2")]
 )
 
 

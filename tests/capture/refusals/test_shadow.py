@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,15 @@ from fleetpipe.capture.running import host_memory, stages
 from fleetpipe.errors import BoundaryError, CaptureError, ConfigError
 from fleetpipe.paddle_api.optimizer import learning_rate_of
 from tests.fixtures import LogCapture, Patch
+from tests.jobs import job
 
 ROWS = 8
+
+
+@pytest.fixture(autouse=True)
+def _two_stages() -> Iterator[None]:
+    with job(2):
+        yield
 
 
 class Gated(nn.Layer):  # type: ignore[misc]
@@ -37,10 +45,6 @@ def data(seed: int) -> list[Any]:
 
 
 def wrapped(build: Any = Gated, **options: Any) -> tuple[Any, Any, Any]:
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"pp_degree": 2}
-    strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
-    fleet.init(is_collective=True, strategy=strategy)
     paddle.seed(0)
     options = {"split_spec": ["second"], "loss_fn": nn.MSELoss(), **options}
     pipe = fleetpipe.pipeline(build(), data(0)[0][:2], **options)
@@ -58,7 +62,6 @@ def test_it_ends_after_two_batches_and_says_what_it_cost(caplog: LogCapture) -> 
         model.train_batch(data(step), optimizer, rate)
         said = "the first 2 batches were trained beside the untouched model" in caplog.text
         assert said == (step >= 1)
-    fleet.shutdown()
 
 
 @pytest.mark.parametrize("batch", [0, 1])
@@ -94,7 +97,6 @@ def test_a_difference_ends_the_job_before_the_parameters_change(batch: int) -> N
     assert f"{__file__}:{plain.co_firstlineno + 1}" in text
     for name, numbers in before.items():
         assert np.array_equal(pipe.state_dict()[name].numpy(), numbers), name
-    fleet.shutdown()
 
 
 def test_the_optimizers_update_is_compared(monkeypatch: Patch) -> None:
@@ -111,7 +113,6 @@ def test_the_optimizers_update_is_compared(monkeypatch: Patch) -> None:
     with pytest.raises(CaptureError, match=r"the update of first\.weight differs"):
         model.train_batch(data(0), optimizer)
     assert np.array_equal(pipe.plain.first.weight.numpy(), before)
-    fleet.shutdown()
 
 
 def test_a_model_that_finds_no_room_is_not_called_equal(
@@ -124,7 +125,6 @@ def test_a_model_that_finds_no_room_is_not_called_equal(
     said = caplog.text
     assert "the first batches are not shadowed by the plain model: the model needs about" in said
     assert "trained alike" not in said
-    fleet.shutdown()
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -133,7 +133,6 @@ def test_it_is_left_out_where_nobody_asks(verify: bool, caplog: LogCapture) -> N
     for step in range(2):
         model.train_batch(data(step), optimizer)
     assert "untouched" not in caplog.text
-    fleet.shutdown()
 
 
 def test_verify_takes_three_values() -> None:
@@ -155,6 +154,7 @@ def test_a_gradient_that_is_rounding_alone_is_no_difference() -> None:
             weights = nn.functional.softmax(query @ key.transpose([0, 2, 1]), -1)
             return self.out(weights @ value + x)
 
+    fleet.shutdown()  # a pipeline outside a job has any number of stages
     paddle.seed(0)
     proof = fleetpipe.pipeline(
         Attention(), paddle.randn([2, 5, 8]), split_spec=["key", "out"]
@@ -171,7 +171,6 @@ def test_the_optimizers_state_has_the_names_of_a_plain_models() -> None:
     names = [name for name in optimizer.state_dict() if "moment" in name]
     assert len(names) == 12
     assert all(name.endswith("_0") for name in names), names
-    fleet.shutdown()
 
 
 class Assigns(Gated):
@@ -201,7 +200,6 @@ def test_plain_models_pass(build: Any, caplog: LogCapture) -> None:
     for step in range(2):
         model.train_batch(data(step), optimizer)
     assert "trained alike" in caplog.text
-    fleet.shutdown()
 
 
 def test_a_copy_without_the_hooks_of_parameters_is_no_measure(caplog: LogCapture) -> None:
@@ -213,7 +211,6 @@ def test_a_copy_without_the_hooks_of_parameters_is_no_measure(caplog: LogCapture
     _, model, optimizer = wrapped(build)
     model.train_batch(data(0), optimizer)
     assert "not shadowed by the plain model: a parameter has a hook" in caplog.text
-    fleet.shutdown()
 
 
 def test_a_step_that_the_user_has_put_on_the_optimizer_is_taken_once() -> None:
@@ -228,7 +225,6 @@ def test_a_step_that_the_user_has_put_on_the_optimizer_is_taken_once() -> None:
     for number in range(2):
         model.train_batch(data(number), optimizer)
     assert calls == [2]
-    fleet.shutdown()
 
 
 def test_a_layer_that_is_frozen_between_the_first_batches_is_no_difference() -> None:
@@ -237,7 +233,6 @@ def test_a_layer_that_is_frozen_between_the_first_batches_is_no_difference() -> 
         model.train_batch(data(step), optimizer)
         for parameter in pipe.plain.first.parameters():
             parameter.stop_gradient = True
-    fleet.shutdown()
 
 
 def test_a_hook_that_reaches_into_the_model_is_no_measure(caplog: LogCapture) -> None:
@@ -252,7 +247,6 @@ def test_a_hook_that_reaches_into_the_model_is_no_measure(caplog: LogCapture) ->
     _, model, optimizer = wrapped(build)
     model.train_batch(data(0), optimizer)
     assert "a function of first holds on to what a copy has anew" in caplog.text
-    fleet.shutdown()
 
 
 def test_a_loss_by_the_input_is_refused_with_its_line() -> None:
@@ -269,4 +263,3 @@ def test_a_loss_by_the_input_is_refused_with_its_line() -> None:
     line = loss.__code__.co_firstlineno + 1
     assert f"{__file__}:{line}" in str(caught.value)
     assert "create_graph=True" in str(caught.value)
-    fleet.shutdown()
