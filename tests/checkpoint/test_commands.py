@@ -15,6 +15,7 @@ import fleetpipe
 from fleetpipe.checkpoint.files import manifest
 from fleetpipe.cli import main
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.fixtures import Capture
 from tests.ground.test_without_paddle import without_paddle
 from tests.pipelines import bits, job, mlp_layers, pipeline
 
@@ -35,13 +36,13 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+def said(capsys: Capture, *words: object, code: int = 0) -> str:
     assert main(["checkpoint", *map(str, words)]) == code
     output = capsys.readouterr()
     return output.out if code < 2 else output.err
 
 
-def test_ls_and_show(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_and_show(home: Path, capsys: Capture) -> None:
     first, second = said(capsys, "ls", home).splitlines()
     assert said(capsys, "list", home).splitlines() == [first, second]
     assert first.split()[0] == "1"
@@ -72,7 +73,7 @@ def test_ls_and_show(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ids=str,
 )
 def test_values_of_other_kinds_with_a_right_checksum_are_damage(
-    home: Path, place: list[str], wrong: object, capsys: pytest.CaptureFixture[str]
+    home: Path, place: list[str], wrong: object, capsys: Capture
 ) -> None:
     file = home / "step-00000001" / "manifest.json"
     contents = json.loads(file.read_text())
@@ -90,7 +91,7 @@ def test_values_of_other_kinds_with_a_right_checksum_are_damage(
         assert len(output.err.splitlines()) <= 8
 
 
-def test_verify_names_what_is_damaged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_what_is_damaged(home: Path, capsys: Capture) -> None:
     assert said(capsys, "verify", home) == "step-00000001: whole\nstep-00000002: whole\n"
     path = home / "step-00000002" / "model-00001-of-00001.safetensors"
     content = bytearray(path.read_bytes())
@@ -105,7 +106,7 @@ def test_verify_names_what_is_damaged(home: Path, capsys: pytest.CaptureFixture[
     assert "damaged: manifest.json is not" in said(capsys, "ls", home)
 
 
-def test_diff_names_the_first_tensor(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_names_the_first_tensor(home: Path, capsys: Capture) -> None:
     steps = [home / f"step-{step:08d}" for step in (1, 2)]
     assert said(capsys, "diff", steps[0], steps[0]) == "all tensors have the same bits\n"
     told = said(capsys, "diff", *steps, code=1)
@@ -118,7 +119,7 @@ def test_diff_names_the_first_tensor(home: Path, capsys: pytest.CaptureFixture[s
     assert "float32 of shape [3] and bfloat16 of shape [3]" in told
 
 
-def test_merge_makes_one_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_makes_one_file(home: Path, capsys: Capture) -> None:
     for name in ("all.safetensors", "all.pdparams"):
         said(capsys, "merge", home, home.parent / name)
     merged = load_file(home.parent / "all.safetensors")
@@ -131,9 +132,7 @@ def test_merge_makes_one_file(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "takes one path" in said(capsys, "ls", home, home, code=2)
 
 
-def test_fleets_layer_files_are_read_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fleets_layer_files_are_read_and_written(tmp_path: Path, capsys: Capture) -> None:
     layers = [*mlp_layers(), LayerDesc(nn.LayerNorm, 4)]
     ours, theirs, again = (tmp_path / name for name in ("ours", "theirs", "again"))
     with job(2):

@@ -44,11 +44,7 @@ class Run:
         adamw = paddle.optimizer.AdamW(self.rate, parameters=self.model.parameters())
         self.optimizer = fleet.distributed_optimizer(adamw)
         self.manager = fleetpipe.CheckpointManager(folder)
-        self.objects = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.rate,
-        }
+        self.objects = {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.rate}
 
     def train(self, steps: range) -> list[bytes]:
         losses = [

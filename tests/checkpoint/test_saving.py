@@ -23,6 +23,7 @@ from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.transport.wire import bridge
+from tests.fixtures import Call, LogCapture, Patch
 from tests.launching import ROOT, Finished
 from tests.pipelines import batch, bits, job, mlp_and_sgd, pipeline, sgd
 
@@ -91,7 +92,7 @@ def test_what_is_not_a_number_is_never_the_best(tmp_path: Path, mode: str) -> No
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_latest_is_the_step_that_was_saved_last(
-    tmp_path: Path, in_background: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, in_background: bool, caplog: LogCapture
 ) -> None:
     manager = fleetpipe.CheckpointManager(
         tmp_path, max_to_keep=3, best=("loss", "min"), async_save=in_background
@@ -138,9 +139,7 @@ def test_values_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("step*"))
 
 
-def test_a_copy_is_written_while_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_is_written_while_training_goes_on(tmp_path: Path, monkeypatch: Patch) -> None:
     go_on = threading.Event()
     write_at = tensors.write_at
     nice = set()
@@ -185,7 +184,7 @@ def test_copies_lie_in_the_same_memory_from_save_to_save() -> None:
     assert [copy for _, copy in taken(twos, ones)] == [twos.tobytes(), ones.tobytes()]
 
 
-def test_bytes_of_a_copy_live_as_long_as_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_a_copy_live_as_long_as_they_are_used(monkeypatch: Patch) -> None:
     # As a tensor on a GPU has it: its bytes on the host are those of a copy.
     monkeypatch.setattr(bridge, "plain", lambda tensors: [one.clone() for one in tensors])
     memory = host_memory.bytes_of(Held(paddle.full([12], 3.0)))
@@ -194,7 +193,7 @@ def test_bytes_of_a_copy_live_as_long_as_they_are_used(monkeypatch: pytest.Monke
 
 
 def test_ranks_meet_twice_in_a_save_of_what_they_held_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     together = Ranks.together
     meetings: list[str] = []
@@ -211,7 +210,7 @@ def test_ranks_meet_twice_in_a_save_of_what_they_held_before(
 
 
 def test_a_with_waits_for_what_is_saved_and_hides_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: LogCapture
 ) -> None:
     made = model(1.0)
     with fleetpipe.CheckpointManager(tmp_path, async_save=True) as manager:
@@ -240,7 +239,7 @@ def test_a_with_waits_for_what_is_saved_and_hides_no_error(
 
 
 def test_a_full_disk_is_told_at_the_next_step_and_training_may_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     made = model(1.0)
     manager = fleetpipe.CheckpointManager(tmp_path, async_save=True)
@@ -296,9 +295,7 @@ def save_on_a_full_disk(home: Path) -> tuple[list[Any], list[list[int]], list[fl
     return told, steps, losses
 
 
-def test_a_full_disk_of_one_rank_fails_the_save_on_all(
-    on_ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_full_disk_of_one_rank_fails_the_save_on_all(on_ranks: Call, tmp_path: Path) -> None:
     first, other = on_ranks(save_on_a_full_disk, 2, tmp_path)
     for report in (first, other):
         report[1][1] = [step for step in report[1][1] if step < 9]  # still being written, or not
@@ -348,9 +345,7 @@ def save_apart(homes: Path) -> None:
         assert manager.steps() == ([] if rank else [1, 2, 4])
 
 
-def test_ranks_that_share_no_disk_save_on_that_of_the_first(
-    on_ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_ranks_that_share_no_disk_save_on_that_of_the_first(on_ranks: Call, tmp_path: Path) -> None:
     on_ranks(save_apart, 2, tmp_path)
     with job():
         paddle.seed(1)

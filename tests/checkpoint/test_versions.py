@@ -1,8 +1,9 @@
-"""Every Paddle writes the same bytes for the same run, so that each reads what others wrote."""
+"""Every Paddle writes the same bytes for the same run; random states come back from text."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import paddle
 from paddle import nn
 
 import fleetpipe
+from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.paddle_api.optimizer import create_state, master_weight_of, state_of
 
 #: Of paddlepaddle 2.6.2 and 3.3.1.
@@ -61,3 +63,29 @@ def test_the_files_are_the_same_under_every_paddle(tmp_path: Path) -> None:
     manager.save(3, **other, extra={"epoch": 3})
     for path in (tmp_path / "step-00000002").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "step-00000003" / path.name).read_bytes()
+
+
+def test_states_come_back_from_text() -> None:
+    def drawn() -> tuple[list[float], float, float]:
+        return paddle.randn([5]).tolist(), float(np.random.standard_normal()), random.gauss(0, 1)
+
+    drawn()  # an odd number of Gaussians: each generator has one to spare
+    text = json.dumps(training_state.random_states())
+    expected = drawn()
+    paddle.seed(3)
+    drawn()
+    training_state.set_random_states(json.loads(text))
+    assert drawn() == expected
+
+
+def test_a_state_far_from_its_seed_comes_back() -> None:
+    paddle.seed(7)
+    paddle.rand([2_000_003])
+    states = json.dumps(training_state.random_states())
+    expected = paddle.rand([5]).tolist()
+    paddle.seed(8)
+    training_state.set_random_states(json.loads(states))
+    assert paddle.rand([5]).tolist() == expected
+    assert training_state.random_states() != json.loads(states)
+    training_state.set_random_states(json.loads(states))
+    assert training_state.random_states() == json.loads(states)

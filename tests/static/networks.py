@@ -89,6 +89,16 @@ def batches(steps: int, micro_batches: int = MICRO_BATCHES) -> list[dict[str, np
     ]
 
 
+def executor_of(loss: Any = None, strategy: Any = None, optimizer: Any = None) -> Any:
+    """Minimizes the loss, if there is one, by SGD if by nothing else; runs the startup program."""
+    if loss is not None:
+        optimizer = optimizer or paddle.optimizer.SGD(0.1)
+        fleet.distributed_optimizer(optimizer, strategy).minimize(loss)
+    exe = paddle.static.Executor(paddle.CPUPlace())
+    exe.run(paddle.static.default_startup_program())
+    return exe
+
+
 def pipelined(
     build: Build, make: Make, feeds: Sequence[dict[str, np.ndarray]], strategy: Any
 ) -> tuple[list[Any], dict[str, np.ndarray]]:
@@ -98,10 +108,8 @@ def pipelined(
         with begun(strategy):
             fetches = build()
             optimizer = make()
-            fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
+            exe = executor_of(fetches[0], strategy, optimizer)
             main = paddle.static.default_main_program()
-            exe = paddle.static.Executor(paddle.CPUPlace())
-            exe.run(paddle.static.default_startup_program())
             results = []
             for feed in feeds:
                 results.append(exe.run(main, feed=feed, fetch_list=list(fetches)))

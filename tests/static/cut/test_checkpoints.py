@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import name_of, pipeline_of, state_dict
+from tests.fixtures import Call
 from tests.static.networks import (
     CLASSES,
     FEATURES,
@@ -24,6 +25,7 @@ from tests.static.networks import (
     assert_same,
     batches,
     data,
+    executor_of,
     static_mode,
     strategy_of,
 )
@@ -74,9 +76,7 @@ def by_optimizer(strategy: Any, optimizer: Any, checkpoints: list[Any]) -> Any:
 
 
 @contextmanager
-def minimized(
-    mark: Callable[..., Any], build: Callable[..., Any] = deep, **own: Any
-) -> Iterator[Any]:
+def minimized(mark: Call, build: Call = deep, **own: Any) -> Iterator[Any]:
     """A network as a pipeline that was started; yields its executor and its fetches."""
     with static_mode():
         paddle.seed(7)
@@ -85,15 +85,11 @@ def minimized(
         checkpoints: list[Any] = []
         fetches = build(checkpoints)
         optimizer = mark(strategy, paddle.optimizer.Momentum(0.1, 0.9), checkpoints)
-        fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
-        exe = paddle.static.Executor(paddle.CPUPlace())
-        exe.run(paddle.static.default_startup_program())
+        exe = executor_of(fetches[0], strategy, optimizer)
         yield exe, fetches
 
 
-def trained(
-    mark: Callable[..., Any], fetch: int, **own: Any
-) -> tuple[list[bytes], dict[str, np.ndarray]]:
+def trained(mark: Call, fetch: int, **own: Any) -> tuple[list[bytes], dict[str, np.ndarray]]:
     with minimized(mark, **own) as (exe, fetches):
         found = [exe.run(feed=feed, fetch_list=fetches[:fetch]) for feed in batches(3)]
         return [value.tobytes() for values in found for value in values], state_dict()
@@ -106,7 +102,7 @@ SPLIT = [(by_strategy, "ZBH1")] if is_pir(paddle.static.Program()) else []
 @pytest.mark.parametrize(
     ("mark", "schedule"), [(by_optimizer, "F-then-B"), (by_strategy, "1F1B"), *SPLIT]
 )
-def test_recompute_changes_no_bit(mark: Callable[..., Any], schedule: str) -> None:
+def test_recompute_changes_no_bit(mark: Call, schedule: str) -> None:
     expected, expected_state = trained(without, 2, schedule=schedule)
     found, state = trained(mark, 2, schedule=schedule)
     assert found == expected
@@ -132,7 +128,7 @@ def held_bytes(exe: Any, fetches: Sequence[Any]) -> list[int]:
     return list(found.values())
 
 
-def held(mark: Callable[..., Any]) -> list[int]:
+def held(mark: Call) -> list[int]:
     with minimized(mark) as (exe, fetches):
         return held_bytes(exe, fetches)
 
@@ -157,9 +153,7 @@ def test_a_named_value_can_be_fetched_by_its_name() -> None:
         fleet.init(is_collective=True, strategy=strategy)
         loss, logits = deep([])
         name = name_of(logits)
-        fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy).minimize(loss)
-        exe = paddle.static.Executor(paddle.CPUPlace())
-        exe.run(paddle.static.default_startup_program())
+        exe = executor_of(loss, strategy)
         assert exe.run(feed=batches(1)[0], fetch_list=[name])[0].shape == (2 * MICRO_BATCHES, 4)
 
 

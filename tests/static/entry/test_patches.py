@@ -18,7 +18,7 @@ from fleetpipe.errors import ConfigError, ScheduleError, StateError
 from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import StaticOptimizer, install, pipeline_of, uninstall
 from tests.jobs import begun
-from tests.static.networks import batches, mlp, static_mode, strategy_of
+from tests.static.networks import batches, executor_of, mlp, static_mode, strategy_of
 
 
 def places() -> list[Any]:
@@ -52,8 +52,7 @@ def test_a_program_without_a_pipeline_runs_as_before() -> None:
     with static_mode():
         x = paddle.static.data("x", [-1, 2])
         y = nn.functional.relu(x)
-        exe = paddle.static.Executor(paddle.CPUPlace())
-        exe.run(paddle.static.default_startup_program())
+        exe = executor_of()
         fed = np.array([[-1.0, 2.0]], "float32")
         assert exe.run(feed={"x": fed}, fetch_list=[y])[0].tolist() == [[0.0, 2.0]]
         (tensor,) = exe.run(
@@ -69,8 +68,7 @@ def test_a_guarded_program_without_a_pipeline_can_be_saved(tmp_path: Path) -> No
         with device_guard("gpu:0"):
             x = paddle.static.data("x", [-1, 2])
             y = nn.Linear(2, 3)(x)
-        exe = paddle.static.Executor(paddle.CPUPlace())
-        exe.run(paddle.static.default_startup_program())
+        exe = executor_of()
         paddle.static.save_inference_model(str(tmp_path / "net"), [x], [y], exe)
         program, _, targets = paddle.static.load_inference_model(str(tmp_path / "net"), exe)
         fed = {"x": np.ones((1, 2), "float32")}
@@ -101,8 +99,7 @@ def minimized(strategy: Any, build: Any = None) -> Any:
 def test_the_strategy_may_come_after_init() -> None:
     with static_mode(), begun():
         loss = minimized(strategy_of())[0]
-        exe = paddle.static.Executor(paddle.CPUPlace())
-        exe.run(paddle.static.default_startup_program())
+        exe = executor_of()
         assert exe.run(feed=batches(1)[0], fetch_list=[loss])[0] > 0
         hcg = fleet.get_hybrid_communicate_group()
         assert hcg.get_pipe_parallel_world_size() == 2
@@ -111,8 +108,7 @@ def test_the_strategy_may_come_after_init() -> None:
 def test_a_clone_runs_as_one_program_in_one_process() -> None:
     with static_mode(), begun(strategy_of()):
         minimized(strategy_of())
-        exe = paddle.static.Executor(paddle.CPUPlace())
-        exe.run(paddle.static.default_startup_program())
+        exe = executor_of()
         clone = paddle.static.default_main_program().clone()
         target = clone.global_block().all_parameters()[0]
         before, after = (exe.run(clone, feed=batches(1)[0], fetch_list=[target]) for _ in "ab")
@@ -131,24 +127,17 @@ def test_a_pipeline_ends_with_its_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "words"),
-    [("Seq1F1B", "cuts sequences into slices"), ("1F2B", "there is no schedule")],
+    ("options", "words"),
+    [
+        ({"schedule": "Seq1F1B"}, "cuts sequences into slices"),
+        ({"schedule": "1F2B"}, "there is no schedule"),
+        ({"post_validation": True}, "post_validation is for dynamic graph"),
+        ({"guards": 10}, "guards is for dynamic graph"),
+    ],
 )
-def test_schedules_that_are_refused(mode: str, words: str) -> None:
-    with static_mode():
-        strategy = fleet.DistributedStrategy()
-        strategy.pipeline = True
-        strategy.pipeline_configs = {"accumulate_steps": 4, "schedule_mode": mode}
-        with begun(), pytest.raises(ConfigError, match=words):
-            minimized(strategy, mlp(2))
-
-
-@pytest.mark.parametrize("options", [{"post_validation": True}, {"guards": 10}])
-def test_options_of_dynamic_graph_are_refused(options: dict[str, Any]) -> None:
-    with static_mode():
-        fleet.init(is_collective=True)
-        with pytest.raises(ConfigError, match=f"{next(iter(options))} is for dynamic graph"):
-            minimized(strategy_of(**options))
+def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
+    with static_mode(), begun(), pytest.raises(ConfigError, match=words):
+        minimized(strategy_of(**options))
 
 
 def test_a_memory_cap_in_bytes_is_compared_with_bytes() -> None:
@@ -201,14 +190,6 @@ def rowwise() -> Any:
         return [paddle.mean(nn.Linear(8, 2)(hidden), axis=1)]
 
 
-def test_a_loss_of_several_elements_is_refused() -> None:
-    with static_mode():
-        fleet.init(is_collective=True)
-        words = r"one element(?s:.*)shape \[-1\](?s:.*)paddle\.mean"
-        with pytest.raises(ConfigError, match=words):
-            minimized(strategy_of(), rowwise)
-
-
 def test_clipping_by_value_that_paddle_lacks_is_refused() -> None:
     with static_mode():
         if not is_pir(paddle.static.default_main_program()):
@@ -248,7 +229,12 @@ def sparse() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("build", "words"), [(through_control_flow, "through control flow"), (sparse, "is sparse")]
+    ("build", "words"),
+    [
+        (through_control_flow, "through control flow"),
+        (sparse, "is sparse"),
+        (rowwise, r"one element(?s:.*)shape \[-1\](?s:.*)paddle\.mean"),
+    ],
 )
 def test_what_a_pipeline_cannot_cut(build: Any, words: str) -> None:
     with static_mode():

@@ -23,6 +23,7 @@ from tests.static.networks import (
     ROWS,
     batches,
     data,
+    executor_of,
     mlp,
     static_mode,
     strategy_of,
@@ -37,10 +38,7 @@ def running(build: Any = None, **own: Any) -> Iterator[Any]:
         strategy = strategy_of(**own)
         with begun(strategy):
             fetches = (build or mlp(2))()
-            optimizer = paddle.optimizer.SGD(0.1)
-            fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
-            exe = paddle.static.Executor(paddle.CPUPlace())
-            exe.run(paddle.static.default_startup_program())
+            exe = executor_of(fetches[0], strategy)
             yield exe, fetches
 
 

@@ -19,7 +19,7 @@ from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import full_state_dict, state_dict
 from tests.fixtures import Call, Launch
 from tests.launching import ROOT, Finished, JobFailed
-from tests.static.networks import MICRO_BATCHES, batches, mlp, strategy_of, unsplit
+from tests.static.networks import MICRO_BATCHES, batches, executor_of, mlp, strategy_of, unsplit
 
 
 def trained(
@@ -45,9 +45,7 @@ def trained(
             parameter.need_clip = parameter.name != "linear_0.w_0"
     grad_clip = nn.ClipGradByGlobalNorm(clip) if clip else None
     optimizer = paddle.optimizer.Momentum(0.1, 0.9, grad_clip=grad_clip)
-    fleet.distributed_optimizer(optimizer, strategy).minimize(loss)
-    exe = paddle.static.Executor(paddle.CPUPlace())
-    exe.run(paddle.static.default_startup_program())
+    exe = executor_of(loss, strategy, optimizer)
     losses, shapes = [], []
     for batch in batches(3, MICRO_BATCHES * replicas):
         feed = {name: np.split(array, replicas)[rank // stages] for name, array in batch.items()}
@@ -120,9 +118,7 @@ def dying() -> None:
     strategy = strategy_of("1F1B", timeout=60)
     fleet.init(is_collective=True, strategy=strategy)
     loss = mlp(2)()[0]
-    fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy).minimize(loss)
-    exe = paddle.static.Executor(paddle.CPUPlace())
-    exe.run(paddle.static.default_startup_program())
+    exe = executor_of(loss, strategy)
     for step, feed in enumerate(batches(5)):
         if step == 2 and os.environ["PADDLE_TRAINER_ID"] == "1":
             os._exit(9)

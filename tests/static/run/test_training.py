@@ -1,7 +1,9 @@
-"""A static pipeline and the unsplit program give the same bits: losses, parameters, statistics."""
+"""A static pipeline has the bits of the unsplit program, and a trace of its actions."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,11 @@ import pytest
 from paddle import nn
 from paddle.static import device_guard
 
+from fleetpipe import fleet
 from fleetpipe.paddle_api.static import is_pir
+from fleetpipe.schedules import build
+from tests.engine.test_trace import actions
+from tests.fixtures import LogCapture
 from tests.static.networks import (
     CLASSES,
     FEATURES,
@@ -18,8 +24,10 @@ from tests.static.networks import (
     assert_same,
     batches,
     data,
+    executor_of,
     mlp,
     pipelined,
+    static_mode,
     strategy_of,
     unsplit,
 )
@@ -296,3 +304,17 @@ def test_dropout_in_several_stages_does_not_depend_on_the_schedule() -> None:
     for losses, state in others:
         assert [one[0].tobytes() for one in losses] == [one[0].tobytes() for one in first[0]]
         assert_same(state, first[1])
+
+
+def test_a_trace_has_the_actions_of_the_schedule(tmp_path: Path, caplog: LogCapture) -> None:
+    with static_mode():
+        strategy = strategy_of(trace=str(tmp_path / "new"))
+        fleet.init(is_collective=True, strategy=strategy)
+        loss = mlp(2)()[0]
+        exe = executor_of(loss, strategy)
+        for feed in batches(2):
+            exe.run(feed=feed, fetch_list=[loss])
+    assert "trace of 2 of 2 steps" in caplog.text
+    document = json.loads((tmp_path / "new" / "trace.json").read_text())
+    rows = build("1F1B", ranks=2, micro_batches=4).actions
+    assert actions(document, 2) == [[str(action) for action in row] * 2 for row in rows]

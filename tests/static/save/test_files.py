@@ -14,7 +14,7 @@ from paddle import nn
 from fleetpipe import fleet
 from fleetpipe.errors import CheckpointError
 from fleetpipe.static import state_dict
-from tests.static.networks import assert_same, batches, static_mode
+from tests.static.networks import assert_same, batches, executor_of, static_mode
 from tests.static.save.test_state import started, train
 
 
@@ -66,8 +66,7 @@ def test_other_programs_are_saved_and_loaded_as_before(tmp_path: Path) -> None:
         fleet.init(is_collective=True)
         y = nn.Linear(2, 3)(paddle.static.data("x", [-1, 2]))
         main = paddle.static.default_main_program()
-        exe = paddle.static.Executor(paddle.CPUPlace())
-        exe.run(paddle.static.default_startup_program())
+        exe = executor_of()
         fed = {"x": np.ones((1, 2), "float32")}
         expected = exe.run(feed=fed, fetch_list=[y])[0]
         paddle.static.save(main, path)

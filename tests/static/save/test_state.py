@@ -19,6 +19,7 @@ from tests.static.networks import (
     FEATURES,
     assert_same,
     batches,
+    executor_of,
     mlp,
     static_mode,
     strategy_of,
@@ -31,10 +32,7 @@ def started(seed: int = 7) -> Any:
     fleet.init(is_collective=True, strategy=strategy_of())
     fetches = mlp(2, norm=True)()
     optimizer = paddle.optimizer.Adam(0.05)
-    fleet.distributed_optimizer(optimizer, strategy_of()).minimize(fetches[0])
-    exe = paddle.static.Executor(paddle.CPUPlace())
-    exe.run(paddle.static.default_startup_program())
-    return exe, fetches
+    return executor_of(fetches[0], strategy_of(), optimizer), fetches
 
 
 def train(exe: Any, loss: Any, feeds: list[Any]) -> list[Any]:
@@ -159,10 +157,7 @@ def test_a_dynamic_model_and_the_pipeline_have_the_same_losses() -> None:
         paddle.seed(1)
         fleet.init(is_collective=True, strategy=strategy_of())
         loss = in_two_stages()
-        sgd = paddle.optimizer.SGD(0.1)
-        fleet.distributed_optimizer(sgd, strategy_of()).minimize(loss)
-        exe = paddle.static.Executor(paddle.CPUPlace())
-        exe.run(paddle.static.default_startup_program())
+        exe = executor_of(loss, strategy_of())
         static.load_state_dict(state)
         assert train(exe, loss, feeds) == expected
         trained = static.full_state_dict()
