@@ -20,12 +20,13 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Union
 
 from tests import launching
+from tests.fixtures import Call
 from tests.forking import Forked
 
 POLL_SECONDS = 0.005
@@ -175,9 +176,7 @@ def run(
     return job
 
 
-def call(
-    function: Callable[..., Any], ranks: int | None, *args: Any, folder: Path, **options: Any
-) -> list[Any]:
+def call(function: Call, ranks: int | None, *args: Any, folder: Path, **options: Any) -> list[Any]:
     """Calls a function of these tests on every rank of a job; returns what each call returned.
 
     Args:

@@ -24,6 +24,7 @@ from fleetpipe.config import FLEETPIPE_DEFAULTS
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import pipeline_parallel_callbacks_
 from fleetpipe.schedules import build
+from tests.fixtures import Patch
 from tests.launching import ROOT
 from tests.static.networks import static_mode
 
@@ -79,9 +80,7 @@ def nothing_stays() -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_names")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_python_of_a_page_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     text = page.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}

@@ -174,7 +174,7 @@ if paddle.__version__ < "3":
 #: Those whose parameters are used around their layer: sums in another order (docs/parity.md), where
 #: backward is split; of the second, wherever leaves are fast.
 AROUND = frozenset(kind for kind in KINDS if "around" in kind or "of other" in kind) | {
-    *("shared bias", "gradient of a weight"),
+    *("shared bias", "gradient of a weight")
 }
 BIAS_THREE_TIMES = frozenset({"bias all around", "some rows"})
 

@@ -18,12 +18,7 @@ class Pair(NamedTuple):
 
 def test_leaves_come_in_order_with_the_way_to_each() -> None:
     found = list(leaves({"a": (1, [2, None]), "b": Pair("x", ())}))
-    assert found == [
-        (("a", 0), 1),
-        (("a", 1, 0), 2),
-        (("a", 1, 1), None),
-        (("b", 0), "x"),
-    ]
+    assert found == [(("a", 0), 1), (("a", 1, 0), 2), (("a", 1, 1), None), (("b", 0), "x")]
 
 
 def test_a_derived_container_is_a_leaf_where_classes_are_exact() -> None:
@@ -43,8 +38,7 @@ def test_a_value_like_another_keeps_its_containers_and_what_is_no_tensor() -> No
 
 
 @pytest.mark.parametrize(
-    "values",
-    [[(1, 2), (1,)], [(1,), [1]], [{"a": 1}, {"b": 1}], [Pair(1, 2), (1, 2)], [1, 2]],
+    "values", [[(1, 2), (1,)], [(1,), [1]], [{"a": 1}, {"b": 1}], [Pair(1, 2), (1, 2)], [1, 2]]
 )
 def test_what_is_not_alike_is_joined_as_it_is(values: list[Any]) -> None:
     seen: list[Any] = []

@@ -16,6 +16,7 @@ from fleetpipe.report.timelines import pipeline_of
 from fleetpipe.schedules import Costs, build
 from fleetpipe.schedules.forms.events import Event, events_of
 from fleetpipe.why.operations import read_trace
+from tests.fixtures import LogCapture, Patch
 from tests.pipelines import batch, model_in_job, pipeline, sgd
 
 
@@ -40,7 +41,7 @@ def actions(document: dict[str, Any], ranks: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "FThenB"])
 def test_the_actions_of_every_step_stand_in_the_order_of_the_schedule(
-    tmp_path: Path, schedule: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, schedule: str, caplog: LogCapture
 ) -> None:
     with model_in_job(3, micro_batches=4, schedule=schedule, trace=tmp_path / "new") as model:
         optimizer = sgd(model)
@@ -77,7 +78,7 @@ def test_the_first_step_of_a_job_counts_in_no_figure(tmp_path: Path, kept: int, 
 
 
 def test_without_matplotlib_a_trace_is_written_and_the_job_ends_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: LogCapture
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for folder in ("first", "second"):
@@ -95,9 +96,7 @@ def test_nothing_is_recorded_without_being_asked() -> None:
         assert model.trace is None
 
 
-def test_fleets_switch_for_profiling_records_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fleets_switch_for_profiling_records_too(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": 2}

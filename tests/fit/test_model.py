@@ -202,11 +202,7 @@ def test_the_gradients_of_several_batches_make_one_step(model: Any) -> None:
     network = single(prepared(model))
     ours = Losses()
     model.fit(
-        *(data, None, BATCH),
-        shuffle=False,
-        verbose=0,
-        accumulate_grad_batches=2,
-        callbacks=ours,
+        *(data, None, BATCH), shuffle=False, verbose=0, accumulate_grad_batches=2, callbacks=ours
     )
     optimizer = paddle.optimizer.Adam(0.01, parameters=network.parameters())
     losses = []

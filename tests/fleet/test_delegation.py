@@ -133,11 +133,7 @@ def test_an_unknown_module_or_name_is_an_ordinary_error() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "meta_parallel",
-        "meta_parallel.parallel_layers",
-        "meta_parallel.parallel_layers.pp_layers",
-    ],
+    ["meta_parallel", "meta_parallel.parallel_layers", "meta_parallel.parallel_layers.pp_layers"],
 )
 def test_the_pipeline_layer_is_fleetpipes_at_every_path(path: str) -> None:
     module = importlib.import_module(f"fleetpipe.fleet.{path}")

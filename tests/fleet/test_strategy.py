@@ -11,6 +11,7 @@ from fleetpipe import fleet
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet import strategy as strategies
+from tests.fixtures import Patch
 from tests.pipelines import batch, job, pipeline, sgd
 
 
@@ -36,7 +37,7 @@ def test_the_mapping_that_is_given_stays_whole() -> None:
         assert strategy.hybrid_parallel_order == given()["order"]
 
 
-def test_a_protobuf_that_is_too_new_for_paddle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_protobuf_that_is_too_new_for_paddle_is_named(monkeypatch: Patch) -> None:
     def unreadable(_: object) -> Any:
         # Paddle 2.6.2 and 3.0 to 3.2 under protobuf 7.
         raise AttributeError("'FieldDescriptor' object has no attribute 'label'")
@@ -135,9 +136,7 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "nan", "soon", ""])
-def test_a_timeout_of_the_environment_is_a_number_too(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_timeout_of_the_environment_is_a_number_too(text: str, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FLEETPIPE_TIMEOUT", "7.5")
     assert PipelineConfig.from_strategy(None).timeout == 7.5
     monkeypatch.setenv("FLEETPIPE_TIMEOUT", text)

@@ -14,6 +14,7 @@ import pytest
 from fleetpipe import log
 from fleetpipe.launch.log_filter import quiet
 from tests.check_types import tree
+from tests.fixtures import Capture, LogCapture, Patch
 from tests.launching import ROOT
 from tests.test_house import modules
 
@@ -89,9 +90,7 @@ def test_a_notice_is_seen_once_as_the_user_configured(before: bool, first: list[
     assert told == [*first, LAST]
 
 
-def test_the_record_has_the_rank_and_its_origin(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_has_the_rank_and_its_origin(caplog: LogCapture, monkeypatch: Patch) -> None:
     log.once.cache_clear()
     own = log.logger("fleetpipe.test")
     for rank in (3, 0, 0):
@@ -103,7 +102,7 @@ def test_the_record_has_the_rank_and_its_origin(
     assert {(name, file) for _, name, file, _ in told} == {("fleetpipe.test", "test_log.py")}
 
 
-def test_two_that_are_slow_at_once_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_that_are_slow_at_once_are_said_once(monkeypatch: Patch) -> None:
     monkeypatch.setattr(log, "_PATIENCE", 0.0)
     said = []
 
@@ -117,11 +116,10 @@ def test_two_that_are_slow_at_once_are_said_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("level", "shown"),
-    [("DEBUG", 4), ("INFO", 3), ("WARNING", 3), ("ERROR", 1)],
+    ("level", "shown"), [("DEBUG", 4), ("INFO", 3), ("WARNING", 3), ("ERROR", 1)]
 )
 def test_a_commands_level_is_fleetpipes_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], level: str, shown: int
+    monkeypatch: Patch, capsys: Capture, level: str, shown: int
 ) -> None:
     """Notices stay at the default, WARNING."""
     monkeypatch.setattr(logging.root, "handlers", [])  # pytest's

@@ -12,6 +12,7 @@ import pytest
 from fleetpipe import systems
 from fleetpipe.errors import UsageError
 from tests import hidden_names
+from tests.fixtures import Patch
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What the suite runs as on each system: one process, and ranks on the one that lacks most.
@@ -19,8 +20,7 @@ TESTS = {
     "win32": ["tests/checkpoint/test_files.py", "tests/engine/test_engine.py"],
     "darwin": [
         "tests/transport/joining/test_hosts.py",
-        "tests/processes/axes/test_data_parallel.py"
-        "::test_replicas_train_as_one_device_on_the_whole_batch",
+        "tests/processes/axes/test_data_parallel.py",
     ],
     "no-boot-id": ["tests/transport/joining/test_connections.py"],
 }
@@ -36,11 +36,7 @@ def test_a_system_that_is_not_here(system: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS[system]],
         cwd=ROOT,
-        env={
-            **inherited,
-            "FLEETPIPE_TEST_SYSTEM": system,
-            "PYTHONPATH": os.pathsep.join(folders),
-        },
+        env={**inherited, "FLEETPIPE_TEST_SYSTEM": system, "PYTHONPATH": os.pathsep.join(folders)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,7 +46,7 @@ def test_a_system_that_is_not_here(system: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_windows_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_starts_no_ranks(monkeypatch: Patch) -> None:
     systems.require_ranks()
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(UsageError, match="several ranks run in WSL"):
@@ -58,9 +54,7 @@ def test_windows_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_a_file_takes_its_place_at_once(
-    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_takes_its_place_at_once(platform: str, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     size = (1 << 20) + 5
     with (tmp_path / "file").open("w+b") as file:
@@ -72,7 +66,7 @@ def test_a_file_takes_its_place_at_once(
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
-def test_figures_of_this_host(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_this_host(platform: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     assert 1 <= systems.processors() <= (os.cpu_count() or 1)
     assert systems.memory_bytes() > 1 << 28

@@ -13,13 +13,7 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe.errors import (
-    ConfigError,
-    PeerFailed,
-    PipelineTimeout,
-    StateError,
-    TransportError,
-)
+from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, StateError, TransportError
 from fleetpipe.job import meeting
 from tests.fixtures import Patch
 
@@ -270,3 +264,21 @@ def test_an_address_of_ipv6_is_refused_before_anybody_waits(monkeypatch: Patch, 
     monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "[fd00::1]:6170,[fd00::2]:6170")
     with pytest.raises(ConfigError, match=r"cannot be served at \[fd00::1\]"):
         meeting.open_store(60)
+
+
+class OpenedStore(MemoryStore):
+    """The store that a process's first job opened."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__()
+        self.timeout = timeout
+
+
+def test_a_later_job_waits_by_its_own_limit(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(meeting, "_stores", [])
+    monkeypatch.setattr(meeting, "open_store", OpenedStore)
+    first = meeting.come_together(0, 60.0)
+    assert first.timeout == 60.0
+    # The port of rank 0 is taken: by the store that it serves itself.
+    assert meeting.come_together(1, 5.0) is first
+    assert first.timeout == 5.0

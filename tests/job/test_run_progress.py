@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fleetpipe.job import run_progress
 from fleetpipe.job.run_progress import RunProgress
+from tests.fixtures import Patch
 
 
 def test_a_save_that_ends_while_a_record_is_made_has_no_age_below_zero(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     """The other ranks refuse such a record, and the job ended with it."""
     progress = RunProgress()

@@ -213,9 +213,7 @@ def test_one_of_many_leads() -> None:
         ["sharding", "mp", "sep", "dp", "pp"],
     ],
 )
-def test_groups_have_the_right_ranks_in_every_order(
-    order: list[str],
-) -> None:
+def test_groups_have_the_right_ranks_in_every_order(order: list[str]) -> None:
     degrees = Degrees(dp=2, pp=2, sharding=2, mp=2)
     store: Any = object()
     # Who names which members, by the kind of the group.

@@ -147,7 +147,7 @@ def test_what_cannot_be_asked_is_refused(
 
 def test_sizes_are_read_as_people_write_them() -> None:
     assert [read_bytes(text) for text in ("2GiB", "1.5 kb", "7", "3 MB", 5)] == [
-        *(2**31, 1500, 7, 3_000_000, 5),
+        *(2**31, 1500, 7, 3_000_000, 5)
     ]
 
 

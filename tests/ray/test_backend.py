@@ -23,7 +23,7 @@ def test_each_rank_is_told_where_all_of_them_are() -> None:
     ]
     told = rank_environments(places, {"a": [20001, 20002], "b": [20003, 20004, 20005]})
     assert [rank["PADDLE_CURRENT_ENDPOINT"] for rank in told] == [
-        *("10.0.0.1:20001", "10.0.0.2:20003", "10.0.0.2:20004"),
+        *("10.0.0.1:20001", "10.0.0.2:20003", "10.0.0.2:20004")
     ]
     assert {rank["PADDLE_TRAINER_ENDPOINTS"] for rank in told} == {
         "10.0.0.1:20001,10.0.0.2:20003,10.0.0.2:20004"

@@ -1,4 +1,4 @@
-"""What ``fleetpipe launch --ray`` says where it cannot begin."""
+"""What ``fleetpipe launch --ray`` and ``fleetpipe.ray`` say where Ray is not."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+import fleetpipe.ray
 from fleetpipe.cli import main
+from fleetpipe.errors import PackageNotFound
+from tests.fixtures import Capture, Patch
 
 
 def test_without_ray_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("", encoding="ascii")
@@ -21,3 +24,14 @@ def test_without_ray_it_says_what_to_install(
     told = capsys.readouterr().err
     assert "fleetpipe launch --ray needs Ray Train, which is not installed" in told
     assert "pip install 'fleetpipe[ray]'" in told
+
+
+def test_without_ray_a_name_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name == "ray" or name.startswith("ray.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in fleetpipe.ray._LATE.values():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(PackageNotFound, match=r"PaddleTrainer: ray is needed(.|\n)*fleetpipe\[ray"):
+        _ = fleetpipe.ray.PaddleTrainer
+    assert "PaddleTrainer" in dir(fleetpipe.ray)

@@ -6,10 +6,9 @@ import os
 import time
 from pathlib import Path
 
-import pytest
-
 from benchmarks import run
 from benchmarks.figures import Figure
+from tests.fixtures import Patch
 
 GOOD = """
 import sys
@@ -41,7 +40,7 @@ def test_every_benchmark_with_a_parser_is_run() -> None:
     assert {one.name for one in run.SHORT} <= {one.name for one in run.FULL}
 
 
-def test_one_that_fails_or_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fails_or_hangs_is_a_row(tmp_path: Path, monkeypatch: Patch) -> None:
     scripts = {"good": GOOD, "bad": "raise SystemExit('no')", "slow": SLOW}
     (tmp_path / "benchmarks").mkdir()
     for name, text in scripts.items():

@@ -11,6 +11,7 @@ import paddle
 import pytest
 
 from fleetpipe.job.job import current_job
+from tests.fixtures import Capture, Patch
 from tests.launching import ROOT
 
 _spec = importlib.util.spec_from_file_location("notebook", ROOT / ".ci" / "notebook.py")
@@ -26,9 +27,7 @@ OF_THIS_VERSION: set[str] = {"cell-6"} if paddle.__version__.startswith("2.") el
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
-def test_the_cells_run_in_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cells_run_in_their_order(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     shown = list(NOTEBOOK.run(CODE, names))

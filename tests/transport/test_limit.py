@@ -1,9 +1,13 @@
-"""Limits of waits, on a clock that the tests turn."""
+"""Limits of waits, on a clock that the tests turn; what the package offers without Paddle."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+import fleetpipe.transport
 from fleetpipe.transport import limit as module
 from fleetpipe.transport.limit import LOOK_SECONDS, STOPPED_SECONDS, Limit
 
@@ -49,3 +53,21 @@ def test_nothing_is_slept_where_nothing_is_left(clock: Clock) -> None:
     clock.now += 1.5
     assert limit.reached()
     assert limit.nap() == 0
+
+
+def test_the_interface_loads_no_paddle() -> None:
+    program = (
+        "import sys; from fleetpipe.transport import MessageKey, Transport, Value, describe; "
+        "sys.exit('paddle' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in fleetpipe.transport.__all__:
+        assert getattr(fleetpipe.transport, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'rendezvous_point'"):
+        _ = fleetpipe.transport.rendezvous_point

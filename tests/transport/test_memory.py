@@ -7,9 +7,9 @@ import time
 import paddle
 import pytest
 
-from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.errors import PeerFailed, PipelineTimeout
 from fleetpipe.transport import MemoryHub, MemoryTransport
-from tests.transport.helpers import backward, forward
+from tests.transport.helpers import forward
 
 
 @pytest.fixture
@@ -58,21 +58,7 @@ def test_the_sender_is_part_of_the_address(ranks: list[MemoryTransport]) -> None
     assert ranks[2].receive(0, forward(0), 0.0) == "from 0"
 
 
-def test_what_was_sent_before_a_close_is_delivered(ranks: list[MemoryTransport]) -> None:
-    ranks[0].send(1, forward(0), 7)
+def test_nothing_is_sent_to_a_rank_that_has_closed(ranks: list[MemoryTransport]) -> None:
     ranks[0].close()
-    ranks[0].close()
-    assert ranks[1].receive(0, forward(0), 0.0) == 7
     with pytest.raises(PeerFailed, match="rank 0 has closed"):
-        ranks[1].receive(0, forward(1), 0.0)
-    with pytest.raises(PeerFailed, match="rank 0 has closed"):
-        ranks[1].send(0, backward(0), 1)
-
-
-def test_it_refuses_what_the_socket_refuses(ranks: list[MemoryTransport]) -> None:
-    with pytest.raises(BoundaryError, match=r"value\['mask'\]\[0\]"):
-        ranks[0].send(1, forward(0), {"mask": [object()]})
-    with pytest.raises(TransportError, match="no connection to rank 0"):
-        ranks[0].send(0, forward(0), 1)
-    with pytest.raises(TransportError, match="kind F, B or C"):
-        ranks[0].send(1, forward(0)._replace(kind="W"), 1)
+        ranks[1].send(0, forward(0), 1)

@@ -13,6 +13,7 @@ from paddle.nn import CrossEntropyLoss
 from fleetpipe.compat.mindspore import LossMonitor, Model, add_pipeline_stage, nn
 from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
 from tests.compat.mindspore.networks import Net, TiedNet, batches, model_of, stages, words
+from tests.fixtures import Capture
 from tests.pipelines import bits
 
 
@@ -40,9 +41,7 @@ def trained_alone(net: Any, data: list[Any], epochs: int = 1) -> list[float]:
 
 
 @pytest.mark.parametrize("scheduler", ["1f1b", "gpipe", "ZBH1"])
-def test_a_network_trains_as_in_one_process(
-    scheduler: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_network_trains_as_in_one_process(scheduler: str, capfd: Capture) -> None:
     with stages(2, pipeline_config={"pipeline_scheduler": scheduler}):
         net = Net()
         plain = twin(net)
@@ -102,7 +101,7 @@ def test_a_parameter_that_two_stages_use_is_declared_for_both() -> None:
             assert paddle.allclose(net.state_dict()[name], value, rtol=1e-5, atol=1e-6), name
 
 
-def test_a_loss_that_is_no_number_stops(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_no_number_stops(capfd: Capture) -> None:
     data = [batches(1)[0], (batches(1)[0][0] * float("inf"), batches(1)[0][1]), batches(1)[0]]
     with stages():
         with pytest.raises(BoundaryError, match="the loss is nan"):

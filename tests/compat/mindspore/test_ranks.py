@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import paddle
 from fleetpipe import fleet
 from fleetpipe.compat.mindspore import add_pipeline_stage, context
 from tests.compat.mindspore.networks import Net, TiedNet, batches, model_of, stages, words
+from tests.fixtures import Call
 
 
 def states(model: Any) -> dict[str, Any]:
@@ -40,9 +40,7 @@ def program(graphs: Path) -> dict[str, Any]:
         return {**found, "tied": states(model)}
 
 
-def test_four_ranks_have_two_stages_in_two_replicas(
-    on_ranks: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_four_ranks_have_two_stages_in_two_replicas(on_ranks: Call, tmp_path: Path) -> None:
     (whole,) = on_ranks(program, None, tmp_path / "one")
     ranks = on_ranks(program, 4, tmp_path / "four")
     # Stage s has the ranks 2s and 2s + 1: a pipeline is ranks 0 and 2, or 1 and 3.

@@ -338,10 +338,7 @@ def test_a_layer_called_several_times_on_a_stage_and_over_stages(schedule: str) 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 def test_parity_compares_shared_weights_once(schedule: str) -> None:
-    entries = [
-        *tied.layers()[:-1],
-        SharedLayerDesc("embed", tied.Head, None, "embedding_weight"),
-    ]
+    entries = [*tied.layers()[:-1], SharedLayerDesc("embed", tied.Head, None, "embedding_weight")]
     with model_in_job(2, 4, schedule, layers=entries, loss_fn=tied.loss) as pipe:
         session = parity.begin(pipe, adam(pipe, epsilon=1e-4))
         assert session.report.tolerance == 1e-5

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-import pytest
-
 from fleetpipe.dygraph.observe.measuring import clock_for, in_turn
 from fleetpipe.schedules import Placement, build
+from tests.fixtures import Patch
 from tests.pipelines import job
 
 
@@ -32,7 +31,7 @@ def test_slices_run_in_turn_as_under_seq1f1b() -> None:
 
 
 def test_ranks_that_share_processors_are_measured_in_processor_time(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     with job(2) as running:
         assert clock_for(running) is time.perf_counter

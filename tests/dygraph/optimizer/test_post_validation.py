@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from fleetpipe.dygraph.optimizer import clip_global
 from fleetpipe.dygraph.optimizer.clip_global import GlobalNormClip, replace_clips
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
 from fleetpipe.mesh import Degrees, SoleGroup
-from tests.fixtures import Patch
+from tests.fixtures import Call, Patch
 
 optimizers = paddle.optimizer
 #: Of the other stage's gradients, by step: the own ones are below the limit, both are not.
@@ -85,9 +84,7 @@ def bits(parameters: list[Any], optimizer: Any) -> list[bytes]:
     return [tensor.numpy().tobytes() for tensor in (*parameters, *kept)]
 
 
-def train(
-    make: Callable[..., Any], stage: OtherStage, *, scheduler: bool = False
-) -> PostValidation:
+def train(make: Call, stage: OtherStage, *, scheduler: bool = False) -> PostValidation:
     """Trains two stages as one with Paddle's own clip, and the first one beside it."""
     own, twins, stage.parameters, their = made(1), made(1), made(2), made(2)
     rates: list[Any] = [0.05, 0.05]
@@ -114,11 +111,11 @@ def train(
     return later
 
 
-def named(kind: str, **options: Any) -> Callable[..., Any]:
+def named(kind: str, **options: Any) -> Call:
     return lambda rate, **others: getattr(optimizers, kind)(rate, **options, **others)
 
 
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
+OPTIMIZERS: dict[str, Call] = {
     "SGD": named("SGD", weight_decay=0.01),
     "Momentum": named("Momentum", momentum=0.9, use_nesterov=True),
     "Adam": named("Adam"),

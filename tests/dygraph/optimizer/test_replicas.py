@@ -1,4 +1,4 @@
-"""What replicas do together: sums of gradients of several dtypes."""
+"""What replicas do together: sums of gradients, and the first rank's values on all."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import numpy as np
 import paddle
 import pytest
 
+from fleetpipe.dygraph.broadcast import broadcast_state
 from fleetpipe.dygraph.optimizer.replicas import reduce_all, reduce_gradients
-from fleetpipe.dygraph.tensor_parallel.sequence import (
-    mark_as_sequence_parallel_parameter,
-    marked,
-)
+from fleetpipe.dygraph.tensor_parallel.sequence import mark_as_sequence_parallel_parameter, marked
 from fleetpipe.mesh import Degrees, SoleGroup
 from tests.groups import members, on_all
 
@@ -66,3 +64,28 @@ def test_experts_count_the_tokens_of_members_once_unless_these_are_parts() -> No
     assert [float(p.grad[0]) for p in parameters] == [2.0, 4.0, 4.0]
     # Its members hold different experts.
     assert marked(parameters) == []
+
+
+def test_all_have_what_the_first_has_and_what_is_sent_is_a_copy() -> None:
+    group = members(2)
+    sent: list[Any] = []
+
+    def run(rank: int) -> tuple[list[float], float]:
+        state = {"whole": paddle.full([2], rank + 1.0), "number": paddle.full([], rank + 5.0)}
+        member: Any = group[rank]
+        broadcast = member.broadcast
+
+        def noting(value: Any, source: int) -> Any:
+            sent.append((rank, value))
+            return broadcast(value, source)
+
+        member.broadcast = noting
+        broadcast_state(state, member)
+        found = state["whole"].tolist(), float(state["number"])
+        state["whole"].set_value(paddle.full([2], -1.0))
+        return found
+
+    assert on_all(2, run) == [([1.0, 1.0], 5.0)] * 2
+    (first,) = [value for rank, value in sent if rank == 0]
+    assert [value for rank, value in sent if rank == 1] == [None]
+    assert first["whole"].tolist() == [1.0, 1.0]

@@ -1,4 +1,4 @@
-"""Paddle's plans: what they do to a layer of one process, and what they refuse."""
+"""Paddle's plans on a layer of one process, and what parts of sequences do not run with."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from fleetpipe.dygraph.sequences import (
     SequenceRanks,
     context_parallel,
 )
+from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import SoleGroup
 from tests.dygraph.sequences.test_attention import Fixed, plain
+from tests.pipelines import job, pipeline
 
 
 class Attention(nn.Layer):
@@ -76,3 +79,35 @@ def test_what_calls_no_attention_is_refused() -> None:
         layer(paddle.rand([2, 4]))
     with pytest.raises(ConfigError, match="'p2p' or 'all2all'"):
         ContextParallel("ring")
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a job believe that another rank has the rest of each sequence."""
+    along = Job.along
+
+    def of_two(self: Job, *axes: str) -> Any:
+        return Fixed(2) if axes == ("sep", "cp") else along(self, *axes)
+
+    monkeypatch.setattr(Job, "along", of_two)
+
+
+def layers() -> list[Any]:
+    return [nn.Linear(6, 5), nn.Linear(5, 4)]
+
+
+@pytest.mark.usefixtures("split")
+def test_sequence_chunks_are_refused_by_name() -> None:
+    with (
+        job(2, 4, "Seq1F1B", slices=2),
+        pytest.raises(ConfigError, match=r"(?s)Seq1F1B cuts sequences.*sep_degree x cp_degree = 2"),
+    ):
+        pipeline(layers(), loss_fn=nn.CrossEntropyLoss())
+
+
+@pytest.mark.usefixtures("split")
+def test_undivided_losses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    delayed = Switches(delay_scale_loss=True)
+    monkeypatch.setattr(Switches, "from_strategy", lambda *_: delayed)
+    with job(2), pytest.raises(ConfigError, match="delay_scale_loss"):
+        pipeline(layers(), loss_fn=nn.CrossEntropyLoss())

@@ -164,11 +164,7 @@ def test_only_sharing_ranks_meet_and_each_weight_has_its_own() -> None:
 
     everyones = played(4, weights, act)
     assert everyones[2] == {}
-    for name, users, source in [
-        ("ends", (0, 3), 0),
-        ("all", (0, 1, 3), 1),
-        ("late", (3, 1), 3),
-    ]:
+    for name, users, source in [("ends", (0, 3), 0), ("all", (0, 1, 3), 1), ("late", (3, 1), 3)]:
         for rank in users:
             tensor = everyones[rank][name]
             assert float(tensor.grad[0, 0]) == sum(10.0**user for user in users)

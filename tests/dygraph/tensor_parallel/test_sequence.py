@@ -20,6 +20,7 @@ from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.tensor_parallel import groups, operations, replacements, sequence
 from fleetpipe.errors import ConfigError, UsageError
 from tests.dygraph.members import MEMBERS, on_all, threads
+from tests.fixtures import Patch
 
 Column, Row = sequence.ColumnSequenceParallelLinear, sequence.RowSequenceParallelLinear
 #: A group of Paddle's for each thread: those of a process are told apart by their numbers.
@@ -102,9 +103,7 @@ def test_layers_on_parts_are_the_dense_ones(members: list[Any]) -> None:
     assert tensor_parallel.marked(copy.deepcopy(layers[0]).parameters())
 
 
-def test_hooks_add_up_in_every_last_backward(
-    members: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_add_up_in_every_last_backward(members: list[Any], monkeypatch: Patch) -> None:
     model = nn.LayerNorm(4)
     sequence.mark_as_sequence_parallel_parameter(model.weight)
     topology = SimpleNamespace(get_model_parallel_group=lambda: MEMBERS[0])
@@ -153,7 +152,7 @@ def test_the_names_are_fleets() -> None:
         ]
 
 
-def test_paddles_own_classes_run_over_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paddles_own_classes_run_over_the_groups(monkeypatch: Patch) -> None:
     monkeypatch.setattr(sequence, "model_parallel_group", lambda: MEMBERS[0])
     whole = paddle.rand([6, 3])
     replacements.install()

@@ -10,16 +10,7 @@ from paddle import nn
 
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from tests.pipelines import (
-    batch,
-    bits,
-    job,
-    model_in_job,
-    pipeline,
-    sgd,
-    train,
-    train_plainly,
-)
+from tests.pipelines import batch, bits, job, model_in_job, pipeline, sgd, train, train_plainly
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

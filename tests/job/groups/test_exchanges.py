@@ -39,10 +39,7 @@ def exchanged() -> dict[str, list[Any]]:
     incoming = [SIZES[member][rank] for member in range(RANKS)]
     out = paddle.zeros([sum(incoming)])
     dist.stream.alltoall_single(
-        out,
-        rows(sum(SIZES[rank]), rank),
-        in_split_sizes=SIZES[rank],
-        out_split_sizes=incoming,
+        out, rows(sum(SIZES[rank]), rank), in_split_sizes=SIZES[rank], out_split_sizes=incoming
     )
     got["single"] = out.tolist()
     out = paddle.zeros([1])

@@ -23,12 +23,7 @@ _SIZES = {
     "fuse_rms_norm": False,
 }
 _TIED = {**_SIZES, "tie_word_embeddings": True}
-_MIXTURE = {
-    **_SIZES,
-    **MIXTURE,
-    "num_experts": 4,
-    "moe_token_dispatcher_type": "alltoall",
-}
+_MIXTURE = {**_SIZES, **MIXTURE, "num_experts": 4, "moe_token_dispatcher_type": "alltoall"}
 _LATENT = {
     **LATENT,
     "head_dim": 8,

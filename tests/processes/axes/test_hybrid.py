@@ -1,4 +1,4 @@
-"""Jobs of several degrees on real ranks against Paddle's own optimizer on the single model."""
+"""Jobs of several degrees, and tensor-parallel layers, on real ranks beside one device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tests.fixtures import Call
 from tests.processes.axes import hybrid_worker as cases
+from tests.processes.axes.tensor_parallel_worker import compared
 
 
 def launched(on_ranks: Call, ranks: int, *chosen: Callable[[], Any]) -> dict[str, list[Any]]:
@@ -66,3 +67,13 @@ def test_ranks_that_share_the_optimizers_state(on_ranks: Call) -> None:
     # dp 2 x sharding 2: each replica in dp has a whole one.
     assert sum(rank["moments"] for rank in found["sharded_alone"]) == 2 * first["parameters"]
     assert [rank["moments"] for rank in found["plain_model"]] in ([1, 3, 1, 3], [3, 1, 3, 1])
+
+
+@pytest.mark.parametrize("over", ["own", "gloo"])
+def test_two_members_are_the_dense_layers(on_ranks: Call, over: str) -> None:
+    (gaps, bits), (other_gaps, other_bits) = on_ranks(compared, 2, over)
+    for found in (gaps, other_gaps):
+        assert len(found) == 58
+        # Not max: it would pass over NaN.
+        assert not {name: gap for name, gap in found.items() if not gap < 1e-6}
+    assert bits == other_bits

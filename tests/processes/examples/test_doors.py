@@ -1,4 +1,4 @@
-"""The tutorials of other frameworks, as examples: they have the plain network's bits."""
+"""Other frameworks' tutorials, as examples, and the ResNet with ``fleetpipe.Model``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.fixtures import Launch
 from tests.launching import ROOT, Finished
 
 SMALL = ["--layers", "18", "--width", "4", "--steps", "2", "--batch-size", "16", "--dp", "2"]
@@ -35,3 +36,23 @@ def test_the_tutorial_of_mindspore(launch: Callable[..., Finished], tmp_path: Pa
     lines = [line for line in logs[0].splitlines() if line.startswith("epoch: 1 step: 2,")]
     assert [float(line.rpartition(" ")[2]) for line in lines] == found["pipeline_loss"][1:]
     assert not any("epoch: 1" in log for log in logs[1:])
+
+
+EXAMPLE = ROOT / "examples" / "resnet_cifar.py"
+
+
+def run(launch: Launch, folder: Path, nproc: int | None, *args: str) -> tuple[Any, str]:
+    report = folder / f"{nproc}.json"
+    words = ["--layers", "18", "--width", "8", *args, "--report", str(report)]
+    job = launch(EXAMPLE, nproc, args=words)
+    return json.loads(report.read_text()), job.logs[0]
+
+
+def test_it_learns_and_ranks_change_no_bit(launch: Launch, tmp_path: Path) -> None:
+    alone, log = run(launch, tmp_path, None, "--epochs", "1")
+    assert alone["accuracy"] > 0.7
+    assert len(alone["losses"]) == 47
+    assert log.count("loss is") == 4
+    assert "[Epoch 0 / Test]: Loss = " in log
+    ranks, _ = run(launch, tmp_path, 2, "--epochs", "1", "--steps", "4")
+    assert ranks["losses"] == alone["losses"][:4]

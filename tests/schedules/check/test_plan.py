@@ -24,12 +24,7 @@ from fleetpipe.schedules import (
 from fleetpipe.schedules.check.plan import explain_plan
 from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.rows import computations
-from tests.schedules.helpers import (
-    follow,
-    random_edges,
-    random_schedule,
-    schedule_of,
-)
+from tests.schedules.helpers import follow, random_edges, random_schedule, schedule_of
 
 
 def plan_of(*rows: str, ranks: int = 2, micro_batches: int = 1, edges: str = "0>1") -> Plan:

@@ -5,16 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe.errors import ConfigError, ScheduleError
-from fleetpipe.schedules import (
-    Action,
-    Costs,
-    Plan,
-    Schedule,
-    build,
-    forward_only,
-    rebuild,
-    render,
-)
+from fleetpipe.schedules import Action, Costs, Plan, Schedule, build, forward_only, rebuild, render
 from fleetpipe.schedules.families import head
 
 HEADED = ("FThenB", "1F1B", "Eager1F1B", "kFkB", "ZBH1", "ZBH2")

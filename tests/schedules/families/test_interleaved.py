@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Costs, Placement, Schedule, Timeline, build
+from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.families.interleaved import balanced_groups, interleaved_one_f_one_b
 
 
@@ -113,3 +116,82 @@ def test_1f1b_with_chunks_is_interleaved() -> None:
     assert build("1F1B", ranks=4, micro_batches=10, chunks=1).name == "1F1B"
     with pytest.raises(ConfigError, match="1F1B has no option 'groups'"):
         build("1F1B", ranks=4, micro_batches=10, groups=[6, 4])
+
+
+@given(st.integers(1, 6), st.integers(1, 20), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_any_groups_are_valid_and_cost_no_bubble(p: int, m: int, groups: list[int]) -> None:
+    groups = [size for index, size in enumerate(groups) if sum(groups[:index]) < m]
+    schedule = build("kFkB", ranks=p, micro_batches=m, groups=groups)
+    schedule.verify()
+    schedule.lower().verify()
+    timeline = schedule.simulate()
+    assert timeline.bubble == 3 * (p - 1)
+    k = max(groups)
+    limits = [min(m, k * (p - rank)) for rank in range(p)]
+    assert all(peak <= most for peak, most in zip(timeline.peak_activations, limits))
+
+
+def test_groups_of_one_are_1f1b_and_one_group_is_f_then_b() -> None:
+    def actions(name: str, **options: object) -> object:
+        return build(name, ranks=3, micro_batches=7, **options).actions
+
+    assert actions("kFkB", groups=[1]) == actions("1F1B")
+    assert actions("kFkB", groups=[7]) == actions("FThenB")
+    assert actions("kFkB") == actions("kFkB", groups=(2, 2, 2, 2))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("comm", [0.25, 1, 1.5, 3, 4.5])
+def test_groups_hide_latency(k: int, comm: float) -> None:
+    schedule = build("kFkB", ranks=4, micro_batches=24, groups=[k])
+    whole = 81 + 2 * 3 * comm
+    hidden = (k - 1) * 3 >= 2 * comm
+    assert (schedule.simulate(Costs(comm=comm)).span == whole) == hidden
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [([], "no list"), (2, "no list"), ([0], "groups=0"), ([4, 4, 4], "below 8")],
+)
+def test_groups_that_do_not_fit_are_refused(groups: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build("kFkB", ranks=2, micro_batches=8, groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("p", "waves", "bubble"),
+    [(2, 1, 4), (2, 4, 4), (3, 2, 8), (4, 1, 12), (4, 2, 13), (8, 1, 28), (8, 2, 30), (8, 4, 30)],
+)
+def test_the_bubble_with_as_many_micro_batches_as_ranks(p: int, waves: int, bubble: int) -> None:
+    timeline = build("Hanayo", ranks=p, micro_batches=p, chunks=2 * waves).simulate()
+    assert (timeline.bubble, timeline.busy) == (bubble, 6 * waves * p)
+    assert max(timeline.peak_activations) == 2 * waves * p
+    cited = (2 * p - 2) / (3 * waves * p + p - 1)
+    assert timeline.bubble_rate < cited + 0.002
+    assert waves == 1 or timeline.bubble_rate > cited - 0.02
+
+
+@pytest.mark.parametrize(("chunks", "span", "peak"), [(2, 110, 14), (4, 202, 27)])
+def test_golden_cases_of_more_micro_batches(chunks: int, span: int, peak: int) -> None:
+    timeline = build("Hanayo", ranks=4, micro_batches=16, chunks=chunks).simulate()
+    assert (timeline.span, max(timeline.peak_activations)) == (span, peak)
+
+
+@pytest.mark.parametrize("p", range(1, 6))
+@pytest.mark.parametrize("chunks", [2, 4, 6])
+def test_it_is_valid_for_every_number_of_micro_batches(p: int, chunks: int) -> None:
+    for m in (1, 2, 3, 7):
+        schedule = build("wave", ranks=p, micro_batches=m, chunks=chunks)
+        schedule.verify()
+        schedule.lower().verify()
+        # A single device takes the micro-batches of each stage in this order too.
+        for row in schedule.actions:
+            actions = [action for action in row if isinstance(action, Action)]
+            kinds = {action[:2] for action in actions}
+            for kind in kinds:
+                assert [a.micro_batch for a in actions if a[:2] == kind] == list(range(m))
+
+
+def test_odd_numbers_of_chunks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="even number of chunks"):
+        build("Hanayo", ranks=2, micro_batches=4, chunks=3)

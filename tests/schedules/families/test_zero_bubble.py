@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from fleetpipe.schedules import Action, Costs, Placement, Schedule, Timeline, build
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules import Action, Costs, Fused, Placement, Schedule, Timeline, build
+from fleetpipe.schedules.action import flatten
 
 
-def play(name: str, p: int, m: int, costs: Costs | None = None, chunks: int = 1) -> Timeline:
+def play(
+    name: str, p: int, m: int, costs: Costs | None = None, chunks: int | None = None
+) -> Timeline:
     schedule = build(name, ranks=p, micro_batches=m, chunks=chunks)
     schedule.verify()
     return schedule.simulate(costs)
@@ -66,3 +70,75 @@ def test_paddles_static_zbh1_on_uneven_costs() -> None:
     costs = Costs(3, 5, 4)
     assert paddle_zb_h1(4, 12).simulate(costs).bubble == 21
     assert play("ZBH1", 4, 12, costs).bubble == 15
+
+
+VEE = ("ZBV", "VHalf", "VMin", "DualPipeV")
+
+
+@pytest.mark.parametrize("name", VEE)
+def test_two_chunks_and_no_other_number(name: str) -> None:
+    schedule = build(name, ranks=3, micro_batches=4)
+    assert (schedule.placement.name, schedule.placement.chunks) == ("vee", 2)
+    for chunks in (1, 3):
+        with pytest.raises(ConfigError, match="exactly two chunks"):
+            build(name, ranks=3, micro_batches=4, chunks=chunks)
+
+
+@pytest.mark.parametrize("m", range(1, 7))
+def test_zbv_with_fewer_micro_batches_is_its_pattern_trimmed(m: int) -> None:
+    whole, trimmed = build("ZBV", ranks=4, micro_batches=7), build("ZBV", ranks=4, micro_batches=m)
+    assert trimmed.actions == tuple(
+        tuple(action for action in flatten(row) if action.micro_batch < m) for row in whole.actions
+    )
+    assert trimmed.simulate().bubble == 2 * (7 - m)
+
+
+@pytest.mark.parametrize("p", range(3, 13))
+def test_controllable_memory_for_every_number_of_ranks(p: int) -> None:
+    half, least = play("VHalf", p, 3 * p), play("VMin", p, 3 * p)
+    assert half.bubble == (3 * p - 7 if p % 2 == 0 else 3 * p - 4)
+    assert least.bubble == (4 * p - 7 if p % 3 == 0 else 4 * p - 5)
+    assert max(half.peak_activations) == 2 * ((p + 2) // 2)
+    assert max(least.peak_activations) == 2 * ((p + 4) // 3)
+
+
+@pytest.mark.parametrize("name", ["VHalf", "VMin"])
+def test_more_ranks_than_a_drawing_shows(name: str) -> None:
+    for p in (24, 33):
+        assert play(name, p, 5).peak_activations <= (10,) * p
+
+
+@pytest.mark.parametrize(
+    ("f", "i", "w", "pair"), [(1, 1, 1, 3), (2, 2, 1, 5), (3, 3, 2, 8), (2, 2, 2, 6)]
+)
+def test_the_bubble_of_dualpipev(f: int, i: int, w: int, pair: int) -> None:
+    timeline = play("DualPipeV", 4, 10, Costs(f, i, w, overlapped=pair))
+    assert timeline.bubble == 3 * (pair + i + w - 3 * w)
+    assert timeline.makespan == 10 * 2 * (f + i + w) + timeline.bubble
+
+
+def test_overlap_of_pairs_in_dualpipev() -> None:
+    timeline = play("DualPipeV", 4, 10, Costs(overlapped=2.4))
+    computed = [sum(e - s for _, s, e in row) for row in timeline.events]
+    assert timeline.makespan == pytest.approx(57.6)
+    assert timeline.makespan - computed[0] == pytest.approx(3.0)
+    assert timeline.makespan - computed[3] == pytest.approx(3 * (2.4 + 2 - 3))
+
+
+def test_pairs_of_dualpipev_are_a_forward_and_a_whole_backward() -> None:
+    schedule = build("DualPipeV", ranks=4, micro_batches=10)
+    pairs = [[item for item in row if isinstance(item, Fused)] for row in schedule.actions]
+    assert all([a.kind for a in pair.actions] == ["F", "B"] for row in pairs for pair in row)
+    # Two in each step of the middle, one in each of the part after it; the last rank has one less.
+    assert [len(row) for row in pairs] == [2 * (3 + r) + 3 - r - (r == 3) for r in range(4)]
+
+
+@pytest.mark.parametrize("m", range(1, 8))
+def test_dualpipev_with_fewer_micro_batches_is_trimmed(m: int) -> None:
+    schedule = build("DualPipeV", ranks=4, micro_batches=m)
+    schedule.lower().verify()
+    whole = build("DualPipeV", ranks=4, micro_batches=8)
+    for row, filled in zip(schedule.actions, whole.actions):
+        assert list(flatten(row)) == [a for a in flatten(filled) if a.micro_batch < m]
+        # What is left of a pair is a plain action.
+        assert all(len(item.actions) == 2 for item in row if isinstance(item, Fused))

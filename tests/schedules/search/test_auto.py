@@ -61,12 +61,7 @@ def test_it_keeps_within_the_cap_and_is_never_worse_than_a_family(
 ) -> None:
     cap = chunks + spare
     schedule = build(
-        "auto",
-        ranks=ranks,
-        micro_batches=micro_batches,
-        chunks=chunks,
-        memory_cap=cap,
-        costs=costs,
+        "auto", ranks=ranks, micro_batches=micro_batches, chunks=chunks, memory_cap=cap, costs=costs
     )
     schedule.verify(memory_cap=cap, costs=costs)
     schedule.lower().verify()

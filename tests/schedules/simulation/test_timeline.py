@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from fleetpipe.errors import ConfigError, ScheduleError
-from fleetpipe.schedules import Action, Costs, Edge, Fused, Placement, build, chain
+from fleetpipe.schedules import Action, Costs, Edge, Fused, Placement, Recv, build, chain
+from fleetpipe.schedules.forms.events import Event, events_of, figures_of
 from tests.schedules.helpers import WHOLE, schedule_of
 
 
@@ -182,3 +183,92 @@ def test_costs_that_cannot_be_are_refused(text: str, message: str) -> None:
 def test_costs_must_fit_the_number_of_stages() -> None:
     with pytest.raises(ConfigError, match="2 figures"):
         build("1F1B", ranks=2, micro_batches=1).simulate(Costs(forward=(1, 2, 3)))
+
+
+def test_slices_that_cost_more_are_played_so() -> None:
+    costs = Costs(forward=4, backward=8, each_slice=(Costs(1, backward=2), Costs(3, backward=6)))
+    timeline = build("Seq1F1B", ranks=1, micro_batches=2, slices=2).simulate(costs)
+    assert timeline.ends == ((1, 4, 10, 11, 13, 16, 22, 24),)
+    whole = build("1F1B", ranks=1, micro_batches=2).simulate(costs)
+    assert whole.makespan == timeline.makespan == 24
+
+
+def test_bytes_and_latencies_are_those_of_the_slice() -> None:
+    each = (Costs(bytes=(10, 1), comm=(5, 0)), Costs(bytes=(20, 2), comm=(7, 0)))
+    costs = Costs(bytes=(30, 3), comm=(9, 0), each_slice=each)
+    timeline = build("Seq1F1B", ranks=2, micro_batches=1, slices=2).simulate(costs)
+    assert timeline.peak_bytes == (30, 3)
+    assert timeline.starts[1][:2] == (6, 9)
+
+
+def test_parts_of_the_costs_of_a_whole_micro_batch() -> None:
+    costs = Costs(forward=(6, 12), backward=18, comm=0.5, bytes=6).parted([2, 1])
+    assert costs.each_slice is not None
+    first, second = costs.each_slice
+    assert (first.forward, first.backward, first.bytes, first.comm) == ((4, 8), 12, 4, 0.5)
+    assert (second.forward, second.input_grad) == ((2, 4), pytest.approx(1 / 3))
+    assert costs.forward == (6, 12)
+
+
+def test_the_json_form_has_the_costs_of_slices() -> None:
+    text = '{"forward": [4, 4], "each_slice": [{"forward": [1, 1]}, {"forward": 3}]}'
+    assert Costs.from_json(text) == Costs(
+        forward=(4, 4), each_slice=(Costs(forward=(1, 1)), Costs(forward=3))
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"each_slice": []}',
+        '{"each_slice": [1, 2]}',
+        '{"each_slice": [{"each_slice": [{}]}]}',
+        '{"bytes": 1, "each_slice": [{}]}',
+        '{"each_slice": [{"forwards": 1}]}',
+        '{"each_slice": [{"forward": -1}]}',
+    ],
+)
+def test_what_is_no_cost_of_slices_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Costs.from_json(text)
+
+
+def test_costs_of_another_number_of_slices_are_refused() -> None:
+    costs = Costs().parted([1, 1, 1])
+    with pytest.raises(ConfigError, match="expected: 3 slices"):
+        build("Seq1F1B", ranks=2, micro_batches=2, slices=2).simulate(costs)
+    with pytest.raises(ConfigError, match="2 figures"):
+        build("1F1B", ranks=2, micro_batches=2).simulate(
+            Costs(each_slice=(Costs(forward=(1, 2, 3)),))
+        )
+
+
+@pytest.mark.parametrize("name", ["1F1B", "ZBH1", "DualPipeV"])
+def test_the_figures_of_events_are_those_of_the_timeline(name: str) -> None:
+    timeline = build(name, ranks=3, micro_batches=6).simulate(Costs(comm=0.25, overlapped=1.5))
+    figures = figures_of(events_of(timeline))
+    assert figures.span == timeline.span
+    assert figures.busy == timeline.busy
+    assert figures.bubble_rate == timeline.bubble_rate
+
+
+def test_only_actions_count() -> None:
+    events = [
+        Event(0, "SF0>1.0", 0, 1),
+        Event(0, "F0.0", 1, 2),
+        Event(0, "B0.0", 5, 7),
+        Event(0, "STEP", 7, 20),
+        Event(0, "data", 0, 1),
+    ]
+    assert tuple(figures_of(events)) == (6, 3)
+    assert figures_of(events).bubble == 3
+    assert figures_of([]).bubble_rate == 0
+
+
+def test_what_a_name_says() -> None:
+    assert Event(0, "F0.3", 0, 1).actions == (Action("F", 0, 3),)
+    fused = Event(0, "(F0.1|B1.0)", 0, 1).actions
+    assert fused == (Action("F", 0, 1), Action("B", 1, 0))
+    assert isinstance(Event(0, "RF0>1.3", 0, 1).op, Recv)
+    assert Event(0, "data", 0, 1).op is None
+    assert Event(0, "SF0>1.3", 0, 1).actions == ()

@@ -49,9 +49,7 @@ class Group:
 
 
 @pytest.fixture
-def pair(
-    sockets: Callable[..., list[SocketTransport]],
-) -> Iterator[list[ProcessGroupTransport]]:
+def pair(sockets: Callable[..., list[SocketTransport]]) -> Iterator[list[ProcessGroupTransport]]:
     joined = [sockets(2, namespace=name) for name in ("rest", "0 to 1", "1 to 0")]
     groups = {(0, 1): Group(), (1, 0): Group()}
 

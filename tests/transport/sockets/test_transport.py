@@ -30,10 +30,7 @@ from tests.transport.helpers import (
 Join = Callable[..., list[SocketTransport]]
 
 TENSORS = st.builds(
-    sample,
-    st.sampled_from(DTYPES),
-    st.lists(st.integers(0, 4), max_size=3),
-    st.integers(0, 2**31),
+    sample, st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3), st.integers(0, 2**31)
 )
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), TENSORS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fleetpipe.transport import SocketTransport, connect
 from fleetpipe.transport.joining.connections import join
 from fleetpipe.transport.joining.handshake import accepts, connects, user_secret
 from fleetpipe.transport.wire.seal import Seal, Seals
+from tests.fixtures import Call, Patch
 from tests.transport.helpers import LIMIT, ThreadStore, backward, forward, join_all, same, sample
 from tests.transport.joining.test_handshake import talk
 
@@ -46,7 +47,7 @@ def ends() -> Iterator[tuple[SocketTransport, SocketTransport, socket.socket, so
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
-def test_messages_pass(tcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_pass(tcp: bool, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FLEETPIPE_SECRET", SECRET)
     first, second, third = join_all(3, force_tcp=tcp)
     values = [None, 7, {"x": sample("float32", [300, 1000]), "y": sample("bool", [3])}, "text"]
@@ -183,7 +184,7 @@ def test_ranks_with_other_secrets_say_so_at_once(secrets: list[str], got: list[s
 
 
 def test_the_secret_is_not_in_the_store_and_what_is_there_does_not_do(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
 ) -> None:
     store = ThreadStore()
     for transport in begin(store, [SECRET, SECRET]):
@@ -203,15 +204,13 @@ def test_the_secret_is_not_in_the_store_and_what_is_there_does_not_do(
     ],
     ids=["variable", "file"],
 )
-def test_where_the_secret_is_from(
-    set_up: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_where_the_secret_is_from(set_up: Call, monkeypatch: Patch, tmp_path: Path) -> None:
     assert user_secret() == b""
     set_up(monkeypatch, tmp_path / "secret")
     assert user_secret() == SECRET.encode()
 
 
-def test_a_secret_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_secret_that_is_none(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLEETPIPE_SECRET_FILE", str(tmp_path / "missing"))
     with pytest.raises(ConfigError, match="cannot read FLEETPIPE_SECRET_FILE="):
         join(rank=0, ranks=2, store=ThreadStore(), namespace="test", timeout=LIMIT)

@@ -1,7 +1,8 @@
-"""Structures survive their serialised form; anything else is refused before memory is taken."""
+"""Structures survive their serialised form; anything else, and long JSON, is refused at once."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -15,6 +16,7 @@ from fleetpipe.errors import BoundaryError, TransportError
 from fleetpipe.transport import MessageKey
 from fleetpipe.transport.wire import structure
 from fleetpipe.transport.wire.message import LARGEST_ANNOUNCEMENT, Route
+from fleetpipe.transport.wire.parsing import parse
 from fleetpipe.transport.wire.structure import DEEPEST, SIZES, Structure, decode, encode
 
 ROUTE = Route(MessageKey("F", 0, 1, "", 3), 0, 1)
@@ -147,3 +149,51 @@ def test_more_text_than_an_announcement_carries() -> None:
     with pytest.raises(BoundaryError, match="too large") as raised:
         encode("", Structure(("str", "x" * LARGEST_ANNOUNCEMENT)), ROUTE)
     assert "F of edge 0>1, micro-batch 3 from rank 0 to rank 1" in str(raised.value)
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(10**17), 10**17), st.text()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@given(VALUES)
+def test_what_is_within_the_bounds_is_what_json_says(value: Any) -> None:
+    assert parse(json.dumps(value).encode(), 50, 200, 500) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"[[[]]]", "too deep: more than 2"),
+        (b"[[],[],[],[]]", "more than 4 lists"),
+        (b'["a","b","c","d"]', "more than 3 strings"),
+        (b"[12345678901234567890]", "more than 19 digits"),
+        (b"[1.00000000000000000000]", "more than 19 digits"),
+        ('["é"]'.encode(), "ascii"),
+        ("[[[]]]".encode("utf-16"), "too deep"),
+        (b"{", "Expecting"),
+        (b'["[[[[[[', "Unterminated"),
+        (b'["\\', "Unterminated"),
+    ],
+)
+def test_what_is_beyond_them_is_refused(text: bytes, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        parse(text, 2, 4, 3)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_json_or_a_value_error(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        parse(data, 2, 4, 3)
+
+
+@pytest.mark.parametrize("piece", [b'\\"', b'"\\', b"\\\\", b"[1", b'"', b"-e", b"9"])
+def test_a_text_of_megabytes_is_read_once(piece: bytes) -> None:
+    begun = time.process_time()
+    with pytest.raises(ValueError, match=r"more than|Expecting|Unterminated"):
+        parse(b'["' + piece * 2_000_000, 130, 1 << 17, 1 << 18)
+    assert time.process_time() - begun < 3

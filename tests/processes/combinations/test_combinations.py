@@ -1,11 +1,17 @@
-"""Pairs of axes at 2: what the ranks train together beside one device with all of the data."""
+"""Pairs and triples of axes, and random models of them, beside plain Paddle on one device.
+
+``python -m tests.processes.combinations.random_mixtures 0 100`` tries as many, and so does
+``random_attention``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import paddle
+import pytest
 from paddle import nn
 
 from fleetpipe import fleet
@@ -14,6 +20,30 @@ from fleetpipe.paddle_api import VERSION
 from tests import jobs
 from tests.fixtures import Call
 from tests.pipelines import CLASSES, FEATURES, ROWS, batch, pipeline
+from tests.processes.combinations import random_attention, random_mixtures
+from tests.processes.combinations.beside_plain import Case, every, wrong
+from tests.processes.combinations.three_axes_worker import train
+
+
+def cases(mixtures: Sequence[int], attention: Sequence[int]) -> list[Case]:
+    """Those that this Paddle's topology has."""
+    made = [random_mixtures.RandomCase(number) for number in mixtures]
+    made += [random_attention.RandomCase(number) for number in attention]
+    missing = {"ep", "cp"} if VERSION.startswith("2.") else set()
+    return [case for case in made if not missing & case.degrees.keys()]
+
+
+@pytest.mark.parametrize("case", cases((2, 45), (16, 32)), ids=lambda case: case.name)
+def test_in_one_process(case: Case) -> None:
+    assert not wrong(case, *every([case]))
+
+
+def test_on_four_ranks(on_ranks: Call) -> None:
+    chosen = cases((9, 26, 254), (4, 10, 51))
+    for rank in on_ranks(every, 4, chosen, timeout=100):
+        for case, gaps in zip(chosen, rank):
+            assert not wrong(case, gaps), (case, gaps)
+
 
 STEPS, MICRO_BATCHES, NORM = 3, 2, 0.5
 
@@ -66,3 +96,25 @@ def test_copies_along_sequences_train_as_one_device_does(on_ranks: Call) -> None
         pairs += [("pp", "cp"), ("sharding", "cp")]
     for rank in on_ranks(gaps, 4, pairs):
         assert [max(pair.values()) < 2e-6 for pair in rank] == [True] * len(pairs), rank
+
+
+SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBH1")
+
+
+@pytest.mark.timeout(400)
+def test_three_axes_are_the_single_model(on_ranks: Call) -> None:
+    """With a tied embedding, dropout, recompute, AdamW and a clip by the global norm."""
+    (single,) = train({"dp": 1, "mp": 1, "pp": 1}, ("1F1B",))
+    first, *_ = on_ranks(train, 8, {"dp": 2, "mp": 2, "pp": 2}, SCHEDULES, timeout=240)
+    # The clip was at work, and training went somewhere.
+    assert (single["norms"] > 0.5).all()
+    for schedule, ranks in zip(SCHEDULES, first):
+        assert ranks.keys() == single.keys()
+        gaps = {name: _relative_gap(ranks[name], single[name]) for name in single}
+        # Not max: it would pass over NaN.
+        assert not {name: gap for name, gap in gaps.items() if not gap < 1e-5}, schedule
+
+
+def _relative_gap(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, relative to the largest number."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
