@@ -250,7 +250,7 @@ class PipelineOptimizer(FleetsType):
         clips = clips_of_a_step(self._inner_opt)
         return {
             "optimizer": type(base_optimizer(self._inner_opt)).__name__,
-            "gradient clip of each parameter group": str([*map(str, clips)]),
+            "gradient clip of each parameter group": str([*map(_text_of, clips)]),
         }
 
     def _replace_clips(self) -> None:
@@ -313,6 +313,14 @@ class PipelineOptimizer(FleetsType):
         if name == "_inner_opt":
             raise AttributeError(name)
         return getattr(self._inner_opt, name)
+
+
+def _text_of(clip: Clip) -> str:
+    """Returns what a clip says of itself; a script's own may say nothing."""
+    try:
+        return str(clip)
+    except NotImplementedError:
+        return type(clip).__name__
 
 
 def _names(parameters: Iterable[Tensor | str]) -> set[str]:

@@ -63,7 +63,15 @@ def assert_same_training(
     return optimizer
 
 
+class Halved(nn.ClipGradByNorm.__base__):  # type: ignore[misc,name-defined]
+    """A clip of a script's own, without a text."""
+
+    def _dygraph_clip(self, pairs: list[Any]) -> list[Any]:
+        return [(parameter, gradient * 0.5) for parameter, gradient in pairs]
+
+
 OPTIMIZERS: dict[str, Make] = {
+    "a clip of its own": lambda p: optimizers.SGD(0.1, parameters=p, grad_clip=Halved()),
     "SGD": lambda p: optimizers.SGD(0.1, parameters=p, weight_decay=0.01),
     "Momentum": lambda p: optimizers.Momentum(0.1, parameters=p, use_nesterov=True),
     "Adam": lambda p: optimizers.Adam(0.01, parameters=p),
