@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from fleetpipe.locator import causes
 from fleetpipe.locator.causes import Location, axis_between, first_split
 from fleetpipe.locator.layouts import layouts, parts_of
 from fleetpipe.locator.record import LEFT, Meaning, RankTensors, Record
-from fleetpipe.locator.tolerance import Tolerances, gap, largest
+from fleetpipe.locator.tolerance import Tolerances, gap, largest, same_bits
 from fleetpipe.mesh.causes import NORM, of_unequal
 
 #: By rank.
@@ -79,13 +78,13 @@ class ParameterChecks:
     def _unequal(self, name: str, parts: Parts, whole: np.ndarray | None) -> Location | None:
         by_shard: dict[tuple[int, ...], list[int]] = defaultdict(list)
         axes = self._split_axes(parts, whole) if whole is not None else ()
+        if self._step and not axes:
+            # On the others it is as the step before has left it.
+            left = {r.rank: r.names(self._step - 1, "update") for r in self._holders(name)}
+            parts = {**{n: of[name] for n, of in left.items() if n not in parts}, **parts}
         for number in parts:
             coordinate = self._ranks[number].coordinate
             by_shard[tuple(coordinate.get(axis, 0) for axis in axes)].append(number)
-        alone = [rank for rank in self._holders(name) if rank.rank not in parts]
-        if self._step and alone and not axes:
-            wrong, axis = self._apart_from([*parts], [rank.rank for rank in alone])
-            return self._finding(name, "initial", axis, wrong, of_unequal(axis, self._step))
         for members in by_shard.values():
             first = parts[members[0]]
             bad = [n for n in members if parts[n].tobytes() != first.tobytes()]
@@ -95,7 +94,7 @@ class ParameterChecks:
                 cause = of_unequal(axis, self._step)
                 return self._finding(name, "initial", axis, wrong, cause, apart)
         leads = [parts[members[0]] for members in by_shard.values()]
-        same = len(leads) > 1 and all(_alike(leads[0], other) for other in leads[1:])
+        same = len(leads) > 1 and all(same_bits(leads[0], other) for other in leads[1:])
         if same and axes and leads[0].std() > 0 and self._step == 0:
             ranks = [self._ranks[n] for n in parts]
             return self._finding(name, "initial", axes[0], ranks, causes.SAME_SHARDS, 1.0)
@@ -130,7 +129,7 @@ class ParameterChecks:
             # Beside experts and shards that other ranks draw, what is drawn later is another.
             parted = {n.partition(".")[0] for n in whole.keys() - {*alike}}
             random = [n for n in alike if whole[n].std() > 0]
-            other = [n for n in alike if not _alike(held[n], whole[n]) and whole[n].size > 1]
+            other = [n for n in alike if not same_bits(held[n], whole[n]) and whole[n].size > 1]
             constant = [n for n in other if n not in random]
             other = [n for n in other if n in random and n.partition(".")[0] not in parted]
             few = other if 4 * len(other) <= len(random) else []
@@ -232,7 +231,7 @@ class ParameterChecks:
         axes = self._local[name].axes if name in self._local else ()
         # Ranks along these have not the same gradient, after it was to be added up.
         members = {axis: self._members(bad[0], (axis,), parts) for axis in axes}
-        missing = [a for a in axes if not all(_alike(part, parts[n]) for n in members[a])]
+        missing = [a for a in axes if not all(same_bits(part, parts[n]) for n in members[a])]
         axis, cause = causes.of_reduction(
             self._job.degrees, axes, missing, ratio, name, shared=len(self._stages(name)) > 1
         )
@@ -274,8 +273,8 @@ class ParameterChecks:
 
     def trained(self) -> Location | None:
         """Finds a parameter that no optimizer has; a clip's norm is another without it."""
-        trained = {name for rank in self._job.ranks for name in _listed(rank, self._rate)}
-        for name in _listed(self._single, self._rate):
+        trained = {name for rank in self._job.ranks for name in rank.listed(self._rate)}
+        for name in self._single.listed(self._rate):
             if trained and name not in trained and (ranks := self._holders(name)):
                 return self._finding(name, "optimizer input", "", ranks, causes.UNTRAINED)
         return None
@@ -304,12 +303,20 @@ class ParameterChecks:
         for name, whole in self._single.names(self._step, phase).items():
             apart, tolerance = self._compared(phase, name, whole)
             bad = [n for n, far in apart.items() if not far <= tolerance]
+            bad = [n for n in bad if phase != "update" or not self._is_sent(n, name)]
             if bad:
                 wrong, axis = self._apart_from(bad, apart)
                 axis = axis or (first_split(self._job.degrees, *axes) if axes else "")
                 worst = max(apart.values())
                 return self._finding(name, phase, axis, wrong, cause, worst, tolerance)
         return None
+
+    def _is_sent(self, number: int, name: str) -> bool:
+        """Whether another rank steps a parameter, and a script sends it after that."""
+        stepping = [r.rank for r in self._job.ranks if name in r.listed(self._rate)]
+        after = self._ranks[number].names(self._step + 1, "initial")
+        later = name in after or self._step + 1 == self._job.steps
+        return bool(stepping) and number not in stepping and later
 
     # What all of them need
 
@@ -390,12 +397,3 @@ def _missing_layer(name: str, held: set[str]) -> str:
     paths = (".".join(steps[:count]) for count in range(1, len(steps)))
     missing = (p for p in paths if not any(other.startswith(p + ".") for other in held))
     return next(missing, name)
-
-
-def _alike(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.shape == other.shape and one.tobytes() == other.tobytes()
-
-
-def _listed(rank: RankTensors, place: Meaning) -> list[str]:
-    text = rank.tensors.get(place._replace(part="parameters"))
-    return [] if text is None else json.loads(text.tobytes().decode())

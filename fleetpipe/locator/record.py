@@ -76,6 +76,11 @@ class RankTensors:
         """Returns by name what a phase has once for each name: parameters, their gradients."""
         return {p.name: t for p, t in self.of(step, phase).items() if p.micro_batch == -1}
 
+    def listed(self, place: Meaning) -> list[str]:
+        """Returns the names of the parameters that the optimizer of a learning rate has."""
+        text = self.tensors.get(place._replace(part="parameters"))
+        return [] if text is None else json.loads(text.tobytes().decode())
+
 
 class Record(NamedTuple):
     """A run of some ranks.

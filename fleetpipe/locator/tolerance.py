@@ -39,6 +39,11 @@ def gap(ours: np.ndarray, expected: np.ndarray, scale: float | None = None) -> f
     return worst / size if size else (0.0 if worst == 0 else float("inf"))
 
 
+def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two tensors have the same bits."""
+    return one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
 def largest(tensor: np.ndarray) -> float:
     """Returns the largest absolute value among those that are finite."""
     values = np.abs(tensor.astype("float64"))

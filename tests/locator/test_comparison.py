@@ -185,6 +185,24 @@ def test_a_rank_that_trains_in_the_mode_of_evaluation_is_named() -> None:
     assert "eval()" in finding.cause
 
 
+@pytest.mark.parametrize("sent", [True, False])
+def test_what_another_ranks_optimizer_steps_may_be_sent_after_the_step(sent: bool) -> None:
+    single = twin()
+    job, end = replicas(), Meaning(1, "update", "fc.weight", part="parameter")
+    listed = Meaning(0, "optimizer input", "", part="parameters")
+    stepped = end._replace(step=0)
+    for rank, names in ((job[0], b'["fc.weight"]'), (job[1], b"[]")):
+        rank.tensors[listed] = np.frombuffer(names, "uint8")
+        rank.tensors[end] = rank.tensors[stepped]
+    single.ranks[0].tensors[end] = job[0].tensors[end]
+    if sent:
+        job[1].tensors[end._replace(phase="initial")] = job[0].tensors[stepped]
+    job[1].tensors[stepped] = WEIGHT
+    finding = first_difference(compared(job), single, single)
+    assert (finding is None) == sent
+    assert finding is None or (finding.phase, finding.ranks) == ("update", [1])
+
+
 def test_a_rank_without_a_gradient_is_named() -> None:
     job = replicas()
     del job[1].tensors[Meaning(0, "gradient", "fc.weight", part="gradient")]
