@@ -250,3 +250,25 @@ def test_a_rank_whose_experts_get_no_token_of_data(on_ranks: Call) -> None:
     """Data need no gradient: that rank came by no exchange in backward, and the other waited."""
     first, second = on_ranks(without_tokens, 2, {"dp": 2, "ep": 2})
     assert first == second
+
+
+class Parts(nn.Layer):
+    """Paddle's layer with a gate that leaves a loss of the tokens of one member along mp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        members = fleet.get_hybrid_communicate_group().get_model_parallel_group()
+        experts = nn.LayerList([Routed.expert() for _ in range(EXPERTS)])
+        self.moe = MoELayer(WIDTH, experts, {"type": "gshard"}, mp_group=members)
+
+
+def built_of_parts(degrees: dict[str, int]) -> str:
+    with job(1, **degrees), pytest.raises(FleetPipeError) as raised:
+        built(Parts)
+    return str(raised.value)
+
+
+def test_a_gate_with_a_loss_sees_no_part_of_the_tokens(on_ranks: Call) -> None:
+    for message in on_ranks(built_of_parts, 4, {"pp": 2, "mp": 2}):
+        assert "mp_group of a MoELayer" in message
+        assert "got: GShardGate" in message

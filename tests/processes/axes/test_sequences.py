@@ -85,5 +85,7 @@ def test_checkpoints_and_traces_of_split_sequences(
         ]
     alone = through_layouts(tmp_path / "b", [{"pp": 4}] * 3)
     assert [leg[0] for leg in legs] == pytest.approx([leg[0] for leg in alone], rel=1e-5)
+    traces = [(tmp_path / "a" / f"trace{step}" / "trace.json").read_text() for step in (0, 1)]
+    assert ['"exchange"' in trace for trace in traces] == [True, False]
     assert main(["why", str(tmp_path / "a" / "trace0")]) == 0
     assert "steps" in capsys.readouterr().out
