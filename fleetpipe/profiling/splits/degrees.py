@@ -18,7 +18,10 @@ from fleetpipe.schedules.placement import check_count
 
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
 #: What grows with the places of a sequence.
-_BYTES = ("output", "held", "releases", "held_split", "waiting", "working", "saved")
+_BYTES = (
+    *("output", "held", "releases", "held_split", "waiting", "working", "saved"),
+    *("routed", "queries", "keys"),
+)
 
 
 class LayerDegrees(NamedTuple):
@@ -142,7 +145,7 @@ def _cost(
             times[name] = max(computing, 0.0) * part + again
     expert_seconds = layer.expert_share * layer.forward * more * part
     elsewhere = layer.expert_parameters * (measured.ep / degrees.ep - 1)
-    sizes = {name: int(getattr(layer, name) * part) for name in _BYTES}
+    sizes: dict[str, Any] = {name: int(getattr(layer, name) * part) for name in _BYTES}
     return replace(
         layer,
         **times,
@@ -153,7 +156,6 @@ def _cost(
         exchanged=max(int(layer.exchanged + after.nbytes - before.nbytes), 0),
         expert_share=min(expert_seconds / times["forward"], 1.0) if times["forward"] else 0.0,
         expert_parameters=int(layer.expert_parameters + elsewhere),
-        **{name: int(getattr(layer, name) * part) for name in ("routed", "queries", "keys")},
     )
 
 
