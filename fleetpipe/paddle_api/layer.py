@@ -7,6 +7,7 @@ from typing import Any
 
 from paddle.incubate.distributed.models.moe import moe_layer as _moe_layer
 from paddle.incubate.distributed.models.moe import utils as _moe_utils
+from paddle.incubate.distributed.models.moe.gate import naive_gate as _naive_gate
 from paddle.jit.dy2static.program_translator import StaticFunction
 
 from fleetpipe.aliases import Layer, Tensor
@@ -14,7 +15,7 @@ from fleetpipe.paddle_api.tensor import has_memory
 
 MoELayer: type[Layer] = _moe_layer.MoELayer
 #: Its gate without a loss.
-NaiveGate: type[Layer] = _moe_layer.NaiveGate
+NaiveGate: type[Layer] = _naive_gate.NaiveGate
 #: Send tokens to the experts of ``MoELayer``, and what these make of them back.
 MoEScatter: Any = _moe_layer.MoEScatter
 MoEGather: Any = _moe_layer.MoEGather
