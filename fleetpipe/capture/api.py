@@ -144,7 +144,7 @@ def pipeline(
             proof = prove(capturing, forms, schedule)
         shadowed = SHADOWED if verify == FIRST and head is None else 0
         findings = Findings(cut.choice, proof, plan, shadowed, head)
-    return CapturedPipeline(model, forms, ranks, chunks, loss_fn, findings)
+        return CapturedPipeline(model, forms, ranks, chunks, loss_fn, findings)
 
 
 @contextmanager

@@ -41,8 +41,8 @@ class Model(nn.Layer):  # type: ignore[misc]
 
 
 def captured(model: Any, **options: Any) -> Any:
-    options = {"vocabulary_head": "head", "split_spec": ["blocks.2"], **options}
-    return fleetpipe.pipeline(model, tokens(2), VocabularyLoss(), **options)
+    usual = {"vocabulary_head": "head", "split_spec": ["blocks.2"], "loss_fn": VocabularyLoss()}
+    return fleetpipe.pipeline(model, tokens(2), **{**usual, **options})
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
@@ -132,6 +132,7 @@ def test_it_is_profiled_planned_and_trained_by_the_plan() -> None:
         (Model(), {"vocabulary_head": "haed"}, "1F1B", ConfigError, "head"),
         (Model(), {"vocabulary_head": "table"}, "1F1B", ConfigError, "an? Embedding"),
         (Model(), {}, "ZBV", ConfigError, "one of FThenB, 1F1B"),
+        (Model(), {"loss_fn": nn.CrossEntropyLoss()}, "1F1B", ConfigError, "parts of the logits"),
     ],
 )
 def test_what_cannot_be_is_refused(
