@@ -7,7 +7,7 @@ as in a list of layers that ends in a ``VocabularyHead``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Callable
+from typing import Any, Callable
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.stages import CapturedStages
@@ -25,8 +25,8 @@ from fleetpipe.dygraph.layers.vocabulary import (
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import CaptureError, ConfigError, nearest
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.layer import sublayers_in
-from fleetpipe.paddle_api.tensor import has_memory
+from fleetpipe.paddle_api.layer import is_patched, sublayers_in
+from fleetpipe.paddle_api.tensor import has_memory, initializer_of
 from fleetpipe.schedules import Edge, Placement
 
 
@@ -54,14 +54,14 @@ class HeadInParts(paddle.nn.Layer):
         """
         super().__init__()
         weight, bias = linear.weight, linear.bias
-        has_bias = None if bias is not None else False
         self.path = path
         hidden, vocabulary = weight.shape
-        self.description = LinearHead(hidden, vocabulary, bias_attr=has_bias)
+        of_bias = False if bias is None else _attributes_of(bias)
+        self.description = LinearHead(hidden, vocabulary, _attributes_of(weight), bias_attr=of_bias)
         #: Paddle's names of the parameters of the Linear, by their names in the model.
         self.counted_names = {f"{path}.{n}": one.name for n, one in linear.named_parameters()}
         for number, described in enumerate(self.description.layers(ranks)[:-1]):
-            part = described.build_layer().to(dtype=weight.dtype)
+            part = _built(described, weight)
             first, last = part.rows
             if has_memory(weight):
                 part.weight.set_value(weight[:, first:last])
@@ -110,11 +110,37 @@ class HeadInParts(paddle.nn.Layer):
                 )
 
 
+def _built(description: Any, weight: Tensor) -> Any:
+    """Returns a part in the dtype of a Linear's weights; without memory where these have none."""
+    if has_memory(weight):
+        return description.build_layer().to(dtype=weight.dtype)
+    usual = paddle.get_default_dtype()
+    dtype: Any = str(weight.dtype).removeprefix("paddle.")
+    paddle.set_default_dtype(dtype)
+    try:
+        with paddle.LazyGuard():
+            return description.build_layer()
+    finally:
+        paddle.set_default_dtype(usual)
+
+
+def _attributes_of(parameter: Tensor) -> Any:
+    """Returns what has a part of a parameter trained as the parameter would be."""
+    return paddle.ParamAttr(
+        initializer=initializer_of(parameter) or paddle.nn.initializer.Constant(0.0),
+        learning_rate=parameter.optimize_attr["learning_rate"],
+        regularizer=parameter.regularizer,
+        trainable=not parameter.stop_gradient,
+        need_clip=parameter.need_clip,
+    )
+
+
 def required_linear(model: Layer, path: str) -> Layer:
     """Returns the Linear of a model that parts are to replace.
 
     Raises:
-        ConfigError: The model has no Linear of that name, or other layers use its weights.
+        ConfigError: The model has no Linear of that name, other layers use its weights, or it has
+            hooks.
     """
     layers = dict(model.named_sublayers())
     linear = layers.get(path)
@@ -130,6 +156,12 @@ def required_linear(model: Layer, path: str) -> Layer:
             f"other layers use the weights of {path!r} as well",
             fix="describe the model as a list of layers with VocabularyEmbedding and "
             "VocabularyHead(.., tied=..)",
+        )
+    if is_patched(linear):
+        raise ConfigError(
+            f"{path!r} has hooks, or a forward of its own, which its parts would not run",
+            fix="take them off, as paddle.nn.utils.remove_weight_norm does, or leave "
+            "vocabulary_head out",
         )
     return linear
 

@@ -45,6 +45,12 @@ def has_memory(tensor: Tensor) -> bool:
     return bool(tensor._is_initialized())
 
 
+def initializer_of(parameter: Tensor) -> Any:
+    """Returns what is to draw a parameter of ``paddle.LazyGuard``; None once it has been drawn."""
+    draw = parameter._init_func
+    return None if draw is None else draw.func.__self__
+
+
 def release_memory(tensor: Tensor) -> None:
     """Gives back the memory of a tensor, which keeps its shape."""
     tensor.get_tensor()._clear()

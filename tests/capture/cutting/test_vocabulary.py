@@ -12,8 +12,10 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet, parity
+from fleetpipe.capture.vocabulary import HeadInParts
 from fleetpipe.dygraph import VocabularyLoss
 from fleetpipe.errors import CaptureError, ConfigError
+from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.profiling import PipelinePlan
 from tests.capture.models import WIDTH, WORDS, tokens
 from tests.jobs import job
@@ -67,6 +69,37 @@ def test_it_trains_as_the_model_with_the_same_parts(schedule: str, bias: Any) ->
     plain.set_state_dict(state)
     loss = nn.CrossEntropyLoss()(plain(tokens(8)), LABELS)
     assert abs(float(loss) - losses[0]) < 1e-5
+
+
+def test_its_parts_are_trained_as_its_linear_would_be() -> None:
+    with job(2):
+        plain = Model()
+        plain.head.weight.stop_gradient = True
+        plain.head.bias.need_clip = False
+        plain.head.bias.optimize_attr["learning_rate"] = 0.0
+        pipe = captured(plain)
+        before = bits(pipe.full_state_dict())
+        model = fleet.distributed_model(pipe)
+        model.train_batch([tokens(8), LABELS], sgd(model))
+        after = bits(pipe.full_state_dict())
+        assert [n for n in after if after[n] == before[n]] == ["head.weight", "head.bias"]
+        assert not any(part.bias.need_clip for part in plain.head.parts)
+
+
+def test_a_lazy_models_head_is_drawn_part_by_part_as_its_linear_says() -> None:
+    usual = paddle.get_default_dtype()
+    paddle.set_default_dtype("float64")
+    try:
+        with paddle.LazyGuard():
+            plain = Model(paddle.ParamAttr(initializer=nn.initializer.Constant(3.0)))
+    finally:
+        paddle.set_default_dtype(usual)
+    head = HeadInParts(plain.head, "head", 2)
+    assert not any(map(has_memory, head.parameters()))
+    with job(2):
+        state = captured(plain, verify=False).full_state_dict()
+    assert (state["head.bias"].numpy() == 3.0).all()
+    assert {tensor.dtype for tensor in state.values()} == {paddle.float64}
 
 
 def test_what_it_saves_is_the_plain_models(tmp_path: Any) -> None:
@@ -125,6 +158,12 @@ def test_it_is_profiled_planned_and_trained_by_the_plan() -> None:
         fleetpipe.plan(profile, 3, 4)
 
 
+def normed() -> Model:
+    model = Model()
+    nn.utils.weight_norm(model.head)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "options", "schedule", "error", "message"),
     [
@@ -132,6 +171,7 @@ def test_it_is_profiled_planned_and_trained_by_the_plan() -> None:
         (Model(), {"vocabulary_head": "haed"}, "1F1B", ConfigError, "head"),
         (Model(), {"vocabulary_head": "table"}, "1F1B", ConfigError, "an? Embedding"),
         (Model(), {}, "ZBV", ConfigError, "one of FThenB, 1F1B"),
+        (normed(), {}, "1F1B", ConfigError, "'head' has hooks"),
         (Model(), {"loss_fn": nn.CrossEntropyLoss()}, "1F1B", ConfigError, "parts of the logits"),
     ],
 )
