@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fleetpipe.aliases import Optimizer, Tensor
+from fleetpipe.checkpoint.contents.whole_parts import part_of
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.mesh.groups import Group
@@ -128,14 +129,21 @@ class Shards:
 def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
     """Returns the owner of each parameter, by ``id``: the largest first, to who has least.
 
+    Parts of vocabularies have one owner, as a whole embedding has: a checkpoint joins their states.
+
     Args:
         parameters: In an order that is the same on all ranks.
         ranks: Number of owners.
     """
     load = [0] * ranks
-    owner_of = {}
-    for parameter in sorted(parameters, key=lambda p: -int(p.size)):
+    owner_of: dict[int, int] = {}
+    units: dict[int | None, list[Tensor]] = {}
+    for parameter in parameters:
+        unit = id(parameter) if part_of(parameter) is None else None
+        units.setdefault(unit, []).append(parameter)
+    sizes = {unit: sum(int(parameter.size) for parameter in ones) for unit, ones in units.items()}
+    for unit in sorted(units, key=lambda unit: -sizes[unit]):
         owner = load.index(min(load))
-        load[owner] += int(parameter.size)
-        owner_of[id(parameter)] = owner
+        load[owner] += sizes[unit]
+        owner_of.update((id(parameter), owner) for parameter in units[unit])
     return owner_of
