@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.parts import Held
+from fleetpipe.checkpoint.files.tensors import Described
+from fleetpipe.checkpoint.formats.contents import LazyTensor, placed_tensor
 from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
 from fleetpipe.dygraph.state import manifest
 from fleetpipe.dygraph.state.layer_in_parts import LayerInParts, with_whole_head
@@ -143,11 +145,17 @@ def load(
     for place, layer in layers.items():
         files = _files_of(place, names, folder)
         file = files[tensor_shard * len(files) // tensor_shards]
-        states[place] = fleet_files.load(folder / file)
+        states[place] = _read(folder / file, whole=not isinstance(layer, LayerInParts))
         _require_fit(place, layer, states[place], file)
         manifest.require(folder / file, digests)
     for place, layer in reversed(list(layers.items())):
         layer.set_state_dict(states[place])
+
+
+def _read(path: Path, whole: bool) -> dict[str, Any]:
+    if whole:
+        return fleet_files.load(path)
+    return {name: placed_tensor(path, one) for name, one in fleet_files.placed(path).items()}
 
 
 def _files_of(place: ParameterPlace, names: list[str], folder: Path) -> list[str]:
@@ -185,21 +193,24 @@ def _require_fit(
         tensors = {name: Held(tensor) for name, tensor in layer.state_dict().items()}
     for name, held in tensors.items():
         value, expected = state.get(name), held.described
-        if not isinstance(value, paddle.Tensor) or Held(value).described != expected:
+        got = _described(value)
+        if got != expected:
             raise CheckpointError(
                 f"the saved layer {place.number} does not fit the model's",
                 where=f"{name!r} in {file}",
-                expected=f"shape {list(expected.shape)} of {expected.dtype}",
-                got="nothing of that name" if name not in state else _described(value),
+                expected=str(expected),
+                got=str(got or f"a {type(value).__name__}")
+                if name in state
+                else "nothing of that name",
                 cause="it was saved with other layers, in another dtype, or another mp_degree",
                 fix="build the model, and set mp_degree, as they were when it was saved",
             )
 
 
-def _described(value: Any) -> str:
-    if not isinstance(value, paddle.Tensor):
-        return f"a {type(value).__name__}"
-    return f"shape {list(value.shape)} of {str(value.dtype).removeprefix('paddle.')}"
+def _described(value: Any) -> Described | None:
+    if isinstance(value, paddle.Tensor):
+        return Held(value).described
+    return value.described if isinstance(value, LazyTensor) else None
 
 
 class LayerFiles:

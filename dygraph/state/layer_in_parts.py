@@ -1,18 +1,18 @@
 """A layer whose weights are in parts, some on each rank, in Fleet's folder: its file has the whole.
 
-The rank that has the first part writes it; each rank reads it, and takes its own parts.
+The rank that has the first part writes it; each rank reads its own parts, and no others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.checkpoint.contents.layer_and_optimizer import held_of
 from fleetpipe.checkpoint.contents.parts import MODEL, Held, TensorName
 from fleetpipe.checkpoint.contents.whole_parts import JoinedParts, part_of
 from fleetpipe.checkpoint.files.tensors import Region
+from fleetpipe.checkpoint.formats.contents import LazyTensor, paddle_tensor
 from fleetpipe.dygraph.layers.vocabulary import EmbeddingInParts, VocabularyPart
 from fleetpipe.mesh.groups import Group, SoleGroup
 
@@ -36,11 +36,11 @@ class LayerInParts:
         """Returns a part of each whole, which knows the shape of the whole."""
         return {name: held_of(part, (0, 1)) for name, part in self._parts}
 
-    def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Gives the parts their values of what the file has."""
+    def set_state_dict(self, state: Mapping[str, LazyTensor]) -> None:
+        """Gives the parts their values, which are read one after another."""
         for name, tensor in self._parts:
             if (part := part_of(tensor)) is not None:
-                tensor.set_value(part.taken_from(state[name]))
+                tensor.set_value(paddle_tensor(state[name], part.cut))
 
     def whole(self) -> dict[str, Tensor] | None:
         """Returns what the file has on the first of the ranks; None elsewhere. Collective.

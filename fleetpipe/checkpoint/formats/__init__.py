@@ -6,5 +6,5 @@ gives tensors other names. They are read when they are written, one after anothe
 
 ``load.py`` gives them to a job as they are.
 
-Entered by: ``convert``, ``load``.
+Entered by: ``contents``, ``convert``, ``load``.
 """
