@@ -177,7 +177,7 @@ class PipelineLayer(paddle.nn.Layer):
         )
         self._files = files_of_list(
             *(self._layers_desc, built.functions, shared, self.partition, self.placement),
-            *(self._job, self.holders),
+            *(self._job, self._stage_ranks),
         )
         weights = holders(self._tied, self.get_stage_from_index)
         self._shared_weights = connected(
@@ -544,9 +544,12 @@ class PipelineLayer(paddle.nn.Layer):
 
     def holders(self) -> Group:
         """Returns the ranks that hold the stages of this model, and its experts, between them."""
-        if self._job is None:
-            return SoleGroup()
-        return self._job.whole_model() if self.state.spreads_experts else self._job.group()
+        if self._job is None or not self.state.spreads_experts:
+            return self._stage_ranks()
+        return self._job.whole_model()
+
+    def _stage_ranks(self) -> Group:
+        return SoleGroup() if self._job is None else self._job.group()
 
     def _require_chunk(self, chunk_id: int) -> None:
         chunks = len(self._model_chunks)

@@ -18,6 +18,7 @@ from paddle.nn import functional
 
 import fleetpipe
 from fleetpipe import fleet, parity
+from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.dygraph.experts import AuxiliaryLoss, Experts
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fleet.meta_parallel import LayerDesc
@@ -190,6 +191,12 @@ def without_tokens(degrees: dict[str, int]) -> list[float]:
         return [float(pipe.train_batch(data, optimizer)) for _ in range(2)]
 
 
+def saved_with_a_head(folder: Path, degrees: dict[str, int]) -> None:
+    with job(1, own={"timeout": 20}, **degrees):
+        layers = [LayerDesc(Routed), VocabularyHead(WIDTH, 6)]
+        pipeline(layers, loss_fn=VocabularyLoss()).layers.save_state_dict(folder)
+
+
 def refused(degrees: dict[str, int]) -> str:
     with job(1, **degrees):
         try:
@@ -250,6 +257,15 @@ def test_a_rank_whose_experts_get_no_token_of_data(on_ranks: Call) -> None:
     """Data need no gradient: that rank came by no exchange in backward, and the other waited."""
     first, second = on_ranks(without_tokens, 2, {"dp": 2, "ep": 2})
     assert first == second
+
+
+def test_a_vocabulary_head_is_saved_by_the_ranks_of_one_pipeline(
+    on_ranks: Call, tmp_path: Path
+) -> None:
+    """Those with its experts are of another replica, which writes no layers."""
+    on_ranks(saved_with_a_head, 2, tmp_path / "layers", {"dp": 2, "ep": 2})
+    (head,) = (tmp_path / "layers").glob("layer_01-*")
+    assert paddle.load(str(head))["weight"].shape == [6, WIDTH]
 
 
 class Parts(nn.Layer):
