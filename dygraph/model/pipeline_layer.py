@@ -15,7 +15,6 @@ from typing import Any, Callable
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors
-from fleetpipe.checkpoint.contents.whole_parts import parted
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import experts
 from fleetpipe.dygraph.backward.recompute import layers_in
@@ -29,6 +28,7 @@ from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interva
 from fleetpipe.dygraph.model import fleet_face
 from fleetpipe.dygraph.model.arrangement import Arrangement, number_of_stages, topology_of
 from fleetpipe.dygraph.state.files import files_of_list
+from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
@@ -47,7 +47,7 @@ from fleetpipe.schedules import Edge, Schedule
 _log = log.logger(__name__)
 
 
-class PipelineLayer(paddle.nn.Layer):
+class PipelineLayer(ModelWithParts):
     """The stages of a pipeline that this process owns: its own one, or all in one process.
 
     Nothing here or in the wrapper calls what a subclass may override to give a state dict other
@@ -424,13 +424,6 @@ class PipelineLayer(paddle.nn.Layer):
         instead, which depends on the rank.
         """
         return self.state.local_tensors()
-
-    def set_state_dict(
-        self, state_dict: Mapping[str, Any], use_structured_name: bool = True
-    ) -> Any:
-        """As ``nn.Layer.set_state_dict``; what a head has in parts may be whole."""
-        state = parted(state_dict, paddle.nn.Layer.state_dict(self))
-        return super().set_state_dict(state, use_structured_name)
 
     def load_from(self, source: Layer | Mapping[str, Any]) -> None:
         """Takes this process's parameters and buffers from a single-device model.

@@ -11,10 +11,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.checkpoint.contents.whole_parts import PartOfWhole, part_of, whole_name
+from fleetpipe.checkpoint.contents.whole_parts import PartOfWhole, part_of, parted, whole_name
 from fleetpipe.dygraph import experts, tensor_parallel
 from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.paddle_api import paddle
+
+
+class ModelWithParts(paddle.nn.Layer):
+    """A model that takes whole what it has in parts: a vocabulary head."""
+
+    def set_state_dict(
+        self, state_dict: Mapping[str, Any], use_structured_name: bool = True
+    ) -> Any:
+        """As ``nn.Layer.set_state_dict``, of a state with parts or with what they are parts of."""
+        state = parted(state_dict, paddle.nn.Layer.state_dict(self))
+        return super().set_state_dict(state, use_structured_name)
+
+    set_dict = load_dict = set_state_dict
 
 
 class Slot(NamedTuple):

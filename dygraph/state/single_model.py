@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Callable
 
 from fleetpipe.aliases import Nest
-from fleetpipe.checkpoint.contents.whole_parts import parted
 from fleetpipe.dygraph import experts, random_keys, tensor_parallel
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
+from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.whole_state import Place, hidden_buffers
-from fleetpipe.paddle_api import paddle
 
 
-class SingleModel(paddle.nn.Layer):
+class SingleModel(ModelWithParts):
     """All layers of a pipeline's list in one Layer, under the same names."""
 
     def __init__(self, built: Built, loss_fns: Sequence[Any] = ()) -> None:
@@ -36,12 +35,6 @@ class SingleModel(paddle.nn.Layer):
             yield
         finally:
             self._functions = functions
-
-    def set_state_dict(
-        self, state_dict: Mapping[str, Any], use_structured_name: bool = True
-    ) -> Any:
-        """As ``nn.Layer.set_state_dict``, of a state with parts or with what they are parts of."""
-        return super().set_state_dict(parted(state_dict, self.state_dict()), use_structured_name)
 
     def hidden_buffers(self) -> dict[str, Place]:
         """Returns where the buffers are that no state dict has, by layer and path."""

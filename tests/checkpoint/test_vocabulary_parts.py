@@ -91,7 +91,7 @@ def saved(ranks: int, load: str, tied: bool, folder: str) -> dict[str, bytes]:
             model.train_batch([tokens], [tokens])
             manager.save(1, model=model.pipeline, optimizer=model.optimizer)
         elif load == "dict":
-            network.set_state_dict(paddle.load(f"{folder}/2.pdparams"))
+            network.set_dict(paddle.load(f"{folder}/2.pdparams"))
         elif load == "folder":
             network.set_state_dir(f"{folder}/2")
         elif load == "run":
@@ -101,7 +101,7 @@ def saved(ranks: int, load: str, tied: bool, folder: str) -> dict[str, bytes]:
         else:
             network.load_from(paddle.load(f"{folder}/1.pdparams"))
             single = network.single_model()
-            single.set_state_dict(network.full_state_dict())
+            single.load_dict(network.full_state_dict())
             network.load_from(single)
         network.save_state_dict(f"{folder}/{ranks}")
         model.save(f"{folder}/{ranks}")

@@ -11,7 +11,9 @@ from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.signature import completed
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.capture.vocabulary import with_logits
+from fleetpipe.checkpoint.contents.whole_parts import part_of
 from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import share_tables
@@ -39,7 +41,7 @@ class Keyed(Walk):
         return call.do()
 
 
-class Untouched(paddle.nn.Layer):
+class Untouched(ModelWithParts):
     """A copy of a plain model, called as :func:`called` does under the keys of a batch."""
 
     def __init__(self, model: Layer, example: Nest, unopened: Unopened) -> None:
@@ -53,6 +55,10 @@ class Untouched(paddle.nn.Layer):
         super().__init__()
         with lent(model.state_dict().values()), paddle.utils.unique_name.guard():
             copied = copy.deepcopy(model)
+        # Paddle's parameters are copied without their further attributes.
+        for original, tensor in zip(model.parameters(), copied.parameters()):
+            if (part := part_of(original)) is not None:
+                tensor.part_of_whole = part
         # Around Layer.__setattr__, which would put the model's name before all others.
         self.__dict__.update(_model=copied, _example=example, _unopened=unopened)
         # A forward may put another tensor in the place of a buffer.

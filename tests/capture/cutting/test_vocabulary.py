@@ -127,6 +127,11 @@ def test_what_it_saves_is_the_plain_models(tmp_path: Any) -> None:
             plain = Model()
             pipe.copy_to(plain)
             assert bits(plain.state_dict()) == saved
+            single = pipe.single_model()
+            for parameter in single.parameters():
+                parameter.set_value(paddle.zeros_like(parameter))
+            single.set_state_dict(pipe.full_state_dict())
+            assert bits(single.state_dict()) == bits(pipe.state_dict())
 
 
 def test_it_is_profiled_planned_and_trained_by_the_plan() -> None:
