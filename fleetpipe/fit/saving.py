@@ -152,7 +152,8 @@ def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> b
         left_out = [n for n in shapes if n not in state or list(state[n].shape) != shapes[n]]
     if left_out:
         there = {name: value for name, value in state.items() if name in shapes}
-        state = {**there, **{n: network.full_state_dict()[n] for n in left_out}}
+        here = network.full_state_dict()
+        state = {**there, **{name: here[name] for name in left_out}}
         warnings.warn(f"not in {path}, or in another shape: {', '.join(left_out)}", stacklevel=3)
     network.load_from(state)
     return not left_out
