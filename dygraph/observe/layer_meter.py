@@ -73,7 +73,7 @@ class Sample(NamedTuple):
     routed: float
     queries: float
     keys: float
-    heads: float
+    heads: list[int]
     loads: list[list[int]]
 
 
@@ -213,7 +213,8 @@ class _Meter:
             *(forward, backward, split_forward, input_grad, weight_grad, bytes_of(output)),
             *(held, releases, held_split, waiting, working, saved, self._free),
             *(sent.exchanges, sent.nbytes, sent.expert_seconds / forward if forward else 0),
-            *(sent.routed, sent.queries, sent.keys, sent.heads),
+            *(sent.routed, sent.queries, sent.keys),
+            heads=sent.heads,
             loads=sent.loads,
         )
         return output, sample
@@ -347,7 +348,7 @@ def layer_costs(
                 *(trained, trained, untrained, int(one.output), int(one.held), int(releases)),
                 *(int(one.held_split), int(one.waiting), int(one.working), int(one.saved)),
                 *(int(one.exchanges), int(one.exchanged), one.expert_share, of_experts),
-                *(int(one.routed), int(one.queries), int(one.keys), int(one.heads)),
+                *(int(one.routed), int(one.queries), int(one.keys), tuple(one.heads)),
                 tuple(map(tuple, one.loads)),
             )
         )

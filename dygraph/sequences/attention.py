@@ -55,13 +55,13 @@ def attention(
     _require_shapes(query, key, value, documents)
     ranks.require(query.shape[1] * ranks.ranks)
     packed = "no documents" if documents is None else "documents"
-    traffic.note_attention(query, key)
     dtype = query.dtype
     kinds = ", ".join(str(tensor.dtype).rpartition(".")[2] for tensor in (query, key, value))
     shapes = f"{list(query.shape)} of {kinds}, {key.shape[2]} heads of keys"
     ranks.require_alike(f"{shapes}, {causal=}, {scale=}, {packed}")
     if dtype in _HALVES:
         query, key, value = (tensor.astype("float32") for tensor in (query, key, value))
+    traffic.note_attention(query, key)
     query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
     query, key, value = to_heads(ranks.sep, query, key, value)
     if documents is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ class Traffic:
         expert_seconds: How long the experts of this process computed.
         queries: Bytes of the queries of attention to whole sequences.
         keys: Bytes of its keys and values.
-        heads: The heads of its queries, or what divides those of all.
+        heads: For each attention that ran, the heads of its queries.
         clock: Returns seconds.
     """
 
@@ -33,7 +32,7 @@ class Traffic:
     expert_seconds: float = 0.0
     queries: int = 0
     keys: int = 0
-    heads: int = 0
+    heads: list[int] = field(default_factory=list)
     clock: Callable[[], float] = time.thread_time
 
     def add(self, parts: Iterable[Any]) -> None:
@@ -50,7 +49,7 @@ class Traffic:
 
         self.queries += tensor_bytes(query)
         self.keys += 2 * tensor_bytes(key)
-        self.heads = math.gcd(self.heads, query.shape[2])
+        self.heads.append(query.shape[2])
 
 
 _counting: list[Traffic] = []

@@ -85,7 +85,7 @@ class LayerCost:
         routed: Bytes of the tokens that go to experts.
         queries: Bytes of the queries of its attention.
         keys: Bytes of the keys and values.
-        heads: Heads of the queries.
+        heads: For each attention in it, the heads of its queries.
         loads: For each mixture in it, how many tokens each of its experts got.
     """
 
@@ -111,7 +111,7 @@ class LayerCost:
     routed: int = 0
     queries: int = 0
     keys: int = 0
-    heads: int = 0
+    heads: tuple[int, ...] = ()
     loads: tuple[tuple[int, ...], ...] = ()
 
     def exchange(self, link: Link) -> float:
@@ -157,7 +157,7 @@ class LayerCost:
 def check_layer(layer: LayerCost, where: str) -> None:
     """Raises ConfigError for a figure that cannot be, or where no backward is known."""
     for field in fields(LayerCost):
-        if field.name not in ("name", "loads"):
+        if field.name not in ("name", "heads", "loads"):
             value = getattr(layer, field.name)
             if value is not None or field.name not in _OPTIONAL:
                 check_figure(field.name, value, where)

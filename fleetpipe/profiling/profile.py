@@ -418,7 +418,7 @@ def _layers(entry: JsonValue) -> list[LayerCost]:
 
 
 def _layer(entry: JsonValue) -> LayerCost:
-    readers: Any = {"name": JsonValue.text, "heads": JsonValue.count, "loads": _loads}
+    readers: Any = {"name": JsonValue.text, "heads": JsonValue.counts, "loads": _loads}
     return entry.record(LayerCost, JsonValue.figure, **readers)
 
 

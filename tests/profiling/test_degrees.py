@@ -21,7 +21,7 @@ MIXTURE = replace(
     routed=10**6,
     loads=((30, 30, 30, 10),),
 )
-ATTENTION = replace(BLOCK, name="Attention", queries=8 * 10**5, keys=4 * 10**5, heads=6)
+ATTENTION = replace(BLOCK, name="Attention", queries=8 * 10**5, keys=4 * 10**5, heads=(6,))
 LINK, BUSY = Link(1e-5, 1e-9), Transfer(1e-4, 1e-4, 1e-9)
 PROFILE = Profile((ATTENTION, MIXTURE), BLOCK, links=(LINK,), transfer=BUSY)
 
@@ -57,6 +57,16 @@ def test_sequences_are_split_over_more_ranks() -> None:
     assert (ring.exchanges, ring.exchanged) == (6, 5 * 10**5)
     both = PROFILE.with_degrees(ep=2, sep=2).layers[1]
     assert (both.exchanges, both.exchanged, both.routed) == (5, 10**6, 5 * 10**5)
+
+
+def test_each_attention_of_a_layer_exchanges() -> None:
+    layer = replace(ATTENTION, heads=(6, 2))
+    profile = Profile((layer,))
+    assert Profile.loads(profile.dumps()) == profile
+    assert profile.with_degrees(sep=2).layers[0].exchanges == 8
+    assert profile.with_degrees(cp=3).layers[0].exchanges == 24
+    with pytest.raises(ConfigError, match="2 heads cannot be shared out to sep_degree=3"):
+        profile.with_degrees(sep=3)
 
 
 @pytest.mark.parametrize("degrees", [{"ep": 4}, {"sep": 2}, {"cp": 2}, {"ep": 2, "sep": 2}])
@@ -97,7 +107,7 @@ def test_degrees_that_a_profile_does_not_know(
         ({"degrees": {"mp": 2}}, "(?s)no profile.*ep, sep, cp"),
         ({"layers": [{**vars(BLOCK), "loads": [1, 2]}]}, r"(?s)loads\[0\].*a list"),
         ({"layers": [{**vars(BLOCK), "loads": [[1, -2]]}]}, r"loads\[0\]\[1\]"),
-        ({"layers": [{**vars(BLOCK), "heads": 1.5}]}, r"(?s)heads.*a whole number"),
+        ({"layers": [{**vars(BLOCK), "heads": [1.5]}]}, r"(?s)heads\[0\].*a whole number"),
     ],
 )
 def test_files_that_cannot_be(changes: dict[str, object], message: str) -> None:

@@ -78,9 +78,9 @@ def _exchanged(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees) 
     )
     # Counts of tokens, the tokens, and what experts make of them; backward twice.
     experts = 5 * len(layer.loads) * (ep > 1)
-    heads = 4 * (queries > 0) * (sep > 1)
+    heads = 4 * len(layer.heads) * (sep > 1)
     # Two chunks from each, and backward again with their gradients. A causal ring leaves some out.
-    chunks = 6 * (cp - 1) * (queries > 0)
+    chunks = 6 * len(layer.heads) * (cp - 1)
     return _Exchanged(
         experts + heads + chunks,
         experts * (ep - 1) + heads * (sep - 1) + chunks * (cp - 1),
@@ -162,7 +162,7 @@ def _cost(
 def _require(layers: Sequence[LayerCost], measured: LayerDegrees, degrees: LayerDegrees) -> None:
     degrees.check()
     experts = [(layer, len(loads)) for layer in layers for loads in layer.loads]
-    heads = [(layer, layer.heads) for layer in layers if layer.queries]
+    heads = [(layer, count) for layer in layers for count in layer.heads]
     for axis, shared, what in (("ep", experts, "experts"), ("sep", heads, "heads")):
         degree = getattr(degrees, axis)
         for layer, count in shared:

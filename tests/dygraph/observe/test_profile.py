@@ -114,7 +114,7 @@ def test_tokens_of_experts_and_queries_are_counted() -> None:
     assert (plain.loads, plain.queries, profile.degrees) == ((), 0, LayerDegrees())
     assert mixed.expert_parameters == 2 * 6 * 9 * 8 * 4
     assert mixed.routed == 2 * 2 * tokens * 8 * 4
-    assert (mixed.queries, mixed.keys, mixed.heads) == (tokens * 32, tokens * 64, 4)
+    assert (mixed.queries, mixed.keys, mixed.heads) == (tokens * 32, tokens * 64, (4,))
     # In six samples.
     assert [len(loads) for loads in mixed.loads] == [6, 6]
     assert [sum(loads) for loads in mixed.loads] == [6 * 2 * tokens] * 2

@@ -13,8 +13,10 @@ from paddle.nn import functional
 
 from fleetpipe.dygraph.sequences import SequenceRanks, attention, documents_of, ring
 from fleetpipe.errors import ConfigError, PeerFailed
+from fleetpipe.mesh import traffic
 from fleetpipe.mesh.groups import DirectGroup, SoleGroup
-from tests.dygraph.members import on_all
+from fleetpipe.paddle_api.tensor import tensor_bytes
+from tests.dygraph.members import Twins, on_all
 from tests.dygraph.sequences.ranks import sequence_ranks
 from tests.fixtures import Patch
 
@@ -90,6 +92,27 @@ def test_split_attention_is_the_whole(
     with sequence_ranks(sep, cp) as ranks:
         for found in on_all(ranks, lambda own: case.results(own, causal)):
             assert gap(found, expected) < 1e-5
+
+
+class Mirror(Twins):
+    """Counts the bytes for the other member."""
+
+    nbytes = 0
+
+    def all_to_all(self, parts: list[Any]) -> list[Any]:
+        self.nbytes += tensor_bytes(parts[1])
+        return parts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_bytes_that_are_counted_are_those_that_cross(dtype: str) -> None:
+    inputs, group = [t.astype(dtype) for t in Case(24, 4, 2, False).inputs], Mirror()
+    with traffic.counted() as seen:
+        for _ in range(2):
+            attention(*inputs, ranks=SequenceRanks(group, SoleGroup()))  # type: ignore[arg-type]
+    # Half of the queries, keys, values and outputs.
+    assert group.nbytes == seen.queries + seen.keys // 2
+    assert seen.heads == [4, 4]
 
 
 def test_the_bits_depend_on_no_timing() -> None:
