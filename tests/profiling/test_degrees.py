@@ -34,6 +34,8 @@ def test_experts_are_spread_over_more_ranks() -> None:
     assert (mixture.parameters, mixture.gradients) == (3 << 20, 3 << 20)
     # Tokens there and back, forward and backward, one half to this rank itself; and their counts.
     assert (mixture.exchanges, mixture.exchanged) == (5, 2 * 10**6)
+    dense = replace(PROFILE, layers=(replace(MIXTURE, loads=()), MIXTURE)).with_degrees(ep=2)
+    assert [layer.parameters >> 20 for layer in dense.layers] == [5, 3]
     # The first two experts have 60 of 100 tokens, 1.2 of an even share; half of F is of experts.
     busy = (5 * 2e-4 + 2 * 2e6 * 1e-9) / 2
     assert mixture.forward == pytest.approx(1e-3 * 1.1 + busy)
@@ -53,6 +55,10 @@ def test_sequences_are_split_over_more_ranks() -> None:
     busy = (4 * 2e-4 + 2 * 1e6 * 1e-9) / 2
     assert attention.forward == pytest.approx(5e-4 + busy)
     assert (mixture.forward, mixture.exchanges) == (5e-4, 0)
+    # What is exchanged along mp is of half of the places too.
+    parts = replace(PROFILE, layers=(ATTENTION, replace(BLOCK, exchanges=2, exchanged=600)))
+    layer = parts.with_degrees(sep=2).layers[1]
+    assert (layer.exchanges, layer.exchanged) == (2, 300)
     ring = PROFILE.with_degrees(cp=2).layers[0]
     assert (ring.exchanges, ring.exchanged) == (6, 5 * 10**5)
     both = PROFILE.with_degrees(ep=2, sep=2).layers[1]

@@ -144,7 +144,8 @@ def _cost(
             computing = seconds + (more - 1) * layer.expert_share * seconds - busy
             times[name] = max(computing, 0.0) * part + again
     expert_seconds = layer.expert_share * layer.forward * more * part
-    elsewhere = layer.expert_parameters * (measured.ep / degrees.ep - 1)
+    # A plain list of experts, which nothing routes tokens to, is on every rank.
+    elsewhere = layer.expert_parameters * (measured.ep / degrees.ep - 1) * bool(layer.loads)
     sizes: dict[str, Any] = {name: int(getattr(layer, name) * part) for name in _BYTES}
     return replace(
         layer,
@@ -153,7 +154,7 @@ def _cost(
         parameters=int(layer.parameters + elsewhere),
         gradients=int(layer.gradients + elsewhere),
         exchanges=max(layer.exchanges + after.calls - before.calls, 0),
-        exchanged=max(int(layer.exchanged + after.nbytes - before.nbytes), 0),
+        exchanged=int(max(layer.exchanged - before.nbytes, 0) * part + after.nbytes),
         expert_share=min(expert_seconds / times["forward"], 1.0) if times["forward"] else 0.0,
         expert_parameters=int(layer.expert_parameters + elsewhere),
     )
