@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +37,8 @@ from fleetpipe.json_value import JsonValue, Source, read
 _FOLDER = Path(__file__).parent / "names"
 #: What stands in a statement beside names: attributes, and patterns whose names are not counted.
 _NO_NAME = re.compile(r"_?|.*[=*\[\]'].*|fused_(qkv|qkv_old|ffn)")
+#: Stands for the number of each layer.
+_LAYER = "$LAYER_ID"
 _SOURCE = Source(
     "this is no map of names", ConfigError, "docs/checkpoints.md says what is in such a file"
 )
@@ -131,11 +132,11 @@ def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
     layers = {pattern: _layers(pattern, model) for pattern in sorted(inputs)}
     # What another statement makes is read from there.
     layers = {name: one for name, one in layers.items() if one or name not in results}
-    every = set().union(*(one for pattern, one in layers.items() if "$" in pattern))
+    every = set().union(*(one for pattern, one in layers.items() if _LAYER in pattern))
     for pattern, numbers in layers.items():
-        lacking = sorted(every - numbers, key=int) if "$" in pattern else []
+        lacking = sorted(every - numbers, key=int) if _LAYER in pattern else []
         if not numbers or lacking:
-            missing = [pattern.replace("$LAYER_ID", number) for number in lacking] or [pattern]
+            missing = [pattern.replace(_LAYER, number) for number in lacking] or [pattern]
             raise CheckpointError(
                 "the checkpoint lacks tensors of which the map of names speaks",
                 got=shown(missing),
@@ -144,25 +145,34 @@ def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
     for statement in names.optional_statements:
         if all(_layers(pattern, model) for pattern in _names(statement, right=names.reverse)):
             fitting.append(statement)
-    _require_order(fitting)
-    return fitting
+    _require_order(fitting, names.reverse, model)
+    # Paddle's language finds the layers of names that the checkpoint has, and of no others.
+    made = {pattern for pattern in inputs - layers.keys() if _LAYER in pattern}
+    expanded: list[str] = []
+    for statement in fitting:
+        reads_made = not made.isdisjoint(_names(statement, right=names.reverse))
+        written = sorted(every, key=int) if reads_made else [_LAYER]
+        expanded += (statement.replace(_LAYER, number) for number in written)
+    return expanded
 
 
-def _require_order(statements: Sequence[str]) -> None:
-    """Raises a ``ConfigError`` where names lead to each other: none of them would come first."""
-    order: TopologicalSorter[str] = TopologicalSorter()
-    for statement in statements:
-        left, right = ({*_names(statement, right=side)} for side in (False, True))
-        for name in right - left:
-            order.add(name, *left - right)
-    try:
-        order.prepare()
-    except CycleError as error:
-        raise ConfigError(
-            "the statements of the map lead in a circle",
-            got=" -> ".join(error.args[1]),
-            fix="give what they make names that the checkpoint does not have",
-        ) from None
+def _require_order(
+    statements: Sequence[str], reverse: bool, model: Mapping[str, LazyTensor]
+) -> None:
+    """Raises a ``ConfigError`` where a tensor is lost: its name is made before it is read."""
+    read: set[str] = set()
+    made: set[str] = set()
+    for statement in reversed(statements) if reverse else statements:
+        sources, results = ({*_names(statement, right=side)} for side in (reverse, not reverse))
+        lost = [name for name in sorted(sources & made - read) if _layers(name, model)]
+        if lost:
+            raise ConfigError(
+                "statements of the map put another tensor under a name before they read its own",
+                got=f"{statement!r}, after one that makes {', '.join(lost)}",
+                fix="read it first, under a name of its own: a -> t, b -> a, t -> b swaps two",
+            )
+        read |= sources
+        made |= results
 
 
 def _names(statement: str, *, right: bool) -> list[str]:
@@ -174,9 +184,9 @@ def _names(statement: str, *, right: bool) -> list[str]:
 
 def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
     """Returns the layers of which a model has the tensor; one of no number for a plain name."""
-    if "$LAYER_ID" not in pattern:
+    if _LAYER not in pattern:
         return {""} if pattern in model or "$" in pattern else set()
-    text = re.escape(pattern).replace(re.escape("$LAYER_ID"), r"(\d+)", 1)
+    text = re.escape(pattern).replace(re.escape(_LAYER), r"(\d+)", 1)
     expression = re.compile(text.replace(re.escape("$EXPERT_ID"), r"\d+"))
     return {match[1] for name in model if (match := expression.fullmatch(name))}
 

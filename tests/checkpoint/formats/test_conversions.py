@@ -176,6 +176,22 @@ def test_names_of_layers_of_a_list_are_names_of_a_map(unified: Path, tmp_path: P
     assert arrays(tmp_path / "back") == arrays(unified)
 
 
+@pytest.mark.parametrize("words", [(), ("--reverse-names",)])
+def test_a_map_swaps_two_names_by_a_third(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Of each layer; beside experts of no layer."""
+    swapped = {"h.0.gate": "h.0.up", "h.10.gate": "h.10.up", "h.0.up": "h.0.gate",
+               "h.10.up": "h.10.gate", "experts.3.w": "experts.3.w"}  # fmt: skip
+    model = {name: np.array([n], "float32") for n, name in enumerate(swapped)}
+    source, names = write_unified(tmp_path / "hf", {"model": model}), tmp_path / "names.json"
+    gate, up, third = (f"h.$LAYER_ID.{name}" for name in ("gate", "up", "third"))
+    statements = [f"{gate} -> {third}", f"{up} -> {gate}", f"{third} -> {up}"]
+    statements.append("experts.$EXPERT_ID.w -> experts.$EXPERT_ID.w")
+    names.write_text(json.dumps({"aoa_statements": statements}))
+    convert(source, tmp_path / "new", "--to", "huggingface", "--names", names, *words)
+    read = load_file(tmp_path / "new/model-00001-of-00001.safetensors")
+    assert read == {name: model[other] for name, other in swapped.items()}
+
+
 def test_fused_tensors_are_split_and_joined(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
