@@ -1,8 +1,8 @@
-"""What ``repr`` says of an object: its class and some of its values, in one short line."""
+"""How values look as text: what ``repr`` says in one short line, and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from pathlib import PurePath
 from typing import TypeVar
@@ -49,3 +49,15 @@ def _in_short(value: object) -> str:
     if isinstance(value, Collection) and not isinstance(value, str):
         return f"<{len(value)}>"
     return f"{text[:_LONGEST_VALUE]}.." if isinstance(value, str) else type(value).__name__
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
+    """Sets rows of cells in columns, numbers to the right, the columns ``left`` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    )

@@ -16,7 +16,7 @@ from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
 from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import LayerCost
-from fleetpipe.representation import shows
+from fleetpipe.representation import shows, table
 
 
 @shows("places", "parameters", nodes="trace.nodes")
@@ -44,10 +44,8 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = list(self._rows())
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        lines += [f"not opened: {path}: {reason}" for path, reason in self.unopened.items()]
-        return "\n".join(lines)
+        lines = [f"not opened: {path}: {reason}" for path, reason in self.unopened.items()]
+        return "\n".join([table(rows, left=range(len(rows[0]))), *lines])
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         times = () if self.costs is None else ("F ms", "B ms")

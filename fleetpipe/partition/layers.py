@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fleetpipe.errors import PartitionError, nearest
 from fleetpipe.partition.cuts import by_class, explicit, require_cover, uniform
 from fleetpipe.partition.slowest import balanced
-from fleetpipe.representation import shows
+from fleetpipe.representation import shows, table
 
 NAMES_WIDTH = 44
 
@@ -110,9 +110,8 @@ class Partition:
             Several lines without a newline at the end.
         """
         rows = list(self._rows(rank_of))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         title = f"seg_method {self.method}: {len(self.layers)} layers, stages: {len(self.stages)}"
-        return "\n".join([title, *(_line(row, widths) for row in rows)])
+        return f"{title}\n{table(rows, left=[rows[0].index('names')])}"
 
     def _rows(self, rank_of: Callable[[int], int] | None) -> Iterator[list[str]]:
         def row(stage: str, rank: str, *rest: str) -> list[str]:
@@ -130,15 +129,6 @@ class Partition:
                 f"{part.parameters / total:.1%}" if total else "-",
             )
         yield row("all", "", str(len(self.layers)), "", f"{total:,}", "")
-
-
-def _line(row: list[str], widths: list[int]) -> str:
-    """Sets a row: names (the third from the right) to the left, numbers to the right."""
-    names = len(row) - 3
-    return "  ".join(
-        cell.ljust(width) if column == names else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths))
-    ).rstrip()
 
 
 def _shorten(layers: tuple[LayerInfo, ...]) -> str:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from fleetpipe.profiling.candidates import Candidate, PlanTask
 from fleetpipe.profiling.memory import peak_bytes
-from fleetpipe.profiling.profile import Profile, table
+from fleetpipe.profiling.profile import Profile
 from fleetpipe.profiling.sizes import show_bytes, show_seconds
+from fleetpipe.representation import table
 
 
 class Estimate(NamedTuple):

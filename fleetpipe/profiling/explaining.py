@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from fleetpipe.partition import Partition
 from fleetpipe.profiling.cost_model import StageCost
-from fleetpipe.profiling.profile import table
 from fleetpipe.profiling.recomputing import Recompute
 from fleetpipe.profiling.sizes import show_bytes, show_seconds
 from fleetpipe.profiling.splits.degrees import LayerDegrees
+from fleetpipe.representation import table
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.rows import in_slices
 

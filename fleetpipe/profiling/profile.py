@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fleetpipe.profiling.cost_model import (
 from fleetpipe.profiling.picture import draw_layers
 from fleetpipe.profiling.splits.degrees import LayerDegrees, costs_at
 from fleetpipe.profiling.splits.slice_lengths import balanced
-from fleetpipe.representation import shows
+from fleetpipe.representation import shows, table
 
 #: Written into each file, and raised where an older reader would misunderstand a newer file.
 VERSION = 1
@@ -314,36 +314,13 @@ class Profile:
     @classmethod
     def of(cls, content: JsonValue) -> Profile:
         """Makes one of what a file holds; raises as :meth:`loads`."""
-        fields_of_profile = content["profile"]
-        fields_of_profile.require_names(
-            [*("version", "layers"), *(field.name for field in fields(cls))]
-        )
-        version = fields_of_profile.get("version")
+        entry = content["profile"]
+        version = entry.get("version")
         if version is not None and version.content != VERSION:
             raise version.refused(f"version {VERSION}")
-        loss, links, transfer = map(fields_of_profile.get, ("loss", "links", "transfer"))
-        slices, places = fields_of_profile.get("slices"), fields_of_profile.get("places")
-        exchange, degrees = map(fields_of_profile.get, ("exchange", "degrees"))
-        boundaries, lengths = (
-            fields_of_profile.get("boundaries"),
-            fields_of_profile.get("slice_lengths"),
-        )
-        return cls(
-            tuple(
-                layer for entry in fields_of_profile["layers"].items() for layer in _layers(entry)
-            ),
-            None if loss is None else _layer(loss),
-            None if places is None else places.counts(),
-            tuple(link.record(Link, JsonValue.figure) for link in links.items())
-            if links is not None and links.content
-            else (Link(),),
-            () if boundaries is None else boundaries.counts(),
-            _NOTHING if transfer is None else transfer.record(Transfer, JsonValue.figure),
-            tuple(tuple(map(_layer, part.items())) for part in slices.items()) if slices else (),
-            () if lengths is None else lengths.counts(),
-            _FREE if exchange is None else exchange.record(Link, JsonValue.figure),
-            _ALONE if degrees is None else degrees.record(LayerDegrees, JsonValue.count),
-        )
+        there = {n: v.content for n, v in entry.fields().items() if v.content is not None}
+        there.pop("version", None)
+        return JsonValue(there, entry.source, entry.place).record(cls, **_READERS)
 
     def write(self, path: str | Path) -> None:
         """Writes it to a file, as JSON."""
@@ -389,18 +366,6 @@ class Profile:
         return table(rows, left=(1,))
 
 
-def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """Sets rows of cells in columns, numbers to the right, the columns ``left`` to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    )
-
-
 def _plain(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns layers without the figures that they do not have."""
     return [{n: value for n, value in layer.items() if value is not None} for layer in layers]
@@ -424,3 +389,22 @@ def _layer(entry: JsonValue) -> LayerCost:
 
 def _loads(entry: JsonValue) -> tuple[tuple[int, ...], ...]:
     return tuple(loads.counts() for loads in entry.items())
+
+
+def _link(entry: JsonValue) -> Link:
+    return entry.record(Link, JsonValue.figure)
+
+
+#: Read the attributes of a profile.
+_READERS: Any = {
+    "layers": lambda value: tuple(layer for entry in value.items() for layer in _layers(entry)),
+    "loss": _layer,
+    "places": JsonValue.counts,
+    "links": lambda value: tuple(map(_link, value.items())) or (Link(),),
+    "boundaries": JsonValue.counts,
+    "transfer": lambda value: value.record(Transfer, JsonValue.figure),
+    "slices": lambda value: tuple(tuple(map(_layer, part.items())) for part in value.items()),
+    "slice_lengths": JsonValue.counts,
+    "exchange": _link,
+    "degrees": lambda value: value.record(LayerDegrees, JsonValue.count),
+}

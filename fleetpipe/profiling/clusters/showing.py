@@ -10,8 +10,8 @@ from typing import Any
 from fleetpipe.profiling.clusters.estimate import StepEstimate, TrainingJob
 from fleetpipe.profiling.clusters.search import FastestLayouts
 from fleetpipe.profiling.clusters.sensitivity import ResourceLimit
-from fleetpipe.profiling.profile import table
 from fleetpipe.profiling.sizes import show_bytes, show_seconds
+from fleetpipe.representation import table
 from fleetpipe.schedules.forms.picture import new_figure
 
 #: The parts of a step, by the field of an estimate.
