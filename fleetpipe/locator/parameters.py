@@ -80,8 +80,9 @@ class ParameterChecks:
         axes = self._split_axes(parts, whole) if whole is not None else ()
         if self._step and not axes:
             # On the others it is as the step before has left it.
-            left = {r.rank: r.names(self._step - 1, "update") for r in self._holders(name)}
-            parts = {**{n: of[name] for n, of in left.items() if n not in parts}, **parts}
+            holders = [r for r in self._holders(name) if r.rank not in parts]
+            left = {r.rank: r.names(self._step - 1, "update").get(name) for r in holders}
+            parts = {**{n: part for n, part in left.items() if part is not None}, **parts}
         for number in parts:
             coordinate = self._ranks[number].coordinate
             by_shard[tuple(coordinate.get(axis, 0) for axis in axes)].append(number)

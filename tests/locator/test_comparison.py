@@ -203,6 +203,20 @@ def test_what_another_ranks_optimizer_steps_may_be_sent_after_the_step(sent: boo
     assert finding is None or (finding.phase, finding.ranks) == ("update", [1])
 
 
+def test_a_parameter_that_one_rank_has_first_is_compared_once_others_have_it() -> None:
+    """That of a second model, which ranks may call in another step."""
+    job, single = replicas(), twin()
+    later = Meaning(1, "update", "critic.weight", part="parameter")
+    for rank in (*job, *single.ranks):
+        rank.tensors[later] = WEIGHT
+    job[0].tensors[later._replace(phase="initial")] = WEIGHT
+    assert first_difference(compared(job), single, single) is None
+    job[1].tensors[later] = 2 * WEIGHT
+    finding = first_difference(compared(job), single, single)
+    assert finding is not None
+    assert (finding.layer, finding.phase, finding.ranks) == ("critic", "update", [1])
+
+
 def test_a_rank_without_a_gradient_is_named() -> None:
     job = replicas()
     del job[1].tensors[Meaning(0, "gradient", "fc.weight", part="gradient")]
