@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.checkpoint.contents.whole_parts import parted
 from fleetpipe.dygraph import PipelineParallel, random_keys, tensor_parallel, weighted
 from fleetpipe.dygraph.nest import rebuilt
 from fleetpipe.dygraph.sequences import sequence_ranks
@@ -121,6 +122,7 @@ class Evaluations:
         """Within it the reference evaluates, with the running statistics of this replica."""
         reference = self._reference
         state = self._pipeline.layers.full_state_dict() if self._pipeline.replicas.ranks > 1 else {}
+        state = parted(state, reference.tensors())
         buffers = [name for name, tensor in reference.tensors().items() if tensor.stop_gradient]
         before = {name: reference.tensors()[name].clone() for name in buffers if state}
         _put({name: state[name] for name in before}, reference)

@@ -9,6 +9,7 @@ from typing import Callable
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, tensor_parallel, tensors_of
+from fleetpipe.dygraph.layers.vocabulary import VocabularyPart
 from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.parity.differences import Difference, compare
 
@@ -50,7 +51,8 @@ def recorded(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
     handles = []
     owners = {inner.rpartition(".")[0]: name.rpartition(".")[0] for inner, name in names.items()}
     for path, layer in model.named_sublayers(include_self=True):
-        if path in owners:
+        # A part of a vocabulary head returns three numbers of a row; in one process, its input.
+        if path in owners and not isinstance(layer, VocabularyPart):
             kept = outputs.setdefault(owners[path], [])
             handles.append(layer.register_forward_post_hook(_keeper(kept)))
     try:

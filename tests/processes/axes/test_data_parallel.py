@@ -9,6 +9,7 @@ import paddle
 from paddle import nn
 
 from fleetpipe import fleet, parity
+from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.io import DistributedBatchSampler
 from tests import jobs
 from tests.fixtures import Call
@@ -64,6 +65,17 @@ def replicas(scale: str) -> dict[str, Any]:
     }
 
 
+def evaluated_with_a_frozen_head() -> str:
+    """The reference takes what is not trained of the replica, as running statistics; in parts."""
+    jobs.begin(2, 2, dp=2)
+    head = VocabularyHead(8, CLASSES, paddle.ParamAttr(trainable=False))
+    model = pipeline([nn.Linear(FEATURES, 8), nn.functional.tanh, head], loss_fn=VocabularyLoss())
+    session = parity.begin(model, sgd(model))
+    session.eval_batch(batch(2), compute_loss=True)
+    fleet.shutdown()
+    return session.report.verdict()
+
+
 def placed() -> dict[str, dict[str, Any]]:
     """Where this rank is, under two orders of the axes, and its samples."""
     found = {}
@@ -81,13 +93,14 @@ def placed() -> dict[str, dict[str, Any]]:
     return found
 
 
-def everything() -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
+def everything() -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]], str]:
     """All jobs, one after another in the same processes."""
-    return replicas("avg"), replicas("sum"), placed()
+    return replicas("avg"), replicas("sum"), placed(), evaluated_with_a_frozen_head()
 
 
 def test_replicas_train_as_one_device_on_the_whole_batch_in_both_orders(on_ranks: Call) -> None:
-    averaged, added, places = zip(*on_ranks(everything, 4, timeout=240))
+    averaged, added, places, verdicts = zip(*on_ranks(everything, 4, timeout=240))
+    assert all("bit-exact" in verdict for verdict in verdicts), verdicts
     for rank in averaged:
         assert rank["state"] == averaged[0]["state"]
         assert rank["loss bits"] == averaged[0]["loss bits"]
