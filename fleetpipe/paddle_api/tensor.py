@@ -6,6 +6,7 @@ The names hold for 2.6.2 and 3.3.x but for these: ``_apply_backward_hook`` and
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Sequence
@@ -46,9 +47,17 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def initializer_of(parameter: Tensor) -> Any:
-    """Returns what is to draw a parameter of ``paddle.LazyGuard``; None once it has been drawn."""
-    draw = parameter._init_func
-    return None if draw is None else draw.func.__self__
+    """Returns what is to draw a parameter of ``paddle.LazyGuard``; None once it has been drawn.
+
+    It draws a part as it would draw the whole: Xavier's otherwise goes by the shape of the part.
+    """
+    if parameter._init_func is None:
+        return None
+    initializer = copy.copy(parameter._init_func.func.__self__)
+    for fan, size in zip(("_fan_in", "_fan_out"), parameter.shape):
+        if hasattr(initializer, "_fan_out") and getattr(initializer, fan) is None:
+            setattr(initializer, fan, size)
+    return initializer
 
 
 def release_memory(tensor: Tensor) -> None:

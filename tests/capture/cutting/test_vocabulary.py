@@ -99,6 +99,7 @@ def test_a_lazy_models_head_is_drawn_part_by_part_as_its_linear_says() -> None:
     with job(2):
         state = captured(plain, verify=False).full_state_dict()
     assert (state["head.bias"].numpy() == 3.0).all()
+    assert float(state["head.weight"].abs().max()) < (6 / (WIDTH + WORDS)) ** 0.5  # Xavier's
     assert {tensor.dtype for tensor in state.values()} == {paddle.float64}
 
 
