@@ -361,7 +361,7 @@ def _classes(labels: Sequence[Nest] | None, number: int) -> Tensor:
             "a VocabularyHead computes with the labels, and there are none",
             where="last stage before the head",
             cause="eval_batch without compute_loss, or predict_batch: no rank has whole logits",
-            fix="use eval_batch(.., compute_loss=True)",
+            fix="use eval_batch(.., compute_loss=True), or evaluate of a fleetpipe.Model",
         )
     return classes
 
