@@ -65,8 +65,8 @@ def pipeline(
             it stays as it is, and its parameters are those of the pipeline.
         example_inputs: One micro-batch: a Tensor, a tuple of arguments or a dict by name, in which
             None, bools, numbers, texts and nested containers may stand; or ``InputSpec`` in the
-            place of tensors, with None for the number of rows. The same on every rank. Batches
-            need to have the tensors; plain values are as in the example.
+            place of tensors, with None for the number of rows. The same on every rank. Tensors
+            that a batch leaves out are left out of the call; plain values are as in the example.
         loss_fn: ``loss_fn(output, label)``, as for ``PipelineLayer``; the output is what the model
             returns, whatever its containers.
         split_spec: ``"auto"``: the cut whose slowest stage is fastest by what the nodes take.

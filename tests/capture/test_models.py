@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import SplitPoint, fleet
+from fleetpipe.errors import CaptureError
 from tests.capture.beside import images, require_bits, trained
 from tests.capture.models import GPT, Encoded, Mixture, Tagger, TwoTowers, UNet, tokens
 from tests.jobs import job
@@ -118,3 +120,69 @@ def test_outputs_in_containers_and_another_length_and_a_short_last_batch() -> No
                 assert np.array_equal(part[1][:2], value)
             logits = paddle.concat([part["logits"] for part in parts])
             assert np.array_equal(output["logits"], logits)
+
+
+class Weighted(nn.Layer):  # type: ignore[misc]
+    """Two layers between what a forward makes of its arguments."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.before = nn.Linear(4, 8), nn.Linear(8, 10), before
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.second(self.first(self.before(*args, **named)).tanh())
+
+
+def by_default(x: Any, w: Any = 2.0) -> Any:
+    return x * (0.5 if w is None else w)
+
+
+def by_membership(batch: Any, scale: float = 1.0) -> Any:
+    return batch["x"] * scale + (batch["w"] if "w" in batch else 1.0)
+
+
+def over_views(views: Any, scale: float = 1.0) -> Any:
+    return sum(view for view in views if view is not None) * scale / len(views)
+
+
+X = paddle.to_tensor(np.random.default_rng(0).standard_normal((2, 4)), "float32")
+LABELS = paddle.to_tensor([[0], [1]])
+
+
+@pytest.mark.parametrize(
+    ("before", "example", "batch", "args"),
+    [
+        (by_default, {"x": X, "w": X}, {"x": X}, (X,)),
+        (by_default, (X, X), X, (X,)),
+        (by_default, (X, X), (X, None), (X, None)),
+        (by_default, (X, 3.0), X, (X, 3.0)),
+        (by_membership, ({"w": X, "x": X}, 3.0), ({"x": X},), ({"x": X}, 3.0)),
+        (over_views, ((X, X, X), 3.0), ((X, X),), ((X, X), 3.0)),
+    ],
+)
+def test_what_a_batch_leaves_out_is_left_out(
+    before: Callable[..., Any], example: Any, batch: Any, args: Any
+) -> None:
+    paddle.seed(7)
+    model = Weighted(before)
+    plain = copy.deepcopy(model)
+    loss = nn.functional.cross_entropy(plain(*args), LABELS)
+    loss.backward()
+    with job(2, micro_batches=1):
+        pipe = fleetpipe.pipeline(model, example, nn.CrossEntropyLoss(), ["second"])
+        wrapped = fleet.distributed_model(pipe)
+        assert np.array_equal(wrapped.forward_backward_pipeline([batch, LABELS]), loss)
+        for ours, right in zip(pipe.parameters(), plain.parameters()):
+            assert np.array_equal(ours.grad, right.grad)
+        assert np.array_equal(wrapped.predict_batch(batch), plain(*args))
+
+
+@pytest.mark.parametrize(
+    ("example", "batch"), [((X, X, 3.0), X), ({"x": X, "scale": 3.0}, X), ((X, 3.0), {"x": X})]
+)
+def test_a_batch_without_a_place_for_a_plain_value_is_refused(example: Any, batch: Any) -> None:
+    with job(2):
+        build = Weighted(lambda x, w=1.0, scale=1.0: x * w * scale)
+        pipe = fleetpipe.pipeline(build, example, nn.CrossEntropyLoss(), ["second"])
+        with pytest.raises(CaptureError, match="no place for the plain values"):
+            fleet.distributed_model(pipe).predict_batch(batch)

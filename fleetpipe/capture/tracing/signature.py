@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import DType, Nest, Tensor
-from fleetpipe.dygraph.nest import mapped, rebuilt, tensors_of
+from fleetpipe.dygraph.nest import leaves, mapped, rebuilt, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
 
@@ -88,17 +88,58 @@ def _made(described: Any) -> Nest:
 def completed(inputs: Nest, example: Nest) -> Nest:
     """Returns inputs with the plain values of an example where they have none of their own.
 
-    A batch is made of tensors; what else the forward takes is as in the example. Entries of a dict
+    A batch is made of tensors; what else the forward takes is as in the example. Tensors that a
+    batch leaves out stay left out, as a call of the model without them has it. Entries of a dict
     come in the example's order.
+
+    Raises:
+        CaptureError: There is no place for the plain values.
     """
+    if isinstance(example, (tuple, list)) and isinstance(inputs, paddle.Tensor):
+        inputs = (inputs,)
+    return _completed(inputs, example)
+
+
+def _completed(inputs: Nest, example: Nest) -> Nest:
+    if isinstance(example, PLAIN):
+        return example if inputs is None else inputs
     if isinstance(example, dict) and isinstance(inputs, dict):
-        values = {key: completed(inputs.get(key), item) for key, item in example.items()}
+        values = {
+            key: _completed(inputs.get(key), item)
+            for key, item in example.items()
+            if key in inputs or not _has_tensors(item)
+        }
         return {**values, **{key: item for key, item in inputs.items() if key not in example}}
     if isinstance(example, (tuple, list)) and isinstance(inputs, (tuple, list)):
-        arguments = [*inputs, *[None] * (len(example) - len(inputs))]
-        more = arguments[len(example) :]
-        return rebuilt(inputs, [*map(completed, arguments, example), *more])
-    return example if inputs is None and isinstance(example, PLAIN) else inputs
+        missing = example[len(inputs) :]
+        if not any(map(_has_tensors, missing)):
+            inputs = rebuilt(inputs, [*inputs, *missing]) if missing else inputs
+        elif any(_has_plain(item) for item in missing if not _has_tensors(item)):
+            raise _no_place(inputs, example)
+        pairs = map(_completed, inputs, example)
+        return rebuilt(inputs, [*pairs, *inputs[len(example) :]])
+    if inputs is not None and not isinstance(example, paddle.Tensor) and _has_plain(example):
+        raise _no_place(inputs, example)
+    return inputs
+
+
+def _has_tensors(value: Nest) -> bool:
+    return any(True for _ in tensors_of(value))
+
+
+def _has_plain(value: Nest) -> bool:
+    """Whether there is a plain value but None, which stands for what is left out."""
+    return any(isinstance(leaf, PLAIN) and leaf is not None for _, leaf in leaves(value))
+
+
+def _no_place(inputs: Nest, example: Nest) -> CaptureError:
+    return CaptureError(
+        "a batch has no place for the plain values of example_inputs",
+        expected=f"inputs like {signature_of(example)}",
+        got=signature_of(inputs),
+        cause="a batch is made of tensors, and the forward takes the plain values of the example",
+        fix="give batches the containers of the example, with None for a tensor that is left out",
+    )
 
 
 def example_of(inputs: Nest, rows: int) -> Nest:
