@@ -3,5 +3,5 @@
 Start with ``pipeline_parallel.py``. The wrapper holds a ``Runtime``, which stands ready between
 batches; a batch is a ``TrainingBatch``, or runs within ``forwarded``.
 
-Entered by: ``pipeline_parallel``, ``runtime``, ``wrappers``.
+Entered by: ``pipeline_parallel``, ``runtime``, ``scheduling``, ``wrappers``.
 """

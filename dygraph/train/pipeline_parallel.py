@@ -22,6 +22,7 @@ from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.optimizer.scaler import prepared
 from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.dygraph.train.fleet_face import PipelineFace
+from fleetpipe.dygraph.train.scheduling import require_steps, step_rate
 from fleetpipe.dygraph.train.training_batch import TrainingBatch, forwarded, take_step
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.trace import Trace
@@ -42,6 +43,7 @@ class PipelineParallel(PipelineFace):
     #: What the parts of a step hand on to the last of them.
     _prepared: tuple[Optimizer, LRScheduler | None] | None = None
     _scaler: GradScaler | None = None
+    _loss: Nest = None
 
     def train_batch(
         self,
@@ -60,7 +62,7 @@ class PipelineParallel(PipelineFace):
                 of which accumulate_steps items ``(inputs, labels)`` are taken. Every rank may pass
                 the same; only the owners of the first and the last stage need theirs.
             optimizer: What ``fleet.distributed_optimizer`` returned.
-            lr_scheduler: Stepped once, after the optimizer.
+            lr_scheduler: Stepped once, after the optimizer; a ``ReduceOnPlateau`` by the loss.
             scaler: A ``paddle.amp.GradScaler``. All ranks agree on whether a gradient overflowed:
                 all step, or none. On CPU Paddle switches it off.
             loss_fn_idx: Which of the model's loss functions backward starts from; all are computed.
@@ -83,6 +85,7 @@ class PipelineParallel(PipelineFace):
             StateError: ``fleet.shutdown`` ended the job of this model.
         """
         _require_methods("lr_scheduler", lr_scheduler, "an LRScheduler", ("step", "get_lr"))
+        require_steps(lr_scheduler, return_micro_batch_loss)
         _require_methods("scaler", scaler, "a GradScaler", ("scale", "step", "update"))
         scaler = None if scaler is None else prepared(scaler)
         batch = TrainingBatch(
@@ -91,9 +94,8 @@ class PipelineParallel(PipelineFace):
         # Last, for it may wait: what this rank can refuse by itself is refused by now.
         self._bind(optimizer)
         batch.train(optimizer)
-        if lr_scheduler is not None:
-            lr_scheduler.step()
         loss: Tensor = batch.loss
+        step_rate(lr_scheduler, loss, loss_fn_idx)
         return loss
 
     def forward_backward_pipeline(
@@ -122,7 +124,7 @@ class PipelineParallel(PipelineFace):
             return self.get_static_scheduler()
         batch = TrainingBatch(self._runtime, data, 0, scaler, return_micro_batch_loss, weights)
         batch.train()
-        self._scaler = scaler
+        self._scaler, self._loss = scaler, batch.loss
         return batch.loss
 
     def _prepare_training(
@@ -147,6 +149,7 @@ class PipelineParallel(PipelineFace):
             StateError: ``fleet.shutdown`` ended the job of this model.
         """
         self._runtime.require_running()
+        require_steps(lr_scheduler)
         self._bind(optimizer)
         self._prepared = optimizer, lr_scheduler
         return data
@@ -165,8 +168,7 @@ class PipelineParallel(PipelineFace):
             )
         optimizer, lr_scheduler = self._prepared
         take_step(self._runtime, optimizer, self._scaler)
-        if lr_scheduler is not None:
-            lr_scheduler.step()
+        step_rate(lr_scheduler, self._loss)
 
     def eval_batch(
         self,

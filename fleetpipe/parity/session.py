@@ -122,7 +122,7 @@ class Session:
         differences += compare_outputs(outputs, expected, step, self._replicas.rank)
         alone = self._replicas.ranks == self._pipeline.sequence.ranks == 1
         differences += compare_state(layers, reference, step, alone)
-        differences += compare_values("loss", "", step, loss, single) + rates.stepped(step)
+        differences += compare_values("loss", "", step, loss, single) + rates.stepped(step, single)
         self._gather(differences, watched.squares)
         if not self._tolerance_given:
             self._orders.note(crossings)

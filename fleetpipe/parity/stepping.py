@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 from typing import Callable
 
-from fleetpipe.aliases import Optimizer, Scheduler, Tensor
+from fleetpipe.aliases import Nest, Optimizer, Scheduler, Tensor
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, tensor_parallel
+from fleetpipe.dygraph.train.scheduling import step_rate
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import learning_rate_of
 from fleetpipe.parity.differences import Difference, compare, compare_numbers
@@ -60,12 +61,11 @@ class Rates:
         ours, expected = self._optimizer.get_lr(), self._twin.get_lr()
         return compare_numbers("learning rate", "", step, ours, expected)
 
-    def stepped(self, step: int) -> list[Difference]:
+    def stepped(self, step: int, loss: Nest) -> list[Difference]:
         """Steps the reference's scheduler where the pipeline has stepped its own; compares them."""
         if not self._follow:
             return []
-        if self._twin_scheduler is not None:
-            self._twin_scheduler.step()
+        step_rate(self._twin_scheduler, loss)
         differences = self.used(step)
         epoch, twin_epoch = (
             getattr(one, "last_epoch", 0) for one in (self._scheduler, self._twin_scheduler)

@@ -160,6 +160,35 @@ def test_a_frozen_first_stage_trains_the_rest() -> None:
         assert [name for name in before if before[name] != after[name]] == ["1.weight", "1.bias"]
 
 
+def test_a_rate_that_goes_by_the_loss_gets_it_and_one_that_asks_for_more_is_refused() -> None:
+    class ByMetric:
+        def step(self, metric: float) -> None:
+            raise AssertionError(metric)
+
+        get_lr = step
+
+    def plateau() -> Any:
+        return paddle.optimizer.lr.ReduceOnPlateau(0.5, patience=0, factor=0.5, threshold=0.3)
+
+    rate, expected = plateau(), plateau()
+    with model_in_job(2) as model:
+        optimizer = sgd(model, rate)
+        rates = []
+        for seed in range(5):
+            expected.step(model.train_batch(batch(seed=seed), optimizer, rate))
+            assert rate() == expected()
+            rates.append(rate())
+        assert len(set(rates)) > 2
+        before = bits(model.layers.state_dict())
+        for scheduler, options in (
+            (ByMetric(), {}),
+            (rate, {"return_micro_batch_loss": True}),
+        ):
+            with pytest.raises(ConfigError, match=r"calls lr_scheduler\.step\(\) without argum"):
+                model.train_batch(batch(), optimizer, scheduler, **options)
+        assert bits(model.layers.state_dict()) == before
+
+
 def test_what_stands_in_the_place_of_another_argument_is_refused_before_training() -> None:
     with model_in_job(2) as model:
         optimizer, before = sgd(model), bits(model.layers.state_dict())
