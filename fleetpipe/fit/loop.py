@@ -85,8 +85,11 @@ class Loop:
             position.put_callbacks_back()
             logs = self.run_epoch(source, position, saver, accumulate)
             self._note(history, {**logs, "loss": self._mean.value}, "")
+            complete = self.left != 0 or position.step == source.steps
+            if not complete:
+                # Before callbacks step a rate: the training that goes on will end this epoch.
+                saver.cut_short()
             self._callbacks.on_epoch_end(epoch, logs)
-            complete = self.left != 0
             evaluated: Logs = {}
             if evaluation is not None and epoch % eval_freq == 0:
                 evaluated = self._evaluate_epoch(evaluation, position)
@@ -94,7 +97,7 @@ class Loop:
             position.stopped = self._runner.any_rank(self._model.stop_training)
             if complete:
                 position.next_epoch()
-            saver.epoch_done(epoch, evaluated)
+                saver.epoch_done(epoch, evaluated)
         self._callbacks.on_end("train", logs)
         return dict(history)
 

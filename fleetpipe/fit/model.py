@@ -311,7 +311,7 @@ class Model(paddle.Model):
             progress.closed(callback_list.callbacks),
             checkpoint.saved(callback_list.callbacks, position, save_dir, go_on) as saver,
         ):
-            left = None if num_iters is None else num_iters - position.taken
+            left = None if num_iters is None else max(0, num_iters - position.taken)
             self._expect(position, epochs, source.steps, left, accumulate_grad_batches)
             if go_on and (position.epoch >= epochs or left == 0) and self.is_rank("first"):
                 rank_policy.say(f"all {epochs} epochs are trained: nothing is left to do")

@@ -6,7 +6,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import paddle
 import pytest
+from paddle import nn
 
 import fleetpipe
 from fleetpipe.callbacks import PipelineCheckpoint
@@ -116,6 +118,27 @@ def test_a_training_goes_on_in_another_process_s_model(
     whole = fit(model, **options)
     assert [*first.train, *rest.train] == whole.train
     assert [logs["batch_size"] for logs in rest.train] == [BATCH, 5, *[BATCH] * 5, 5]
+
+
+def test_the_rate_of_an_epoch_that_was_cut_short_steps_once(model: Any, tmp_path: Path) -> None:
+    def trained(folder: str, **options: Any) -> tuple[list[Any], float]:
+        rate = paddle.optimizer.lr.StepDecay(0.1, 1)
+        model = fleetpipe.Model(layers())
+        model.prepare(
+            paddle.optimizer.SGD(rate, parameters=model.parameters()), nn.CrossEntropyLoss()
+        )
+        by_epoch = paddle.callbacks.LRScheduler(by_step=False, by_epoch=True)
+        home = str(tmp_path / folder)
+        seen = fit(model, by_epoch, save_dir=home, resume="auto", epochs=2, **options)
+        return seen.train, rate()
+
+    whole, rate = trained("whole")
+    # Within the first epoch; at its end; behind num_iters.
+    losses = [trained("parts", num_iters=number)[0] for number in (2, 4, 3)]
+    rest, after = trained("parts")
+    assert [*losses[0], *losses[1], *rest] == whole
+    assert losses[2] == []
+    assert after == rate
 
 
 def test_batches_that_know_no_position_are_passed_over(model: Any, tmp_path: Path) -> None:

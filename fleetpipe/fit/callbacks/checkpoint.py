@@ -114,8 +114,7 @@ class PipelineCheckpoint(rank_policy.Callback):
             self._last = self.model.global_step
             self._saved = self._last if self._manager.steps() else None
             yield
-            if self._saved != self.model.global_step:
-                self._save({})
+            self.cut_short()
             self._manager.wait()
         finally:
             for number, handler in handlers.items():
@@ -155,6 +154,15 @@ class PipelineCheckpoint(rank_policy.Callback):
         if self._epochs is not None and (epoch + 1) % self._epochs == 0:
             self._save(evaluated)
 
+    def cut_short(self) -> None:
+        """Saves within an epoch, behind whose last batch the training ends. Collective.
+
+        Raises:
+            CheckpointError: It cannot be saved.
+        """
+        if self._saved != self.model.global_step:
+            self._save({})
+
     def _save(self, evaluated: Mapping[str, Any]) -> None:
         self._saved = self.model.global_step
         self._manager.metrics = self._figures(evaluated)
@@ -186,6 +194,9 @@ class Nothing:
         """Does nothing."""
 
     def epoch_done(self, epoch: int, evaluated: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def cut_short(self) -> None:
         """Does nothing."""
 
 
