@@ -6,6 +6,8 @@ import argparse
 import functools
 import json
 import os
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +61,19 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
         scaler: Scaler | None = None,
         loss_fn_idx: int = 0,
         return_micro_batch_loss: bool = False,
+        weights: Sequence[Fraction] | None = None,
     ) -> Nest:
-        if loss_fn_idx or return_micro_batch_loss:
+        if loss_fn_idx:
             raise UsageError(
                 "parity compares the loss of a batch by the first loss function",
-                got=f"train_batch(.., loss_fn_idx={loss_fn_idx}, "
-                f"return_micro_batch_loss={return_micro_batch_loss})",
-                fix="leave these out while you compare",
+                got=f"train_batch(.., loss_fn_idx={loss_fn_idx})",
+                fix="leave it out while you compare",
             )
         if not isinstance(optimizer, PipelineOptimizer):
             return originals.train_batch(pipeline, data, optimizer)  # which refuses it
         session = session_of(pipeline)
         session.train_with(optimizer)
-        _, loss = session.step(data, lr_scheduler, scaler)
+        _, loss = session.step(data, lr_scheduler, scaler, return_micro_batch_loss, weights)
         return loss
 
     def eval_batch(pipeline: PipelineParallel, *arguments: Any, **named: Any) -> Nest:

@@ -137,7 +137,7 @@ class Reference:
         first: int = 0,
         slicing: Slicing = 1,
         functions: Sequence[LossOf] = (),
-    ) -> list[Tensor]:
+    ) -> list[list[Tensor]]:
         """Runs all micro-batches forward and backward, one after another.
 
         Under the keys of a batch (``randomness.keyed``) the micro-batches have theirs in order,
@@ -146,7 +146,8 @@ class Reference:
         in the loss is up to ``functions``, the pipeline's loss functions.
 
         Returns:
-            The losses of the batch, detached; the gradients stand on the parameters.
+            By loss function, what each micro-batch or slice has in the loss of the batch; the
+            gradients stand on the parameters.
         """
         self.model.train()
         slices, batches = slices_in(slicing), MicroBatches(inputs, labels)
@@ -171,7 +172,7 @@ class Reference:
             for last in range(number, number - slices, -1) if (number + 1) % slices == 0 else ():
                 _backward(states if slices > 1 else None, last, shares[last])
         experts.fill_gradients({self.names[n]: p for n, p in self.model.named_parameters()})
-        return [sum_in_order(share) for share in zip(*shares)]
+        return [list(of_function) for of_function in zip(*shares)]
 
     def take_gradients(self) -> list[Tensor | None]:
         """Returns the gradients, and leaves the parameters without."""
@@ -300,12 +301,18 @@ class Beside:
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
         self._pipeline, self._reference = pipeline, reference
 
-    def train(self, everyone: MicroBatches, weights: Sequence[Fraction] | None = None) -> Nest:
+    def train(
+        self,
+        everyone: MicroBatches,
+        weights: Sequence[Fraction] | None = None,
+        by_micro_batch: bool = False,
+    ) -> Nest:
         """Runs the micro-batches of all replicas; the gradients stand on the parameters.
 
         Args:
             everyone: The micro-batches, one replica's after another's.
             weights: Those of one replica's micro-batches; None for the usual ones.
+            by_micro_batch: As ``return_micro_batch_loss`` of ``train_batch``.
 
         Returns:
             The loss of the batch, or a list of several.
@@ -313,6 +320,7 @@ class Beside:
         pipeline, replicas = self._pipeline, self._pipeline.replicas.ranks
         usual, reported = pipeline.weights_in_backward, pipeline.weights[0]
         count = len(usual)
+        slices = slices_in(pipeline.slicing) if by_micro_batch else 0
         losses, gradients = [], []
         by_tokens = pipeline.token_weights(everyone.labels, SoleGroup()) if not weights else None
         # Replica by replica, as they add up: the sum of two has the bits of the pipeline's.
@@ -321,7 +329,8 @@ class Beside:
             batches = MicroBatches(inputs, labels)
             if by_tokens:  # of all; those of a replica are averaged with the others'
                 weights = [weight * replicas for weight in by_tokens[first : first + count]]
-            losses.append(self.accumulate(batches, weights or usual, first))
+            shares = self.accumulate(batches, weights or usual, first)
+            losses.append([_summed(of_function, slices) for of_function in shares])
             if replicas > 1:
                 gradients.append(self._reference.take_gradients())
         if gradients:
@@ -329,7 +338,7 @@ class Beside:
             self._reference.add_up(gradients, share)
         self._reference.divide_gradients(usual[0] / reported)
         # Summed gradients are those of a summed loss; what is reported is a mean all the same.
-        mean, undelayed = Fraction(1, replicas), reported / usual[0]
+        mean, undelayed = Fraction(1, replicas), reported / usual[0] if not by_micro_batch else 1
         totals = [
             weighted(sum_in_order([weighted(loss, undelayed) for loss in of_replicas]), mean)
             for of_replicas in zip(*losses)
@@ -338,11 +347,20 @@ class Beside:
 
     def accumulate(
         self, batches: MicroBatches, weights: Sequence[Fraction], first: int
-    ) -> list[Tensor]:
+    ) -> list[list[Tensor]]:
         """Runs the micro-batches of one replica, cut as the pipeline cuts them."""
         pipeline = self._pipeline
         functions: Sequence[Criterion] = pipeline.layers.loss_functions()
         return self._reference.accumulate(*batches, weights, first, pipeline.slicing, functions)
+
+
+def _summed(shares: Sequence[Tensor], slices: int) -> Tensor:
+    """Returns the sum of shares; with a number of slices a Tensor [micro-batches] of sums."""
+    if not slices:
+        return sum_in_order(shares)
+    starts = range(0, len(shares), slices)
+    sums = [sum_in_order(shares[start : start + slices]) for start in starts]
+    return paddle.stack([one.reshape([]) for one in sums])
 
 
 @contextmanager

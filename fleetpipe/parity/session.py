@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
+from fractions import Fraction
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe import dygraph, numerics
@@ -81,7 +82,12 @@ class Session:
         self._optimizer = optimizer
 
     def step(
-        self, data: Any, lr_scheduler: Scheduler | None = None, scaler: Scaler | None = None
+        self,
+        data: Any,
+        lr_scheduler: Scheduler | None = None,
+        scaler: Scaler | None = None,
+        return_micro_batch_loss: bool = False,
+        weights: Sequence[Fraction] | None = None,
     ) -> tuple[Nest, Nest]:
         """Trains both for one batch and compares them. Collective.
 
@@ -89,6 +95,8 @@ class Session:
             data: As for ``train_batch``.
             lr_scheduler: The pipeline's; the reference's optimizer has its own.
             scaler: As for ``train_batch``.
+            return_micro_batch_loss: Likewise.
+            weights: Likewise.
 
         Returns:
             The losses of the reference and of the pipeline; lists where there are several.
@@ -102,7 +110,7 @@ class Session:
         rates = Rates(self._optimizer, reference.optimizer, lr_scheduler, reference.takes_rate)
         keys = self._pipeline.next_keys()
         with as_the_next_batch(keys), recorded(reference.model, reference.names) as expected:
-            single = self._beside.train(everyone)
+            single = self._beside.train(everyone, weights, return_micro_batch_loss)
         with (
             self._watch.watching(
                 self._first_micro_batch * self._pipeline.schedule.slices
@@ -111,13 +119,16 @@ class Session:
             self._orders.crossings() as crossings,
         ):
             diagnose = functools.partial(
-                self._before_the_update, rates, arrived, batches_here, keys
+                self._before_the_update, rates, arrived, batches_here, weights, keys
             )
             rounding = max(self.report.tolerance, ROUNDING)
             watched = ComparingOptimizer(
                 self._optimizer, reference, layers, step, rounding, diagnose
             )
-            loss = self._calls.train_batch(batch.again(), watched, lr_scheduler, scaler)
+            # A function of the user's own takes no more than the four.
+            options = {"return_micro_batch_loss": return_micro_batch_loss, "weights": weights}
+            more: dict[str, Any] = {name: value for name, value in options.items() if value}
+            loss = self._calls.train_batch(batch.again(), watched, lr_scheduler, scaler, **more)
         differences += batch.differences(step) + watched.differences
         differences += compare_outputs(outputs, expected, step, self._replicas.rank)
         alone = self._replicas.ranks == self._pipeline.sequence.ranks == 1
@@ -126,8 +137,8 @@ class Session:
         self._gather(differences, watched.squares)
         if not self._tolerance_given:
             self._orders.note(crossings)
-        self.report.single_loss.append(float(_first(single)))
-        self.report.pipeline_loss.append(float(_first(loss)))
+        self.report.single_loss.append(float(_first(single).sum()))
+        self.report.pipeline_loss.append(float(_first(loss).sum()))
         return single, loss
 
     def eval_batch(
@@ -174,6 +185,7 @@ class Session:
         rates: Rates,
         arrived: edges.EdgeGradients,
         batches: MicroBatches,
+        weights: Sequence[Fraction] | None,
         keys: dygraph.random_keys.Keys | None,
         gradients: list[Difference],
     ) -> list[Difference]:
@@ -186,7 +198,7 @@ class Session:
         if not (wrong and whole and keys is not None and isinstance(model, dygraph.SingleModel)):
             return differences
         first, slices = self._first_micro_batch, self._pipeline.schedule.slices
-        weights = self._pipeline.weights_in_backward
+        weights = weights or self._pipeline.weights_in_backward
         copies = edges.copies_at_borders(model, self._pipeline.layers)
         with as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
             self._beside.accumulate(batches, weights, first)

@@ -51,6 +51,31 @@ def test_a_right_script_passes(script: Path, capsys: Capture) -> None:
     assert (found["passed"], found["steps"]) == (True, 3)
 
 
+def test_fit_is_compared_with_short_batches_and_steps_of_several(
+    script: Path, capsys: Capture
+) -> None:
+    script.write_text(
+        """
+import paddle, fleetpipe
+from paddle import nn
+from tests import jobs
+
+with jobs.job(pp=2, micro_batches=4, rows=2):
+    rows = paddle.io.TensorDataset([paddle.randn([21, 6]), paddle.randint(0, 3, [21, 1])])
+    model = fleetpipe.Model([nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)])
+    adam = paddle.optimizer.Adam(0.01, parameters=model.parameters())
+    model.prepare(adam, nn.CrossEntropyLoss(), paddle.metric.Accuracy())
+    for batches in (1, 2):
+        model.fit(rows, rows, batch_size=8, verbose=0, accumulate_grad_batches=batches)
+"""
+    )
+    report = script.with_suffix(".json")
+    assert main(["parity", "--report", str(report), str(script)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("parity: bit-exact")
+    (found,) = json.loads(report.read_text())
+    assert (found["steps"], found["single_loss"]) == (5, found["pipeline_loss"])
+
+
 def test_a_wrong_script_fails_and_names_the_layer(script: Path, capsys: Capture) -> None:
     assert main(["parity", str(script), "--wrong"]) == 1
     assert "first difference: step 0: gradient of 4.weight" in capsys.readouterr().out
@@ -85,9 +110,9 @@ def test_the_code_of_launched_ranks_is_passed_on(
 
 def test_what_cannot_be_compared_is_refused(script: Path, capsys: Capture) -> None:
     text = script.read_text()
-    script.write_text(text.replace("scheduler)))", "scheduler, None, 0, True)))"))
+    script.write_text(text.replace("scheduler)))", "scheduler, None, 1)))"))
     assert main(["parity", str(script)]) == 2
-    assert "return_micro_batch_loss=True" in capsys.readouterr().err
+    assert "loss_fn_idx=1" in capsys.readouterr().err
 
 
 def test_a_script_that_trains_nothing_or_is_not_there_is_no_success(
