@@ -169,6 +169,13 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
         ) from error
     # Not loss.size: Paddle asks NumPy for that, which takes as long as the loss of a small model.
     if isinstance(loss, paddle.Tensor) and math.prod(loss.shape) == 1:
+        if loss.dtype == paddle.float16 and loss.place.is_cpu_place():
+            raise BoundaryError(
+                "the losses of micro-batches are added up, and Paddle adds no float16 on a CPU",
+                where="last stage",
+                got=outline(loss),
+                fix='return loss.astype("float32") from loss_fn',
+            )
         return loss
     raise BoundaryError(
         "loss_fn(output, label) must return a Tensor with one element",

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph.nest import mapped
+from fleetpipe.dygraph.nest import mapped, outline
+from fleetpipe.errors import ConfigError, reason
 from fleetpipe.fit.feeding import as_list, as_tensor
 from fleetpipe.paddle_api import paddle
 
@@ -47,7 +48,7 @@ class Criterion(paddle.nn.Layer):
         columns = [*([output] if self._in_parts else as_list(output)), *as_list(label)]
         self._counting.look(columns)
         if self._loss is None:
-            return paddle.zeros([1])
+            return paddle.zeros([])
         losses = as_list(self._loss(*columns))
         return losses[0] if len(losses) == 1 else paddle.add_n(losses)
 
@@ -81,11 +82,12 @@ class Counting:
         if not self._metrics:
             return
         number = self._micro_batch()
-        real = self._real[number] if number < len(self._real) else 0
+        # The micro-batches behind those that count are of one row that does not.
+        real = number < len(self._real) and self._real[number]
         with paddle.no_grad():
-            seen = [mapped(lambda tensor: _rows(tensor, real), column) for column in columns]
+            seen = [mapped(lambda tensor: tensor.detach(), column) for column in columns]
             self._computed[number] = [
-                [as_tensor(value) for value in as_list(metric.compute(*seen))]
+                [as_tensor(value) for value in as_list(_computed(metric, seen))]
                 for metric in (self._metrics if real else ())
             ]
 
@@ -115,7 +117,14 @@ def values_of(metrics: Sequence[Metric]) -> list[Nest]:
     return [value for metric in metrics for value in as_list(metric.accumulate())]
 
 
-def _rows(tensor: Tensor, count: int) -> Tensor:
-    """Returns the first rows of a tensor, cut from its graph."""
-    tensor = tensor.detach()
-    return tensor if tensor.shape[0] == count else tensor[:count]
+def _computed(metric: Metric, columns: Sequence[Nest]) -> Nest:
+    try:
+        return metric.compute(*columns)
+    except Exception as error:
+        raise ConfigError(
+            f"the metric {type(metric).__name__} cannot take the model's outputs and the labels",
+            where="last stage",
+            got=", ".join(map(outline, columns)),
+            cause=reason(error),
+            fix="give prepare(metrics=) one whose compute(*outputs, *labels) takes these",
+        ) from error

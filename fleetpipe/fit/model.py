@@ -59,7 +59,7 @@ class Model(paddle.Model):
             network: A ``PipelineLayer``, one that was wrapped, the list of layers of one, or any
                 ``nn.Layer``, which is cut as by ``fleetpipe.pipeline``.
             inputs: An ``InputSpec`` for each column of the data that is an input, or a Tensor as in
-                the first batch; None for one, where the network is no plain ``nn.Layer``.
+                the first batch; None for one, where the network is a list or an ``nn.Sequential``.
             labels: Accepted for Paddle's sake: what follows the inputs is a label.
             split_spec: Where an ``nn.Layer`` is cut.
             num_chunks: Into how many chunks for each rank.

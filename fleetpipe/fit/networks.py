@@ -14,6 +14,7 @@ from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import has_hooks
 
 
 def required_job() -> Job:
@@ -34,7 +35,8 @@ def pipeline_of(
 
     Args:
         network: A ``PipelineLayer``, wrapped or not, the list of layers of one, or a plain model.
-        inputs: Of a plain model: an ``InputSpec`` or a Tensor for each of its inputs.
+        inputs: Of a plain model: an ``InputSpec`` or a Tensor for each of its inputs; an
+            ``nn.Sequential`` needs none.
         job: The job.
         split_spec: Where a plain model is cut.
         chunks: Into how many parts for each rank.
@@ -56,6 +58,8 @@ def pipeline_of(
             got=type(network).__name__,
             fix="pass the model itself, not what runs it",
         )
+    if not inputs and _is_list(network):
+        return PipelineLayer(list(network), num_stages=job.degrees.pp)
     if not inputs:
         raise ConfigError(
             f"a {type(network).__name__} is cut by a run of its forward, which needs inputs",
@@ -64,6 +68,13 @@ def pipeline_of(
         )
     example = inputs[0] if len(inputs) == 1 else tuple(inputs)
     return pipeline(network, example, split_spec=split_spec, num_chunks=chunks)
+
+
+def _is_list(network: Layer) -> bool:
+    """Whether a network does what the list of its layers does, under the same names."""
+    if type(network) is not paddle.nn.Sequential or has_hooks(network):
+        return False
+    return all(name == str(place) for place, (name, _) in enumerate(network.named_children()))
 
 
 def single_model_of(network: PipelineLayer) -> Layer:

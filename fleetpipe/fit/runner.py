@@ -135,19 +135,25 @@ class Runner:
             loss = self.pipeline.eval_batch([inputs, labels], compute_loss=True)
         self._counting.update(self._computed())
         if rows.everywhere == rows.rows * self.pipeline.replicas.ranks:
-            return float(loss)
+            return _number(loss)
         losses = self.pipeline.total_loss
         share = None if losses is None else [_number(_total(_on_host(losses[0]))) * rows.real]
         everyone = self.pipeline.from_last_stage(share)
         return float(sum(share for (share,) in everyone) / rows.everywhere)
 
     def predict(self, rows: Rows) -> list[np.ndarray]:
-        """Returns the outputs for the rows that count in all replicas, in their order."""
+        """Returns the outputs for the rows that count in all replicas, in their order.
+
+        Raises:
+            ConfigError: Several micro-batches have outputs that do not begin with their rows.
+        """
         kept = max(rows.real, 1)
-        with self._forward_only(kept):
+        with self._forward_only(kept) as size:
             output = self.pipeline.predict_batch(whole(rows.inputs, kept), broadcast=False)
-        part = None if output is None else [c[: rows.real] for c in tensors_of(output)]
-        everyone = self.pipeline.from_last_stage(part)
+        part = list(tensors_of(output)) if output is not None and rows.real else []
+        if kept > size or self.pipeline.replicas.ranks > 1:
+            _require_rows(part, kept)
+        everyone = [part for part in self.pipeline.from_last_stage(part) if part]
         return [np.concatenate([part.numpy() for part in parts]) for parts in zip(*everyone)]
 
     def measured_bytes(self, rows: Rows) -> list[float]:
@@ -218,6 +224,19 @@ def _total(shares: Nest) -> Nest:
 def _number(value: Nest) -> float:
     (number,) = value.reshape([-1]).tolist()
     return float(number)
+
+
+def _require_rows(outputs: Sequence[Tensor], rows: int) -> None:
+    """Refuses to join what is no output [rows, ..], nor [rows x positions, ..]."""
+    for output in outputs:
+        if not output.ndim or output.shape[0] % rows:
+            raise ConfigError(
+                "predict joins the outputs of micro-batches and replicas along their first axis",
+                expected=f"outputs that begin with their rows, {rows} in all",
+                got=f"a joined output {list(output.shape)}",
+                fix="return rows first, as by output.transpose([1, 0, 2]); or predict on one "
+                "replica with a batch_size up to micro_batch_size",
+            )
 
 
 def _require_parts(

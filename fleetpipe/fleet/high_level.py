@@ -1,13 +1,15 @@
-"""Has ``paddle.Model`` refuse a pipeline, whose batches it would run outside of the schedule."""
+"""Has ``paddle.Model`` refuse a pipeline, and say what it does with another model beside one."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 from fleetpipe.aliases import Layer
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import UsageError
+from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 
 
@@ -18,6 +20,7 @@ def install() -> None:
     @functools.wraps(constructor)
     def begin(self: Any, network: Layer, *more: Any, **named: Any) -> None:
         _refuse_pipelines(network)
+        _warn_of_copies()
         constructor(self, network, *more, **named)
 
     setattr(paddle.Model, "__init__", begin)  # noqa: B010  # mypy: a method is not assignable
@@ -35,4 +38,15 @@ def _refuse_pipelines(network: Layer) -> None:
             "one stage of the model",
             fix="fleetpipe.Model(network) has these methods on all ranks; or write a loop of your "
             "own with train_batch and eval_batch of fleet.distributed_model(network)",
+        )
+
+
+def _warn_of_copies() -> None:
+    """Says that nothing cuts a model, in a job whose ranks are to share one."""
+    job = current_job()
+    if job is not None and job.degrees.pp > 1 and not job.local:
+        warnings.warn(
+            f"paddle.Model runs the whole network on each rank: pp_degree={job.degrees.pp} cuts "
+            "the network of a fleetpipe.Model, which has the same methods",
+            stacklevel=3,
         )

@@ -338,7 +338,8 @@ class Beside:
             self._reference.add_up(gradients, share)
         self._reference.divide_gradients(usual[0] / reported)
         # Summed gradients are those of a summed loss; what is reported is a mean all the same.
-        mean, undelayed = Fraction(1, replicas), reported / usual[0] if not by_micro_batch else 1
+        mean = Fraction(1, replicas)
+        undelayed = Fraction(1) if by_micro_batch else reported / usual[0]
         totals = [
             weighted(sum_in_order([weighted(loss, undelayed) for loss in of_replicas]), mean)
             for of_replicas in zip(*losses)

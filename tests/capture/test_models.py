@@ -138,7 +138,7 @@ def by_default(x: Any, w: Any = 2.0) -> Any:
 
 
 def by_membership(batch: Any, scale: float = 1.0) -> Any:
-    return batch["x"] * scale + (batch["w"] if "w" in batch else 1.0)
+    return batch["x"] * scale + (batch["w"] if "w" in batch else 1.0)  # noqa: SIM401
 
 
 def over_views(views: Any, scale: float = 1.0) -> Any:

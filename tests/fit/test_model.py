@@ -244,6 +244,52 @@ def test_num_iters_ends_where_paddles_model_does(
             assert np.array_equal(mine.numpy(), other.numpy())
 
 
+class TimeFirst(nn.Layer):
+    """Gives [positions, rows, channels]."""
+
+    def forward(self, value: Any) -> Any:
+        return value.transpose([1, 0, 2])
+
+
+def test_outputs_that_do_not_begin_with_rows_are_whole_or_refused() -> None:
+    class Rows(paddle.metric.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def name(self) -> str:
+            return "rows"
+
+        def reset(self) -> None:
+            pass
+
+        def update(self, *counts: Any) -> None:
+            self.seen += map(int, counts)
+
+        def accumulate(self) -> int:
+            return len(self.seen)
+
+        def compute(self, output: Any, label: Any) -> Any:
+            return paddle.to_tensor(output.shape[label.shape[1]])
+
+    inputs = paddle.randn([3, 5, 4])
+    with jobs.job(pp=2, micro_batches=2, rows=3):
+        model, rows = fleetpipe.Model([nn.Linear(4, 2), TimeFirst()]), Rows()
+        model.prepare(None, lambda output, label: (output**2).mean().reshape([1]), rows)
+        network = single(model)
+        (output,) = model.predict_batch(inputs)
+        assert np.array_equal(output, network(inputs).numpy())
+        (loss,), _ = model.eval_batch(inputs, paddle.zeros([3, 1]))
+        assert loss == float((network(inputs) ** 2).mean())
+        assert rows.seen == [3]
+        with pytest.raises(ConfigError, match=r"begin with their rows, 6(.|\n)*\[10, 3, 2\]"):
+            model.predict_batch(paddle.concat([inputs, inputs]))
+        model.prepare(None, None, rows)
+        assert model.eval_batch(inputs, paddle.zeros([3, 1])) == ([], [2])
+        with pytest.raises(ConfigError, match=r"the metric Rows cannot take(.|\n)*IndexError"):
+            model.eval_batch(inputs, paddle.zeros([3, 9]))
+
+
 class Broken(Digits):
     """The digits, of which one cannot be read."""
 

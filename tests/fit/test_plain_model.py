@@ -85,6 +85,19 @@ def test_a_first_batch_stands_for_a_specification() -> None:
     assert [*model.network.users.values()] == [(0,)] * 4 + [(1,)] * 6
 
 
+def test_a_sequential_needs_no_inputs() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    before = {name: tensor.numpy() for name, tensor in network.state_dict().items()}
+    state = fleetpipe.Model(network).network.full_state_dict()
+    assert {name: (state[name].numpy() == before[name]).all() for name in before} == dict.fromkeys(
+        state, True
+    )
+    network.register_forward_post_hook(lambda layer, inputs, output: 2 * output)
+    for other in (network, nn.Sequential(("body", nn.Linear(4, 2)))):
+        with pytest.raises(ConfigError, match="a Sequential is cut by a run of its forward"):
+            fleetpipe.Model(other)
+
+
 def test_what_is_no_network_is_refused() -> None:
     with pytest.raises(ConfigError, match="a LeNet is cut by a run of its forward"):
         fleetpipe.Model(LeNet())

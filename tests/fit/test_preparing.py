@@ -106,3 +106,10 @@ def test_a_schedule_of_the_learning_rate_steps_with_batches(model: Any) -> None:
     by_epoch = paddle.callbacks.LRScheduler(by_step=False, by_epoch=True)
     model.fit(Digits(0, 3 * BATCH), batch_size=BATCH, verbose=0, callbacks=by_epoch)
     assert rate.last_epoch == 3 + 1
+    plateau = paddle.optimizer.lr.ReduceOnPlateau(0.1)
+    model.prepare(paddle.optimizer.SGD(plateau, model.parameters()), nn.CrossEntropyLoss())
+    for callbacks in (None, by_epoch):
+        with pytest.raises(ConfigError, match="ReduceLROnPlateau"):
+            model.fit(Digits(0, BATCH), batch_size=BATCH, verbose=0, callbacks=callbacks)
+    by_hand = paddle.callbacks.LRScheduler(by_step=False)
+    model.fit(Digits(0, BATCH), batch_size=BATCH, verbose=0, callbacks=by_hand)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,17 @@ def test_a_rank_between_the_first_and_the_last_reads_no_sample(on_ranks: Call) -
     assert alone[1:] == (2 * (2 * 32 + 5) + 2 * 41, 41)
     assert first == last == alone
     assert between == (alone[0], 0, 0)
+
+
+def warned() -> list[str]:
+    with jobs.job(pp=2), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        paddle.Model(nn.Linear(2, 2))
+        fleetpipe.Model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    return [str(one.message) for one in seen if "fleetpipe.Model" in str(one.message)]
+
+
+def test_paddles_model_says_on_ranks_that_it_cuts_nothing(on_ranks: Call) -> None:
+    for messages in on_ranks(warned, 2):
+        (message,) = messages
+        assert message.startswith("paddle.Model runs the whole network on each rank: pp_degree=2")

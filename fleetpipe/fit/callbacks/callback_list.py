@@ -8,6 +8,7 @@ from typing import Any
 from paddle.hapi.callbacks import CallbackList, config_callbacks
 
 from fleetpipe.aliases import Nest
+from fleetpipe.errors import ConfigError
 from fleetpipe.fit import arguments
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
@@ -52,6 +53,7 @@ def configured(
         chosen.append(rank_policy.ModelCheckpoint(save_freq, None if whole else save_dir))
     if not any(isinstance(callback, paddle.callbacks.LRScheduler) for callback in chosen):
         chosen.append(rank_policy.LRScheduler())
+    _require_steps(model, chosen)
     if verbose and not any(isinstance(c, paddle.callbacks.ProgBarLogger) for c in chosen):
         chosen.insert(0, Progress(log_freq, verbose))
     return _configured(
@@ -63,6 +65,24 @@ def configured(
         save_dir=save_dir,
         metrics=model.metric_names,
     )
+
+
+def _require_steps(model: Any, callbacks: list[Any]) -> None:
+    """Refuses a rate that goes by a figure, which Paddle's callback does not hand to it.
+
+    Raises:
+        ConfigError: It would end in a TypeError behind the first step.
+    """
+    rate = getattr(model._optimizer, "_learning_rate", None)
+    if isinstance(rate, paddle.optimizer.lr.ReduceOnPlateau) and any(
+        isinstance(one, paddle.callbacks.LRScheduler) and (one.by_step or one.by_epoch)
+        for one in callbacks
+    ):
+        raise ConfigError(
+            "fit steps the learning rate without a loss",
+            got="the optimizer's rate is a ReduceOnPlateau, whose step takes one",
+            fix="give the optimizer a number, and fit paddle.callbacks.ReduceLROnPlateau(..)",
+        )
 
 
 def _with_trackers(callbacks: Nest, save_dir: str | None) -> Nest:
