@@ -12,6 +12,8 @@ Path = tuple[object, ...]
 
 _CONTAINERS = (tuple, list, dict)
 
+_WHOLE = {paddle.bool, paddle.uint8, paddle.int8, paddle.int16, paddle.int32, paddle.int64}
+
 
 def leaves(value: Nest, exact: bool = False, path: Path = ()) -> Iterator[tuple[Path, Nest]]:
     """Yields what nested tuples, lists and dicts hold, in order, and the way to each.
@@ -33,11 +35,16 @@ def tensors_of(value: Nest) -> Iterator[Tensor]:
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, paddle.Tensor))
 
 
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether backward makes a gradient of a tensor: the indices of ``topk`` have the flag too."""
+    return not tensor.stop_gradient and tensor.dtype not in _WHOLE
+
+
 def differentiable(value: Nest) -> list[Tensor]:
     """Returns the tensors in ``value``, in order, whose gradient travels back over the edge."""
     if isinstance(value, paddle.Tensor):
-        return [] if value.stop_gradient else [value]
-    return [tensor for tensor in tensors_of(value) if not tensor.stop_gradient]
+        return [value] if has_gradient(value) else []
+    return list(filter(has_gradient, tensors_of(value)))
 
 
 def rebuilt(container: Nest, items: Iterable[Nest]) -> Nest:

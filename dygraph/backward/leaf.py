@@ -22,7 +22,7 @@ import numpy as np
 
 from fleetpipe.aliases import GradNode, Layer, Nest, Tensor
 from fleetpipe.dygraph.backward.output_hooks import noting_hooks
-from fleetpipe.dygraph.nest import leaves, leaves_like, replace
+from fleetpipe.dygraph.nest import has_gradient, leaves, leaves_like, replace
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import is_static, state_slots
@@ -151,9 +151,9 @@ def examine(
             with noting_hooks() as hooked:
                 output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
             _require_unchanged(taken, stand_ins, "its argument")
-            trained = [p for p in leaf.parameters if _needs_grad(p) or _needs_grad(before[id(p)])]
+            trained = [p for p in leaf.parameters if has_gradient(p) or has_gradient(before[id(p)])]
             _require_unchanged(trained, before, "its parameter")
-            inputs = {id(tensor): tensor for tensor in stand_ins.values() if _needs_grad(tensor)}
+            inputs = {id(tensor): tensor for tensor in stand_ins.values() if has_gradient(tensor)}
             if any(id(tensor) not in inputs for tensor in hooked):
                 raise CannotWait("its layer puts a hook on the gradient of what it computes")
             return _follow(leaf, list(inputs.values()), output)
@@ -167,11 +167,11 @@ def examine(
 def _follow(leaf: Leaf, inputs: list[Tensor], output: Nest) -> Nature:
     """Follows the graph of a call from what it returned."""
     ids = {id(tensor) for tensor in inputs}
-    outputs = [t for t in tensors_in(output, "returned") if _needs_grad(t) and id(t) not in ids]
+    outputs = [t for t in tensors_in(output, "returned") if has_gradient(t) and id(t) not in ids]
     if any(tensor.is_leaf for tensor in outputs):
         raise CannotWait("its layer returns a parameter")
     entries = [tensor.grad_fn for tensor in inputs]
-    ends = {*entries, *(p.grad_fn for p in leaf.parameters if _needs_grad(p))}
+    ends = {*entries, *(p.grad_fn for p in leaf.parameters if has_gradient(p))}
     roots = [tensor.grad_fn for tensor in outputs]
     nodes = nodes_of(roots, ends)
     below = {node: operands(node) for node in nodes - ends}
@@ -297,10 +297,6 @@ def _same_numbers(tensor: Tensor, other: Tensor) -> bool:
 
 def _nothing(_saved: Tensor) -> None:
     return None
-
-
-def _needs_grad(tensor: Tensor) -> bool:
-    return not tensor.stop_gradient
 
 
 def tensors_in(value: Nest, verb: str) -> list[Tensor]:

@@ -31,7 +31,7 @@ from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Tape, bordered
 from fleetpipe.dygraph.backward.lookup import LookupCall, looks_up
 from fleetpipe.dygraph.backward.output_hooks import stand_in_for
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
-from fleetpipe.dygraph.nest import leaves_like, replace
+from fleetpipe.dygraph.nest import has_gradient, leaves_like, replace
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import allocated_bytes
@@ -267,7 +267,7 @@ def _cut_out(
     named: dict[str, Nest],
 ) -> Nest:
     """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
-    tensors = [tensor for tensor in taken if not tensor.stop_gradient]
+    tensors = list(filter(has_gradient, taken))
     stand_ins = leaves_like(tensors)
     for tensor in tensors:
         stand_in_for(tensor, stand_ins[id(tensor)])
@@ -278,7 +278,10 @@ def _cut_out(
     if [tensor.inplace_version for tensor in taken] != versions:
         raise _cannot_wait_now(leaf, "its layer writes into its argument")
     originals = {id(stand_ins[id(tensor)]): tensor for tensor in tensors}
-    returned = [t for t in _returned(leaf, output) if not t.stop_gradient]
+    made = _returned(leaf, output)
+    returned = list(filter(has_gradient, made))
+    # Indices that have the flag lead into the graph of the call.
+    originals.update((id(t), t.detach()) for t in made if not (t.stop_gradient or has_gradient(t)))
     outputs = [tensor for tensor in returned if id(tensor) not in originals]
     if outputs:
         entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]

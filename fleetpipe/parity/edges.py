@@ -16,7 +16,7 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, SingleModel
-from fleetpipe.dygraph.nest import mapped
+from fleetpipe.dygraph.nest import has_gradient, mapped
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import state_slots
@@ -106,7 +106,7 @@ class EdgeWatch:
         """Begins to keep the gradients of what a forward hands on."""
         for value in _of(op, "F", values):
             for path, tensor in _tensors(value).items():
-                if tensor.stop_gradient:
+                if not has_gradient(tensor):
                     continue
                 at = At(op.stage, self._first_micro_batch + op.micro_batch, path)
                 kept.arrived[at] = None
@@ -149,7 +149,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
 
         def copy(tensor: Tensor) -> Tensor:
             at = places.pop(0)
-            if tensor.stop_gradient:
+            if not has_gradient(tensor):
                 return tensor
             _keep(tensor, kept.used, at)
             other = tensor.clone()

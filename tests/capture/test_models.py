@@ -122,6 +122,46 @@ def test_outputs_in_containers_and_another_length_and_a_short_last_batch() -> No
             assert np.array_equal(output["logits"], logits)
 
 
+class Selected(nn.Layer):  # type: ignore[misc]
+    """Has parameters of its own, and returns indices, which Paddle gives the flag of a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([4, 10])
+
+    def forward(self, x: Any) -> Any:
+        h = paddle.matmul(x, self.weight)
+        values, indices = paddle.topk(h, 3)
+        return h, values, indices, paddle.argsort(h)
+
+
+class Reranked(nn.Layer):  # type: ignore[misc]
+    """Takes indices as a layer with parameters, and returns what came of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.select, self.bias = Selected(), self.create_parameter([3])
+        self.last = nn.Linear(3, 10)
+
+    def forward(self, x: Any) -> Any:
+        h, values, indices, order = self.select(x)
+        chosen = paddle.take_along_axis(h, indices, 1, broadcast=False)
+        first = paddle.index_select(h.flatten(), order.flatten()[:3])
+        return self.last((values + self.bias).tanh() * chosen + first), order
+
+
+def of_first(output: Any, labels: Any) -> Any:
+    return nn.functional.cross_entropy(output[0], labels)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+@pytest.mark.parametrize("split_spec", ["auto", ["last"]])
+def test_indices_that_have_the_flag_of_a_gradient_have_none(split_spec: Any, schedule: str) -> None:
+    inputs = paddle.to_tensor(np.random.default_rng(0).standard_normal((8, 4)), "float32")
+    data = [inputs, paddle.arange(8).unsqueeze(1)]
+    require_bits(Reranked, data, split_spec, schedule, loss_fn=of_first)
+
+
 class Weighted(nn.Layer):  # type: ignore[misc]
     """Two layers between what a forward makes of its arguments."""
 
