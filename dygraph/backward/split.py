@@ -69,6 +69,12 @@ class SplitBackward:
         self._sums = Sums()
         self._arrivals: GradientArrivals | None = None
 
+    def forget_layers(self) -> None:
+        """Looks at the stages' layers anew, in which there are others between two batches."""
+        self._leaves.clear()
+        self._fast.clear()
+        self._arrivals = None
+
     def end(self) -> None:
         """Takes the hooks away after the first batch, and forgets what an unfinished one left."""
         if self._sums.begun:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Optional
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 
@@ -106,15 +105,15 @@ def _carrier(function: Function, take: Any) -> Function:
     parts = (function,)
     if isinstance(function, functools.partial):
         parts = (function.func, *function.args)
-    inside = tuple(sub for layer in layers_in(function) for sub in layer.sublayers(True))
-    return functools.partial(_carried, take, inside, *parts)
+    return functools.partial(_carried, take, *parts)
 
 
-def _carried(take: Take, inside: tuple[Layer, ...], *call: Any) -> Nest:
+def _carried(take: Take, *call: Any) -> Nest:
     function, *arguments, value = call
     total = value[_LOSS] if _is_carrier(value) else None
     output = function(*arguments, value_of(value))
-    for layer in inside:
+    parts = (part for part in (function, *arguments) if isinstance(part, paddle.nn.Layer))
+    for layer in (sub for part in parts for sub in part.sublayers(True)):
         loss = take(layer)
         if loss is not None:
             total = loss if total is None else total + loss

@@ -311,6 +311,38 @@ class Built(NamedTuple):
         for name, layer in self.layers.items():
             model.add_sublayer(name, layer)
 
+    def follow(self, model: Layer) -> None:
+        """Takes up what ``model`` has now in the places of the layers that were registered.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        replaced: dict[int, Layer] = {}
+        for layers in (self.shared, self.layers):
+            for path, layer in layers.items():
+                layers[path] = replaced[id(layer)] = _sublayer(model, path)
+        for index, function in self.functions.items():
+            if isinstance(function, paddle.nn.Layer):
+                self.functions[index] = replaced[id(function)]
+            elif isinstance(function, functools.partial):
+                arguments = [replaced.get(id(part), part) for part in function.args]
+                self.functions[index] = functools.partial(
+                    function.func, *arguments, **function.keywords
+                )
+
+
+def _sublayer(model: Layer, path: str) -> Layer:
+    holder, _, key = path.partition(".")
+    try:
+        layer = getattr(model, holder)
+        return layer[key] if key else layer
+    except (AttributeError, KeyError):
+        raise ConfigError(
+            f"{path} was taken out of the model",
+            expected="a layer there, as when the model was cut",
+            fix="put another in its place: setattr(model, name, nn.Identity())",
+        ) from None
+
 
 def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[SharedLayer]) -> Built:
     """Builds some entries of a list; those that share a layer or a weight here get the same.

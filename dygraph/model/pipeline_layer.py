@@ -7,6 +7,7 @@ it lives; a layer that several entries share is called ``shared_layers.<key>``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -26,6 +27,7 @@ from fleetpipe.dygraph.layers import entries, tied, vocabulary, vocabulary_losse
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interval
 from fleetpipe.dygraph.model import fleet_face
+from fleetpipe.dygraph.model.additions import refuse_untied
 from fleetpipe.dygraph.model.arrangement import Arrangement, number_of_stages, topology_of
 from fleetpipe.dygraph.state.files import files_of_list
 from fleetpipe.dygraph.state.names import ModelWithParts
@@ -37,6 +39,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_id
+from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.meta_parallel import LOSS_FUNCTIONS_ARE_A_LIST
 from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.paddle_types import CommunicateTopology
@@ -53,7 +56,11 @@ class PipelineLayer(ModelWithParts):
     Nothing here or in the wrapper calls what a subclass may override to give a state dict other
     keys: ``state_dict``, ``set_state_dict``, ``parameters``, ``named_parameters``.
 
+    What runs are the layers that the model has when a batch begins: a library may put others in
+    their places, before and after ``distributed_model``.
+
     Attributes:
+        version: How often other layers or parameters than before were met.
         placement: Which rank has which stage.
         partition: Which layers each stage has.
         runner: Runs the stages of this process.
@@ -165,25 +172,69 @@ class PipelineLayer(ModelWithParts):
     def _build(self) -> None:
         """Builds the layers of this process's stages. Collective where ranks share weights."""
         indices = [index for stage in self._owned for index in self._range(stage)]
-        built = tied.build(self._layers_desc, indices, self._tied)
+        self._registered = built = tied.build(self._layers_desc, indices, self._tied)
         built.register(self)
-        self._functions = experts.carrying(built.functions, losses.functions_in(self._loss_fn))
-        self.runner = StageRunner(
-            self._functions, self.partition, self._recompute_interval, self._recompute
-        )
         shared = {index: layer for layer in self._tied for index in layer.indices}
         self.state = ModelState(
             self, self._layers_desc, self._blueprints, shared, built, self.partition, self.holders
-        )
-        self._files = files_of_list(
-            *(self._layers_desc, built.functions, shared, self.partition, self.placement),
-            *(self._job, self._stage_ranks),
         )
         weights = holders(self._tied, self.get_stage_from_index)
         self._shared_weights = connected(
             weights, self.state.local_tensors(), self._stage_id, self._job
         )
+        self._first = self.state.own_parameters()
+        self._take_up(shared)
         self._set_fleet_attributes(shared, built.shared)
+
+    def _take_up(self, shared: Mapping[int, tied.SharedLayer]) -> None:
+        """Makes what is made of the layers themselves."""
+        functions = self._registered.functions
+        self._functions = experts.carrying(functions, losses.functions_in(self._loss_fn))
+        self.runner = StageRunner(
+            self._functions, self.partition, self._recompute_interval, self._recompute
+        )
+        self._files = files_of_list(
+            *(self._layers_desc, functions, shared, self.partition, self.placement),
+            *(self._job, self._stage_ranks),
+        )
+
+    def _list_functions(self, keys: Mapping[int, str]) -> None:
+        """Lists what runs, as Fleet's users read it; ``keys`` are those of shared layers."""
+        self._model_chunks = [
+            PipelineLayerChunk(self.stage_layers(stage), keys)
+            for stage in (self._owned if self.placement.chunks > 1 else ())
+        ]
+        self._show(self._functions.values())
+
+    def _show(self, functions: Iterable[Callable[..., Nest]]) -> None:
+        self._shown = tuple(functions)
+        self.run_function = list(self._shown)
+
+    def follow(self) -> None:
+        """Takes up the layers that the model has now, where they are others than before.
+
+        Raises:
+            ConfigError: A layer is gone, or cannot be trained by this process alone; or others
+                were put into ``run_function``.
+        """
+        if tuple(self.run_function) != self._shown:
+            raise ConfigError(
+                "run_function shows what runs, and says nothing",
+                got="other layers in the list",
+                fix="put the layer into the model: setattr(model, str(number_in_the_list), layer)",
+            )
+        layers = paddle.nn.Layer.sublayers(self)
+        tree = [*layers, *(p for layer in layers for p in parameters_in(layer).values())]
+        if len(tree) == len(self._tree) and all(map(operator.is_, tree, self._tree)):
+            return
+        self._registered.follow(self)
+        shared = {index: layer for layer in self._tied for index in layer.indices}
+        parameters = self.state.own_parameters()
+        refuse_untied(parameters, self._first, self._tied, self.get_stage_from_index)
+        self._take_up(shared)
+        self._list_functions({index: layer.key for index, layer in shared.items()})
+        # They are kept: no other object gets the address of one that is gone.
+        self._tree, self.version = tree, self.version + 1
 
     def _set_fleet_attributes(
         self, shared: Mapping[int, tied.SharedLayer], layers: Mapping[str, Layer]
@@ -199,12 +250,7 @@ class PipelineLayer(ModelWithParts):
         self._start_pos, self._end_pos = self._start_poss[0], self._end_poss[-1]
         self.device_id = device_id()
         self.global_rank = paddle.distributed.get_rank()
-        self.run_function = list(self._functions.values())
-        keys = {index: layer.key for index, layer in shared.items()}
-        self._model_chunks = [
-            PipelineLayerChunk(self.stage_layers(stage), keys)
-            for stage in (self._owned if self.placement.chunks > 1 else ())
-        ]
+        self._list_functions({index: layer.key for index, layer in shared.items()})
         self.shared_comm = fleet_face.shared_comm(
             self._layers_desc, shared, layers, self._shared_weights.weights, self._job
         )
@@ -237,6 +283,11 @@ class PipelineLayer(ModelWithParts):
 
     #: Whether layers are known to draw from Python's or NumPy's own generators.
     draws_python = False
+    #: All layers and parameters that were met last.
+    _tree: Sequence[Any] = ()
+    version = 0
+    #: The layers that were in evaluation by themselves when the model was put there as a whole.
+    _evaluating: Sequence[Layer] = ()
 
     @property
     def recomputes(self) -> bool:
@@ -244,8 +295,31 @@ class PipelineLayer(ModelWithParts):
         return bool(self._recompute_interval)
 
     def begin(self, training: bool) -> None:
-        """Puts all layers into training or evaluation, as a batch begins."""
-        self.train() if training else self.eval()
+        """Has the model in training or in evaluation, and its layers as they are, for a batch.
+
+        Where it is there, modes of some layers that were set by themselves stay. Training after an
+        evaluation finds each layer in the mode that it had before.
+
+        Raises:
+            ConfigError: See :meth:`follow`.
+        """
+        self.follow()
+        layers: list[Layer] = paddle.nn.Layer.sublayers(self._with_modes)
+        was_training = self._with_modes.training
+        evaluating = [layer for layer in layers if not layer.training]
+        if training and (not was_training or not evaluating):
+            self.train()
+            for layer in self._evaluating:
+                layer.training = False
+        elif not training and (was_training or len(evaluating) == len(layers)):
+            self.eval()
+        if training or was_training:
+            self._evaluating = () if training else evaluating
+
+    @property
+    def _with_modes(self) -> Layer:
+        """What a script puts into training and evaluation, and layers of it by themselves."""
+        return self
 
     @property
     def borders(self) -> Borders | None:
@@ -356,6 +430,7 @@ class PipelineLayer(ModelWithParts):
         Raises:
             ConfigError: There is no such chunk.
         """
+        self.follow()
         if chunk_id is None:
             for stage in self._owned:
                 input = self.function(stage)(input, None)
@@ -525,9 +600,10 @@ class PipelineLayer(ModelWithParts):
         Raises:
             ConfigError: There is no such chunk.
         """
+        self.follow()
         if chunk_id is not None:
             self._require_chunk(chunk_id)
-            self.run_function = self._model_chunks[chunk_id].get_run_function()
+            self._show(self._model_chunks[chunk_id].get_run_function())
 
     get_schedule_chunk = fleet_face.refuse_schedule_nodes
     build_schedule_nodes = fleet_face.refuse_schedule_nodes

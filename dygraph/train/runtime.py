@@ -103,6 +103,8 @@ class Runtime:
         self.losses: Losses | None = None
         self.companion: Companion | None = None
         self.shards: Shards | None = None
+        layers.follow()
+        self._version = layers.version
         self.last_shards: Shards | None = None
         self.sequence = job.along("sep", "cp")
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
@@ -294,6 +296,9 @@ class Runtime:
         """
         slices = self.schedule.slices if training else 1
         first = self.first_micro_batch * slices
+        if self._version != self.layers.version:
+            self._version = self.layers.version
+            self.split.forget_layers()
         self.stage.begin(batch, first, self.hook_calls.begin(training), slices)
         self.losses = batch.losses if self.plays(self.last_owner) else None
         trace = self.trace if training else None

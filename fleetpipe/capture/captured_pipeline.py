@@ -19,7 +19,6 @@ from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.shadow import Shadow
-from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.vocabulary import HeadedStages, HeadInParts, with_logits
 from fleetpipe.dygraph import PipelineParallel
@@ -181,12 +180,16 @@ class CapturedPipeline(PipelineLayer):
         return self.train(False)
 
     def begin(self, training: bool) -> None:
-        """Has the plain model in training or in evaluation, as a batch begins.
-
-        Modes of some layers that were set by themselves stay.
-        """
-        switch(self.plain, training)
+        """As that of a list, of the plain model's modes."""
+        super().begin(training)
         self._follow()
+
+    @property
+    def _with_modes(self) -> Layer:
+        return self.plain
+
+    def follow(self) -> None:
+        """Does nothing: the runs of the forward that are known say what runs."""
 
     def _follow(self) -> CapturedPipeline:
         """Has what stands in the place of opened layers be in the model's mode."""
