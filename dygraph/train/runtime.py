@@ -20,8 +20,8 @@ from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.token_weights import TokenWeights
-from fleetpipe.dygraph.broadcast import broadcast_copies
-from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
+from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
+from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.layers.entries import require_sliceable
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
@@ -40,7 +40,9 @@ from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import agreement, meeting
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import RecomputeStore
+from fleetpipe.paddle_api.optimizer import squared_norm
 from fleetpipe.schedules import Plan, Schedule
 
 
@@ -106,6 +108,7 @@ class Runtime:
         layers.follow()
         self._version = layers.version
         self.last_shards: Shards | None = None
+        self._held: list[tuple[Tensor, Tensor]] = []
         self.sequence = job.along("sep", "cp")
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         #: Whether a stage is no other rank's: no gradient or loss is added to another's.
@@ -339,6 +342,23 @@ class Runtime:
             shared: list[Tensor] = self.job.group().broadcast(total, self.last_owner)
         return shared[0] if len(shared) == 1 else shared
 
+    @paddle.no_grad()
+    def set_aside_gradients(self) -> None:
+        """Keeps what earlier batches have left apart, where a reduction would count it once more.
+
+        An average over replicas leaves what is alike on them as it is, and needs none of that.
+        """
+        self._held = []
+        averages = self._sole or self.scale == "avg"
+        for parameter in self.layers.trained_parameters():
+            gradient = gradient_of(parameter)
+            if gradient is None or (averages and not _is_summed(parameter)):
+                continue
+            if bool(squared_norm(gradient) != 0):
+                self._held.append((parameter, gradient.clone()))
+                drop_gradients([parameter])
+
+    @paddle.no_grad()
     def reduce_gradients(self) -> None:
         """Adds up gradients over all copies of the stages, then of shared weights. Collective."""
         self.last_shards, self.shards = self.shards, None
@@ -355,6 +375,10 @@ class Runtime:
         # After the replicas: their sums differ in the last bit from stage to stage.
         with self.timing("allreduce_shared_weight_gradients"):
             self.layers.allreduce_shared_weight_gradients()
+        for parameter, held in self._held:
+            gradient = gradient_of(parameter)
+            set_gradient(parameter, held if gradient is None else held + gradient)
+        self._held = []
         if self.last_shards is not None:
             self.last_shards.drop_others(parameters)
 
@@ -460,3 +484,9 @@ class Runtime:
         observers += training
         connections, timeout = self.job.connect(), self.job.timeout
         return Engine(plan, self.stage, connections, timeout, observers, overlapping)
+
+
+def _is_summed(parameter: Tensor) -> bool:
+    """Whether ranks have parts of a gradient: of a tied weight, an expert, or of a sequence."""
+    tied = hasattr(parameter, "is_firstly_shared")
+    return tied or is_spread(parameter) or tensor_parallel.is_sequence_parallel_parameter(parameter)

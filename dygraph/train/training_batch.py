@@ -100,6 +100,7 @@ class TrainingBatch:
         runtime = self._runtime
         runtime.layers.begin(training=True)
         runtime.watch_exchanges()
+        runtime.set_aside_gradients()
         companion = runtime.companion
         if companion is not None:
             data, weights, loss_fn_idx = self._beside
