@@ -95,6 +95,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 
     def __init__(self, clip: Clip) -> None:
         """Clips to the norm that ``clip``, a ``ClipGradByGlobalNorm``, clips to."""
+        self._stock = clip
         skip = getattr(clip, "auto_skip_clip", False)  # that for mixtures has no such option
         super().__init__(clip.clip_norm, clip.group_name, skip)
         self.orders: dict[int, int] = {}
@@ -103,6 +104,16 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         self.assume: Assume = None
         self._rounds: list[_Round] = []
         self._calls = 0
+
+    @property
+    def clip_norm(self) -> float:
+        """The norm to clip to, which a script may change in the clip that it has made."""
+        norm: float = self._stock.clip_norm
+        return norm
+
+    @clip_norm.setter
+    def clip_norm(self, norm: float) -> None:
+        self._stock.clip_norm = norm
 
     @property
     def clipped(self) -> bool:

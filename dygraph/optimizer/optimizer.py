@@ -10,6 +10,7 @@ on what its constructor sets up, which is never called here.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -17,11 +18,12 @@ from typing import Any, NoReturn
 from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Scheduler, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.optimizer.clip_global import COPY, Pairs, norms_of, replace_clips, total_norm
+from fleetpipe.dygraph.optimizer.groups import arrange, keys_of, text_of
 from fleetpipe.dygraph.optimizer.post_validation import PostValidation
 from fleetpipe.dygraph.optimizer.replicas import reduce_all
 from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError, listed
-from fleetpipe.job.job import current_job
+from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import (
     HybridParallelOptimizer,
@@ -30,6 +32,7 @@ from fleetpipe.paddle_api.optimizer import (
     gradient_clip,
     learning_rate_of,
     optimized_parameters,
+    owner_of,
 )
 from fleetpipe.paddle_api.topology import in_data_parallel_mode
 from fleetpipe.representation import shows
@@ -91,6 +94,11 @@ class PipelineOptimizer(FleetsType):
         Raises:
             ConfigError: The optimizer cannot step once for each batch.
         """
+        if optimizer is None:
+            raise ConfigError(
+                "there is no optimizer on this rank, and others wait for it in each step",
+                fix="build it on every rank alike, with parameters=[] where there are none",
+            )
         if isinstance(optimizer, paddle.optimizer.LBFGS):
             raise ConfigError(
                 "LBFGS evaluates the loss several times in each step, a pipeline once",
@@ -100,6 +108,7 @@ class PipelineOptimizer(FleetsType):
         self._layers: Layer = None
         self._shards: Shards | None = None
         self._later: PostValidation | None = None
+        self._compared = False
         job = current_job()
         self._hcg = None if job is None else job.hcg
         if job is not None and job.sharding().ranks > 1:
@@ -165,21 +174,41 @@ class PipelineOptimizer(FleetsType):
                 optimizer of another type, with other groups or another clip.
         """
         if self._layers is not layers:
-            self._examine(layers)
+            _require_no_foreign(layers, optimized_parameters(self._inner_opt))
+            self._compare(layers)
+        self._follow()
         if post_validation and self._clips and self._later is None:
             self._later = PostValidation(self._inner_opt, self._clips)
 
-    def _examine(self, layers: Layer) -> None:
+    def _follow(self) -> None:
+        """Takes a clip or a group that was put in since the last step. Collective then.
+
+        So is the first step of an optimizer that no model was bound to.
+        """
+        clips = clips_of_a_step(self._inner_opt)
+        same = len(clips) == len(self._clips_of_step) and all(
+            map(operator.is_, clips, self._clips_of_step)
+        )
+        if not same or not (self._compared or pipeline_group().ranks == 1):
+            self._replace_clips()
+            self._compare(self._layers)
+
+    def _compare(self, layers: Layer | None) -> None:
         """Compares this optimizer with the layers and with those of other ranks. Collective."""
-        _require_parameters_of(layers, optimized_parameters(self._inner_opt))
-        self._replace_clips()  # a group may have been added, or a clip put in since
         job = current_job()
         if job is not None:
             with job.guarded(lambda: "comparing the optimizers"):
+                trains = _trains(layers, optimized_parameters(self._inner_opt))
+                ranks = job.everyone().all_gather((trains, keys_of(self._inner_opt)))
+                if any(trains is False for trains, _ in ranks) and not any(t for t, _ in ranks):
+                    count = len(optimized_parameters(self._inner_opt))
+                    _refuse_parameters(layers, f"none of them, {count} in all, on any rank")
+                arrange(self._inner_opt, [keys for _, keys in ranks])
+                self._replace_clips()
                 job.require_agreement(self._facts())
         for clip in self._clips:
-            clip.orders, clip.assume = _orders(layers), None
-        self._layers, self._later = layers, None
+            clip.orders, clip.assume = {} if layers is None else _orders(layers), None
+        self._compared, self._layers, self._later = True, layers, None
 
     def step(self) -> None:
         """Updates this process's parameters. Collective in a job of several ranks.
@@ -187,6 +216,7 @@ class PipelineOptimizer(FleetsType):
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
+        self._follow()
         step, later = self._inner_opt.step, self._later
         if later is not None:
             step = partial(later.step, step)
@@ -242,20 +272,24 @@ class PipelineOptimizer(FleetsType):
         def clips() -> list[Clip]:
             return [gradient_clip(self._inner_opt)]
 
+        self._follow()
         result = self._run(minimize, clips)
         return ([], []) if result is None else result
 
     def _facts(self) -> dict[str, str]:
         """Returns what must be the same on all ranks: each clip of a group waits for all."""
-        clips = clips_of_a_step(self._inner_opt)
+        keys = keys_of(self._inner_opt)
+        clips = [*map(text_of, clips_of_a_step(self._inner_opt))]
         return {
             "optimizer": type(base_optimizer(self._inner_opt)).__name__,
-            "gradient clip of each parameter group": str([*map(_text_of, clips)]),
+            "gradient clip of each parameter group": str(keys or clips),
         }
 
     def _replace_clips(self) -> None:
         self._clips = replace_clips(self._inner_opt)
-        clips = clips_of_a_step(self._inner_opt)
+        self._clips_of_step = clips = clips_of_a_step(self._inner_opt)
+        if self._shards is not None:
+            self._shards.take_new()
         self._clips_all = bool(clips) and all(clip in self._clips for clip in clips)
         spread = any(map(is_spread, optimized_parameters(self._inner_opt)))
         for clip in self._clips:
@@ -309,18 +343,17 @@ class PipelineOptimizer(FleetsType):
     def _rate(self) -> float | Scheduler:
         return learning_rate_of(self._inner_opt)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sets what the optimizer has there, as ``_grad_clip``; else its own."""
+        inner = vars(self).get("_inner_opt")
+        stays = inner is None or name in vars(self) or hasattr(type(self), name)
+        owner = None if stays else owner_of(inner, name)
+        object.__setattr__(self if owner is None else owner, name, value)
+
     def __getattr__(self, name: str) -> Any:
         if name == "_inner_opt":
             raise AttributeError(name)
         return getattr(self._inner_opt, name)
-
-
-def _text_of(clip: Clip) -> str:
-    """Returns what a clip says of itself; a script's own may say nothing."""
-    try:
-        return str(clip)
-    except NotImplementedError:
-        return type(clip).__name__
 
 
 def _names(parameters: Iterable[Tensor | str]) -> set[str]:
@@ -328,18 +361,30 @@ def _names(parameters: Iterable[Tensor | str]) -> set[str]:
     return {parameter if isinstance(parameter, str) else parameter.name for parameter in parameters}
 
 
-def _require_parameters_of(layers: Layer, optimized: Sequence[Tensor]) -> None:
+def _require_no_foreign(layers: Layer, optimized: Sequence[Tensor]) -> None:
     """Raises a ``ConfigError`` where an optimizer was built on other parameters than a model's."""
-    parameters = {id(p): p for p in layers.state.own_parameters().values()}
     trained_ids = {id(parameter) for parameter in layers.trained_parameters()}
     foreign = [p.name for p in optimized if id(p) not in trained_ids and not p.stop_gradient]
-    trained = [p for p in parameters.values() if not p.stop_gradient]
-    if not foreign and (not trained or any(id(parameter) in parameters for parameter in optimized)):
-        return
+    if foreign:
+        _refuse_parameters(layers, listed(foreign))
+
+
+def _trains(layers: Layer | None, optimized: Sequence[Tensor]) -> bool | None:
+    """Whether an optimizer has a parameter of this rank's stages; None: there is none to train."""
+    if layers is None:
+        return True
+    of_stages = {id(p): p for p in layers.state.own_parameters().values()}
+    if any(id(parameter) in of_stages for parameter in optimized):
+        return True
+    return None if all(p.stop_gradient for p in of_stages.values()) else False
+
+
+def _refuse_parameters(layers: Layer, got: str) -> NoReturn:
+    trained = [p.name for p in layers.state.own_parameters().values() if not p.stop_gradient]
     raise ConfigError(
         "the optimizer was built on the wrong parameters",
-        expected=f"parameters of this rank's stages, {listed([p.name for p in trained])}",
-        got=listed(foreign) if foreign else f"none of them, {len(optimized)} in all",
+        expected=f"parameters of this rank's stages, {listed(trained)}",
+        got=got,
         cause="it was built on another model, or on the layers before PipelineLayer built its own",
         fix="build it on the parameters() of the PipelineLayer or of what distributed_model "
         "returned",

@@ -52,8 +52,13 @@ class Shards:
         self._optimizer = optimizer
         self._groups = (group, group if of_experts is None else of_experts)
         self._owners: dict[int, int] = {}
+        self.take_new()
+
+    def take_new(self) -> None:
+        """Gives each parameter without an owner one; the same on all members."""
+        new = [p for p in optimized_parameters(self._optimizer) if id(p) not in self._owners]
         for spread, members in enumerate(self._groups):
-            shared = [p for p in optimized_parameters(optimizer) if is_spread(p) == bool(spread)]
+            shared = [parameter for parameter in new if is_spread(parameter) == bool(spread)]
             self._owners.update(owners(shared, members.ranks))
 
     def ranks_by_name(self) -> dict[str, int]:

@@ -1,4 +1,8 @@
-"""Has ``paddle.Model`` refuse a pipeline, and say what it does with another model beside one."""
+"""What else of Paddle meets a pipeline: ``paddle.Model``, and the constructors of optimizers.
+
+``paddle.Model`` refuses a pipeline, and says what it does with another model beside one. An
+optimizer may have no parameters on a rank whose stages have nothing to train.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,14 @@ from typing import Any
 from fleetpipe.aliases import Layer
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import UsageError
-from fleetpipe.job.job import current_job
+from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import allow_no_parameters
 
 
 def install() -> None:
-    """Changes the constructor of ``paddle.Model``; other models are built as ever."""
+    """Changes these constructors; models and optimizers of no pipeline are built as ever."""
+    allow_no_parameters(lambda: pipeline_group().ranks > 1)
     constructor: Any = paddle.Model.__init__
 
     @functools.wraps(constructor)

@@ -7,6 +7,8 @@ steps (:func:`create_state`), and spells ``_already_create_accumulater`` (:func:
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -30,6 +32,7 @@ _clips: ModuleType = _stock_clip
 _mixed: ModuleType = _mixed_precision
 _any_framework: Any = _framework
 _any_hybrid: ModuleType = _hybrid
+_any_optimizer: Any = paddle.optimizer
 HybridParallelOptimizer = _any_hybrid.HybridParallelOptimizer
 
 
@@ -44,12 +47,75 @@ def base_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def allow_no_parameters(applies: Callable[[], bool]) -> None:
+    """Has Paddle's optimizers take no parameters, or none in their first group, if ``applies()``.
+
+    Their constructors and ``clear_grad`` look at the first parameter. It is a frozen one then, of
+    which nothing else here tells.
+    """
+    kinds = [_any_optimizer.Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        if "__init__" in vars(kind):
+            kind.__init__ = _filled(kind.__init__, applies)
+
+
+def _filled(stock: Callable[..., None], applies: Callable[[], bool]) -> Callable[..., None]:
+    """Returns a constructor that gives ``stock`` a parameter where there is none."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def begin(*arguments: Any, **options: Any) -> None:
+        bound = signature.bind(*arguments, **options)
+        parameters = bound.arguments.get("parameters")
+        if parameters is not None and not isinstance(parameters, paddle.Tensor) and applies():
+            listed = list(parameters) or [_placeholder()]
+            if isinstance(listed[0], dict):
+                part = list(listed[0]["params"]) or [_placeholder()]
+                listed[0] = {**listed[0], "params": part}
+            bound.arguments["parameters"] = listed
+        stock(*bound.args, **bound.kwargs)
+
+    return begin
+
+
+def _placeholder() -> Tensor:
+    parameter = _any_framework.EagerParamBase.from_tensor(paddle.zeros([1]), trainable=False)
+    parameter.is_placeholder = True
+    return parameter
+
+
 def groups_of(optimizer: Optimizer) -> list[list[Tensor]]:
     """Returns the parameters of each group of an optimizer; one list where it has no groups."""
-    listed = base_optimizer(optimizer)._param_groups or []
-    if listed and isinstance(listed[0], dict):
-        return [list(group["params"]) for group in listed]
-    return [list(listed)]
+    base = base_optimizer(optimizer)
+    groups = [group["params"] for group in dict_groups(base)] or [base._param_groups or []]
+    return [[p for p in group if not hasattr(p, "is_placeholder")] for group in groups]
+
+
+def dict_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the groups of an optimizer as it has them; none where it has a list."""
+    groups = base_optimizer(optimizer)._param_groups or []
+    return groups if groups and isinstance(groups[0], dict) else []
+
+
+def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Gives an optimizer, which has not stepped yet, other groups than it was built with."""
+    base = base_optimizer(optimizer)
+    if not dict_groups(base):
+        base._parameter_list = groups
+    base._param_groups = groups
+    for name, value in vars(base).items():
+        if isinstance(value, dict) and "FP32_LODTensor" in value:  # use_multi_tensor's, by group
+            setattr(base, name, base._create_multi_tensor_dict())
+
+
+def owner_of(optimizer: Optimizer, name: str) -> Optimizer | None:
+    """Returns which of an optimizer and those that it wraps has an attribute; None: none."""
+    while name not in vars(optimizer):
+        if "_inner_opt" not in vars(optimizer):
+            return None
+        optimizer = optimizer._inner_opt
+    return optimizer
 
 
 def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -216,17 +282,13 @@ def clip_places(optimizer: Optimizer) -> list[ClipPlace]:
     """Returns where an optimizer may have a clip: itself, its groups, the default of new ones."""
     base = base_optimizer(optimizer)
     places = [ClipPlace(base.__dict__, "_grad_clip"), ClipPlace(base._default_dict, "grad_clip")]
-    groups = [group for group in base._param_groups or [] if isinstance(group, dict)]
-    return places + [ClipPlace(group, "grad_clip") for group in groups]
+    return places + [ClipPlace(group, "grad_clip") for group in dict_groups(base)]
 
 
 def clips_of_a_step(optimizer: Optimizer) -> list[Clip]:
     """Returns the clips that a step calls, one after another: one for each group."""
-    base = base_optimizer(optimizer)
-    groups = base._param_groups or []
-    if groups and isinstance(groups[0], dict):
-        return [group["grad_clip"] for group in groups]
-    return [base._grad_clip]
+    groups = [group["grad_clip"] for group in dict_groups(optimizer)]
+    return groups or [base_optimizer(optimizer)._grad_clip]
 
 
 def gradient_clip(optimizer: Optimizer) -> Clip:

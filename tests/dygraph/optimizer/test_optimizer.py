@@ -287,7 +287,7 @@ def test_an_optimizer_that_needs_several_losses_in_a_step_is_refused() -> None:
 def test_an_optimizer_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with mlp_and_sgd(2) as (model, optimizer):
         model.train_batch(batch(), optimizer)
-        monkeypatch.setattr("fleetpipe.dygraph.optimizer.optimizer._require_parameters_of", None)
+        monkeypatch.setattr("fleetpipe.dygraph.optimizer.optimizer._require_no_foreign", None)
         model.train_batch(batch(), optimizer)
 
 

@@ -1,0 +1,74 @@
+"""Parameter groups over ranks: which of them are one group, and those that a rank has no part of.
+
+A group is clipped by the norm of all its gradients, wherever they are. Ranks tell groups apart by
+their options, and by their place among those with the same options. So a rank whose stages have
+nothing of a group may leave it out, if another option tells it apart, and else gives it empty.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from fleetpipe.aliases import Optimizer
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import (
+    GLOBAL_NORM_CLIPS,
+    dict_groups,
+    optimized_parameters,
+    put_groups,
+)
+
+#: What tells a group apart from others, the same on all ranks: its options as text, which of those
+#: with these options it is, and the norm of all its gradients to which it is clipped, if there is.
+GroupKey = tuple[str, int, Optional[float]]
+#: Where a group that this rank has no part of keeps its key.
+_KEY = "key"
+
+
+def keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
+    """Returns the keys of an optimizer's groups; None where its parameters are a plain list."""
+    groups = dict_groups(optimizer)
+    if not groups:
+        return None if optimized_parameters(optimizer) else []
+    seen: Counter[str] = Counter()
+    keys: list[GroupKey] = []
+    for group in groups:
+        if _KEY in group:
+            keys.append(group[_KEY])
+            continue
+        options = str(sorted((n, text_of(v)) for n, v in group.items() if n != "params"))
+        clip = group["grad_clip"]
+        norm = clip.clip_norm if isinstance(clip, GLOBAL_NORM_CLIPS) else None
+        keys.append((options, seen[options], norm))
+        seen[options] += 1
+    return keys
+
+
+def arrange(optimizer: Optimizer, keys_of_ranks: Sequence[list[GroupKey] | None]) -> None:
+    """Gives an optimizer the groups of all ranks in one order, those of others without parameters.
+
+    Nothing happens where some rank has a plain list of parameters.
+    """
+    if None in keys_of_ranks:
+        return
+    here = dict(zip(keys_of(optimizer) or [], dict_groups(optimizer)))
+    wanted = dict.fromkeys(key for keys in keys_of_ranks for key in keys or [])
+    if [*wanted] != [*here]:
+        put_groups(optimizer, [here.get(key) or _empty(key) for key in wanted])
+
+
+def _empty(key: GroupKey) -> dict[str, Any]:
+    norm = key[2]
+    clip = None if norm is None else paddle.nn.ClipGradByGlobalNorm(norm)
+    return {"params": [], "grad_clip": clip, "weight_decay": None, _KEY: key}
+
+
+def text_of(value: object) -> str:
+    """Returns what an option or a clip says of itself; a script's own may say nothing."""
+    try:
+        text = str(value)
+    except NotImplementedError:
+        text = ""
+    return type(value).__name__ if not text or " at 0x" in text else text
