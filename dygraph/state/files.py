@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint import fleet_files, layer_manifest
 from fleetpipe.checkpoint.contents.parts import Held
 from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.formats.contents import LazyTensor, placed_tensor
+from fleetpipe.checkpoint.layer_manifest import Writer
 from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
-from fleetpipe.dygraph.state import manifest
 from fleetpipe.dygraph.state.layer_in_parts import LayerInParts, with_whole_head
-from fleetpipe.dygraph.state.manifest import Writer
 from fleetpipe.dygraph.state.tied_weights import SharedWeights
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import Job
@@ -94,7 +93,7 @@ def save(
     folder: str | Path,
     layers: Mapping[ParameterPlace, Mapping[str, Tensor]],
     tensor_shard: int,
-    writer: manifest.Writer,
+    writer: layer_manifest.Writer,
 ) -> None:
     """Writes a file for each layer, and behind them the manifest that names them.
 
@@ -107,7 +106,7 @@ def save(
     ending = f"-tensor_{tensor_shard:02d}-model_states.pdparams"
     states = {place.stem + ending: state for place, state in layers.items()}
     fleet_files.save_all(folder, states)
-    manifest.write(Path(folder), writer, states)
+    layer_manifest.write(Path(folder), writer, states)
 
 
 def require_folder(folder: str | Path) -> None:
@@ -139,7 +138,7 @@ def load(
             another save than the others; nothing was changed.
     """
     folder = Path(folder)
-    digests = manifest.digests_of_one_save(folder)
+    digests = layer_manifest.digests_of_one_save(folder)
     names = sorted(entry.name for entry in folder.iterdir())
     states = {}
     for place, layer in layers.items():
@@ -147,7 +146,7 @@ def load(
         file = files[tensor_shard * len(files) // tensor_shards]
         states[place] = _read(folder / file, whole=not isinstance(layer, LayerInParts))
         _require_fit(place, layer, states[place], file)
-        manifest.require(folder / file, digests)
+        layer_manifest.require(folder / file, digests)
     for place, layer in reversed(list(layers.items())):
         layer.set_state_dict(states[place])
 

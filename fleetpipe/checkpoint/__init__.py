@@ -9,6 +9,6 @@ looks at checkpoints without a job, compares and converts them.
 
 Entered by: ``contents.layer_and_optimizer``, ``contents.objects``, ``contents.parts``,
 ``contents.training_state``, ``contents.whole_parts``, ``files.host_memory``, ``files.plan``,
-``files.tensors``, ``fleet_files``, ``formats.contents``, ``formats.load``, ``manager``, ``ranks``,
-``restoring``, ``saving``.
+``files.tensors``, ``fleet_files``, ``formats.contents``, ``formats.load``, ``layer_manifest``,
+``manager``, ``ranks``, ``restoring``, ``saving``.
 """

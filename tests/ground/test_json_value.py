@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fleetpipe.checkpoint import layer_manifest
 from fleetpipe.checkpoint.files import manifest
-from fleetpipe.dygraph.state import manifest as layers_manifest
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, ScheduleError
 from fleetpipe.json_value import Source, parse, read
 from fleetpipe.profiling import PipelinePlan, Profile
@@ -98,7 +98,7 @@ FORMATS = [
     Format(
         "manifest-000.json",
         {"save": "a", "files": {"layer": "digest"}},
-        lambda path: layers_manifest.digests_of_one_save(path.parent),
+        lambda path: layer_manifest.digests_of_one_save(path.parent),
     ),
     Format("trace.json", stored("run/trace/trace.json"), read_trace),
     Format("run.json", stored("run/run.json"), run_with("run.json"), False),

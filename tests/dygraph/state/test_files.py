@@ -13,10 +13,10 @@ from paddle import nn
 from paddle.distributed.fleet.meta_parallel import PipelineLayer as StockPipelineLayer
 
 from fleetpipe import fleet
+from fleetpipe.checkpoint.layer_manifest import Writer
 from fleetpipe.dygraph import VocabularyHead
 from fleetpipe.dygraph.state import files
 from fleetpipe.dygraph.state.layer_in_parts import LayerInParts
-from fleetpipe.dygraph.state.manifest import Writer
 from fleetpipe.errors import CheckpointError
 from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
