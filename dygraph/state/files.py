@@ -97,6 +97,8 @@ def save(
 ) -> None:
     """Writes a file for each layer, and behind them the manifest that names them.
 
+    Until all ranks have done so, what was saved in the folder before can be read.
+
     Args:
         folder: Made where it does not exist.
         layers: The state of each layer to write.
@@ -105,6 +107,7 @@ def save(
     """
     ending = f"-tensor_{tensor_shard:02d}-model_states.pdparams"
     states = {place.stem + ending: state for place, state in layers.items()}
+    layer_manifest.keep(Path(folder), writer, states)
     fleet_files.save_all(folder, states)
     layer_manifest.write(Path(folder), writer, states)
 
@@ -138,15 +141,16 @@ def load(
             another save than the others; nothing was changed.
     """
     folder = Path(folder)
-    digests = layer_manifest.digests_of_one_save(folder)
-    names = sorted(entry.name for entry in folder.iterdir())
+    saved = layer_manifest.save_in(folder)
+    names = sorted(saved.paths)
     states = {}
     for place, layer in layers.items():
         files = _files_of(place, names, folder)
         file = files[tensor_shard * len(files) // tensor_shards]
-        states[place] = _read(folder / file, whole=not isinstance(layer, LayerInParts))
+        whole = not isinstance(layer, LayerInParts)
+        states[place] = _read(saved.path(file), whole)
         _require_fit(place, layer, states[place], file)
-        layer_manifest.require(folder / file, digests)
+        saved.require(file)
     for place, layer in reversed(list(layers.items())):
         layer.set_state_dict(states[place])
 

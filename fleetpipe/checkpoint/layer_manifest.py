@@ -1,16 +1,20 @@
 """Of which save the files in a folder of layers are: a digest of each, by the rank that wrote it.
 
-A rank replaces its files, and then its own manifest. Where one is killed on the way the digests are
-not those of the files, or the ranks' manifests are of two saves. A folder without a manifest, such
-as Fleet writes, is taken as it is.
+Before a rank replaces files of an older save it links them, and the manifests that name them, below
+``replaced``; the rank that completes the new save removes these. So wherever a rank is killed, one
+of the two saves can be read whole. A folder without a manifest, such as Fleet writes, is taken as
+it is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +24,10 @@ from fleetpipe.json_value import JsonValue, Source, read
 
 _NAME = re.compile(r"manifest-(\d{3,})\.json")
 _PIECE = 1 << 20
+#: Below the folder: a folder for each save of which files are being replaced.
+_REPLACED = "replaced"
+#: Of the manifests of earlier versions, which do not say how many there are.
+_UNKNOWN = 1 << 30
 
 
 class Writer(NamedTuple):
@@ -36,52 +44,154 @@ class Writer(NamedTuple):
     writers: int
 
 
+class _Manifest(NamedTuple):
+    """What a rank says of its part: itself, where it says so, and a digest of each file by name."""
+
+    writer: Writer
+    path: Path
+    digests: Mapping[str, str]
+
+
+class LayerSave(NamedTuple):
+    """The files of one save.
+
+    Attributes:
+        paths: The file of each name.
+        digests: What manifests say of some of them.
+    """
+
+    paths: Mapping[str, Path]
+    digests: Mapping[str, str]
+
+    def path(self, name: str) -> Path:
+        """Returns where a file is.
+
+        Raises:
+            CheckpointError: It is missing.
+        """
+        path = self.paths[name]
+        if not path.exists():
+            raise CheckpointError(
+                f"a file of the save is missing: {name}",
+                where=str(path.parent),
+                cause="it was removed, or is on the disk of another host",
+                fix="put the file back, or load another save",
+            )
+        return path
+
+    def require(self, name: str) -> None:
+        """Compares a file with the digest that stands in its folder, if one does.
+
+        Raises:
+            CheckpointError: It is of another save.
+        """
+        path = self.paths[name]
+        if name in self.digests and _digest(path) != self.digests[name]:
+            raise _mixed(path.parent, f"{name} has another digest than its manifest")
+
+
+def keep(folder: Path, writer: Writer, names: Collection[str]) -> None:
+    """Links what a rank is about to replace of older saves, until the new one is complete.
+
+    Args:
+        folder: Where the files are; nothing is kept where it is not there.
+        writer: The rank.
+        names: The files that it will replace.
+
+    Raises:
+        OSError: They cannot be linked.
+    """
+    if not folder.is_dir():
+        return
+    for manifest in _manifests(folder):
+        number, save = manifest.writer.number, manifest.writer.save
+        listed = [name for name in names if name in manifest.digests]
+        goes = number == writer.number or number >= writer.writers
+        if save != writer.save and (listed or goes):
+            home = _kept(folder, save)
+            home.mkdir(parents=True, exist_ok=True)
+            for name in (manifest.path.name, *listed):
+                _link(folder / name, home / name)
+
+
 def write(folder: Path, writer: Writer, names: Iterable[str]) -> None:
-    """Says what this rank has written; removes what more ranks than now said of an older save.
+    """Says what this rank has written; removes what was kept of older saves once all have.
 
     Raises:
         OSError: It cannot be written.
     """
     files = {name: _digest(folder / name) for name in names}
     with replacing(folder) as draft:
-        text = json.dumps({"save": writer.save, "files": files}, indent=1)
+        content = {"save": writer.save, "writers": writer.writers, "files": files}
+        text = json.dumps(content, indent=1)
         (draft / f"manifest-{writer.number:03d}.json").write_text(text, encoding="utf-8")
-    for number, path in _manifests(folder).items():
-        if number >= writer.writers:
-            path.unlink(missing_ok=True)
+    manifests = _manifests(folder)
+    for manifest in manifests:
+        if manifest.writer.number >= writer.writers:
+            manifest.path.unlink(missing_ok=True)
+    written = {one.writer.number for one in manifests if one.writer.save == writer.save}
+    if written.issuperset(range(writer.writers)):
+        # Not what a rank may be keeping of this save by now, for its next.
+        for home in {*(folder / _REPLACED).glob("*")} - {_kept(folder, writer.save)}:
+            shutil.rmtree(home, ignore_errors=True)
+        with suppress(OSError):
+            (folder / _REPLACED).rmdir()
 
 
-def digests_of_one_save(folder: Path) -> dict[str, str]:
-    """Returns the digest of each file that a manifest in the folder names.
-
-    Raises:
-        CheckpointError: A manifest cannot be read, or two are of different saves.
-    """
-    digests: dict[str, str] = {}
-    saves: dict[str, str] = {}
-    for _, path in sorted(_manifests(folder).items()):
-        save, files = read(path, _SOURCE, _contents)
-        other = saves.setdefault(save, path.name)
-        digests.update(files)
-        if len(saves) > 1:
-            first = next(iter(saves.values()))
-            raise _mixed(folder, f"{first} and {other} are of different saves")
-    return digests
-
-
-def _contents(content: JsonValue) -> tuple[str, dict[str, str]]:
-    files = {name: digest.text() for name, digest in content["files"].fields().items()}
-    return content["save"].text(), files
-
-
-def require(path: Path, digests: Mapping[str, str]) -> None:
-    """Compares a file with the digest that stands in its folder, if one does.
+def save_in(folder: Path) -> LayerSave:
+    """Returns the files of the newest save of a folder that is whole, and all files beside them.
 
     Raises:
-        CheckpointError: It is of another save.
+        CheckpointError: A manifest cannot be read, or those that there are be of different saves.
     """
-    if path.name in digests and _digest(path) != digests[path.name]:
-        raise _mixed(path.parent, f"{path.name} has another digest than its manifest")
+    paths = {path.name: path for path in folder.iterdir() if path.is_file()}
+    here = _manifests(folder)
+    kept = [one for home in (folder / _REPLACED).glob("*") for one in _manifests(home)]
+    saves: dict[str, dict[int, _Manifest]] = {}
+    for manifest in (*here, *kept):
+        saves.setdefault(manifest.writer.save, {}).setdefault(manifest.writer.number, manifest)
+    if not saves:
+        return LayerSave(paths, {})
+    numbers = {one.writer.number for one in (*here, *kept)}
+    whole = [
+        (sum(one in here for one in parts.values()), save)
+        for save, parts in saves.items()
+        if parts.keys() >= {n for n in numbers if n < min(p.writer.writers for p in parts.values())}
+    ]
+    if not whole:
+        first, other = (next(iter(parts.values())).path.name for parts in [*saves.values()][:2])
+        raise _mixed(folder, f"{first} and {other} are of different saves")
+    save = max(whole)[1]
+    digests = {n: d for one in saves[save].values() for n, d in one.digests.items()}
+    for name in digests:
+        path = _kept(folder, save) / name
+        paths[name] = path if path.exists() else folder / name
+    return LayerSave(paths, digests)
+
+
+def _kept(folder: Path, save: str) -> Path:
+    return folder / _REPLACED / hashlib.sha256(save.encode()).hexdigest()[:16]
+
+
+def _link(file: Path, kept: Path) -> None:
+    """Links a file, or copies it where the disk has no links; the first that was kept stays."""
+    with suppress(FileExistsError, FileNotFoundError):
+        try:
+            os.link(file, kept)
+        except OSError:
+            if not kept.exists():
+                with replacing(kept.parent) as draft:
+                    shutil.copy2(file, draft / kept.name)
+
+
+def _mixed(folder: Path, how: str) -> CheckpointError:
+    return CheckpointError(
+        "the folder has layers of two saves",
+        where=str(folder),
+        got=how,
+        cause="files were put there or removed by hand, or ranks saved to disks of their own",
+        fix=_FIX,
+    )
 
 
 _FIX = (
@@ -92,19 +202,25 @@ _FIX = (
 _SOURCE = Source("this is not the manifest of a rank's layers", CheckpointError, _FIX)
 
 
-def _mixed(folder: Path, how: str) -> CheckpointError:
-    return CheckpointError(
-        "the folder has layers of two saves",
-        where=str(folder),
-        got=how,
-        cause="a rank was killed while save_state_dict replaced the files of an older save",
-        fix=_FIX,
-    )
+def _manifests(folder: Path) -> list[_Manifest]:
+    matches = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())]
+    manifests = []
+    for path, match in matches:
+        if match:
+            try:
+                save, writers, digests = read(path, _SOURCE, _contents)
+            except CheckpointError:
+                if path.exists():
+                    raise
+                continue  # Another rank has removed it.
+            manifests.append(_Manifest(Writer(save, int(match[1]), writers), path, digests))
+    return manifests
 
 
-def _manifests(folder: Path) -> dict[int, Path]:
-    matches = {path: _NAME.fullmatch(path.name) for path in folder.iterdir()}
-    return {int(match[1]): path for path, match in matches.items() if match}
+def _contents(content: JsonValue) -> tuple[str, int, dict[str, str]]:
+    files = {name: digest.text() for name, digest in content["files"].fields().items()}
+    writers = content["writers"].count() if "writers" in content.fields() else _UNKNOWN
+    return content["save"].text(), writers, files
 
 
 def _digest(path: Path) -> str:

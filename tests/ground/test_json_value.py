@@ -98,7 +98,7 @@ FORMATS = [
     Format(
         "manifest-000.json",
         {"save": "a", "files": {"layer": "digest"}},
-        lambda path: layer_manifest.digests_of_one_save(path.parent),
+        lambda path: layer_manifest.save_in(path.parent),
     ),
     Format("trace.json", stored("run/trace/trace.json"), read_trace),
     Format("run.json", stored("run/run.json"), run_with("run.json"), False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fleetpipe.checkpoint import fleet_files
+from fleetpipe.checkpoint import fleet_files, layer_manifest
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.formats.contents import (
     Checkpoint,
@@ -34,7 +34,10 @@ def read_folder(folder: Path) -> Checkpoint:
         CheckpointError: A file cannot be read, or holds a shard of its layer.
     """
     contents: dict[TensorName, LazyTensor] = {}
-    matches = [(match, path) for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))]
+    saved = layer_manifest.save_in(folder)
+    matches = [
+        (match, saved.path(name)) for name in saved.paths if (match := _FILE.fullmatch(name))
+    ]
     for match, path in sorted(matches, key=lambda pair: (int(pair[0]["layer"]), pair[1])):
         if int(match["shard"]):
             raise CheckpointError(
@@ -43,6 +46,7 @@ def read_folder(folder: Path) -> Checkpoint:
                 fix="load them in a job of the same mp_degree by layers.set_state_dir(folder), "
                 "then save with a CheckpointManager",
             )
+        saved.require(path.name)
         for name, array in fleet_files.placed(path).items():
             full = TensorName(MODEL, f"{int(match['layer'])}.{name}")
             if full in contents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from paddle import nn
 from paddle.distributed.fleet.meta_parallel import PipelineLayer as StockPipelineLayer
 
 from fleetpipe import fleet
+from fleetpipe.checkpoint.formats import layer_files
 from fleetpipe.checkpoint.layer_manifest import Writer
 from fleetpipe.dygraph import VocabularyHead
 from fleetpipe.dygraph.state import files
@@ -70,30 +72,68 @@ def test_each_layer_has_a_file_under_fleets_name(
     assert names(tmp_path / "new" / "folder") == [f"layer_{name}-tensor_00" for name in expected]
 
 
-def test_layers_of_two_saves_are_refused_by_name(tmp_path: Path) -> None:
-    def rank(number: int, run: str, ranks: int = 2) -> None:
-        layer = nn.Linear(3, 3)
-        place = files.ParameterPlace(number, None)
-        files.save(tmp_path, {place: layer.state_dict()}, 0, Writer(f"{run}/1", number, ranks))
+def test_a_save_is_whole_until_all_ranks_have_written_the_next(tmp_path: Path) -> None:
+    places = [files.ParameterPlace(number, None) for number in range(3)]
 
-    def load() -> None:
-        layers = {files.ParameterPlace(number, None): nn.Linear(3, 3) for number in range(2)}
+    def save(rank: int, run: str, ranks: int) -> None:
+        layers = {}
+        for place in places[rank::ranks]:
+            layers[place] = nn.Linear(3, 3).state_dict()
+            layers[place]["bias"].set_value(paddle.full([3], len(run)))
+        files.save(tmp_path, layers, 0, Writer(f"{run}/1", rank, ranks))
+
+    def loaded() -> set[float]:
+        layers = {place: nn.Linear(3, 3) for place in places}
         files.load(tmp_path, layers, 0, 1)
+        return {float(layer.bias[0]) for layer in layers.values()}
 
-    for number in range(3):
-        rank(number, "first", 3)
-    load()
-    rank(0, "second")  # and rank 1 is killed before it begins
+    for rank in range(3):
+        save(rank, "1", 3)
+    assert loaded() == {1}
+    # Fewer ranks, each with layers of several earlier ones; rank 1 is killed before it begins.
+    save(0, "22", 2)
+    assert loaded() == {1}
+    # Another attempt, in another order, with more ranks; the last is killed.
+    for rank in (2, 0):
+        save(rank, "333", 3)
+        assert loaded() == {1}
+    save(1, "333", 3)
+    assert loaded() == {3}
+    save(0, "4444", 1)
+    assert loaded() == {4}
+    assert [path.name for path in tmp_path.glob("manifest-*")] == ["manifest-000.json"]
+    assert not (tmp_path / "replaced").exists()
+
+
+def test_layers_of_two_saves_and_missing_ones_are_refused_by_name(tmp_path: Path) -> None:
+    places = [files.ParameterPlace(number, None) for number in range(2)]
+
+    def save(folder: Path, rank: int, run: str) -> None:
+        layers = {places[rank]: nn.Linear(3, 3).state_dict()}
+        files.save(folder, layers, 0, Writer(f"{run}/1", rank, 2))
+
+    def load(folder: Path) -> None:
+        files.load(folder, {place: nn.Linear(3, 3) for place in places}, 0, 1)
+
+    for rank, name in enumerate(("one", "other")):
+        save(tmp_path / name, rank, name)
+        shutil.copytree(tmp_path / name, tmp_path / "both", dirs_exist_ok=True)
     with pytest.raises(CheckpointError, match=r"layers of two saves\n.*\n.*manifest-000\.json and"):
-        load()
-    rank(1, "second")  # what rank 2 said of the first save is gone
-    load()
-    paddle.save(nn.Linear(3, 3).state_dict(), str(tmp_path / f"layer_00-tensor_00-{SUFFIX}"))
+        load(tmp_path / "both")
+    for rank in range(2):
+        save(tmp_path, rank, "all")
+    first = tmp_path / f"layer_00-tensor_00-{SUFFIX}"
+    paddle.save(nn.Linear(3, 3).state_dict(), str(first))
     with pytest.raises(CheckpointError, match=r"layer_00-.* has another digest than its manifest"):
-        load()
+        load(tmp_path)
+    first.unlink()
+    for read in (load, layer_files.read_folder):
+        with pytest.raises(CheckpointError, match=r"is missing: layer_00-tensor_00-"):
+            read(tmp_path)
     for path in tmp_path.glob("manifest-*.json"):
         path.unlink()
-    load()  # as a folder of Fleet's
+    paddle.save(nn.Linear(3, 3).state_dict(), str(first))
+    load(tmp_path)  # as a folder of Fleet's
 
 
 @pytest.mark.parametrize("reader", [(1, "1F1B", None), (3, "ZBH1", None), (2, "ZBV", None)])
@@ -179,7 +219,7 @@ def test_what_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     last = tmp_path / "layer_06-tensor_00-model_states.pdparams"
     kept = last.read_bytes()
     for contents, message in [
-        (None, r"layer 6 was not saved[\s\S]*layer_06-tensor_\*"),
+        (None, r"a file of the save is missing: layer_06-tensor_00"),
         ({"weight": paddle.ones([8, 5]), "bias": paddle.ones([4])}, r"shape \[8, 4\]"),
         ({"weight": paddle.ones([8, 4])}, r"'bias' in layer_06[\s\S]*nothing of that name"),
         (
@@ -204,6 +244,7 @@ def test_what_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
         name = f"layer_06-virtual_pp_stage_{chunk:02d}-tensor_00-model_states.pdparams"
         (tmp_path / name).write_bytes(kept)
     last.unlink()
+    (tmp_path / "manifest-000.json").unlink()  # which names it
     with pytest.raises(CheckpointError, match="layer 6 was saved here as part of several chunks"):
         layers.set_state_dir(tmp_path)
 
