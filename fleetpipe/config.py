@@ -26,6 +26,7 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     "fast_leaves": True,
     "fetch": "mean",
     "fetch_broadcast": False,
+    "compare_rows": True,
     "costs": None,
     "groups": None,
     "guards": 0,
@@ -59,6 +60,7 @@ class PipelineConfig:
         post_validation: Dynamic graph: whether a rank may step before the norm of all gradients is
             known; it takes back what was clipped.
         fast_leaves: Dynamic graph: whether layers may compute the same bits in less time.
+        compare_rows: Dynamic graph: whether the ranks of a pipeline compare the rows of each batch.
         guards: Dynamic graph: after how many steps invariants are verified again; 0: never.
         overlap: Dynamic graph: whether the exchanges of a fused forward and backward travel while
             the other one computes.
@@ -87,6 +89,7 @@ class PipelineConfig:
     memory_cap: int | None = None
     post_validation: bool = False
     fast_leaves: bool = True
+    compare_rows: bool = True
     guards: int = 0
     overlap: bool = True
     rehearse: str | None = None
@@ -122,6 +125,7 @@ class PipelineConfig:
             memory_cap=None if cap is None else _positive("memory_cap", cap),
             post_validation=_switch("post_validation", options["post_validation"]),
             fast_leaves=_switch("fast_leaves", options["fast_leaves"]),
+            compare_rows=_switch("compare_rows", options["compare_rows"]),
             guards=_guards(options["guards"]),
             overlap=_switch("overlap", options["overlap"]),
             rehearse=None if half is None else _choice("rehearse", half, ("bfloat16", "float16")),

@@ -3,5 +3,5 @@
 Start with ``stage.py``, which the engine runs.
 
 Entered by: ``chunk_weights``, ``companion``, ``losses``, ``micro_batches``, ``outputs``,
-``slicing``, ``stage``, ``token_weights``.
+``row_digests``, ``slicing``, ``stage``, ``token_weights``.
 """

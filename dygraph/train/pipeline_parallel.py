@@ -341,6 +341,7 @@ class PipelineParallel(PipelineFace):
         Sequences that are split along sep and cp are whole in what it returns.
         """
         runtime = self._runtime
+        runtime.compare_rows(batches)
         group = runtime.job.group()
         inputs = group.broadcast(batches.inputs, runtime.first_owner)
         labels = group.broadcast(batches.labels, runtime.last_owner)

@@ -17,6 +17,13 @@ from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, MicroBatches, split
 from fleetpipe.dygraph.batch.outputs import Evaluation
+from fleetpipe.dygraph.batch.row_digests import (
+    RowDigests,
+    digests_of,
+    require_alike_along_mp,
+    require_one_batch,
+    tell_of_same_replicas,
+)
 from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.token_weights import TokenWeights
@@ -110,6 +117,7 @@ class Runtime:
         self.last_shards: Shards | None = None
         self._held: list[tuple[Tensor, Tensor]] = []
         self.sequence = job.along("sep", "cp")
+        self._compared = False
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         #: Whether a stage is no other rank's: no gradient or loss is added to another's.
         self._sole = job.degrees.size == job.degrees.pp
@@ -275,6 +283,34 @@ class Runtime:
                 "this rank owns the last stage and was given no labels",
                 fix="where loss_fn needs none, pass [None] * accumulate_steps",
             )
+
+    def compare_rows(self, batches: MicroBatches, training: bool = True, count: int = 0) -> int:
+        """Makes sure that this replica's ranks were given the rows of one batch. Collective.
+
+        Args:
+            batches: Those that this rank was given.
+            training: Whether they are to be trained.
+            count: How many there are, where this rank owns the first stage.
+
+        Returns:
+            ``count`` of the owner of the first stage.
+
+        Raises:
+            ConfigError: They were given different rows.
+        """
+        compares = self.config.compare_rows
+        here = digests_of(batches) if compares else RowDigests(None, None)
+        first, last = self.plays(self.first_owner), self.plays(self.last_owner)
+        # One message, which the owner of the first stage does not wait for.
+        given = self.job.group().broadcast((count, *here), self.first_owner)
+        if compares:
+            if last:
+                require_one_batch(here, RowDigests(*given[1:]))
+            require_alike_along_mp(here, self.job, first, last)
+            if training and first and not self._compared:
+                self._compared = True
+                tell_of_same_replicas(here, self.job)
+        return int(given[0])
 
     def loss_functions(self, index: int) -> list[Criterion]:
         """Returns all loss functions of the model, after a look at the chosen one.

@@ -100,6 +100,9 @@ class TrainingBatch:
         runtime = self._runtime
         runtime.layers.begin(training=True)
         runtime.watch_exchanges()
+        if runtime.config.compare_rows:
+            with runtime.job.guarded(lambda: "comparing the rows that ranks were given"):
+                runtime.compare_rows(self._beside[0])
         runtime.set_aside_gradients()
         companion = runtime.companion
         if companion is not None:
@@ -242,8 +245,7 @@ def forwarded(
     runtime.layers.begin(training=False)
     with runtime.job.guarded(lambda: "evaluating"):
         # A rank without data cannot know how many micro-batches will come.
-        number = batches.inputs and len(batches.inputs)
-        count: int = runtime.job.group().broadcast(number, runtime.first_owner)
+        count = runtime.compare_rows(batches, training=False, count=len(batches.inputs or ()))
         require_count(batches, count)
     losses = None
     if functions is not None:

@@ -1,0 +1,124 @@
+"""Digests of the rows that ranks are given: those of one pipeline train on one batch.
+
+The first stage takes its owner's inputs, the last one its owner's labels. Where both owners have
+both, it is enough that either agrees: then what is trained is one rank's batch, as where each rank
+augments the same samples by itself.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple, Optional
+
+from fleetpipe import log
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.nest import tensors_of
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job
+
+_log = log.logger(__name__)
+
+#: Micro-batches, and elements of a piece of a tensor, that are looked at.
+_MOST_MICRO_BATCHES = 8
+_MOST_ELEMENTS = 2048
+
+_FIX = (
+    "have all ranks of a pipeline read the same samples in the same order: fleetpipe.io.DataLoader"
+    "(dataset, batch_size, shuffle=..), or fleetpipe.io.DistributedBatchSampler in the place of "
+    "Paddle's; seed alike what else draws them; pass None where a rank needs no inputs or labels"
+)
+
+
+class RowDigests(NamedTuple):
+    """Digests of a batch's inputs and labels; None where there are none."""
+
+    inputs: Optional[int]
+    labels: Optional[int]
+
+
+def digests_of(batches: MicroBatches) -> RowDigests:
+    """Returns the digests of the micro-batches that a rank was given."""
+    return RowDigests(*map(_digest, batches))
+
+
+def require_one_batch(here: RowDigests, first: RowDigests) -> None:
+    """Makes sure that the labels here, on the owner of the last stage, are those of the inputs.
+
+    Args:
+        here: What this rank was given.
+        first: What the owner of the first stage was given.
+
+    Raises:
+        ConfigError: Neither the inputs nor the labels are those of the first stage's batch.
+    """
+    both = [one == other for one, other in zip(here, first) if one is not None is not other]
+    if both and not any(both):
+        raise ConfigError(
+            "the labels given to the last stage are not those of the inputs of the first stage",
+            where="before the batch runs",
+            expected="the same rows on the ranks of one pipeline",
+            got="other inputs and labels than on the rank of the first stage",
+            cause="each rank shuffles by itself, reads a share of the dataset as of a replica, or "
+            "has drawn other random numbers, say a layer from NumPy's or Python's generator",
+            fix=f'{_FIX}; fleetpipe_configs = {{"compare_rows": False}} leaves this check out',
+        )
+
+
+def require_alike_along_mp(here: RowDigests, job: Job, first: bool, last: bool) -> None:
+    """Makes sure that ranks with shards of one stage have the same rows. Collective over these.
+
+    Args:
+        here: What this rank was given.
+        job: The job.
+        first: Whether they own the first stage, which takes the inputs.
+        last: Whether they own the last stage, which takes the labels.
+
+    Raises:
+        ConfigError: They were given different rows.
+    """
+    group = job.model_parallel()
+    if group.ranks == 1:
+        return
+    needed = here.inputs if first else None, here.labels if last else None
+    if len({*map(tuple, group.all_gather(needed))}) > 1:
+        raise ConfigError(
+            "the ranks that hold shards of one stage were given different rows",
+            where="before the batch runs",
+            expected="the same rows on all ranks along mp",
+            fix=_FIX,
+        )
+
+
+def tell_of_same_replicas(here: RowDigests, job: Job) -> None:
+    """Says so once where replicas train on the same rows. Collective over the replicas."""
+    everyone = job.replicas().all_gather(here.inputs)
+    known = [digest for digest in everyone if digest is not None]
+    if len({*known}) < len(known):
+        log.once(
+            _log.warning,
+            f"of {len(known)} replicas some were given the same rows in their first batch: they "
+            "train on less data than they could. fleetpipe.io.DataLoader and "
+            "DistributedBatchSampler give each replica rows of its own",
+        )
+
+
+def _digest(part: list[Nest] | None) -> int | None:
+    """Returns a digest of the tensors of a batch's inputs or labels; None where there are none."""
+    digest = None
+    for value in (part or [])[:: -(-len(part or "1") // _MOST_MICRO_BATCHES)]:
+        for tensor in tensors_of(value):
+            if 0 not in tensor.shape:
+                digest = zlib.crc32(_sample(tensor), digest or 0)
+    return digest
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Returns the bytes of a tensor, or of its begin, middle and end."""
+    size, flat = int(tensor.size), tensor.detach().reshape([-1])
+    pieces = [flat]
+    if size > 3 * _MOST_ELEMENTS:
+        starts = (0, (size - _MOST_ELEMENTS) // 2, size - _MOST_ELEMENTS)
+        pieces = [flat[start : start + _MOST_ELEMENTS] for start in starts]
+    # Copied first: numpy() of a view takes all that the view is of.
+    return b"".join(piece.clone().numpy().tobytes() for piece in pieces)
