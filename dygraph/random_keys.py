@@ -1,10 +1,11 @@
 """Random streams keyed by what is computed, not by where: draw of the batch, layer, micro-batch.
 
-At the start of a training batch one number is drawn from Paddle's default generator. Before each
+At the start of a batch one number is drawn from Paddle's default generator. Before each
 call of a layer the generators are seeded with a mixture of that number, the layer's number in the
 whole list and the global micro-batch. So a dropout has the same mask on whatever rank, in whatever
 order and however often (recompute) it runs; what users draw themselves between batches is as if
-no layer had drawn anything.
+no layer had drawn anything. Python's and NumPy's generators have keys in the layers alone that draw
+from them: around these, threads that load data draw from them too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph.python_draws import draws_python
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_kind
@@ -171,6 +173,7 @@ class Keys:
         self._call: tuple[int, GlobalMicroBatch] | None = None
         self._streams: dict[str, GeneratorStates] = {}
         self._generator: Any = None
+        self._outside: PythonStates | None = None
 
     def agree(self, group: Group) -> None:
         """Takes the draw of the first of the ranks that hold shards of one layer. Collective.
@@ -191,8 +194,17 @@ class Keys:
         """Seeds all generators for a call of ``function``, layer ``layer`` of the whole list."""
         self._call = (layer, self.micro_batch)
         self._streams.clear()
+        self.leave()
         if function is None or not draws_nothing(function):
+            if not self.python and function is not None and draws_python(function):
+                self._outside = PythonStates()
             self._seed(key(self._draw, layer, self.micro_batch))
+
+    def leave(self) -> None:
+        """Puts Python's and NumPy's generators back after a layer that draws from them."""
+        if self._outside is not None:
+            self._outside.put_back()
+            self._outside = None
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
@@ -220,15 +232,17 @@ class Keys:
     def suspend(self) -> Callable[[], None]:
         """Returns what makes the call of now the one that runs again."""
         micro_batch, call, streams = self.micro_batch, self._call, dict(self._streams)
+        outside, self._outside = self._outside, None
 
         def resume() -> None:
             self.micro_batch, self._call, self._streams = micro_batch, call, streams
+            self._outside = outside
 
         return resume
 
     def _seed(self, seed: int) -> None:
         """Does what ``paddle.seed`` does, which looks for devices each time."""
-        if self.python:
+        if self.python or self._outside is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
         if self._generator is not None:
@@ -303,6 +317,7 @@ def keyed(keys: Keys | None, group: Group) -> Iterator[None]:
         yield
     finally:
         _keys = before
+        keys.leave()
         states.put_back()
 
 
@@ -325,14 +340,26 @@ class GeneratorStates:
             paddle.set_rng_state(states, device)
 
 
+class PythonStates:
+    """The states of NumPy's and Python's own generators."""
+
+    def __init__(self) -> None:
+        self._numpy = np.random.get_state()
+        self._python = random.getstate()
+
+    def put_back(self) -> None:
+        """Gives the generators the states that they had."""
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
 class RandomStates:
     """All that layers may draw from: Paddle's generators and streams, NumPy's and Python's."""
 
     def __init__(self) -> None:
         self._paddle = GeneratorStates()
         self._streams = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
-        self._numpy = np.random.get_state()
-        self._python = random.getstate()
+        self._python = PythonStates()
 
     def put_back(self) -> None:
         """Makes these the states again."""
@@ -340,8 +367,7 @@ class RandomStates:
         if self._streams:
             tracker = paddle_fleet.meta_parallel.get_rng_state_tracker()
             tracker.set_states_tracker(dict(self._streams))
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
+        self._python.put_back()
 
 
 def suspend() -> Callable[[], None]:

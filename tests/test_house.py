@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("schedules/commands", "profiling", "report", "starter", "transport"),
         "static/graph",
     ),
-    ("mesh", "watch", "why"),
+    ("mesh", "watch", "why", "dygraph/python_draws"),
     (
         *("config", "engine", "job", "static/cut"),
         "dygraph/nest dygraph/random_keys dygraph/gradients dygraph/broadcast dygraph/slices",

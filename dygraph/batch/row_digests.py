@@ -8,7 +8,7 @@ augments the same samples by itself.
 from __future__ import annotations
 
 import zlib
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from fleetpipe import log
 from fleetpipe.aliases import Nest, Tensor
@@ -33,8 +33,8 @@ _FIX = (
 class RowDigests(NamedTuple):
     """Digests of a batch's inputs and labels; None where there are none."""
 
-    inputs: Optional[int]
-    labels: Optional[int]
+    inputs: int | None
+    labels: int | None
 
 
 def digests_of(batches: MicroBatches) -> RowDigests:
@@ -65,42 +65,61 @@ def require_one_batch(here: RowDigests, first: RowDigests) -> None:
         )
 
 
-def require_alike_along_mp(here: RowDigests, job: Job, first: bool, last: bool) -> None:
-    """Makes sure that ranks with shards of one stage have the same rows. Collective over these.
+class RowComparison:
+    """Compares what the ranks of a replica were given, batch by batch."""
 
-    Args:
-        here: What this rank was given.
-        job: The job.
-        first: Whether they own the first stage, which takes the inputs.
-        last: Whether they own the last stage, which takes the labels.
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._replicas_compared = False
 
-    Raises:
-        ConfigError: They were given different rows.
-    """
-    group = job.model_parallel()
-    if group.ranks == 1:
-        return
-    needed = here.inputs if first else None, here.labels if last else None
-    if len({*map(tuple, group.all_gather(needed))}) > 1:
-        raise ConfigError(
-            "the ranks that hold shards of one stage were given different rows",
-            where="before the batch runs",
-            expected="the same rows on all ranks along mp",
-            fix=_FIX,
-        )
+    def compare(
+        self, batches: MicroBatches | None, count: int, source: int, owns: tuple[bool, bool]
+    ) -> int:
+        """Compares a batch. Collective over the pipeline, and over the ranks along mp.
 
+        Args:
+            batches: What this rank was given; None to compare nothing.
+            count: A number that the owner of the first stage tells all others.
+            source: That owner's rank in the pipeline.
+            owns: Whether this process owns the first stage, and the last one.
 
-def tell_of_same_replicas(here: RowDigests, job: Job) -> None:
-    """Says so once where replicas train on the same rows. Collective over the replicas."""
-    everyone = job.replicas().all_gather(here.inputs)
-    known = [digest for digest in everyone if digest is not None]
-    if len({*known}) < len(known):
-        log.once(
-            _log.warning,
-            f"of {len(known)} replicas some were given the same rows in their first batch: they "
-            "train on less data than they could. fleetpipe.io.DataLoader and "
-            "DistributedBatchSampler give each replica rows of its own",
-        )
+        Returns:
+            That number.
+
+        Raises:
+            ConfigError: The rows differ.
+        """
+        here = RowDigests(None, None) if batches is None else digests_of(batches)
+        # One message, which the owner of the first stage does not wait for.
+        count, *first = self._job.group().broadcast((count, *here), source)
+        if batches is not None:
+            if owns[1]:
+                require_one_batch(here, RowDigests(*first))
+            self._require_alike_along_mp([one if needs else None for one, needs in zip(here, owns)])
+            if owns[0] and not self._replicas_compared:
+                self._replicas_compared = True
+                self._tell_of_same_replicas(here)
+        return count
+
+    def _require_alike_along_mp(self, needed: list[int | None]) -> None:
+        group = self._job.model_parallel()
+        if group.ranks > 1 and len({*map(tuple, group.all_gather(needed))}) > 1:
+            raise ConfigError(
+                "the ranks that hold shards of one stage were given different rows",
+                where="before the batch runs",
+                expected="the same rows on all ranks along mp",
+                fix=_FIX,
+            )
+
+    def _tell_of_same_replicas(self, here: RowDigests) -> None:
+        everyone = self._job.replicas().all_gather(here.inputs)
+        if len({*everyone}) < len(everyone):
+            log.once(
+                _log.warning,
+                f"of {len(everyone)} replicas some were given the same rows in their first batch: "
+                "they train on less data than they could. fleetpipe.io.DataLoader and "
+                "DistributedBatchSampler give each replica rows of its own",
+            )
 
 
 def _digest(part: list[Nest] | None) -> int | None:

@@ -10,20 +10,14 @@ from typing import Callable
 
 from fleetpipe.aliases import Nest, Strategy, Tensor
 from fleetpipe.config import PipelineConfig, scale_strategy
-from fleetpipe.dygraph import experts, tensor_parallel
+from fleetpipe.dygraph import experts, random_keys, tensor_parallel
 from fleetpipe.dygraph.backward.own_state import OwnState
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, MicroBatches, split
 from fleetpipe.dygraph.batch.outputs import Evaluation
-from fleetpipe.dygraph.batch.row_digests import (
-    RowDigests,
-    digests_of,
-    require_alike_along_mp,
-    require_one_batch,
-    tell_of_same_replicas,
-)
+from fleetpipe.dygraph.batch.row_digests import RowComparison
 from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.token_weights import TokenWeights
@@ -117,7 +111,7 @@ class Runtime:
         self.last_shards: Shards | None = None
         self._held: list[tuple[Tensor, Tensor]] = []
         self.sequence = job.along("sep", "cp")
-        self._compared = False
+        self._comparison = RowComparison(job)
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         #: Whether a stage is no other rank's: no gradient or loss is added to another's.
         self._sole = job.degrees.size == job.degrees.pp
@@ -284,33 +278,30 @@ class Runtime:
                 fix="where loss_fn needs none, pass [None] * accumulate_steps",
             )
 
-    def compare_rows(self, batches: MicroBatches, training: bool = True, count: int = 0) -> int:
+    def drawn_keys(self) -> random_keys.Keys | None:
+        """Returns the seeds of the next batch, whose number is drawn now."""
+        python = self.layers.draws_python
+        return random_keys.draw(self.config.rng, python, self.sequence.rank)
+
+    def compare_rows(self, batches: MicroBatches, count: int = 0) -> int:
         """Makes sure that this replica's ranks were given the rows of one batch. Collective.
 
         Args:
             batches: Those that this rank was given.
-            training: Whether they are to be trained.
-            count: How many there are, where this rank owns the first stage.
+            count: What the owner of the first stage has to say beside it.
 
         Returns:
-            ``count`` of the owner of the first stage.
+            ``count`` of that owner.
 
         Raises:
             ConfigError: They were given different rows.
         """
-        compares = self.config.compare_rows
-        here = digests_of(batches) if compares else RowDigests(None, None)
-        first, last = self.plays(self.first_owner), self.plays(self.last_owner)
-        # One message, which the owner of the first stage does not wait for.
-        given = self.job.group().broadcast((count, *here), self.first_owner)
-        if compares:
-            if last:
-                require_one_batch(here, RowDigests(*given[1:]))
-            require_alike_along_mp(here, self.job, first, last)
-            if training and first and not self._compared:
-                self._compared = True
-                tell_of_same_replicas(here, self.job)
-        return int(given[0])
+        return self._comparison.compare(
+            batches if self.config.compare_rows else None,
+            count,
+            self.first_owner,
+            (self.plays(self.first_owner), self.plays(self.last_owner)),
+        )
 
     def loss_functions(self, index: int) -> list[Criterion]:
         """Returns all loss functions of the model, after a look at the chosen one.

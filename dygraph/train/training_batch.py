@@ -61,9 +61,7 @@ class TrainingBatch:
         functions = runtime.loss_functions(loss_fn_idx)
         _require_gradients()
         # First, so that it does not matter which ranks' data draw random numbers too.
-        self._keys = random_keys.draw(
-            runtime.config.rng, runtime.layers.draws_python, runtime.sequence.rank
-        )
+        self._keys = runtime.drawn_keys()
         batches = runtime.micro_batches(data)
         runtime.require_data(batches, labelled=True)
         self._beside = (batches, weights, loss_fn_idx)
@@ -242,10 +240,11 @@ def forwarded(
     """
     runtime.require_running()
     runtime.require_data(batches, labelled=functions is not None)
+    keys = runtime.drawn_keys()
     runtime.layers.begin(training=False)
     with runtime.job.guarded(lambda: "evaluating"):
         # A rank without data cannot know how many micro-batches will come.
-        count = runtime.compare_rows(batches, training=False, count=len(batches.inputs or ()))
+        count = runtime.compare_rows(batches, len(batches.inputs or ()))
         require_count(batches, count)
     losses = None
     if functions is not None:
@@ -257,5 +256,6 @@ def forwarded(
     batch = Batch(batches, losses)
     engine = runtime.evaluation.engine(count)
     with runtime.running(batch, engine, training=False), paddle.no_grad():
-        engine.run({}, runtime.first_micro_batch)
+        with random_keys.keyed(keys, runtime.job.model_parallel()):
+            engine.run({}, runtime.first_micro_batch)
         yield batch

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.checkpoint.contents.whole_parts import parted
-from fleetpipe.dygraph import PipelineParallel, random_keys, tensor_parallel, weighted
+from fleetpipe.dygraph import PipelineParallel, random_keys, weighted
 from fleetpipe.dygraph.nest import rebuilt
 from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.job.job import pipeline_group
@@ -17,7 +17,8 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.cutting import RepeatedBatch, cut, shares_of_rows
 from fleetpipe.parity.differences import Difference, compare_values
 from fleetpipe.parity.outputs import Outputs, compare_outputs, part_of, recorded, recorded_here
-from fleetpipe.parity.reference import Reference, sum_in_order
+from fleetpipe.parity.reference import Reference, as_the_next_batch, sum_in_order
+from fleetpipe.schedules.action import GlobalMicroBatch
 
 
 class Evaluations:
@@ -36,14 +37,15 @@ class Evaluations:
             What the pipeline's call returns, and what this rank found.
         """
         batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
+        keys = self._pipeline.next_keys()
         with recorded_here(self._pipeline.layers) as outputs:
             result = call(batch.again(), compute_loss, *more)
         inputs, labels, weights = self._shared(*batch.parts())
-        with self._evaluating(inputs) as expected:
+        with self._evaluating(inputs, keys) as (values, expected):
             if compute_loss:
-                reference = self._losses(inputs, labels, weights)
+                reference = self._losses(values, labels, weights)
             else:
-                reference = [self._reference.model(value) for value in inputs]
+                reference = [self._reference.model(value) for value in values]
         differences = compare_outputs(outputs, expected, step, call_of=" of eval_batch")
         kind, name = "output", "eval_batch, micro-batch "
         if compute_loss:
@@ -63,10 +65,11 @@ class Evaluations:
         Returns:
             What the pipeline's call returns, and what this rank found.
         """
+        keys = self._pipeline.next_keys()
         with recorded_here(self._pipeline.layers) as outputs:
             result = call(inputs, broadcast)
-        values, _, _ = self._shared(inputs, None)
-        with self._evaluating(values) as expected:
+        shared, _, _ = self._shared(inputs, None)
+        with self._evaluating(shared, keys) as (values, expected):
             reference_output = joined([self._reference.model(value) for value in values])
         differences = compare_outputs(outputs, expected, step, call_of=" of predict_batch")
         reference_output = reference_output if broadcast or self._owns_last_stage else None
@@ -103,7 +106,7 @@ class Evaluations:
         return values, labels, by_tokens or [Fraction(*pair) for pair in pairs]
 
     def _losses(
-        self, inputs: Sequence[Nest], labels: Sequence[Nest], weights: Sequence[Fraction]
+        self, inputs: Iterable[Nest], labels: Sequence[Nest], weights: Sequence[Fraction]
     ) -> list[Tensor]:
         shares = [
             [weighted(loss, weight) for loss in self._reference.losses_of(value, label)]
@@ -118,8 +121,14 @@ class Evaluations:
         return [sum_in_order(each) / replicas.ranks for each in zip(*replicas.all_gather(losses))]
 
     @contextmanager
-    def _evaluating(self, inputs: Sequence[Nest]) -> Iterator[Outputs]:
-        """Within it the reference evaluates, with the running statistics of this replica."""
+    def _evaluating(
+        self, inputs: Sequence[Nest], keys: random_keys.Keys | None
+    ) -> Iterator[tuple[Iterator[Nest], Outputs]]:
+        """Within it the reference evaluates, with the running statistics of this replica.
+
+        It gives the inputs of the micro-batches, each when its numbers may be drawn, and the
+        outputs that layers return meanwhile.
+        """
         reference = self._reference
         state = self._pipeline.layers.full_state_dict() if self._pipeline.replicas.ranks > 1 else {}
         state = parted(state, reference.tensors())
@@ -127,10 +136,18 @@ class Evaluations:
         before = {name: reference.tensors()[name].clone() for name in buffers if state}
         _put({name: state[name] for name in before}, reference)
         reference.model.eval()
-        kept, alone = random_keys.random_states_kept(), tensor_parallel.alone()
-        with paddle.no_grad(), kept, alone, recorded(reference.model, reference.names) as expected:
-            yield expected
+        recording = recorded(reference.model, reference.names)
+        with paddle.no_grad(), as_the_next_batch(keys), recording as expected:
+            yield self._in_turn(inputs, keys), expected
         _put(before, reference)
+
+    def _in_turn(self, inputs: Sequence[Nest], keys: random_keys.Keys | None) -> Iterator[Nest]:
+        """Yields the inputs of micro-batches, each under the keys of its number."""
+        first = self._pipeline.replicas.rank * self._pipeline.accumulate_steps
+        for number, value in enumerate(inputs, first):
+            if keys is not None:
+                keys.micro_batch = GlobalMicroBatch(number)
+            yield value
 
 
 def joined(values: Sequence[Nest]) -> Nest:

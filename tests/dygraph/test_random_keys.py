@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 from paddle import nn
@@ -48,14 +50,19 @@ RUNS = [
 
 
 class Noisy(nn.Layer):
-    """Draws a dropout mask and a noise, with a Linear between."""
+    """Draws a dropout mask and a noise, with a Linear between; also from NumPy and Python."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dropout, self.inner = nn.Dropout(0.3), nn.Linear(8, 8)
 
     def forward(self, x: Any) -> Any:
-        return self.inner(self.dropout(x)) + 0.1 * paddle.randn(x.shape)
+        noise = paddle.randn(x.shape) * float(np.random.rand()) * jitter()
+        return self.inner(self.dropout(x)) + 0.1 * noise
+
+
+def jitter() -> float:
+    return random.uniform(0.5, 1.0)
 
 
 def noisy_layers() -> list[Any]:
@@ -74,10 +81,17 @@ def trained(run: tuple[int, int, str], **configs: Any) -> tuple[Trained, list[An
     """Trains on ranks and chunks under a schedule; returns a user's own draws too."""
     ranks, chunks, schedule = run
     drawn: list[Any] = []
+    np.random.seed(0)
+    random.seed(0)
+
+    def draw(model: Any) -> None:
+        model.predict_batch(batch(8)[0])
+        drawn.append([paddle.rand([3]).tolist(), np.random.rand(), random.random()])
+
     found = train(
         *(noisy_layers(), ranks, schedule),
         micro_batches=8,  # which DualPipeV needs on 4 ranks
-        each_step=lambda _: drawn.append(paddle.rand([3]).tolist()),
+        each_step=draw,
         gradients=True,
         configs=configs,
         num_virtual_pipeline_stages=chunks,
@@ -287,6 +301,8 @@ def test_parity_of_a_model_with_dropout_and_running_statistics(ranks: int, sched
         session = parity.begin(model, sgd(model))
         for step in range(3):
             session.step(batch(seed=step))
+        session.eval_batch(batch(seed=3), compute_loss=True)
+        session.predict_batch(batch(seed=4)[0])
     assert session.report.bit_exact, session.report.verdict()
 
 

@@ -1,0 +1,90 @@
+"""Which layers draw from Python's or NumPy's own generators, as their code shows.
+
+What they draw cannot be told by looking at the generators: threads that load data draw from them
+at the same time.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import random
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any, Callable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from fleetpipe.aliases import Layer, Nest
+from fleetpipe.paddle_api import paddle
+
+_GENERATORS = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
+_MODULES: tuple[types.ModuleType, ...] = (random, np.random)
+#: Packages whose functions draw from Paddle's generators, or from none.
+_SKIPPED = frozenset({"paddle", "numpy", "fleetpipe", "builtins"})
+
+_of_layers: WeakKeyDictionary[Layer, bool] = WeakKeyDictionary()
+
+
+def draws_python(function: Callable[[Nest], Nest]) -> bool:
+    """Whether the code of a layer, of a layer in it, or of a function names such a generator."""
+    if not isinstance(function, paddle.nn.Layer):
+        return any(_in_code(code) for code in _functions(function))
+    if function not in _of_layers:
+        kinds: set[Any] = {type(layer) for layer in function.sublayers(include_self=True)}
+        _of_layers[function] = any(_of_class(kind) for kind in kinds)
+    return _of_layers[function]
+
+
+@functools.cache
+def _of_class(kind: type) -> bool:
+    members = [
+        member
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] not in _SKIPPED
+        for name, member in vars(base).items()
+        if name != "__init__"
+    ]
+    return any(_in_code(function) for member in members for function in _functions(member))
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """Yields the functions of Python's that a value runs when it is called, as far as it shows."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__wrapped__", getattr(value, "__func__", value))
+    if isinstance(value, types.FunctionType):
+        yield value
+
+
+@functools.cache
+def _in_code(function: types.FunctionType) -> bool:
+    """Whether a function draws, or one of the user's that it names."""
+    return _draws(function, set())
+
+
+def _draws(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
+    if function.__code__ in seen or function.__module__.partition(".")[0] in _SKIPPED:
+        return False
+    codes = [function.__code__]
+    for code in codes:
+        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    seen.update(codes)
+    names = {name for code in codes for name in code.co_names}
+    steps = [step for code in codes for step in dis.get_instructions(code)]
+    imported = {step.argval for step in steps if step.opname == "IMPORT_NAME"}
+    values = [function.__globals__.get(name) for name in names]
+    values += [sys.modules.get(name) for name in imported]
+    # A cell that is not bound yet has no contents.
+    values += [getattr(cell, "cell_contents", None) for cell in function.__closure__ or ()]
+    return any(_is_drawn(value, names, seen) for value in values)
+
+
+def _is_drawn(value: Any, names: set[str], seen: set[types.CodeType]) -> bool:
+    if isinstance(value, types.ModuleType):
+        return value in _MODULES or (value is np and "random" in names)
+    if any(getattr(value, "__self__", None) is generator for generator in _GENERATORS):
+        return True
+    return any(_draws(function, seen) for function in _functions(value))
