@@ -187,8 +187,6 @@ def _deferral(name: str, kinds: set[str], owner: Leaf | None) -> Deferral:
         reason = "no gradient reached it"
     elif owner is None:
         reason = "its layer has sublayers with parameters of their own"
-    elif not owner.divisible and not owner.reason:
-        reason = "Paddle gives it together with the input's gradient"
     else:
         reason = owner.reason or "it is used outside of its layer's own forward"
     return Deferral(name, "I", "I", reason)

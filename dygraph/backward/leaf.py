@@ -1,31 +1,32 @@
-"""The layers whose weight gradients can wait, and how that is found out.
+"""The layers whose weight gradients can wait, and how their graphs are found out.
 
-A leaf layer owns parameters, and none of its sublayers does. It is examined in a first call whose
-result is thrown away: its graph must lead from its outputs to its arguments and its own parameters
-and to nothing else. Another call is examined again where other arguments or parameters need a
-gradient, because Paddle then runs other operations backward.
+A leaf layer owns parameters, and none of its sublayers does. Those of Paddle's in ``WAITING`` can
+wait: what they compute depends on their arguments and parameters alone, and they keep nothing. Any
+other forward may take another way in each call, by a flag, by its data or by a draw, and may keep a
+tensor beside what it returns. So it runs as it is, once, and all of its gradients come in I.
+
+How the graph of a layer that can wait looks is found out in a call whose result is thrown away,
+once for each situation: which tensors need a gradient decides which operations Paddle runs
+backward.
 
 Some of Paddle's kernels cannot give a part of their gradients: asked for the input's alone,
 layer_norm forgets its weight on CPU, batch_norm computes something else where a channel has one
-value, and prelu crashes. A layer that uses any but the kernels in ``DIVISIBLE`` stays as it is: all
-of its gradients are computed and added in I.
+value, and prelu crashes. A layer that uses any but the kernels in ``DIVISIBLE``, as one may on a
+GPU, stays as it is too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
 from fleetpipe.aliases import GradNode, Layer, Nest, Tensor
-from fleetpipe.dygraph.backward.output_hooks import noting_hooks
 from fleetpipe.dygraph.nest import has_gradient, leaves, leaves_like, replace
-from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.layer import is_static, state_slots
+from fleetpipe.paddle_api.layer import buffers_in, is_static, parameters_in
 
 #: Classes of arguments that certainly hold no tensor.
 _PLAIN = (
@@ -43,9 +44,29 @@ DIVISIBLE = frozenset(
     }
 )
 
+#: The layers of Paddle's, and those of this package under the same names, that can wait.
+WAITING = frozenset(
+    {
+        *("Linear", "Embedding", "Bilinear", "SimpleRNNCell", "LSTMCell", "GRUCell"),
+        *(f"Conv{axes}D{kind}" for axes in (1, 2, 3) for kind in ("", "Transpose")),
+        *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
+        *("ColumnSequenceParallelLinear", "RowSequenceParallelLinear"),
+    }
+)
 
-#: Number of tensors taken, whether the layer trains, which of these and its parameters need grads.
-Situation = tuple[int, bool, tuple[bool, ...]]
+#: What a class of a user's may have for itself and still compute what the one below it does.
+_FREE = frozenset(
+    {
+        *("__init__", "__module__", "__doc__", "__annotations__", "extra_repr"),
+        *("__firstlineno__", "__static_attributes__"),
+    }
+)
+
+#: The classes of tensors.
+_TENSORS = frozenset({paddle.Tensor, *paddle.Tensor.__subclasses__()})
+
+#: Number of tensors taken; which of these and of the layer's parameters need gradients.
+Situation = tuple[int, tuple[bool, ...]]
 
 
 class CannotWait(Exception):
@@ -56,14 +77,12 @@ class Nature(NamedTuple):
     """What is known of the calls of a leaf layer in which the same tensors need a gradient.
 
     Attributes:
-        reason: Why the weight gradients cannot wait; "" if they can.
         divisible: Whether gradients of inputs and parameters can be computed apart.
         reached: For each input that needs a gradient, in order, whether the outputs depend on it.
         depth: Operations one after another from the outputs to the inputs, at most.
         straight: Whether these are all that lie between one output and one input.
     """
 
-    reason: str = ""
     divisible: bool = True
     reached: tuple[bool, ...] = ()
     depth: int = 0
@@ -76,10 +95,9 @@ class Leaf:
     Attributes:
         layer: The layer.
         name: Its path in the whole model.
-        parameters: Its parameters.
-        natures: What was found out about its calls, by their :meth:`situation`.
+        natures: What was found out about its calls, by their :func:`situation`.
         uncut: Why some of its calls could not wait, where that was plain without looking.
-        waits: Whether no call was found yet whose weight gradients cannot wait.
+        divisible: Whether gradients of inputs and parameters could be computed apart in every call.
         static: Whether its forward becomes a part of a static graph, as all around it would.
     """
 
@@ -87,31 +105,92 @@ class Leaf:
         """Describes ``layer`` under its path in the whole model."""
         self.layer = layer
         self.name = name
-        self.parameters = tuple(layer.parameters(include_sublayers=False))
         self.natures: dict[Situation, Nature] = {}
         self.uncut = ""
-        self.waits = True
+        self.divisible = True
         self.static = False
 
-    def situation(self, taken: Sequence[Tensor]) -> Situation:
-        """Returns what decides which operations Paddle runs backward.
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that the layer has now, each once."""
+        owned = parameters_in(self.layer).values()
+        return list({id(tensor): tensor for tensor in owned if tensor is not None}.values())
 
-        Args:
-            taken: The tensors that a call takes.
-        """
-        needs = [not tensor.stop_gradient for tensor in (*taken, *self.parameters)]
-        return len(taken), self.layer.training, tuple(needs)
+    @property
+    def waits(self) -> bool:
+        """Whether the gradients of calls can wait, as far as the layer and earlier calls show."""
+        return self.divisible and not self.static and can_wait(self.layer)
+
+    def learn(self, key: Situation, nature: Nature) -> None:
+        """Notes what was found out about the calls of a :func:`situation`."""
+        self.natures[key] = nature
+        self.divisible &= nature.divisible
 
     @property
     def reason(self) -> str:
         """Why the weight gradients of some call cannot wait; "" if all can."""
-        reasons = [self.uncut, *(nature.reason for nature in self.natures.values())]
-        return next(filter(None, reasons), "")
+        if self.uncut or self.waits:
+            return self.uncut
+        forward = self.layer.forward
+        if is_of_a_library(forward) and _class_in(forward.__qualname__) not in WAITING:
+            return "Paddle gives it together with the input's gradient"
+        return "its layer's forward is the model's own, and may do something else in each call"
 
-    @property
-    def divisible(self) -> bool:
-        """Whether gradients of inputs and parameters could be computed apart in every call."""
-        return all(nature.divisible for nature in self.natures.values())
+
+def situation(taken: Sequence[Tensor], parameters: Sequence[Tensor]) -> Situation:
+    """Returns what decides which operations Paddle runs backward.
+
+    Args:
+        taken: The tensors that a call takes.
+        parameters: Those of the layer.
+    """
+    return len(taken), tuple([not tensor.stop_gradient for tensor in (*taken, *parameters)])
+
+
+def is_of_a_library(forward: Callable[..., Nest]) -> bool:
+    """Whether a forward was written in Paddle, or here."""
+    # Not __module__: a function that wraps another has the other's.
+    module: str = getattr(forward, "__globals__", {}).get("__name__", "")
+    return module.partition(".")[0] in ("paddle", "fleetpipe")
+
+
+def can_wait(layer: Layer) -> bool:
+    """Whether ``layer`` computes what a layer in ``WAITING`` does."""
+    kind: Any = type(layer)
+    plain = "forward" not in vars(layer) and is_of_a_library(kind.forward)
+    return plain and _is_waiting(kind, kind.forward)
+
+
+def _class_in(name: str) -> str:
+    return name.removesuffix(".forward")
+
+
+@functools.lru_cache(maxsize=256)
+def _is_waiting(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
+    """Whether ``forward``, of a library, is that of a layer in ``WAITING``, as it was written."""
+    if _class_in(forward.__qualname__) not in WAITING:
+        return False
+    kinds = kind.__mro__
+    number = next(i for i, one in enumerate(kinds) if vars(one).get("forward") is forward)
+    names = frozenset(dir(kinds[number])) - _FREE
+    return not any(
+        name in names or isinstance(value, property)
+        for one in kinds[:number]
+        for name, value in vars(one).items()
+    )
+
+
+def has_parameters_alone(layer: Layer, parameters: Iterable[Tensor]) -> bool:
+    """Whether a layer that can wait uses nothing now but its parameters, and these end the graph.
+
+    The weights of others are computed of these, as ``weight_norm`` does before each call.
+
+    Args:
+        layer: The layer.
+        parameters: Its own.
+    """
+    plain = not buffers_in(layer) and _TENSORS.isdisjoint(map(type, vars(layer).values()))
+    return plain and all(parameter.is_leaf for parameter in parameters)
 
 
 def leaves_of(index: int, layer: Layer) -> Iterator[Leaf]:
@@ -131,60 +210,34 @@ def leaves_of(index: int, layer: Layer) -> Iterator[Leaf]:
 
 
 def examine(
-    leaf: Leaf, forward: Callable[..., Nest], args: tuple[Nest, ...], named: dict[str, Nest]
+    parameters: Iterable[Tensor],
+    forward: Callable[..., Nest],
+    args: tuple[Nest, ...],
+    named: dict[str, Nest],
 ) -> Nature:
-    """Finds out about the calls of ``leaf`` that are like this one, which leaves no trace.
+    """Finds out about the calls of a layer that can wait and that are like this one.
 
     Args:
-        leaf: The layer.
+        parameters: Those of the layer.
         forward: Its forward.
         args: Positional arguments of the call.
         named: Keyword arguments of it.
+
+    Raises:
+        Exception: What the call raises.
     """
     # Paddle never lets go of a node that Python has asked for: it must hold no tensors.
     unsaved = paddle.autograd.saved_tensors_hooks(_nothing, _nothing)
-    with _side_effects_undone(leaf.layer) as before, unsaved:
-        try:
-            taken = tensors_in((args, named), "was called with")
-            # Copies: what the layer writes into one it is to write once, in the call itself.
-            stand_ins = leaves_like(taken, copied=True)
-            with noting_hooks() as hooked:
-                output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
-            _require_unchanged(taken, stand_ins, "its argument")
-            trained = [p for p in leaf.parameters if has_gradient(p) or has_gradient(before[id(p)])]
-            _require_unchanged(trained, before, "its parameter")
-            inputs = {id(tensor): tensor for tensor in stand_ins.values() if has_gradient(tensor)}
-            if any(id(tensor) not in inputs for tensor in hooked):
-                raise CannotWait("its layer puts a hook on the gradient of what it computes")
-            return _follow(leaf, list(inputs.values()), output)
-        except CannotWait as cause:
-            return Nature(str(cause))
-        except Exception as error:
-            kind = type(error).__name__
-            return Nature(f"its layer cannot run on stand-ins for its inputs ({kind})")
-
-
-def _follow(leaf: Leaf, inputs: list[Tensor], output: Nest) -> Nature:
-    """Follows the graph of a call from what it returned."""
-    ids = {id(tensor) for tensor in inputs}
-    outputs = [t for t in tensors_in(output, "returned") if has_gradient(t) and id(t) not in ids]
-    if any(tensor.is_leaf for tensor in outputs):
-        raise CannotWait("its layer returns a parameter")
-    entries = [tensor.grad_fn for tensor in inputs]
-    ends = {*entries, *(p.grad_fn for p in leaf.parameters if has_gradient(p))}
+    stand_ins = leaves_like(tensors_in((args, named)))
+    with unsaved:
+        output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
+    outputs = [tensor for tensor in tensors_in(output) if has_gradient(tensor)]
+    entries = [tensor.grad_fn for tensor in stand_ins.values() if has_gradient(tensor)]
+    ends = {*entries, *(parameter.grad_fn for parameter in parameters if has_gradient(parameter))}
     roots = [tensor.grad_fn for tensor in outputs]
     nodes = nodes_of(roots, ends)
     below = {node: operands(node) for node in nodes - ends}
-    if not all(below.values()):
-        raise CannotWait(
-            "its layer uses a tensor or parameter that is neither its argument nor its own"
-        )
-    uses = Counter(operand for nodes_below in below.values() for operand in nodes_below)
-    if max((uses[node] for node in entries), default=0) > 1 and _are_vectors(leaf.parameters):
-        # Autograd would add each of these uses to those of other layers as it comes.
-        raise CannotWait("its layer uses an input several times, and has vectors alone to wait for")
     reached = tuple(node in nodes for node in entries)
-    # Whatever the call takes: two calls of a layer are to add up their gradients together.
     divisible = all(
         len(nodes_below) == 1 or node.name() in DIVISIBLE for node, nodes_below in below.items()
     )
@@ -192,11 +245,7 @@ def _follow(leaf: Leaf, inputs: list[Tensor], output: Nest) -> Nature:
     depth = max((length for length, _ in ways), default=0)
     # What stays as it is keeps its order.
     straight = not divisible or not any(reached) or sum(number for _, number in ways) == 1
-    return Nature("", divisible, reached, depth, straight)
-
-
-def _are_vectors(parameters: Iterable[Tensor]) -> bool:
-    return all(parameter.ndim <= 1 for parameter in parameters)
+    return Nature(divisible, reached, depth, straight)
 
 
 def _ways_to(
@@ -244,62 +293,11 @@ def operands(node: GradNode) -> list[GradNode]:
     return [other for other in node.next_functions if other is not None]
 
 
-@contextmanager
-def _side_effects_undone(layer: Layer) -> Iterator[dict[int, Tensor]]:
-    """Puts random states, parameters, buffers and running statistics back in the end.
-
-    Yields:
-        Copies of the parameters and buffers as they were, by the ids of these.
-    """
-    tensors = [*layer.buffers(), *layer.parameters()]
-    copies = leaves_like(tensors, copied=True)
-    places = [place for part in layer.sublayers(include_self=True) for place in state_slots(part)]
-    held = [(holder, name, holder[name]) for holder, name in places]
-    try:
-        with random_states_kept():
-            yield copies
-    finally:
-        # What was assigned, self.mean = .., stands in the place of the tensor that was there.
-        for holder, name, tensor in held:
-            holder[name] = tensor
-        for tensor in tensors:
-            copy = copies[id(tensor)]
-            if not _same_numbers(tensor, copy):
-                tensor.set_value(copy)
-            tensor.stop_gradient = copy.stop_gradient
-
-
-def _require_unchanged(tensors: Iterable[Tensor], copies: Mapping[int, Tensor], name: str) -> None:
-    """Refuses a call that wrote into a tensor, or switched its gradient on or off.
-
-    Args:
-        tensors: The tensors.
-        copies: A copy of each by its id. Either of the two was used in the call.
-        name: What messages call a tensor.
-    """
-    for tensor in tensors:
-        copy = copies[id(tensor)]
-        # Not every write counts as one: set_value does not.
-        if copy.inplace_version or not _same_numbers(tensor, copy):
-            raise CannotWait(f"its layer writes into {name}")
-        if tensor.stop_gradient != copy.stop_gradient:
-            raise CannotWait(f"its layer switches the gradient of {name} on or off")
-
-
-def _same_numbers(tensor: Tensor, other: Tensor) -> bool:
-    # By their bits: NaN is the same as NaN.
-    one, two = (
-        np.ascontiguousarray(either.numpy()).reshape(-1).view(np.uint8)
-        for either in (tensor, other)
-    )
-    return np.array_equal(one, two)
-
-
 def _nothing(_saved: Tensor) -> None:
     return None
 
 
-def tensors_in(value: Nest, verb: str) -> list[Tensor]:
+def tensors_in(value: Nest) -> list[Tensor]:
     """Returns the distinct tensors in nested tuples, lists and dicts, in order.
 
     Raises:
@@ -310,5 +308,5 @@ def tensors_in(value: Nest, verb: str) -> list[Tensor]:
         if isinstance(leaf, paddle.Tensor):
             tensors.setdefault(id(leaf), leaf)
         elif not isinstance(leaf, _PLAIN):
-            raise CannotWait(f"its layer {verb} an object of class {type(leaf).__name__}")
+            raise CannotWait(f"its layer was called with an object of class {type(leaf).__name__}")
     return list(tensors.values())

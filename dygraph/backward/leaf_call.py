@@ -75,6 +75,8 @@ class Tape:
     def __init__(self) -> None:
         #: The calls whose input gradients have been computed.
         self.calls: list[Call] = []
+        #: The layers of which some calls, if any, were left to autograd.
+        self.uncut: set[Leaf] = set()
         #: Whether the stage's own backward runs.
         self.in_backward = False
         #: Why a backward that is not the stage's own failed: Paddle wraps what a PyLayer raises.
@@ -254,10 +256,7 @@ class GraphCall(Call):
             self._computed = gradients[len(inputs) :]
         else:
             gradients = self._gradients(inputs, retain_graph=True)
-        # Paddle adds up gradients in place: one that lives in the memory of another is safe only
-        # until the other is handed on.
-        self.arrived = [_apart(grad, gradients) for grad in grads]
-        self.storages.update((g.data_ptr(), tensor_bytes(g)) for g in self.arrived if g is not None)
+        self.storages.update((g.data_ptr(), tensor_bytes(g)) for g in grads if g is not None)
         # None would crash Paddle where the input was made by an operation.
         return [
             paddle.zeros_like(tensor) if grad is None else grad
@@ -301,15 +300,3 @@ class _Root(paddle.autograd.PyLayer):
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
         return ctx.call().arrived[0]
-
-
-def _apart(tensor: Tensor, tensors: Iterable[Tensor]) -> Tensor:
-    """Returns ``tensor``, or a copy if one of ``tensors`` shares its memory."""
-    if tensor is None or not any(_overlap(tensor, other) for other in tensors if other is not None):
-        return tensor
-    return tensor.clone()
-
-
-def _overlap(tensor: Tensor, other: Tensor) -> bool:
-    low, high = sorted((tensor, other), key=lambda either: int(either.data_ptr()))
-    return bool(high.data_ptr() < low.data_ptr() + tensor_bytes(low))

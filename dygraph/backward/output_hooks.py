@@ -1,16 +1,14 @@
 """Hooks on the gradients of what a ``PyLayer`` returned: Paddle runs them and drops their results.
 
 So every hook that is put on a tensor comes by here. One on what a leaf layer's call returned is
-kept for the call's border to run; one on a stand-in goes to the tensor that it stands for; all
-others are Paddle's own.
+kept for the call's border to run; all others are Paddle's own.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Callable, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Callable
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.paddle_api.tensor import (
@@ -23,21 +21,8 @@ from fleetpipe.paddle_api.tensor import (
 Hook = Callable[[Tensor], Any]
 
 
-class _Route(Protocol):
-    """Where the hooks of a tensor go."""
-
-    def put(self, tensor: Tensor, hook: Hook) -> int:
-        """Takes a hook; returns its number."""
-
-    def remove(self, tensor: Tensor, number: int) -> bool:
-        """Takes a hook away; returns whether it was there."""
-
-
 #: Tensors by id, with where their hooks go. No tensor is kept alive by it.
-_routes: dict[int, tuple[weakref.ref[Tensor], _Route]] = {}
-
-#: While a layer is only examined: the tensors on which it would have put hooks.
-_examined: list[Tensor] | None = None
+_routes: dict[int, tuple[weakref.ref[Tensor], _Output]] = {}
 
 
 class OutputHooks:
@@ -93,44 +78,7 @@ class _Output:
         return tensor.inplace_version != self._version and not is_made_by_pylayer(tensor)
 
 
-class _StandIn:
-    """The route of a stand-in."""
-
-    def __init__(self, original: Tensor) -> None:
-        # The stand-in may live until W.
-        self._original = weakref.ref(original)
-
-    def put(self, tensor: Tensor, hook: Hook) -> int:
-        return _register_grad_hook(self._original(), hook)
-
-    def remove(self, tensor: Tensor, number: int) -> bool:
-        return _remove_grad_hook(self._original(), number)
-
-
-def stand_in_for(original: Tensor, stand_in: Tensor) -> None:
-    """Has hooks that are put on ``stand_in`` be put on ``original``.
-
-    ``paddle.grad`` heeds no hook on where it ends.
-    """
-    _route(stand_in, _StandIn(original))
-
-
-@contextmanager
-def noting_hooks() -> Iterator[list[Tensor]]:
-    """Within it no hook is put anywhere.
-
-    Yields:
-        The tensors on which hooks would have been put.
-    """
-    global _examined
-    before, _examined = _examined, []
-    try:
-        yield _examined
-    finally:
-        _examined = before
-
-
-def _route(tensor: Tensor, route: _Route) -> None:
+def _route(tensor: Tensor, route: _Output) -> None:
     _routes[id(tensor)] = weakref.KeyedRef(tensor, _forget, id(tensor)), route
 
 
@@ -139,9 +87,6 @@ def _forget(reference: weakref.KeyedRef[int, Tensor]) -> None:
 
 
 def _register_grad_hook(tensor: Tensor, hook: Hook) -> int:
-    if _examined is not None:
-        _examined.append(tensor)
-        return len(_examined)
     if tensor.stop_gradient:
         # Of a captured model, layers of which were frozen since: Paddle would crash.
         return 0
@@ -150,7 +95,7 @@ def _register_grad_hook(tensor: Tensor, hook: Hook) -> int:
 
 
 def _remove_grad_hook(tensor: Tensor, number: int) -> bool:
-    if _examined is not None or tensor.stop_gradient:
+    if tensor.stop_gradient:
         return True
     routed = _routes.get(id(tensor))
     return remove_grad_hook(tensor, number) if routed is None else routed[1].remove(tensor, number)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Callable
 
@@ -26,15 +26,24 @@ from fleetpipe.dygraph.backward.deferral_report import (
     Waiting,
 )
 from fleetpipe.dygraph.backward.fast.forwards import FastForwards, replaced
-from fleetpipe.dygraph.backward.leaf import CannotWait, Leaf, Nature, examine, leaves_of, tensors_in
+from fleetpipe.dygraph.backward.leaf import (
+    CannotWait,
+    Leaf,
+    Nature,
+    examine,
+    has_parameters_alone,
+    leaves_of,
+    situation,
+    tensors_in,
+)
 from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Tape, bordered
 from fleetpipe.dygraph.backward.lookup import LookupCall, looks_up
-from fleetpipe.dygraph.backward.output_hooks import stand_in_for
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import has_gradient, leaves_like, replace
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import allocated_bytes
+from fleetpipe.paddle_api.tensor import saves_freely
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import MicroBatch, flatten
 
@@ -100,14 +109,14 @@ class SplitBackward:
         if (stage, micro_batch) not in self._split:
             return self._fast_of(stage).running() if self._fast_leaves else _NOTHING
         tape = self._tapes.setdefault((stage, micro_batch), Tape())
-        # What cannot wait in one call does not in any other.
-        leaves = [leaf for leaf in self._leaves_of(stage) if leaf.waits and not leaf.static]
-        return replaced(
-            [
-                (leaf.layer, functools.partial(run_leaf, leaf, leaf.layer.forward, tape))
-                for leaf in leaves
-            ]
-        )
+        forwards = []
+        for leaf in self._leaves_of(stage):
+            if leaf.waits:
+                run = functools.partial(run_leaf, leaf, leaf.layer.forward, tape)
+                forwards.append((leaf.layer, run))
+            else:
+                tape.uncut.add(leaf)
+        return replaced(forwards)
 
     def in_backward(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """As :meth:`recording` for a backward that is not split, and what runs again in it."""
@@ -125,19 +134,19 @@ class SplitBackward:
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
         """Has autograd leave the leaf layers' weight gradients out while the context is open."""
         tape = self._tapes[stage, micro_batch]
+        for (of, _), earlier in self._tapes.items():
+            if of == stage:
+                # What comes now is the later part of these sums.
+                self._add_now(earlier, tape.uncut)
         tape.in_backward = True
         with self._noted(stage, "I"), self.recording(stage, micro_batch):
             yield
         tape.in_backward = False
-        calls = tape.calls
-        if not all(call.leaf.waits for call in calls):
-            # Autograd has just added those of other calls of these layers.
-            with paddle.no_grad():
-                self._add([call for call in calls if not call.leaf.waits])
-            calls[:] = [call for call in calls if call.leaf.waits]
+        # Autograd has just added those of other calls of these layers.
+        self._add_now(tape, tape.uncut)
         # What the same calls share counts once.
-        storages = {address: size for call in calls for address, size in call.storages.items()}
-        hidden = sum(call.hidden_bytes for call in calls)
+        storages = {address: size for call in tape.calls for address, size in call.storages.items()}
+        hidden = sum(call.hidden_bytes for call in tape.calls)
         self._waiting.setdefault(stage, Waiting()).add(micro_batch, sum(storages.values()) + hidden)
 
     def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
@@ -147,6 +156,14 @@ class SplitBackward:
             self._add(tape.calls)
             tape.calls.clear()
         self._waiting[stage].remove(micro_batch)
+
+    def _add_now(self, tape: Tape, leaves: Collection[Leaf]) -> None:
+        """Adds what waits of some leaf layers."""
+        calls = [call for call in tape.calls if call.leaf in leaves]
+        if calls:
+            with paddle.no_grad():
+                self._add(calls)
+            tape.calls[:] = [call for call in tape.calls if call.leaf not in leaves]
 
     def _add(self, calls: Sequence[Call]) -> None:
         """Adds the weight gradients of calls of one micro-batch; autograd is off meanwhile."""
@@ -225,42 +242,56 @@ def run_leaf(
 
     Returns:
         What ``forward`` returned, connected to the graph around it.
-
-    Raises:
-        ConfigError: The layer's earlier calls gave tensors that could be seen; this one has an
-            object of another class among them.
     """
-    trained = any(not parameter.stop_gradient for parameter in leaf.parameters)
+    parameters = leaf.parameters
+    trained = any(not parameter.stop_gradient for parameter in parameters)
     if not trained or not paddle.is_grad_enabled():
         return forward(*args, **named)
-    if recompute.in_piece():
-        # What is cut out would keep the layer's inputs and outputs, which recompute lets go.
-        leaf.uncut = "its layer is recomputed"
-        return forward(*args, **named)
     try:
-        if len(args) == 1 and not named and isinstance(args[0], paddle.Tensor):
-            taken = [args[0]]
-        else:
-            taken = tensors_in((args, named), "was called with")
+        taken = _taken(leaf, parameters, args, named)
     except CannotWait as cause:
         leaf.uncut = str(cause)
+        tape.uncut.add(leaf)
         return forward(*args, **named)
-    situation = leaf.situation(taken)
-    nature = leaf.natures.get(situation) or examine(leaf, forward, args, named)
+    key = situation(taken, parameters)
+    nature = leaf.natures.get(key)
+    if nature is None:
+        nature = examine(parameters, forward, args, named)
+        leaf.learn(key, nature)
     # All calls or none: autograd adds up all uses before it touches a parameter's gradient.
-    waits = leaf.waits and not nature.reason and nature.divisible
-    if not waits:
-        output = forward(*args, **named)
-    elif (product := product_of(leaf, forward, taken)) is not None:
+    if not leaf.divisible:
+        tape.uncut.add(leaf)
+        return forward(*args, **named)
+    if (product := product_of(leaf, forward, taken)) is not None:
         entries = [tensor for tensor in taken if not tensor.stop_gradient]
         (output,) = bordered(ProductCall(leaf, product, taken[0]), tape, nature.depth, entries)
-    elif looks_up(leaf, forward, taken):
+        return output
+    if looks_up(leaf, forward, taken):
         (output,) = bordered(LookupCall(leaf, taken[0]), tape, nature.depth, [])
-    else:
-        output = _cut_out(leaf, nature, forward, tape, taken, args, named)
-    # An error of the user's own comes again above, and says nothing of the layer.
-    leaf.natures[situation], leaf.waits = nature, waits
-    return output
+        return output
+    return _cut_out(leaf, nature, forward, tape, taken, args, named)
+
+
+def _taken(
+    leaf: Leaf, parameters: Sequence[Tensor], args: tuple[Nest, ...], named: dict[str, Nest]
+) -> Sequence[Tensor]:
+    """Returns the tensors that a call of a leaf layer takes.
+
+    Raises:
+        CannotWait: The gradients of this call cannot wait.
+    """
+    if recompute.in_piece():
+        # What is cut out would keep the layer's inputs and outputs, which recompute lets go.
+        raise CannotWait("its layer is recomputed")
+    if not saves_freely():
+        raise CannotWait(
+            "its layer is called within saved_tensors_hooks, as recompute(use_reentrant=False) has"
+        )
+    if not has_parameters_alone(leaf.layer, parameters):
+        raise CannotWait("its layer uses a tensor that is computed of it, as weight_norm does")
+    if len(args) == 1 and not named and isinstance(args[0], paddle.Tensor):
+        return [args[0]]
+    return tensors_in((args, named))
 
 
 def _cut_out(
@@ -275,41 +306,16 @@ def _cut_out(
     """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
     tensors = list(filter(has_gradient, taken))
     stand_ins = leaves_like(tensors)
-    for tensor in tensors:
-        stand_in_for(tensor, stand_ins[id(tensor)])
-    versions = [tensor.inplace_version for tensor in taken]
     before = allocated_bytes()
     output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
     allocated = allocated_bytes() - before
-    if [tensor.inplace_version for tensor in taken] != versions:
-        raise _cannot_wait_now(leaf, "its layer writes into its argument")
-    originals = {id(stand_ins[id(tensor)]): tensor for tensor in tensors}
-    made = _returned(leaf, output)
-    returned = list(filter(has_gradient, made))
-    # Indices that have the flag lead into the graph of the call.
-    originals.update((id(t), t.detach()) for t in made if not (t.stop_gradient or has_gradient(t)))
-    outputs = [tensor for tensor in returned if id(tensor) not in originals]
-    if outputs:
-        entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
-        inputs = [stand_ins[id(tensor)] for tensor in entries]
-        parameters = [p for p in leaf.parameters if not p.stop_gradient]
-        call = GraphCall(leaf, parameters, inputs, outputs)
-        call.measure(taken, outputs, allocated)
-        borders = bordered(call, tape, nature.depth, entries)
-        originals.update((id(output), border) for output, border in zip(outputs, borders))
-    return replace(output, originals)
-
-
-def _returned(leaf: Leaf, output: Nest) -> list[Tensor]:
-    try:
-        return tensors_in(output, "returned")
-    except CannotWait as cause:
-        raise _cannot_wait_now(leaf, str(cause)) from None
-
-
-def _cannot_wait_now(leaf: Leaf, cause: str) -> ConfigError:
-    return ConfigError(
-        f"the gradients of layer {leaf.name!r} could wait for W, and now cannot",
-        cause=cause,
-        fix="call the layer the same way each time, or choose a schedule without W",
-    )
+    outputs = list(filter(has_gradient, tensors_in(output)))
+    if not outputs:
+        return output
+    entries = [tensor for tensor, reached in zip(tensors, nature.reached) if reached]
+    inputs = [stand_ins[id(tensor)] for tensor in entries]
+    parameters = [p for p in leaf.parameters if not p.stop_gradient]
+    call = GraphCall(leaf, parameters, inputs, outputs)
+    call.measure(taken, outputs, allocated)
+    borders = bordered(call, tape, nature.depth, entries)
+    return replace(output, {id(output): border for output, border in zip(outputs, borders)})

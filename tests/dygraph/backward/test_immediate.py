@@ -8,13 +8,14 @@ import numpy as np
 import paddle
 import pytest
 from paddle import nn
+from paddle.distributed.fleet.utils import recompute
 
-from fleetpipe.errors import ConfigError
 from tests.dygraph.backward.leaves import (
     Around,
     Leaf,
     Parent,
     Steps,
+    fused_and_split,
     grads_of,
     numbers,
     score,
@@ -115,6 +116,22 @@ def boxed_result() -> Any:
     return Around(boxes, lambda inner, x: inner(x).tensor)
 
 
+class Masked(nn.Linear):
+    """A Linear by its forward, whose weight is computed."""
+
+    def __init__(self) -> None:
+        nn.Layer.__init__(self)
+        self.kernel = self.create_parameter([4, 4])
+        self.bias, self.name = self.create_parameter([4]), None
+
+    @property
+    def weight(self) -> Any:
+        return self.kernel * 2
+
+
+#: Why a layer whose class has a forward of its own, or a part of one, does not wait.
+OWN = "the model's own"
+
 IMMEDIATE: dict[str, tuple[Any, str, str]] = {
     "in a static graph": (compiled, "0.inner.0.weight", "within paddle.jit.to_static"),
     "used around its layer": (
@@ -123,29 +140,35 @@ IMMEDIATE: dict[str, tuple[Any, str, str]] = {
         "outside of its layer's own forward",
     ),
     "beside a sublayer's": (Parent, "0.shift", "sublayers with parameters of their own"),
-    "borrowed parameter": (Borrows, "0.head.bias", "neither its argument nor its own"),
+    "borrowed parameter": (Borrows, "0.head.bias", OWN),
     "hidden tensor": (
         lambda: Around(Remembering(), remind),
         "0.inner.weight",
-        "neither its argument nor its own",
+        OWN,
     ),
-    "boxed argument": (boxed_argument, "0.inner.weight", "called with an object of class Box"),
-    "boxed result": (boxed_result, "0.inner.weight", "returned an object of class Box"),
+    "boxed argument": (boxed_argument, "0.inner.weight", OWN),
+    "boxed result": (boxed_result, "0.inner.weight", OWN),
     "returned parameter": (
         lambda: Around(shifted(lambda _, shift: shift), lambda inner, x: x + inner(x)),
         "0.inner.shift",
-        "returns a parameter",
+        OWN,
     ),
     **{
-        kind: (lambda compute=compute: Around(shifted(compute), use_twice), "0.inner.shift", why)
-        for kind, compute, why in (
-            ("in place", lambda x, shift: x.add_(shift), "cannot run on stand-ins"),
-            ("numbers in place", write_numbers, "into its argument"),
-            ("parameter in place", decay, "into its parameter"),
-            ("gradient off", stop, "of its argument on or off"),
-            ("hook inside", hook, "puts a hook"),
+        kind: (lambda compute=compute: Around(shifted(compute), use_twice), "0.inner.shift", OWN)
+        for kind, compute in (
+            ("in place", lambda x, shift: x.add_(shift)),
+            ("numbers in place", write_numbers),
+            ("parameter in place", decay),
+            ("gradient off", stop),
+            ("hook inside", hook),
         )
     },
+    "weight_norm": (
+        lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
+        "0.weight_g",
+        "a tensor that is computed",
+    ),
+    "a property for a weight": (Masked, "0.kernel", "the model's own"),
 }
 
 
@@ -175,44 +198,136 @@ def test_what_cannot_wait_gets_its_gradient_in_i_and_is_reported(kind: str) -> N
     }
 
 
-class Fickle(nn.Layer):
-    """Begins to hand its sublayer a box, or to be given one, in its second call."""
+class Changing(nn.Layer):
+    """Weights that it has itself, and what each call does with them, by its number."""
 
-    def __init__(self, inner: Any, later: Any) -> None:
+    def __init__(self, *ways: Any) -> None:
         super().__init__()
-        self.inner = inner
-        self.later = later
-        self.calls = 0
+        self.before, self.ways, self.calls = nn.Linear(4, 4), ways, -1
+        self.inner = Leaf(self.chosen, weight=[4, 4], shift=[4])
+        self.kept: Any = None
+
+    def chosen(self, x: Any, *parameters: Any) -> Any:
+        self.calls += 1
+        return self.ways[min(self.calls, len(self.ways) - 1)](self, x, *parameters)
 
     def forward(self, x: Any) -> Any:
-        self.calls += 1
-        return self.inner(x if self.calls == 1 else self.later(x))
+        y = self.inner(self.before(x))
+        return (y["y"] if isinstance(y, dict) else y) + (0 if self.kept is None else self.kept)
 
 
-def either(value: Any, weight: Any) -> Any:
-    """Takes a box or a tensor; gives a box for a tensor of other than three rows."""
-    box = isinstance(value, Box)
-    output = (value.tensor if box else value) @ weight
-    return output if box or value.shape[0] == 3 else Box(output)
+def plainly(_: Any, x: Any, weight: Any, shift: Any) -> Any:
+    return x @ weight + shift
 
 
-def test_a_layer_that_is_handed_a_box_later_gets_its_gradient_in_i_then() -> None:
+def beside(owner: Any, x: Any, weight: Any, shift: Any) -> Any:
+    owner.kept = (x * x).mean() + (x @ weight).sum()
+    return x @ weight + shift
+
+
+def remembering(owner: Any, x: Any, weight: Any, shift: Any) -> Any:
+    y = x @ weight + (shift if owner.calls == 0 else shift * owner.memory)
+    owner.memory = y.detach()
+    return y
+
+
+def norm(_: Any, x: Any, weight: Any, shift: Any) -> Any:
+    return nn.functional.layer_norm(x, [4], shift, shift) @ weight
+
+
+#: What the calls of a leaf do, one after another.
+WAYS: dict[str, tuple[Any, ...]] = {
+    "returns its input at first": (lambda _, x, *__: x, plainly),
+    "returns its input later": (plainly, lambda _, x, *__: x),
+    "looks at its input later": (lambda _, x, weight, shift: x.detach() @ weight, plainly),
+    "looks away later": (plainly, lambda _, x, weight, shift: x.detach() @ weight + shift),
+    "without gradients later": (
+        plainly,
+        lambda _, x, *parts: paddle.no_grad()(plainly)(_, x, *parts) + x,
+    ),
+    "layer_norm later": (plainly, norm),
+    "prelu later": (
+        plainly,
+        lambda _, x, weight, shift: nn.functional.prelu(x @ weight, shift[:1]),
+    ),
+    "a dict later": (plainly, lambda *parts: {"y": plainly(*parts)}),
+    "one parameter later": (plainly, lambda _, x, weight, shift: x @ weight),
+    "keeps something beside": (beside,),
+    "keeps something beside later": (plainly, beside),
+    "a memory": (remembering,),
+}
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_a_leaf_that_does_something_else_in_each_call_has_the_bits_of_autograd(kind: str) -> None:
     inputs = [numbers(3, 4, seed=k) for k in range(3)]
-    steps, plain = (
-        Steps(Fickle(Leaf(either, weight=[4, 4]), Box)),
-        Fickle(Leaf(either, weight=[4, 4]), Box),
-    )
-    plain.set_state_dict(steps.layer.state_dict())
-    for k, x in enumerate(inputs):
-        score(plain(x)).backward()
-        steps.input_grads(k, score(steps.forward(k, x)))
+    expected, got, steps = fused_and_split(lambda: Changing(*WAYS[kind]), inputs, all_wait=False)
+    assert got == expected
+    assert steps.layer.calls == len(inputs) - 1
+
+
+def shadow_weight(layer: Any, _: Any) -> None:
+    layer.__dict__["weight"] = layer._parameters["weight"] * layer.bias
+
+
+def fast_weight(layer: Any, _: Any) -> None:
+    layer._parameters["weight"] = paddle.eye(4) * layer.bias
+
+
+def replace_weight(layer: Any) -> None:
+    weight = layer.create_parameter([4, 4])
+    weight.set_value(paddle.eye(4))
+    layer.weight = weight
+
+
+#: What happens to a Linear after its first call.
+LATER: dict[str, Any] = {
+    "weight_norm": nn.utils.weight_norm,
+    "a forward of its own": lambda layer: setattr(
+        layer, "forward", lambda x: x.detach() @ layer.weight
+    ),
+    "an attribute for a weight": lambda layer: layer.register_forward_pre_hook(shadow_weight),
+    "a result for a parameter": lambda layer: layer.register_forward_pre_hook(fast_weight),
+    "another parameter": replace_weight,
+    "a frozen bias": lambda layer: setattr(layer.bias, "stop_gradient", True),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_a_linear_that_is_changed_between_calls_has_the_bits_of_autograd(kind: str) -> None:
+    def stack() -> Any:
+        return shaken(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)))
+
+    paddle.seed(3)
+    plain = stack()
+    paddle.seed(3)
+    steps = Steps(stack())
+    for k in range(3):
+        if k == 1:
+            LATER[kind](plain[1])
+            LATER[kind](steps.layer[1])
+        score(plain(numbers(3, 4, seed=k))).backward()
+        steps.input_grads(k, score(steps.forward(k, numbers(3, 4, seed=k))))
         steps.weight_grads(k)
-    assert grads_of(steps.layer) == grads_of(plain)
-    assert "object of class Box" in steps.report().immediate["0.inner.weight"]
+        assert grads_of(steps.layer) == grads_of(plain)
 
 
-def test_a_layer_that_returns_a_box_later_is_refused_rather_than_wrong() -> None:
-    steps = Steps(Fickle(Leaf(either, weight=[4, 4]), lambda x: x[:2]))
-    steps.forward(0, numbers(3, 4))
-    with pytest.raises(ConfigError, match=r"'0\.inner' could wait for W, and now cannot"):
-        steps.forward(1, numbers(3, 4))
+@pytest.mark.parametrize("first", [False, True])
+def test_layers_within_saved_tensors_hooks_run_as_they_are(first: bool) -> None:
+    def some(linear: Any, x: Any) -> Any:
+        if first or linear.calls:
+            y = recompute(linear, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = linear(x)
+        linear.calls += 1
+        return y
+
+    class Counted(Around):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 4), some)
+            self.inner.calls = 0
+
+    inputs = [numbers(3, 4, seed=k) for k in range(3)]
+    expected, got, steps = fused_and_split(Counted, inputs, all_wait=False)
+    assert got == expected
+    assert "saved_tensors_hooks" in steps.report().immediate["0.inner.weight"]
