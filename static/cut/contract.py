@@ -6,42 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from fleetpipe.aliases import Optimizer, Program, Variable
+from fleetpipe.static.cut.names import Names
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Declared, Graph
-
-PREFIX = "fleetpipe@"
-#: The variable that every gradient is multiplied by where the norm of all stages is clipped.
-CLIP_FACTOR = f"{PREFIX}clip"
-
-
-def incoming_name(stage: int, value: int) -> str:
-    """Returns the variable in which a stage finds a value of an earlier stage."""
-    return f"{PREFIX}{stage}.in.{value}"
-
-
-def outgoing_name(stage: int, value: int) -> str:
-    """Returns the variable in which a stage leaves a value that it makes."""
-    return f"{PREFIX}{stage}.out.{value}"
-
-
-def gradient_name(stage: int, value: int, target: int) -> str:
-    """Returns the variable in which a stage finds what ``target`` says of a value's gradient."""
-    return f"{PREFIX}{stage}.grad.{value}.{target}"
-
-
-def incoming_gradient_name(stage: int, value: int) -> str:
-    """Returns the variable in which a stage leaves the gradient of a value it was given."""
-    return f"{PREFIX}{stage}.in.{value}.grad"
-
-
-def accumulator_name(parameter: str) -> str:
-    """Returns the variable in which the gradient of a parameter is added up."""
-    return f"{parameter}@FLEETPIPE_ACC"
-
-
-def waiting_name(stage: int, number: int) -> str:
-    """Returns the variable in which the first half of a stage's backward leaves a value."""
-    return f"{PREFIX}{stage}.waiting.{number}"
 
 
 class ProgramPiece(NamedTuple):
@@ -90,14 +57,14 @@ class StageProgram(Protocol):
     """A stage with its own backward, to be cut into pieces.
 
     Attributes:
-        feeds: Names of the data that the stage is fed.
+        feeds: The variable of each piece of data that the stage is fed, by its name.
         input_gradients: The variable of the gradient of each value that the stage is given, where
             one comes back to it; two values may share theirs.
         accumulators: The variable of each parameter's gradient.
     """
 
     @property
-    def feeds(self) -> Sequence[str]: ...  # noqa: D102
+    def feeds(self) -> Mapping[str, str]: ...  # noqa: D102
 
     @property
     def input_gradients(self) -> Mapping[int, str]: ...  # noqa: D102
@@ -180,11 +147,15 @@ class GraphReader(Protocol):
         """Gives a stage its backward; ``weight`` is the gradient of the loss."""
 
     def update(
-        self, optimizer: Optimizer, parameters: Sequence[str], clipped: Collection[str]
+        self,
+        names: Names,
+        optimizer: Optimizer,
+        parameters: Sequence[str],
+        clipped: Collection[str],
     ) -> Update:
         """Makes the optimizer step; the gradients of ``clipped`` are first multiplied by a factor.
 
-        The factor is a variable of the scope, :data:`CLIP_FACTOR`.
+        The factor is a variable of the scope, ``names.clip_factor``.
         """
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:

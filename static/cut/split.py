@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from fleetpipe.errors import BoundaryError, ConfigError, PartitionError
 from fleetpipe.schedules import Edge
+from fleetpipe.static.cut.names import Names
 from fleetpipe.static.graph import EVERYWHERE, Graph, needed
 
 GUARD = 'with paddle.static.device_guard("gpu:0"): .. with paddle.static.device_guard("gpu:1"): ..'
@@ -24,6 +25,7 @@ class Split:
         crossing: For each edge the values that travel along it, in the order of their making.
         checkpoints: Where the user has a backward compute what it needs again: the values that are
             kept for that; None where all is kept.
+        names: Its variables.
     """
 
     graph: Graph
@@ -31,6 +33,7 @@ class Split:
     stage_of: Sequence[int | None]
     crossing: Mapping[Edge, tuple[int, ...]]
     checkpoints: frozenset[int] | None = None
+    names: Names = field(default_factory=Names)
 
     @property
     def edges(self) -> tuple[Edge, ...]:

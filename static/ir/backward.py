@@ -12,7 +12,6 @@ from fleetpipe.aliases import DType, Variable
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import dtype_name, static
-from fleetpipe.static.cut.contract import accumulator_name, gradient_name, incoming_gradient_name
 from fleetpipe.static.cut.split import Split
 
 
@@ -79,11 +78,12 @@ def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) 
     results = static.gradients(targets, inputs, grads)
     for name, grad in zip(parameters, results):
         if grad is not None:
-            _accumulate(forward, name, grad)
-            gradients.accumulators[name] = accumulator_name(name)
+            gradients.accumulators[name] = split.names.accumulator(name)
+            _accumulate(forward, name, grad, gradients.accumulators[name])
     for value, grad in zip(entering, results[len(parameters) :]):
         if grad is not None:
-            gradients.inputs[value] = forward.leave(grad, incoming_gradient_name(stage, value))
+            name = split.names.incoming_gradient(stage, value)
+            gradients.inputs[value] = forward.leave(grad, name)
     return gradients
 
 
@@ -116,7 +116,7 @@ def _targets(
         like = forward.variable(value)
         # The latest reader first, as the unsplit program adds gradients up.
         parts = [
-            forward.fed(gradient_name(stage, value, reader), like)
+            forward.fed(split.names.gradient(stage, value, reader), like)
             for reader in sorted(readers[value], reverse=True)
         ]
         grads.append(parts[0] if len(parts) == 1 else forward.add(parts))
@@ -128,10 +128,10 @@ def _targets(
     return targets, grads
 
 
-def _accumulate(forward: Forward, name: str, grad: Variable) -> None:
+def _accumulate(forward: Forward, name: str, grad: Variable, accumulator: str) -> None:
     if forward.is_sparse(grad):
         raise ConfigError(
             f"the gradient of {name!r} is sparse, which a static pipeline does not add up",
             fix="build the embedding with sparse=False",
         )
-    forward.add_to(forward.fed(accumulator_name(name), grad), grad)
+    forward.add_to(forward.fed(accumulator, grad), grad)

@@ -126,10 +126,10 @@ class Compiled:
         self.engine = self._engine()
         self._run_step = None
         if recipe.update is not None:
-            tensor_of(scope, contract.CLIP_FACTOR)
+            tensor_of(scope, recipe.split.names.clip_factor)
             self._run_step = job_executor(recipe.update.step, scope, place).run
         self._gradients = {
-            name: dynamic(tensor_of(scope, contract.accumulator_name(name)))
+            name: dynamic(tensor_of(scope, recipe.split.names.accumulator(name)))
             for name in recipe.parameters
         }
 
@@ -148,7 +148,7 @@ class Compiled:
             # Read where somebody looks.
             job.progress.gradient_norm = norm.item
             factor = reductions.clip_factor(norm, recipe.limit)
-            share(tensor_of(self.scope, contract.CLIP_FACTOR), factor.get_tensor())
+            share(tensor_of(self.scope, recipe.split.names.clip_factor), factor.get_tensor())
 
     def step(self) -> None:
         """Updates the parameters and sets the accumulators to 0."""
@@ -172,4 +172,5 @@ class Compiled:
                 fix="exe.run(paddle.static.default_startup_program()) before the first batch",
             )
         zeros = np.zeros_like(np.array(tensor))
-        tensor_of(self.scope, contract.accumulator_name(parameter)).set(zeros, self.place)
+        accumulator = self._recipe.split.names.accumulator(parameter)
+        tensor_of(self.scope, accumulator).set(zeros, self.place)

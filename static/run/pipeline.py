@@ -197,12 +197,13 @@ class StaticPipeline:
         config = self._config
         if isinstance(feed, Iterator):
             feed = self._draw(feed)
-        wanted = [Fetch.of(target, self._reader, self.split) for target in fetches]
-        batch = FedBatch(
-            feed, self._reader.data, config.micro_batches, config.micro_batch_size, place
-        )
-        batch.require({name for stage in self._recipe.stages.values() for name in stage.feeds})
+        # Guarded: other ranks may have begun, and what they send is no later batch's.
         with self._job.guarded(self._where):
+            wanted = [Fetch.of(target, self._reader, self.split) for target in fetches]
+            batch = FedBatch(
+                feed, self._reader.data, config.micro_batches, config.micro_batch_size, place
+            )
+            batch.require({name for stage in self._recipe.stages.values() for name in stage.feeds})
             compiled = self._compile(wanted, scope, place)
         with dynamic_mode(), self._job.guarded(self._where):
             first = self._job.replicas().rank * config.micro_batches
@@ -234,11 +235,12 @@ class StaticPipeline:
 
     def _draw(self, items: Iterator[Item | Sequence[Item]]) -> Item:
         """Takes a mini-batch from an iterator; all ranks do, or none. Collective over the job."""
-        drawn = draw(items, self._config.micro_batches)
         job = self._job
-        with dynamic_mode(), job.guarded(lambda: "taking the next mini-batch"):
-            here = all(job.group().all_gather(drawn is not None))
-            everywhere = all(job.replicas().all_gather(here))
+        with job.guarded(lambda: "taking the next mini-batch"):
+            drawn = draw(items, self._config.micro_batches)
+            with dynamic_mode():
+                here = all(job.group().all_gather(drawn is not None))
+                everywhere = all(job.replicas().all_gather(here))
         if drawn is None or not everywhere:
             raise EOFException("there is no data: the epoch ends on every rank")
         return drawn
@@ -298,7 +300,8 @@ class StaticPipeline:
             limit = None
         update = None
         if parameters:
-            update = self._reader.update(optimizer, parameters, () if limit is None else clipped)
+            multiplied = () if limit is None else clipped
+            update = self._reader.update(self.split.names, optimizer, parameters, multiplied)
         return Recipe(
             split=self.split,
             plan=self.schedule.lower(self.split.edges),

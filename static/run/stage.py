@@ -16,7 +16,7 @@ from fleetpipe.engine.stage import Values
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle, static
 from fleetpipe.schedules import Edge
-from fleetpipe.static.cut.contract import Pieces, StageProgram, gradient_name
+from fleetpipe.static.cut.contract import Pieces, StageProgram
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.run.random_streams import Streams
 
@@ -65,7 +65,7 @@ class ProgramRunner:
         names = _variables(program, split, stage)
         fetched = {number: program.outgoing(number) for number in fetches}
         passing = [*_names(names.inputs), *_names(names.outputs), *fetched.values()]
-        forward_names = {*program.feeds, *passing}
+        forward_names = {*program.feeds.values(), *passing}
         kept, waiting = pieces.kept, pieces.weight_grad.waiting
         backward_names = {*kept, *waiting, *_names(names.output_grads), *_names(names.input_grads)}
 
@@ -90,7 +90,7 @@ class ProgramRunner:
                 for edge, some in group.items()
             }
 
-        self.fed = [(name, tensors[name]) for name in program.feeds]
+        self.fed = [(name, tensors[variable]) for name, variable in program.feeds.items()]
         self.inputs, self.outputs = of(names.inputs), of(names.outputs)
         self.output_grads, self.input_grads = of(names.output_grads), of(names.input_grads)
         self.fetched = {number: tensors[name] for number, name in fetched.items()}
@@ -121,7 +121,7 @@ def _variables(program: StageProgram, split: Split, stage: int) -> _Variables:
         {edge: [program.outgoing(n) for n in crossing[edge]] for edge in out},
         {
             edge: [
-                gradient_name(stage, n, edge.target) if n in differentiable else None
+                split.names.gradient(stage, n, edge.target) if n in differentiable else None
                 for n in crossing[edge]
             ]
             for edge in out

@@ -92,7 +92,7 @@ VARIABLE = re.compile(
 #: ``os.environ["NAME"]``, ``os.environ.get("NAME", ..)``, ``"NAME" in os.environ``.
 ACCESS = re.compile(r'(?:environ(?:\.\w+\(|\[)|getenv\()"(\w+)"|"(\w+)" (?:not )?in os\.environ')
 #: Names in the sources that only look so.
-OTHERS = {"FLEETPIPE_DEFAULTS", "FLEETPIPE_ACC", "MASTER_WEIGHTS", "PADDLE_TRAINER"}
+OTHERS = {"FLEETPIPE_DEFAULTS", "MASTER_WEIGHTS", "PADDLE_TRAINER"}
 
 
 def test_the_page_has_every_variable() -> None:

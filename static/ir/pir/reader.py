@@ -9,7 +9,8 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import gradient_clip, rate_variable, set_dtype
 from fleetpipe.paddle_api.static import is_pir, no_place, pir, pir_creation, pir_operations, static
-from fleetpipe.static.cut.contract import CLIP_FACTOR, PREFIX, Update, accumulator_name
+from fleetpipe.static.cut.contract import Update
+from fleetpipe.static.cut.names import PREFIX, Names
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation
 from fleetpipe.static.ir.optimizer_state import kept_of
@@ -119,7 +120,11 @@ class PirReader:
         return Graph(operations, names, frozenset(persistable), frozenset(differentiable), written)
 
     def update(
-        self, optimizer: Optimizer, parameters: Sequence[str], clipped: Collection[str]
+        self,
+        names: Names,
+        optimizer: Optimizer,
+        parameters: Sequence[str],
+        clipped: Collection[str],
     ) -> Update:
         """Makes the optimizer step over the named parameters."""
         if isinstance(gradient_clip(optimizer), paddle.nn.ClipGradByValue):
@@ -135,12 +140,12 @@ class PirReader:
         values = {name_of(op): op.result(0) for op in _parameters(step)}
         pairs, sums = [], []
         with static.program_guard(step, startup):
-            factor: Variable = _factor() if clipped else None
+            factor: Variable = _factor(names.clip_factor) if clipped else None
             for name in parameters:
                 parameter = values[name]
                 for attribute in ("optimize_attr", "regularizer"):  # clone() forgets them
                     setattr(parameter, attribute, getattr(originals[name], attribute))
-                grad = placeholder(accumulator_name(name), parameter)
+                grad = placeholder(names.accumulator(name), parameter)
                 sums.append(grad)
                 if name in clipped:
                     grad = grad * factor.astype(grad.dtype)
@@ -149,7 +154,7 @@ class PirReader:
             optimizer.apply_gradients(pairs)
             for sum_ in sums:
                 pir_operations.full_(sum_, sum_.shape, 0.0, sum_.dtype, no_place())
-        fed = [CLIP_FACTOR, *map(accumulator_name, parameters)]
+        fed = [names.clip_factor, *map(names.accumulator, parameters)]
         sources = [name_of(op) for op in step.global_block().ops if op.name() in (DATA, PARAMETER)]
         variables = sorted({*sources} - {*parameters, *fed})
         kept = {name: kept_of(optimizer, name, _variable) for name in parameters}
@@ -200,9 +205,9 @@ def _parameters(program: Program) -> list[Op]:
     return [op for op in program.global_block().ops if op.name() == PARAMETER]
 
 
-def _factor() -> Variable:
+def _factor(name: str) -> Variable:
     pir.reset_insertion_point_to_start()
-    value = pir_creation.data(CLIP_FACTOR, [1], paddle.float32, no_place())
+    value = pir_creation.data(name, [1], paddle.float32, no_place())
     value.persistable = True
     to_end(value.get_defining_op().get_parent_block())
     return value

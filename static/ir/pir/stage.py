@@ -62,11 +62,11 @@ class PirStage:
 
     def incoming(self, value: int) -> str:
         """Returns the variable in which the stage finds a value of an earlier one."""
-        return contract.incoming_name(self._stage, value)
+        return self._split.names.incoming(self._stage, value)
 
     def outgoing(self, value: int) -> str:
         """Returns the variable in which the stage leaves a value that it makes."""
-        return contract.outgoing_name(self._stage, value)
+        return self._split.names.outgoing(self._stage, value)
 
     def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> contract.Pieces:
         """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
@@ -96,11 +96,17 @@ class PirStage:
 
     def _isolate(self, places: Sequence[tuple[int, int]]) -> None:
         """Removes what other stages compute, and takes in what they hand over."""
+        self.feeds: dict[str, str] = {}
         ops = list(self._program.global_block().ops)
         mine = set(self._split.operations_of(self._stage))
         for number, (index, result) in enumerate(places):
-            if index in mine:
-                self._values[number] = ops[index].result(result)
+            if index not in mine:
+                continue
+            self._values[number] = ops[index].result(result)
+            if ops[index].name() == operations.DATA:
+                name = operations.name_of(ops[index])
+                self.feeds[name] = self._split.names.fed(name)
+                self._values[number] = self._given(self.feeds[name], self._values[number])
         for edge, numbers in self._split.crossing.items():
             for number in numbers if edge.target == self._stage else ():
                 index, result = places[number]
@@ -111,17 +117,16 @@ class PirStage:
                         where=str(self._split.graph.operations[index]),
                         fix="build the operation that takes the list under the same guard",
                     )
-                name = contract.incoming_name(self._stage, number)
-                self._values[number] = operations.placeholder(name, value)
-                value.replace_all_uses_with(self._values[number])
+                self._values[number] = self._given(self.incoming(number), value)
         for index in reversed(range(len(ops))):
-            if index not in mine:
+            if index not in mine or ops[index].name() == operations.DATA:
                 ops[index].erase()
-        fed = [op for op in self._ops() if op.name() == operations.DATA]
-        for op in fed:
-            op.result(0).persistable = True  # else it is freed after the forward
-        names = [operations.name_of(op) for op in fed]
-        self.feeds = [name for name in names if not name.startswith(contract.PREFIX)]
+
+    def _given(self, variable: str, value: Variable) -> Variable:
+        """Takes a variable of the scope in the place of a value."""
+        given = operations.placeholder(variable, value)
+        value.replace_all_uses_with(given)
+        return given
 
     def parameters(self) -> dict[str, Variable]:
         """Returns the parameters to train that the stage uses, by name."""
@@ -234,7 +239,7 @@ class PirStage:
                     copy.ops[index].erase()
             operations.to_end(copy.program.global_block())
             for number in sorted(numbers):
-                operations.export(copy.values[number], contract.outgoing_name(self._stage, number))
+                operations.export(copy.values[number], self.outgoing(number))
         return copy.program
 
     def _backward_piece(self) -> contract.ProgramPiece:
@@ -249,7 +254,7 @@ class PirStage:
         halves.pass_through(whole.ops, whole.forward)
         division = halves.divide(whole.ops, whole.forward)
         crossing = {
-            contract.waiting_name(self._stage, number): crossed
+            self._split.names.waiting(self._stage, number): crossed
             for number, crossed in enumerate(division.crossing)
         }
         first, second = (self._copy(whole.program) for _ in range(2))
@@ -279,9 +284,7 @@ class PirStage:
         """
         for number in self._kept:
             value = copy.values[number]
-            value.replace_all_uses_with(
-                operations.placeholder(contract.outgoing_name(self._stage, number), value)
-            )
+            value.replace_all_uses_with(operations.placeholder(self.outgoing(number), value))
         for index in copy.forward:
             op = copy.ops[index]
             for result, operand in operations.IN_PLACE.get(op.name(), {}).items():
@@ -309,7 +312,7 @@ class PirStage:
             for op in self._ops()
             if op.id() in self._forward and op.name() == operations.DATA
         }
-        forward_values |= {contract.outgoing_name(self._stage, number) for number in self._kept}
+        forward_values |= {self.outgoing(number) for number in self._kept}
         kept, waiting, shapes = [], [], []
         for op in list(program.global_block().ops):
             if op.name() != operations.DATA:

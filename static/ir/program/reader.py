@@ -16,7 +16,8 @@ from fleetpipe.paddle_api.static import (
     rename_output,
     static,
 )
-from fleetpipe.static.cut.contract import CLIP_FACTOR, Update, accumulator_name
+from fleetpipe.static.cut.contract import Update
+from fleetpipe.static.cut.names import Names
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Declared, Graph, Operation, stage_of_device
 from fleetpipe.static.ir.optimizer_state import kept_of
@@ -90,7 +91,11 @@ class ProgramReader:
         return ProgramStage(self._program, self._names, self._offset, split, stage, (loss, weight))
 
     def update(
-        self, optimizer: Optimizer, parameters: Sequence[str], clipped: Collection[str]
+        self,
+        names: Names,
+        optimizer: Optimizer,
+        parameters: Sequence[str],
+        clipped: Collection[str],
     ) -> Update:
         """Makes the optimizer step over the named parameters."""
         step, startup = self._program.clone(), static.Program()
@@ -99,16 +104,14 @@ class ProgramReader:
         remove_variables(step, [name for name in block.vars if name not in parameters])
         pairs = []
         with static.program_guard(step, startup):
-            factor = create_variable(block, CLIP_FACTOR, [1], "float32") if clipped else None
+            factor = None
+            if clipped:
+                factor = create_variable(block, names.clip_factor, [1], "float32")
             for name in parameters:
                 weight = block.var(name)
                 weight.need_clip = self._block.var(name).need_clip  # clone() forgets it
-                pairs.append(
-                    (
-                        weight,
-                        create_variable(block, accumulator_name(name), weight.shape, weight.dtype),
-                    )
-                )
+                total = names.accumulator(name)
+                pairs.append((weight, create_variable(block, total, weight.shape, weight.dtype)))
             optimizer.apply_gradients(
                 [(p, _times(block, g, factor) if p.name in clipped else g) for p, g in pairs]
             )

@@ -51,7 +51,8 @@ class ProgramStage:
         self._read = {
             name for op in self._block.ops for name in operations.reads_of(self._program, op)
         }
-        self.feeds = sorted(n for n in self._read if self._has(n) and self._block.var(n).is_data)
+        fed = sorted(n for n in self._read if self._has(n) and self._block.var(n).is_data)
+        self.feeds = {name: name for name in fed}
         self._refuse_rewritten(numbers)
         self._constants = {
             index
