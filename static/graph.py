@@ -84,7 +84,7 @@ class Graph:
         names: The values that have a name: data and parameters, and in the older Program all.
         persistable: Values that live from batch to batch: parameters, running statistics.
         differentiable: Values that a gradient may come back to.
-        written: Persistable values by the number of the operation that writes them in place.
+        written: Values by the number of the operation that changes them in place.
     """
 
     operations: Sequence[Operation]

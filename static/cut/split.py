@@ -118,7 +118,7 @@ def split(graph: Graph) -> Split:
         stage_of.append(stage)
         at.update(dict.fromkeys(op.writes, stage))
     stages = _count(graph, stage_of)
-    _refuse_shared_statistics(graph, stage_of)
+    _refuse_changed_elsewhere(graph, stage_of)
     return Split(graph, stages, tuple(stage_of), _crossing(graph, stage_of, at))
 
 
@@ -156,7 +156,7 @@ def _refuse_different(graph: Graph, number: int) -> None:
             expected="operations that give the same wherever they are computed",
             got="random numbers, which each stage draws from a stream of its own"
             if op.draws
-            else f"a change of {graph.names[graph.written[number][0]]!r} by every stage",
+            else f"a change of {_name(graph, graph.written[number][0])} by every stage",
             fix="put it under the guard of the first stage that uses it: values travel from there",
         )
 
@@ -198,20 +198,30 @@ def _count(graph: Graph, stage_of: Sequence[int | None]) -> int:
     return stages
 
 
-def _refuse_shared_statistics(graph: Graph, stage_of: Sequence[int | None]) -> None:
-    """A value that one stage changes in place would be out of date in every other."""
-    changed = {value: n for n, values in graph.written.items() for value in values}
-    for number, op in enumerate(graph.operations):
-        for value in op.reads:
-            writer = changed.get(value)
-            if writer is not None and stage_of[writer] != stage_of[number]:
+def _refuse_changed_elsewhere(graph: Graph, stage_of: Sequence[int | None]) -> None:
+    """A value that one stage changes in place would be out of date in every other.
+
+    But for one that the stage itself makes, and others take as it leaves it.
+    """
+    producers = graph.producers()
+    for writer, value in [(n, value) for n, values in graph.written.items() for value in values]:
+        users = [number for number, op in enumerate(graph.operations) if value in op.reads]
+        if value not in graph.persistable:
+            users = [producers[value], *(number for number in users if number < writer)]
+        for number in users:
+            if stage_of[number] != stage_of[writer]:
                 raise BoundaryError(
-                    f"{graph.names[value]!r} is changed by one stage and used by another",
-                    where=f"{op} of stage {stage_of[number]}",
-                    expected="a running statistic or counter in one stage only",
+                    f"{_name(graph, value)} is changed by one stage and used by another",
+                    where=f"{graph.operations[number]} of stage {stage_of[number]}",
+                    expected="values that only the stage that uses them changes in place",
                     got=f"{graph.operations[writer]} of stage {stage_of[writer]} changes it",
-                    fix="put both under one guard",
+                    fix="put both under one guard, or let one have a copy: paddle.assign(value)",
                 )
+
+
+def _name(graph: Graph, value: int) -> str:
+    """Returns what messages call a value: under PIR few have a name."""
+    return repr(graph.names[value]) if value in graph.names else "a value"
 
 
 def _crossing(

@@ -10,9 +10,9 @@ from fleetpipe.static.graph import DROPOUTS, draws, user_line
 
 PARAMETER, DATA, COMBINE = "builtin.parameter", "pd_op.data", "builtin.combine"
 SET_PARAMETER = "builtin.set_parameter"
-_ASSIGN_VALUE, _EINSUM = "pd_op.assign_value_", "pd_op.einsum"
-#: Results that are the operand itself, changed in place: {operation: {result: operand}}.
-IN_PLACE = {"pd_op.batch_norm_": {1: 1, 2: 2}, "pd_op.sync_batch_norm_": {1: 1, 2: 2}}
+_ASSIGN_VALUE, _DETACH, _EINSUM = "pd_op.assign_value_", "pd_op.share_data_", "pd_op.einsum"
+#: Operations whose backward takes none of the running statistics that they change.
+NORMS = ("pd_op.batch_norm", "pd_op.sync_batch_norm")
 #: Operations that take lists of tensors apart.
 _VIEWS = ("builtin.split", "builtin.slice")
 
@@ -39,7 +39,10 @@ def to_end(block: Block) -> None:
 def export(value: Variable, name: str) -> None:
     """Leaves a value in a variable of the scope. Without both it would not be seen there."""
     maker = value.get_defining_op()
-    if maker.name() in _VIEWS:
+    if maker.name() == PARAMETER or value.index() in in_place(maker):
+        # It shares the variable of what is changed in place, which goes on to change.
+        value = pir_operations.assign(value)
+    elif maker.name() in _VIEWS:
         # Such a value is an entry of a list and has no variable that could be given a name.
         value = pir_operations.share_data_(value)
     elif maker.num_regions():
@@ -98,8 +101,63 @@ def is_constant(op: Op) -> bool:
     """Whether an operation always gives the same: a parameter, fed data, or given numbers."""
     if op.name() == _ASSIGN_VALUE:
         # paddle.assign and to_tensor of numbers: written over zeros that were made for them.
-        return all(is_constant(value.get_defining_op()) for value in taken(op))
+        makers = [value.get_defining_op() for value in taken(op)]
+        return all(maker is not None and is_made_up(maker) for maker in makers)
     return not op.operands() and not op.num_regions() and not draws_of(op)
+
+
+def is_made_up(op: Op) -> bool:
+    """Whether an operation is a constant that is neither a parameter nor data."""
+    return is_constant(op) and not is_source(op)
+
+
+def in_place(op: Op) -> dict[int, int]:
+    """Returns which results are an operand itself, changed in place: ``{result: operand}``."""
+    if op.name() == _ASSIGN_VALUE and is_constant(op) and op.operand_source(0).has_one_use():
+        return {}
+    if op.name() == _DETACH:
+        return {}  # another value in the same memory
+    return dict(pir.get_op_inplace_info(op))
+
+
+class Versions:
+    """What an operation finds in the memory of a value, where others changed it in place.
+
+    The value that was there first stands for all that share its memory. Every stage has its own of
+    what floats, parameters apart: there, what was changed is another value each time.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, int], Variable] = {}
+        self._floating: dict[tuple[int, int], Variable] = {}
+
+    def first(self, value: Variable) -> Variable:
+        """Returns the value that was in the memory of another first."""
+        if value.get_defining_op() is None:
+            return value  # what a block of control flow is given
+        return self._first.get(place(value), value)
+
+    def now(self, value: Variable) -> Variable:
+        """Returns the value that an operation takes now if it takes ``value``."""
+        first = self.first(value)
+        if first.get_defining_op() is None:
+            return first
+        return self._floating.get(place(first), first)
+
+    def add(self, op: Op) -> list[Variable]:
+        """Goes past an operation; returns the first values of what it changes."""
+        changed = []
+        for one in (op, *inside(op)):
+            for result, operand in in_place(one).items():
+                first = self.first(one.operand_source(operand))
+                self._first[place(one.result(result))] = first
+                maker = first.get_defining_op()
+                if maker is None:
+                    continue
+                changed.append(first)
+                if is_constant(maker) and maker.name() != PARAMETER:
+                    self._floating[place(first)] = one.result(result)
+        return changed
 
 
 def is_free(op: Op) -> bool:
@@ -131,7 +189,7 @@ def take_operands(ops: Iterable[Op]) -> None:
 
 def changes(op: Op) -> bool:
     """Whether an operation changes what it takes, other than running statistics."""
-    return bool(op.name().endswith("_")) and op.name() not in IN_PLACE
+    return bool(in_place(op)) and not op.name().startswith(NORMS)
 
 
 def place_repeated(piece: Program, repeated: Collection[int]) -> None:
@@ -156,7 +214,7 @@ def place_repeated(piece: Program, repeated: Collection[int]) -> None:
         for source in sorted(needed, key=lambda one: order[one.id()]):
             source.move_before(op)
     for op in ops:
-        for operand in IN_PLACE.get(op.name(), {}).values() if op.id() in repeated else ():
+        for operand in in_place(op).values() if op.id() in repeated else ():
             copy = pir_operations.assign(op.operand_source(operand))
             copy.get_defining_op().move_before(op)
             op.operand(operand).set_source(copy)

@@ -16,9 +16,9 @@ from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation
 from fleetpipe.static.ir.optimizer_state import kept_of
 from fleetpipe.static.ir.pir.operations import (
     DATA,
-    IN_PLACE,
     PARAMETER,
     SET_PARAMETER,
+    Versions,
     draws_of,
     inside,
     is_constant,
@@ -71,6 +71,7 @@ class PirReader:
         self._program = program
         self._places: list[tuple[int, int]] = []
         self._numbers: dict[tuple[int, int], int] = {}
+        self._versions = Versions()
         ops = program.global_block().ops
         self.graph = self._read(ops)
         parameters = {name_of(op): op.result(0) for op in _parameters(program)}
@@ -83,7 +84,7 @@ class PirReader:
         """Returns the number of a value by itself or by its name."""
         if isinstance(target, str):
             return next((n for n, name in self.graph.names.items() if name == target), None)
-        return _find(self._numbers, target)
+        return _find(self._numbers, self._versions.now(target))
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> PirStage:
         """Gives a stage its backward."""
@@ -96,7 +97,8 @@ class PirReader:
         differentiable: set[int] = set()
         written: dict[int, tuple[int, ...]] = {}
         for index, op in enumerate(ops):
-            reads = tuple(dict.fromkeys(_numbered(self._numbers, taken(op))))
+            taken_now = map(self._versions.now, taken(op))
+            reads = tuple(dict.fromkeys(_numbered(self._numbers, taken_now)))
             writes = []
             for position, value in enumerate(op.results()):
                 number = len(self._places)
@@ -113,7 +115,7 @@ class PirReader:
                     persistable.add(number)
                 if not value.stop_gradient and value.is_dense_tensor_type():
                     differentiable.add(number)
-            changed = [op.operand_source(o) for o in IN_PLACE.get(op.name(), {}).values()]
+            changed = [v for v in self._versions.add(op) if self._versions.now(v).is_same(v)]
             if changed:
                 written[index] = tuple(_numbered(self._numbers, changed))
             operations.append(_described(op, reads, tuple(writes)))

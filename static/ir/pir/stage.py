@@ -54,6 +54,9 @@ class PirStage:
         with static.program_guard(self._program, static.Program()):
             self._isolate(places)
             self._forward = {op.id() for op in self._ops()}
+            self._versions = operations.Versions()
+            changed = [value for op in self._ops() for value in self._versions.add(op)]
+            self._changed = {operations.place(value) for value in changed}
             self._numbers = {operations.place(value): n for n, value in self._values.items()}
             self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
             operations.take_operands(self._ops())
@@ -99,6 +102,7 @@ class PirStage:
         self.feeds: dict[str, str] = {}
         ops = list(self._program.global_block().ops)
         mine = set(self._split.operations_of(self._stage))
+        self._take_changed(ops, mine)
         for number, (index, result) in enumerate(places):
             if index not in mine:
                 continue
@@ -106,7 +110,7 @@ class PirStage:
             if ops[index].name() == operations.DATA:
                 name = operations.name_of(ops[index])
                 self.feeds[name] = self._split.names.fed(name)
-                self._values[number] = self._given(self.feeds[name], self._values[number])
+                self._values[number] = self._replaced(self.feeds[name], self._values[number])
         for edge, numbers in self._split.crossing.items():
             for number in numbers if edge.target == self._stage else ():
                 index, result = places[number]
@@ -117,16 +121,37 @@ class PirStage:
                         where=str(self._split.graph.operations[index]),
                         fix="build the operation that takes the list under the same guard",
                     )
-                self._values[number] = self._given(self.incoming(number), value)
+                self._values[number] = self._replaced(self.incoming(number), value)
         for index in reversed(range(len(ops))):
             if index not in mine or ops[index].name() == operations.DATA:
                 ops[index].erase()
 
-    def _given(self, variable: str, value: Variable) -> Variable:
+    def _take_changed(self, ops: Sequence[Op], mine: Collection[int]) -> None:
+        """Has operations of the stage take what others changed in place from where that is made."""
+        versions = operations.Versions()
+        here = {ops[index].id() for index in mine}
+        elsewhere: set[tuple[int, int]] = set()
+        for index, op in enumerate(ops):
+            for one in (op, *operations.inside(op)) if index in mine else ():
+                for operand in one.operands():
+                    value = operand.source()
+                    if not value.initialized():
+                        continue
+                    now = versions.now(value)
+                    if now.get_defining_op() is None or now.is_same(value):
+                        continue
+                    first = operations.place(versions.first(now))
+                    if now.get_defining_op().id() not in here:
+                        elsewhere.add(first)
+                    if first in elsewhere:
+                        operand.set_source(now)
+            versions.add(op)
+
+    def _replaced(self, variable: str, value: Variable) -> Variable:
         """Takes a variable of the scope in the place of a value."""
-        given = operations.placeholder(variable, value)
-        value.replace_all_uses_with(given)
-        return given
+        replacement = operations.placeholder(variable, value)
+        value.replace_all_uses_with(replacement)
+        return replacement
 
     def parameters(self) -> dict[str, Variable]:
         """Returns the parameters to train that the stage uses, by name."""
@@ -187,16 +212,22 @@ class PirStage:
         waiting = [op for op in self._ops() if op.id() not in self._forward]
         while waiting:
             user = waiting.pop()
-            for value in operations.taken(user):
+            for taken in operations.taken(user):
+                value = self._versions.first(taken)
                 op = value.get_defining_op()
-                if op is None or op.id() not in self._forward or op.name() == operations.PARAMETER:
+                if op is None or op.id() not in self._forward or op.name() == operations.DATA:
                     continue
-                if value.index() in operations.IN_PLACE.get(op.name(), {}):
+                changed = operations.place(value) in self._changed
+                if op.name() == operations.PARAMETER:
+                    if changed and not user.name().startswith(operations.NORMS):
+                        crossing.add(self._numbers[operations.place(value)])
                     continue
-                if op.name() == operations.DATA:
-                    continue
-                unread = operations.by_shape(user, value)
-                if operations.is_free(op) or (not unread and self._computed_again(op, value)):
+                if changed and not value.is_dense_tensor_type():
+                    raise self._changed_list(op)
+                unread = operations.by_shape(user, taken)
+                if (operations.is_free(op) and not changed) or (
+                    not unread and self._computed_again(op, value)
+                ):
                     if op.id() not in repeated:
                         repeated.add(op.id())
                         waiting.append(op)
@@ -204,6 +235,15 @@ class PirStage:
                     crossing.add(self._numbers[operations.place(value)])
         made = {n for n in crossing if self._values[n].get_defining_op().id() in repeated}
         return sorted(crossing - made), repeated
+
+    def _changed_list(self, op: Op) -> BoundaryError:
+        return BoundaryError(
+            "a gradient passes through a list of tensors that is written to",
+            where=f"operation {op.name()!r} ({operations.line_of(op)}) of stage {self._stage}",
+            cause="backward would take a TensorArray from forward, which no variable can hold",
+            fix="use a Python list and paddle.stack or paddle.concat, or keep gradients out of it "
+            "with stop_gradient",
+        )
 
     def _computed_again(self, op: Op, value: Variable) -> bool:
         """Whether backward computes a value again because the user's script has it cost no memory.
@@ -216,7 +256,10 @@ class PirStage:
             return False
         if operations.draws_of(op) or op.num_regions():
             return False
-        return not any(map(operations.changes, (op, *value.all_used_ops())))
+        if any(map(operations.changes, (op, *value.all_used_ops()))):
+            return False
+        inputs = (operations.place(self._versions.first(v)) for v in operations.taken(op))
+        return op.name().startswith(operations.NORMS) or self._changed.isdisjoint(inputs)
 
     def _copy(self, program: Program | None = None) -> _Copy:
         """Returns a copy of the stage's program, or of another copy of it."""
@@ -287,7 +330,7 @@ class PirStage:
             value.replace_all_uses_with(operations.placeholder(self.outgoing(number), value))
         for index in copy.forward:
             op = copy.ops[index]
-            for result, operand in operations.IN_PLACE.get(op.name(), {}).items():
+            for result, operand in operations.in_place(op).items():
                 op.result(result).replace_all_uses_with(op.operand_source(operand))
         repeated = {copy.ops[index].id() for index in copy.repeated}
         # From the last to the first: those that use an operation are gone before it is, and none is

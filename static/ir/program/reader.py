@@ -196,7 +196,7 @@ def _described(
         reads,
         writes,
         stage_of_device(op.attr("op_device")),
-        op.type in _CONSTANTS and not reads,
+        op.type in _CONSTANTS and not reads and bool(writes),
         line_of(op),
         frozenset(tag for tag in tags if tag is not None),
         any(map(draws_of, (op, *within))),

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.errors import BoundaryError
-from fleetpipe.paddle_api.static import leave_device, remove_operations, remove_variables, static
+from fleetpipe.paddle_api.static import (
+    leave_device,
+    remove_operations,
+    remove_variables,
+    rename_input,
+    static,
+)
 from fleetpipe.static.cut.contract import Pieces, ProgramPiece
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.ir import backward
@@ -65,6 +72,17 @@ class ProgramStage:
             self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
         # The copies were there to be differentiated; nothing takes their values.
         remove_operations(self._program, range(self._forward, self._forward + self._copies))
+        changed = {name for name in self._makers() if self._lasts(name)}
+        backwards = self._block.ops[self._forward :]
+        # Later micro-batches change them again before this one's backward takes them.
+        self._changed = sorted(
+            changed.intersection(
+                name
+                for op in backwards
+                if not op.type.startswith(_NORMS)
+                for name in operations.reads_of(self._program, op)
+            )
+        )
         self._kept, self._repeated, self._shapes = self._crossing()
         for op in self._block.ops:
             leave_device(op)
@@ -79,22 +97,35 @@ class ProgramStage:
 
     def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> Pieces:
         """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
+        copies = {name: f"{name}.kept" for name in self._changed}
         lasting = {
             *self._kept,
+            *copies.values(),
             *self.feeds,
             *self.input_gradients.values(),
             *(self._names[value] for value in backward.incoming(self._split, self._stage)),
         }
         leaving = {self._names[value] for value in exports}
         forward = self._piece(range(self._forward), lasting | leaving)
+        for name, copy in copies.items():
+            like = forward.global_block().var(name)
+            kept = operations.create_variable(forward.global_block(), copy, like.shape, like.dtype)
+            forward.global_block().append_op(
+                type="assign", inputs={"X": [like]}, outputs={"Out": [kept]}
+            )
         if self._forward == len(self._block.ops):
             return Pieces(forward)
-        again = self._piece(self._backward_order(), lasting, self._repeated)
-        kept, shapes = tuple(sorted(self._kept)), frozenset(self._shapes)
+        again = self._piece(self._backward_order(), lasting, self._repeated, copies)
+        kept = tuple(sorted({*self._kept, *copies.values()}))
+        shapes = frozenset(self._shapes)
         return Pieces(forward, ProgramPiece(again, kept, shapes=shapes))
 
     def _piece(
-        self, indices: Sequence[int], lasting: Iterable[str], again: Collection[int] = ()
+        self,
+        indices: Sequence[int],
+        lasting: Iterable[str],
+        again: Collection[int] = (),
+        copies: Mapping[str, str] = MappingProxyType({}),
     ) -> Program:
         """Returns a program of the operations of these indices, in this order.
 
@@ -102,6 +133,7 @@ class ProgramStage:
             indices: The operations.
             lasting: Variables that live in the scope.
             again: Those of the operations that run for the second time in a micro-batch.
+            copies: What is taken in the place of some variables.
         """
         piece = self._program.clone()
         block = piece.global_block()
@@ -111,6 +143,11 @@ class ProgramStage:
         remove_operations(piece, range(total))
         for op in [op for op, index in zip(block.ops, indices) if index in again]:
             operations.spare_statistics(block, op)
+        for name, copy in copies.items():
+            operations.create_variable(block, copy, block.var(name).shape, block.var(name).dtype)
+            for op in block.ops:
+                if name in op.input_arg_names and name not in op.output_arg_names:
+                    rename_input(op, name, copy)
         used = {
             name
             for op in block.ops
@@ -177,7 +214,10 @@ class ProgramStage:
             return None
         written = [n for n in op.output_arg_names if self._has(n)]
         changed = [n for n in written if self._block.var(n).persistable]
-        if changed and op.type not in _NORMS:
+        reads = operations.reads_of(self._program, op)
+        if op.type not in _NORMS and (
+            changed or any(n in makers and self._lasts(n) for n in reads)
+        ):
             return None
         rewritten = any(len(makers.get(n, ())) > 1 for n in op.input_arg_names if n not in changed)
         return None if rewritten else index
@@ -277,6 +317,9 @@ class ProgramStage:
             where=f"{op} of stage {self._stage} writes it again",
             fix="give each result a variable of its own; paddle.assign(value) makes one",
         )
+
+    def _lasts(self, name: str) -> bool:
+        return self._has(name) and bool(self._block.var(name).persistable)
 
     def _has(self, name: str) -> bool:
         return bool(self._block.has_var(name))
