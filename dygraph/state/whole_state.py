@@ -32,6 +32,7 @@ from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.tensor import is_parameter
 from fleetpipe.partition import Partition
 
 #: More than a rank has parameters and buffers, or a model shared ones.
@@ -79,12 +80,23 @@ class ModelState:
         self._functions = built.functions
         self._partition = partition
         self._group = group
+        self._built = frozenset(slot.name for slot in self._all_slots())
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by lasting name."""
+        return {name: t for name, t in self._named_tensors() if not self._is_late(name, t)}
+
+    def late_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers in this process's state dict that a forward has registered."""
+        return {name: t for name, t in self._named_tensors() if self._is_late(name, t)}
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         # Layer's own method: a subclass of the model may override state_dict, with other keys.
         state = paddle.nn.Layer.state_dict(self._model)
-        return {self._lasting_name(name): tensor for name, tensor in state.items()}
+        return ((self._lasting_name(name), tensor) for name, tensor in state.items())
+
+    def _is_late(self, name: str, tensor: Tensor) -> bool:
+        return name not in self._built and not is_parameter(tensor)
 
     def own_parameters(self) -> dict[str, Tensor]:
         """Returns the parameters among :meth:`own`, each once, the shared first."""
@@ -92,18 +104,21 @@ class ModelState:
         return {self._lasting_name(name): parameter for name, parameter in parameters}
 
     def hidden_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers of this process's layers that no state dict has."""
+        """Returns the buffers of this process's layers that no state dict had at first."""
         places = hidden_buffers(self._functions)
-        return {name: holder[key] for name, (holder, key) in places.items()}
+        hidden = {name: holder[key] for name, (holder, key) in places.items()}
+        return {**hidden, **self.late_buffers()}
 
     def checkpoint_part(self) -> NamedTensors:
         """Returns what this process holds as checkpoints take it."""
         place = mp_shard()
         tensors = {name: held_of(tensor, place) for name, tensor in self.local_tensors().items()}
-        buffers = {name: Held(t, differs=True) for name, t in self.hidden_buffers().items()}
+        late = {name: Held(t, differs=True) for name, t in self.late_buffers().items()}
+        hidden = self.hidden_buffers().items()
+        buffers = {name: Held(t, differs=True) for name, t in hidden if name not in late}
         wholes = {slot.name: slot.whole.name for slot in self.slots()}
         outline = {slot.name: tuple(slot.shape) for slot in self.whole_slots()}
-        return NamedTensors(tensors, outline, buffers, wholes)
+        return NamedTensors(tensors, outline, buffers, wholes, late, self._model)
 
     @property
     def spreads_experts(self) -> bool:
@@ -130,6 +145,11 @@ class ModelState:
 
     def slots(self) -> list[Slot]:
         """Returns the names and shapes of the whole model in the order of its layers, each once."""
+        # A layer that was given as it is shows what it has now, on the rank that runs it alone.
+        late = self.late_buffers()
+        return [slot for slot in self._all_slots() if slot.name not in late]
+
+    def _all_slots(self) -> list[Slot]:
         layers = range(len(self._entries))
         by_name = {slot.name: slot for index in layers for slot in self._slots_of(index)}
         return list(by_name.values())

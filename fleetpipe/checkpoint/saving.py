@@ -104,6 +104,7 @@ class Saver:
         held = _with_statistics(ranks, what, {**model.held(), **of_optimizer})
 
         def facts() -> dict[str, Json]:
+            model.require_outline()
             state = objects.training_state(model).taken()
             state["extra"] = training_state.plain(extra, "extra")
             return self._facts(ranks, step, f"{kind} {Inventory.of(held).to_json()}", state)

@@ -73,6 +73,21 @@ def buffers_in(layer: Layer) -> dict[str, Tensor | None]:
     return table
 
 
+def put_buffer(layer: Layer, path: str, tensor: Tensor) -> None:
+    """Gives a layer a buffer, in the place of another, of None or of nothing."""
+    holder, _, name = path.rpartition(".")
+    part = layer_at(layer, holder)
+    vars(part).pop(name, None)
+    buffers_in(part)[name] = tensor
+
+
+def layer_at(layer: Layer, path: str) -> Layer | None:
+    """Returns the sublayer at a path; None where there is none, the layer itself for ""."""
+    for name in filter(None, path.split(".")):
+        layer = None if layer is None else sublayers_in(layer).get(name)
+    return layer
+
+
 def sublayers_in(layer: Layer) -> dict[str, Layer | None]:
     """Returns the sublayers of a layer, not those within them: the very dict, by name."""
     table: dict[str, Layer | None] = layer._sub_layers

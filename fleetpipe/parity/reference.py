@@ -28,7 +28,7 @@ from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.paddle_api.layer import buffers_in, layer_at, state_slots
 from fleetpipe.paddle_api.optimizer import learning_rate_of, twin_optimizer
 from fleetpipe.parity.cutting import copy_of
 from fleetpipe.parity.outputs import backward_running
@@ -103,16 +103,21 @@ class Reference:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers of the model."""
-        return {self.names[name]: tensor for name, tensor in self.model.state_dict().items()}
+        state = self.model.state_dict()
+        return {other: state[name] for name, other in self.names.items()}
 
     def hidden_places(self) -> dict[str, tuple[dict[str, Tensor], str]]:
-        """Returns where the buffers are that no state dict has.
+        """Returns where the buffers are that no state dict had when the model was built.
 
         Of a user's own model those in layers that own parameters: others have no name in common
         with the pipeline's.
         """
         if isinstance(self.model, SingleModel):
-            return self.model.hidden_buffers()
+            places = self.model.hidden_buffers()
+            for name in self.model.state_dict().keys() - self.names.keys():
+                holder, _, key = name.rpartition(".")
+                places[name] = buffers_in(layer_at(self.model, holder)), key
+            return places
         owners = {inner.rpartition(".")[0]: n.rpartition(".")[0] for inner, n in self.names.items()}
         return {
             f"{owners[path]}.{name}": (holder, name)

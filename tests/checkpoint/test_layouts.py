@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 
 import paddle
 import pytest
+from paddle import nn
 
 import fleetpipe
-from fleetpipe import fleet
+from fleetpipe import fleet, parity
+from fleetpipe.errors import CheckpointError
+from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.models import MODELS
 from tests.pipelines import bits, job, pipeline
 
@@ -125,3 +128,79 @@ def test_a_plain_model_loads_each_and_is_loaded(writer: str, written: Any, tmp_p
             run.rate.set_state_dict({"last_epoch": 2, "last_lr": 0.001})
             ended.append((run.train(AFTER), bits(run.model.layers.own_state())))
     assert ended[0] == ended[1]
+
+
+class Memory(nn.Layer):
+    """Adds what it remembers of the micro-batches before, in a buffer of one of several kinds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(4, 4)
+        if kind == "none":
+            self.register_buffer("memory", None)
+        if kind == "grows":
+            self.register_buffer("memory", paddle.zeros([1, 4]))
+
+    def forward(self, value: Any) -> Any:
+        hidden = self.linear(value)
+        if self.kind == "table":
+            if not hasattr(self, "table"):
+                self.register_buffer("table", paddle.arange(4.0), persistable=False)
+            return hidden + self.table
+        if self.kind == "registered" and not hasattr(self, "memory"):
+            self.register_buffer("memory", paddle.zeros([1, 4]))
+        seen = hidden.detach() if self.memory is None else self.memory
+        output = hidden + 0.5 * seen.mean(axis=0)
+        rows = paddle.concat([seen, hidden.detach()]) if self.kind == "grows" else seen + 1
+        self.memory = rows[-6:]
+        return output
+
+
+@pytest.mark.parametrize("given", ["described", "built"])
+@pytest.mark.parametrize("kind", ["none", "registered", "grows", "table"])
+def test_buffers_that_forwards_make_or_enlarge_come_back(
+    kind: str, given: str, tmp_path: Path
+) -> None:
+    def made() -> tuple[Any, Any]:
+        paddle.seed(3)
+        layers = [LayerDesc(Memory, kind), LayerDesc(nn.Linear, 4, 4)]
+        if given == "built":
+            layers = [layer.build_layer() for layer in layers]
+        model = pipeline(layers, loss_fn=nn.MSELoss())
+        return model, fleet.distributed_optimizer(
+            paddle.optimizer.Adam(0.01, parameters=model.parameters())
+        )
+
+    def trained(model: Any, optimizer: Any, steps: range) -> list[float]:
+        batches = [paddle.full([8, 4], step / 7.0) for step in steps]
+        return [float(model.train_batch([b, b], optimizer)) for b in batches]
+
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    with job(2, 4):
+        model, optimizer = made()
+        trained(model, optimizer, BEFORE)
+        manager.save(2, model=model, optimizer=optimizer)
+        went_on = trained(model, optimizer, AFTER), bits(model.layers.full_state_dict())
+    with job(2, 4):
+        model, optimizer = made()
+        manager.restore(model=model, optimizer=optimizer)
+        again = trained(model, optimizer, AFTER), bits(model.layers.full_state_dict())
+        assert again == went_on
+    with job(2, 4):
+        session = parity.begin(*made())
+        for step in BEFORE:
+            value = paddle.full([8, 4], step / 7.0)
+            session.step([value, value])
+        assert session.report.passed, session.report.verdict()
+
+
+def test_parameters_that_a_model_was_given_later_are_refused_before_they_are_saved(
+    tmp_path: Path,
+) -> None:
+    with job(2, 4):
+        run = Run(Layout(2), tmp_path)
+        layer = dict(run.model.layers.named_children())["0"]
+        layer.adapter = layer.create_parameter([1])
+        with pytest.raises(CheckpointError, match=r"got: 0\.adapter"):
+            run.manager.save(1, **run.objects)
+        assert run.manager.steps() == []

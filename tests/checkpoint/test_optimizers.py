@@ -148,6 +148,22 @@ def test_state_of_what_was_not_stepped_then_is_forgotten(tmp_path: Path) -> None
     assert values(made) == first
 
 
+@pytest.mark.parametrize(("writer", "reader"), [("Adam", "AdamW"), ("AdamW", "Adam")])
+def test_adam_and_adamw_take_each_others_state(tmp_path: Path, writer: str, reader: str) -> None:
+    made, other = model(), model()
+    optimizers = [
+        getattr(paddle.optimizer, kind)(0.1, parameters=one.parameters(), weight_decay=0.0)
+        for kind, one in ((writer, made), (reader, other))
+    ]
+    step(made, optimizers[0], 1)
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    manager.save(1, model=made, optimizer=optimizers[0])
+    manager.restore(model=other, optimizer=optimizers[1])
+    for one, optimizer in zip((made, other), optimizers):
+        step(one, optimizer, 2)
+    assert values(other) == values(made)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

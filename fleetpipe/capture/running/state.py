@@ -44,6 +44,7 @@ class CapturedState(ModelState):
         """
         self._model = part
         self._slots = list(slots)
+        self._built = frozenset(slot.name for slot in slots)
         self._stages = stages
         self._nodes = nodes
         self._group = group

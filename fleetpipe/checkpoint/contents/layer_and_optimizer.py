@@ -7,10 +7,12 @@ parameter that it belongs to, and called ``3.weight/moment1_0``, as PaddleNLP ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 from fleetpipe.aliases import Layer, Optimizer, Tensor
 from fleetpipe.checkpoint.contents.parts import (
     BUFFERS,
+    LATE_BUFFERS,
     MASTER_WEIGHTS,
     MODEL,
     OPTIMIZER,
@@ -24,7 +26,8 @@ from fleetpipe.checkpoint.contents.whole_parts import JoinedParts, part_of, whol
 from fleetpipe.checkpoint.files.tensors import Described, Region
 from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.job.job import current_job
-from fleetpipe.paddle_api.layer import wrapped_layer
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import layer_at, put_buffer, wrapped_layer
 from fleetpipe.paddle_api.optimizer import (
     base_optimizer,
     create_state,
@@ -46,6 +49,8 @@ class NamedTensors:
         outline: The names and whole shapes of the whole model, in its order.
         buffers: Buffers that no state dict has, by lasting name; a checkpoint may lack them.
         wholes: The name of the whole of each of ``tensors`` that is a part; the outline has that.
+        late: Buffers that the model did not have when it was built, as a forward registers them.
+        root: What has these at their names, and may take them: a restored model may lack them.
     """
 
     def __init__(
@@ -54,8 +59,14 @@ class NamedTensors:
         outline: Mapping[str, tuple[int, ...]],
         buffers: Mapping[str, Held] | None = None,
         wholes: Mapping[str, str] | None = None,
+        late: Mapping[str, Held] = MappingProxyType({}),
+        root: Layer | None = None,
     ) -> None:
         self._tensors = tensors
+        self._late = late
+        self._root = root
+        #: What takes the place of buffers when they are filled.
+        self._made: dict[str, Tensor] = {}
         self._wholes = {} if wholes is None else wholes
         self._joined = JoinedParts([])
         self._outline = outline
@@ -83,11 +94,24 @@ class NamedTensors:
         }
         wholes = {name: whole_name(name, part_of(held.tensor)) for name, held in tensors.items()}
         outline = {wholes[name]: held.described.shape for name, held in tensors.items()}
-        return cls(tensors, outline, buffers, wholes)
+        return cls(tensors, outline, buffers, wholes, root=layer)
 
     def order(self) -> tuple[str, ...]:
         """Returns the names of the whole model's parameters and buffers, in its order."""
         return tuple(self._outline)
+
+    def require_outline(self) -> None:
+        """See :meth:`ModelPart.require_outline`."""
+        added = [name for name in self._tensors if self.whole_name(name) not in self._outline]
+        if added:
+            raise CheckpointError(
+                "the model has parameters that it did not have when it was built: one that is "
+                "built anew could not take what would be saved",
+                got=listed(added),
+                cause="a layer was put around another, as an adapter, after the model was made",
+                fix="put it there before the model is made, or in the layer's __init__; or save "
+                "layers.state_dict() by paddle.save on each rank",
+            )
 
     def parameters(self) -> Mapping[str, Held]:
         """Returns this process's parameters by lasting name."""
@@ -101,6 +125,7 @@ class NamedTensors:
         return {
             **JoinedParts(tensors).held,
             **{TensorName(BUFFERS, name): held for name, held in self._buffers.items()},
+            **{TensorName(LATE_BUFFERS, name): held for name, held in self._late.items()},
         }
 
     def whole_name(self, name: str) -> str:
@@ -118,13 +143,31 @@ class NamedTensors:
         for path, held in self._buffers.items():
             if TensorName(BUFFERS, path) in saved.tensors:
                 targets[TensorName(BUFFERS, path)] = held
+        targets.update(self._with_late(saved))
         for name, held in targets.items():
             require_fit(name, held, saved.tensors[name])
+        return targets
+
+    def _with_late(self, saved: Saved) -> dict[TensorName, Held]:
+        """Returns what the saved buffers fill that forwards make, or give another shape."""
+        targets: dict[TensorName, Held] = {}
+        for name, described in saved.tensors.items():
+            late = name.group == LATE_BUFFERS
+            held = (self._late if late else self._tensors).get(name.name)
+            if late and held is not None and held.described == described:
+                targets[name] = held
+            elif (late or (name.group == MODEL and _has_grown(held, described))) and (
+                layer_at(self._root, name.name.rpartition(".")[0]) is not None
+            ):
+                made = paddle.zeros(list(described.shape), described.dtype)
+                self._made[name.name], targets[name] = made, Held(made, differs=True)
         return targets
 
     def settle(self) -> None:
         """Gives parts of one tensor, which was filled as a whole, their values."""
         self._joined.hand_out()
+        for name, tensor in self._made.items():
+            put_buffer(self._root, name, tensor)
 
     def abandon(self) -> None:
         """Does nothing."""
@@ -136,6 +179,16 @@ class NamedTensors:
         shapes = {name: saved.tensors[TensorName(MODEL, name)].shape for name in saved.order}
         _require_same_shapes(self._outline, shapes)
         return dict(zip(self._outline, saved.order))
+
+
+def _has_grown(held: Held | None, saved: Described) -> bool:
+    """Whether a buffer was saved in another shape."""
+    return (
+        held is not None
+        and not _is_parameter(held.tensor)
+        and held.described.dtype == saved.dtype
+        and held.described.shape != saved.shape
+    )
 
 
 def held_of(tensor: Tensor, shard: tuple[int, int]) -> Held:
@@ -302,7 +355,8 @@ class OptimizerState:
 
 def require_kind(kind: str, saved: Saved) -> None:
     """Raises a ``CheckpointError`` where the saved state is of another type of optimizer."""
-    if saved.optimizer is None or saved.optimizer != kind:
+    # AdamW is Adam with another decay; their states are alike.
+    if saved.optimizer is None or saved.optimizer.rstrip("W") != kind.rstrip("W"):
         raise CheckpointError(
             "the checkpoint has no state of this optimizer",
             expected=kind,

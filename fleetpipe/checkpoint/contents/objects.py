@@ -124,7 +124,8 @@ class Objects:
 
     def groups(self) -> tuple[str, ...]:
         """Returns the groups of files that are read, the same on every rank."""
-        of_model = () if self.model is None else (parts.MODEL, parts.BUFFERS, parts.REPLICAS)
+        groups = (parts.MODEL, parts.BUFFERS, parts.LATE_BUFFERS, parts.REPLICAS)
+        of_model = () if self.model is None else groups
         of_optimizer = () if self.optimizer is None else (parts.OPTIMIZER, parts.MASTER_WEIGHTS)
         return (*of_model, *of_optimizer)
 

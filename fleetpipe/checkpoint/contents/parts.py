@@ -18,8 +18,8 @@ from fleetpipe.checkpoint.files.tensors import Described, Region
 #: The lasting names of a program's variables, or how they are found; None: they are their own.
 Names = Union[Mapping[str, str], str, None]
 #: The names of a kind of tensors' files begin with it: ``model-00001-of-00002.safetensors``.
-MODEL, BUFFERS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS = GROUPS = (
-    *("model", "buffers", "optimizer", "master_weights", "replicas"),
+MODEL, BUFFERS, LATE_BUFFERS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS = GROUPS = (
+    *("model", "buffers", "late_buffers", "optimizer", "master_weights", "replicas"),
 )
 
 
@@ -131,6 +131,13 @@ class ModelPart(SavedPart, Protocol):
 
     def order(self) -> tuple[str, ...]:
         """Returns the names of the whole model's parameters and buffers, in its order."""
+
+    def require_outline(self) -> None:
+        """Refuses to save a model that is no longer the one that would be built to restore it.
+
+        Raises:
+            CheckpointError: It has got other parameters and buffers, or other shapes of them.
+        """
 
     def parameters(self) -> Mapping[str, Held]:
         """Returns this rank's parameters by lasting name."""
