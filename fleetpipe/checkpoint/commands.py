@@ -117,7 +117,7 @@ def _list(arguments: argparse.Namespace) -> int:
         _say(
             f"{step:>10}  {_size(size):>9}  {len(contents.tensors):>6} tensors  {metrics}".rstrip()
         )
-    for step, folder in run_folder.aside_steps(arguments.path).items():
+    for step, folder in run_folder.aside_steps(arguments.path):
         _say(f"{step:>10}  set aside: the run went back before it; {folder.name}")
     return 0
 

@@ -119,6 +119,13 @@ def test_latest_is_the_step_that_was_saved_last(
     assert value_at(tmp_path, "best") == 41
     names = [f"step-000000{step}.aside" for step in (50, 60, 80)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000040", *names]
+    # A second one of the same number takes nothing from the first.
+    for step in (60, 41):
+        manager.save(step, model=model(step), metrics={"loss": 1.0})
+    manager.wait()
+    assert (tmp_path / "step-00000060.aside").exists()
+    (tmp_path / "step-00000060.aside-2").rename(tmp_path / "step-00000060")
+    assert value_at(tmp_path) == 60
 
 
 def test_values_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:

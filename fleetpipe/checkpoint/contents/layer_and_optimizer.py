@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from fleetpipe.aliases import Layer, Optimizer, Tensor
 from fleetpipe.checkpoint.contents.parts import (
@@ -159,7 +160,8 @@ class NamedTensors:
             elif (late or (name.group == MODEL and _has_grown(held, described))) and (
                 layer_at(self._root, name.name.rpartition(".")[0]) is not None
             ):
-                made = paddle.zeros(list(described.shape), described.dtype)
+                dtype: Any = described.dtype
+                made = paddle.zeros(list(described.shape), dtype)
                 self._made[name.name], targets[name] = made, Held(made, differs=True)
         return targets
 

@@ -4,7 +4,8 @@ A step is written as a draft, synced, then renamed.
 
 ``step-00000500`` is a step. A draft begins with a dot, ``.draft-00000500-<key>``, and is nothing to
 a reader; what a step of the same number replaces is ``step-00000500.old`` while it is, and counts
-as that step as long as there is no other. ``step-00000500.aside`` is no step of the run any more.
+as that step as long as there is no other. ``step-00000500.aside`` is no step of the run any more,
+nor is ``step-00000500.aside-2``, which was set aside after it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 
 from fleetpipe import atomic_file, systems
@@ -25,6 +27,7 @@ LATEST, BEST = "latest", "best"
 _MODES = ("min", "max")
 _STEP = re.compile(r"step-(\d{8,})(\.old)?")
 _DRAFT, _ASIDE = ".draft-", ".aside"
+_SET_ASIDE = re.compile(rf"step-(\d{{8,}}){re.escape(_ASIDE)}(-\d+)?")
 
 
 def folder_of(home: Path, step: int) -> Path:
@@ -73,7 +76,7 @@ def set_aside(home: Path, step: int) -> dict[int, Path]:
     """Makes steps after ``step`` none of the run's: it went back, and goes on from there.
 
     Returns:
-        Where each is now. One of the same number that was there is removed.
+        Where each is now.
 
     Raises:
         OSError: One cannot be renamed.
@@ -82,21 +85,18 @@ def set_aside(home: Path, step: int) -> dict[int, Path]:
     later = [pair for pair in complete_steps(home).items() if pair[0] > step]
     for number, path in reversed(later):
         final = folder_of(home, number)
-        moved[number] = final.with_name(f"{final.name}{_ASIDE}")
-        remove(moved[number])
+        endings = chain([_ASIDE], (f"{_ASIDE}-{turn}" for turn in count(2)))
+        names = (final.with_name(final.name + ending) for ending in endings)
+        moved[number] = next(name for name in names if not name.exists())
         path.rename(moved[number])
         remove(final.with_name(f"{final.name}.old"))
     return dict(reversed(moved.items()))
 
 
-def aside_steps(home: Path) -> dict[int, Path]:
-    """Returns the folders that :func:`set_aside` has made, in ascending order."""
-    folders = {}
-    for path in sorted(home.glob(f"step-*{_ASIDE}")):
-        match = _STEP.fullmatch(path.name.removesuffix(_ASIDE))
-        if match:
-            folders[int(match[1])] = path
-    return folders
+def aside_steps(home: Path) -> list[tuple[int, Path]]:
+    """Returns the steps that :func:`set_aside` has moved, in ascending order, and their folders."""
+    matches = [(_SET_ASIDE.fullmatch(path.name), path) for path in sorted(home.iterdir())]
+    return [(int(match[1]), path) for match, path in matches if match]
 
 
 def remove_step(home: Path, step: int) -> None:
