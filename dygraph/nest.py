@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import copy_of
 
 #: Indices and keys, from a value to a part of it.
 Path = tuple[object, ...]
@@ -83,9 +84,21 @@ def replace(value: Nest, replacements: Mapping[int, Tensor]) -> Nest:
     return mapped(lambda tensor: replacements.get(id(tensor), tensor), value)
 
 
+def copies_of(value: Nest) -> dict[int, Tensor]:
+    """Returns a :func:`copy_of` each tensor in a value, by the ids of these."""
+    return {id(tensor): copy_of(tensor) for tensor in tensors_of(value)}
+
+
+def copied(value: Nest) -> Nest:
+    """Returns a value like ``value`` with a :func:`copy_of` each tensor."""
+    if isinstance(value, paddle.Tensor):
+        return copy_of(value)
+    return replace(value, copies_of(value))
+
+
 def leaf_like(tensor: Tensor, copied: bool = False) -> Tensor:
     """Returns a tensor with the same data, shared or copied, which is cut from its graph."""
-    other = tensor.detach().clone() if copied else tensor.detach()
+    other = copy_of(tensor.detach()) if copied else tensor.detach()
     other.stop_gradient = tensor.stop_gradient
     return other
 

@@ -65,7 +65,10 @@ def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossi
     roots = [tensor.grad_fn for tensor in outputs]
     # Paddle never lets go of a node that Python has asked for: backward has emptied these.
     reach = [nodes_of([root], set()) for root in roots]
-    edges = Counter(other for node in set().union(*reach) for other in operands(node))
+    below = [(node, other) for node in set().union(*reach) for other in operands(node)]
+    edges = Counter(other for _, other in below)
+    # The layers of a stage take a copy of what it received: there its gradients meet.
+    copies = {other: node for node, other in below if node.name() == "AssignGradNode"}
 
     def meeting(node: GradNode, itself: Sequence[int]) -> Meeting:
         ways = tuple(index for index, nodes in enumerate(reach) if node in nodes)
@@ -79,9 +82,9 @@ def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossi
             if tensor.grad_fn == node:
                 parts.setdefault(id(tensor), []).append(index)
         meetings.update(meeting(node, itself) for itself in parts.values() or [[]])
+    taken = [copies.get(leaf.grad_fn, leaf.grad_fn) for leaf in received]
     arrivals = [
-        meeting(leaf.grad_fn, [i for i, root in enumerate(roots) if root == leaf.grad_fn])
-        for leaf in received
+        meeting(node, [i for i, root in enumerate(roots) if root == node]) for node in taken
     ]
     joined = (part for part in meetings if len(part.ways) > 1 and (part.outputs or part.edges > 2))
     return Crossing(tuple(arrivals), tuple(sorted(joined)))

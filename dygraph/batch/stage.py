@@ -14,13 +14,13 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.gradients import cause_of_backward
-from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
+from fleetpipe.dygraph.nest import copied, differentiable, leaf_like, mapped, tensors_of
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import WeightGradStore
-from fleetpipe.paddle_api.tensor import run_backward
+from fleetpipe.paddle_api.tensor import copy_of, run_backward
 from fleetpipe.schedules import Edge, Placement
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 
@@ -220,7 +220,8 @@ class DygraphStage:
             else:
                 if stage == self._before_head:
                     output = output, _classes(self._batch.data.labels, number)
-                handed = self._borders.parted(stage, output)
+                parts = self._borders.parted(stage, output)
+                handed = {edge: _handed(part) for edge, part in parts.items()}
         leaving = {edge: differentiable(part) for edge, part in handed.items()}
         self._kept[stage, micro_batch] = _Kept(value, output, leaves, leaving)
         self.micro_batch_id += 1
@@ -340,7 +341,7 @@ class DygraphStage:
             batch.outputs[index] = experts.value_of(output)
             return output
         random_keys.enter_loss()
-        share = batch.losses.take(index, output, batch.data.labels[index])
+        share = batch.losses.take(index, output, copied(batch.data.labels[index]))
         return share if batch.scale is None else batch.scale(share)
 
 
@@ -351,6 +352,14 @@ def _received(value: Nest) -> Nest:
     what it received and returns as it is. This stage's gradients are none of those.
     """
     return leaf_like(value) if isinstance(value, paddle.Tensor) else mapped(leaf_like, value)
+
+
+def _handed(value: Nest) -> Nest:
+    """Returns a value with copies of the tensors that need no gradient.
+
+    A buffer may be among them, which the next micro-batch changes before this one has left.
+    """
+    return mapped(lambda tensor: copy_of(tensor) if tensor.stop_gradient else tensor, value)
 
 
 def _classes(labels: Sequence[Nest] | None, number: int) -> Tensor:

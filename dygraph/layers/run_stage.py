@@ -6,14 +6,13 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Callable, NamedTuple, Optional
 
-from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
-from fleetpipe.dygraph.backward.recompute import RecomputedPiece
+from fleetpipe.dygraph.backward.recompute import HeldInputs, RecomputedPiece
 from fleetpipe.dygraph.layers import refusals
-from fleetpipe.dygraph.nest import replace, tensors_of
+from fleetpipe.dygraph.nest import copied, copies_of, differentiable, replace
 from fleetpipe.errors import ConfigError
-from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
 from fleetpipe.schedules.action import GlobalMicroBatch
 
@@ -55,31 +54,20 @@ class StageRunner:
         self._interval = recompute_interval
         self._chosen = frozenset(recompute)
         self._runs: dict[int, Run] = {}
-        #: What runs a stage, with gradients or without, once it is known what it writes into.
-        self._stage_runs: dict[tuple[int, bool], Run] = {}
 
     def function(self, stage: int) -> Run:
-        """Returns what runs the layers of ``stage`` now, with gradients or without.
+        """Returns what runs the layers of ``stage``, on copies of what it is given.
 
-        It raises a ``BoundaryError`` where a layer cannot take what the one before returned.
+        Layers may write into their input, as within one model, and Paddle lets nobody write into a
+        leaf; others may hold the memory. What runs them raises a ``BoundaryError`` where a layer
+        cannot take what the one before returned.
         """
-        kind = stage, paddle.is_grad_enabled()
-        return self._stage_runs.get(kind) or functools.partial(self._first_run, kind)
+        return self._runs.get(stage) or self._run_of(stage)
 
-    def _first_run(
-        self, kind: tuple[int, bool], value: Nest, micro_batch: GlobalMicroBatch | None
-    ) -> Nest:
-        """Runs a stage, and finds out whether it writes into what it is given."""
-        stage, _ = kind
-        run = self._runs.get(stage) or self._run_of(stage)
-        copies = _copies(value)
-        versions = [copy.inplace_version for copy in copies.values()]
-        output = run(replace(value, copies), micro_batch)
-        pairs = zip(versions, copies.values())
-        written = [version != copy.inplace_version for version, copy in pairs]
-        on_copies = functools.partial(_run_on_copies, run, written)
-        self._stage_runs[kind] = on_copies if any(written) else run
-        return output
+    def uncopied(self, stage: int) -> Run:
+        """As :meth:`function`, on the very tensors that it is given, and without recompute."""
+        first, last = self._partition.boundaries[stage : stage + 2]
+        return functools.partial(self._run_steps, self._steps(first, last))
 
     def _run_of(self, stage: int) -> Run:
         """Returns what runs a stage, made once: recomputed pieces know what they have seen."""
@@ -89,7 +77,7 @@ class StageRunner:
             pieces = [self._piece(stage, *ends) for ends in zip(starts, [*starts[1:], last])]
             run: Run = functools.partial(self._run_pieces, pieces)
         else:
-            run = functools.partial(self._run_steps, self._steps(first, last))
+            run = functools.partial(self._run_steps, self._steps(first, last), on_copies=True)
         self._runs[stage] = run
         return run
 
@@ -100,7 +88,8 @@ class StageRunner:
         steps = self._steps(start, end)
         if not (self._interval or start in self._chosen):
             return steps, None
-        name = f"stage {stage}, layers {start} to {end - 1}"
+        names = ", ".join(layer.name for layer in self._partition.layers[start:end])
+        name = f"stage {stage}, layers {start} to {end - 1} ({names})"
         return steps, RecomputedPiece(name, [function for _, function in steps])
 
     def _run_pieces(
@@ -109,18 +98,29 @@ class StageRunner:
         value: Nest,
         micro_batch: GlobalMicroBatch | None,
     ) -> Nest:
+        copies = copies_of(value)
+        held = HeldInputs((copies[id(tensor)], tensor) for tensor in differentiable(value))
+        value = replace(value, copies)
         for steps, piece in pieces:
             if self._interval:
                 value = _sole(value)
             run = functools.partial(self._run_steps, steps, micro_batch=micro_batch)
             if piece is not None and piece.needs_recompute(value):
-                value = recompute.call(piece, run, value)
+                value = recompute.call(piece, run, value, held)
             else:
                 value = run(value)
         return value
 
-    def _run_steps(self, steps: _Steps, value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
+    def _run_steps(
+        self,
+        steps: _Steps,
+        value: Nest,
+        micro_batch: GlobalMicroBatch | None,
+        on_copies: bool = False,
+    ) -> Nest:
         """Calls layers one after another, in a run of a plan each under its own key."""
+        if on_copies:
+            value = copied(value)
         keys = None if micro_batch is None else random_keys.current()
         if keys is not None and micro_batch is not None:
             keys.micro_batch = micro_batch
@@ -134,24 +134,6 @@ class StageRunner:
                     raise
                 raise refusals.refusal(error, self._partition, number, function, value) from error
         return value
-
-
-def _copies(value: Nest) -> dict[int, Tensor]:
-    """Returns copies of the tensors of a value, by their ids, for a stage that writes into them.
-
-    Paddle lets nobody write into a leaf, and others may hold the memory.
-    """
-    return {id(tensor): tensor.clone() for tensor in tensors_of(value)}
-
-
-def _run_on_copies(
-    run: Run, written: list[bool], value: Nest, micro_batch: GlobalMicroBatch | None
-) -> Nest:
-    """Runs a stage on copies of what it writes into; of all where not as many tensors came."""
-    tensors = list({id(tensor): tensor for tensor in tensors_of(value)}.values())
-    if len(tensors) == len(written):
-        tensors = [tensor for tensor, copied in zip(tensors, written) if copied]
-    return run(replace(value, _copies(tensors)), micro_batch)
 
 
 def _sole(value: Nest) -> Nest:

@@ -21,7 +21,14 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.experts import is_expert
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
-from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped, tensors_of
+from fleetpipe.dygraph.nest import (
+    copies_of,
+    differentiable,
+    leaf_like,
+    mapped,
+    replace,
+    tensors_of,
+)
 from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import allocated_bytes, peak_bytes, restart_peak
@@ -110,6 +117,8 @@ class LayerMeter:
         self._each = Partition(tuple(range(count + 1)), "each", (LayerInfo(""),) * count)
         self._meters: dict[tuple[int, int], _Meter] = {}
         self._runners: dict[int, tuple[Functions, StageRunner]] = {}
+        #: Whether a layer writes into its input, by its number, once it has run.
+        self._writes: dict[int, bool] = {}
 
     def run_of(self, stage: int) -> Run:
         """Returns what runs a stage and measures each of its layers."""
@@ -125,7 +134,7 @@ class LayerMeter:
                     layer = {number: layers[number]} if number in layers else {}
                     self._meters[index, number] = self._meter(index, function, layer)
                 meter = self._meters[index, number]
-                meter.run = functools.partial(_run, runner, number)
+                meter.run = functools.partial(self._run, runner, number)
                 box = [value]
                 del value
                 value, sample = meter.sample(box, micro_batch)
@@ -135,11 +144,25 @@ class LayerMeter:
         return run
 
     def _runner(self, stage: int, functions: Functions) -> StageRunner:
-        """Returns what runs layers one by one; kept, for it learns which write into their input."""
+        """Returns what runs layers one by one."""
         runner = self._runners.get(stage)
         if runner is None or runner[0] != functions:
             runner = self._runners[stage] = (functions, StageRunner(functions, self._each))
         return runner[1]
+
+    def _run(
+        self, runner: StageRunner, number: int, value: Nest, micro_batch: GlobalMicroBatch | None
+    ) -> Nest:
+        """Runs a layer, on a copy of its input only where it needs one, which would be measured."""
+        if self._writes.get(number):
+            return runner.function(number)(value, micro_batch)
+        copies = {} if number in self._writes else copies_of(value)
+        versions = [copy.inplace_version for copy in copies.values()]
+        output = runner.uncopied(number)(replace(value, copies), micro_batch)
+        if number not in self._writes:
+            after = [copy.inplace_version for copy in copies.values()]
+            self._writes[number] = after != versions
+        return output
 
     def take_loss(self, index: int, loss: Criterion, output: Nest, label: Nest) -> None:
         """Measures a loss as if it were one more layer, whose output nobody takes."""
@@ -150,12 +173,6 @@ class LayerMeter:
 
     def _meter(self, index: int, function: Callable[..., Nest], layer: Functions) -> _Meter:
         return _Meter(function, layer, self._splits, awaited=index < self._slices - 1)
-
-
-def _run(
-    runner: StageRunner, number: int, value: Nest, micro_batch: GlobalMicroBatch | None
-) -> Nest:
-    return runner.function(number)(value, micro_batch)
 
 
 class _Meter:

@@ -295,6 +295,63 @@ def test_what_a_first_call_in_evaluation_showed_does_not_hold_for_training() -> 
     assert run(1) == run(0)
 
 
+class Keeping(nn.Layer):
+    """Keeps something from one micro-batch to the next, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner, self.calls, self.memory = way, nn.Linear(8, 8), 0, None
+        self.seen: list[Any] = []
+        self.own = np.random.default_rng(0)
+        size = 8 if way == "late" else 2**13
+        self.register_buffer("centre", paddle.zeros([size]))
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        y = self.inner(x) * (1 + 0.1 * self.calls)
+        if self.way == "attribute":
+            # None, and a buffer from the first call on.
+            y = y if self.memory is None else y + 0.5 * self.memory
+            self.memory = y.detach()
+        elif self.way == "assigned":
+            self.seen = [*self.seen, y.detach()]
+            y = y * len(self.seen)
+        elif self.way == "list":
+            self.seen.append(y.detach())
+            y = y * len(self.seen)
+        elif self.way == "generator":
+            y = y * float(self.own.random())
+        elif self.way == "anew":
+            self.centre = self.centre + y.detach().mean()
+        elif self.way == "early" or self.calls > 6:
+            self.centre.add_(paddle.ones_like(self.centre))
+        return y + self.centre[:8]
+
+
+def keep(way: str, interval: int, schedule: str = "1F1B") -> Trained:
+    layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(Keeping, way), LayerDesc(Keeping, way)]
+    return trained([*layers, LayerDesc(nn.Linear, 8, CLASSES)], interval, (2, 1, schedule))
+
+
+@pytest.mark.parametrize("way", ["attribute", "assigned", "anew", "early", "late"])
+@pytest.mark.parametrize(("schedule", "interval"), [("1F1B", 1), ("FThenB", 2)])
+def test_what_layers_keep_is_as_in_the_forward(way: str, schedule: str, interval: int) -> None:
+    assert keep(way, interval, schedule) == keep(way, 0, schedule)
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("list", "other numbers when backward ran it again"),
+        ("generator", r"layers 2 to 2 .Keeping"),
+        ("late large", r"self.centre = \.\."),
+    ],
+)
+def test_what_cannot_be_as_in_the_forward_is_refused(way: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        keep(way, 1)
+
+
 def test_activations_are_dropped_after_forward_and_come_back_once() -> None:
     inner: list[weakref.ref[Any]] = []
     forwards: list[bool] = []

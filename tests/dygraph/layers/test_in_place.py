@@ -9,10 +9,8 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.fleet.meta_parallel import LayerDesc
-from fleetpipe.partition import LayerInfo, Partition
-from tests.pipelines import batch, job, pipeline, sgd, train
+from tests.pipelines import batch, model_in_job, sgd, train
 
 WRITERS: dict[str, Callable[[Any], Any]] = {
     "relu_": nn.functional.relu_,
@@ -50,46 +48,62 @@ def test_a_stage_may_begin_with_a_layer_that_writes(
     assert found == train(around(writer), 1)
 
 
-def test_the_users_data_stay_as_they_are() -> None:
+@pytest.mark.parametrize("interval", [0, 1])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_a_layer_may_begin_to_write_in_a_later_batch(schedule: str, interval: int) -> None:
+    steps = 0
+
+    def late(x: Any) -> Any:
+        return nn.functional.relu_(x) if steps > 1 else x
+
+    def found(pp: int, schedule: str = "1F1B", **options: Any) -> Any:
+        nonlocal steps
+        steps = 0
+
+        def each_step(_model: Any) -> None:
+            nonlocal steps
+            steps += 1
+
+        linear = [LayerDesc(nn.Linear, *size) for size in ((6, 8), (8, 8), (8, 4))]
+        layers = [layer for pair in zip([late] * 3, linear) for layer in pair]
+        return train(layers, pp, schedule, steps=3, each_step=each_step, gradients=True, **options)
+
+    options = {"recompute_interval": interval, "recompute_ctx": {}} if interval else {}
+    assert found(3, schedule, seg_method=[0, 2, 4], **options) == found(1)
+
+
+def write_into_labels(output: Any, label: Any) -> Any:
+    loss = nn.functional.cross_entropy(output, label)
+    label.set_value(label * 0)
+    return loss
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_users_data_stay_as_they_are(micro_batches: int) -> None:
     layers = [nn.functional.relu_, LayerDesc(nn.Linear, 6, 8), LayerDesc(nn.Linear, 8, 4)]
-    data = batch()
+    data = batch(micro_batches)
     before = [tensor.clone() for tensor in data]
-    with job(2, 4, "ZBH1"):
-        model = pipeline(layers)
+    with model_in_job(2, micro_batches, "ZBH1", layers=layers, loss_fn=write_into_labels) as model:
         model.train_batch(data, sgd(model))
+        model.eval_batch(data, compute_loss=True)
     for tensor, same in zip(data, before):
         assert tensor.numpy().tobytes() == same.numpy().tobytes()
 
 
-def test_what_nobody_writes_into_is_handed_on_as_it_is() -> None:
-    seen = []
+class Counting(nn.Linear):
+    """Hands its number of calls on, which it counts in place."""
 
-    def look(x: Any) -> Any:
-        seen.append(x.is_leaf)
-        return x * 1
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("calls", paddle.zeros([1]))
 
-    train(around(look), seg_method=[0, 1])
-    # Of eight runs the first finds out.
-    assert seen == [False] + [True] * 7
+    def forward(self, x: Any) -> Any:
+        self.calls.add_(paddle.ones([1]))
+        return super().forward(x), self.calls
 
 
-def test_only_what_is_written_into_is_copied() -> None:
-    seen: list[tuple[Any, Any]] = []
-
-    def write(value: tuple[Any, ...]) -> Any:
-        kept, changed, *others = value
-        seen.append((kept, changed))
-        return sum([kept, changed.add_(paddle.ones([2])), *others])
-
-    runner = StageRunner({0: write}, Partition((0, 1), "one", (LayerInfo("write"),)))
-    first, second = paddle.ones([2]), paddle.ones([2])
-    second.stop_gradient = False
-    for _ in range(3):
-        assert runner.function(0)((first, second), None).tolist() == [3, 3]
-    # A first run tells; in others only the second is a copy.
-    assert [kept is first for kept, _ in seen] == [False, True, True]
-    assert not any(changed is second for _, changed in seen)
-    assert second.tolist() == [1, 1]
-    # Where another number of tensors comes, nobody knows which: all are copies.
-    assert runner.function(0)((first, second, first * 2), None).tolist() == [5, 5]
-    assert seen[-1][0] is not first
+@pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "ZBH1"])
+def test_a_buffer_that_is_handed_on_may_change_afterwards(schedule: str) -> None:
+    layers = [LayerDesc(Counting, 6, 8), lambda x: x[0] * x[1], LayerDesc(nn.Linear, 8, 4)]
+    found = train(layers, 2, schedule, seg_method=[0, 1], gradients=True)
+    assert found == train(layers, 1, gradients=True)
