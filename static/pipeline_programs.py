@@ -6,12 +6,16 @@ import weakref
 
 from fleetpipe.aliases import Program, Scope
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.static import found_tensor
+from fleetpipe.paddle_api.static import found_tensor, is_parsed_from, operation_count
 from fleetpipe.static.ir import readers
 from fleetpipe.static.run.pipeline import StaticPipeline
 
 _PIPELINE, _STARTUP = "_fleetpipe", "_fleetpipe_startup"
+#: How many operations a program had when it was minimized, noted on it.
+_SIZE = "_fleetpipe_size"
+_mains: weakref.WeakSet[Program] = weakref.WeakSet()
 #: What a program takes, noted on it.
 _TAKEN = "_fleetpipe_taken"
 _pipelines: weakref.WeakSet[StaticPipeline] = weakref.WeakSet()
@@ -20,8 +24,61 @@ _pipelines: weakref.WeakSet[StaticPipeline] = weakref.WeakSet()
 def attach(program: Program, startup: Program, pipeline: StaticPipeline) -> None:
     """Makes a program and its startup program those of a pipeline."""
     setattr(program, _PIPELINE, (program, pipeline))
+    setattr(program, _SIZE, operation_count(program))
     _pipelines.add(pipeline)
+    _mains.add(program)
     setattr(startup, _STARTUP, (startup, pipeline))
+
+
+def note_clone(program: Program, clone: Program) -> None:
+    """Makes a copy of a pipeline's program known as one; under PIR a clone is by itself."""
+    noted = getattr(program, _PIPELINE, None)
+    if noted is not None:
+        setattr(clone, _PIPELINE, noted)
+
+
+def note_parsed(description: bytes, parsed: Program) -> None:
+    """Makes a program known as a copy of a pipeline's whose description it was made of."""
+    for program in _mains:
+        if is_parsed_from(program, description):
+            note_clone(program, parsed)
+
+
+def refuse_second(program: Program) -> None:
+    """Checks that a program is not yet a pipeline's: one would take the place of the other.
+
+    Raises:
+        ConfigError: It is.
+    """
+    pipeline, is_main = of_main(program)
+    if pipeline is not None and is_main and pipeline.job is current_job():
+        raise ConfigError(
+            "the program was minimized before: a static pipeline has one loss and one optimizer",
+            fix="minimize the sum of the losses; or build each in a program and startup of its "
+            "own, whose layers have the same names where they share parameters",
+        )
+
+
+def refuse_appended(program: Program, pipeline: StaticPipeline) -> None:
+    """Checks that a program computes what it did when it was minimized.
+
+    Raises:
+        ConfigError: Operations were appended, which no stage runs.
+    """
+    if operation_count(program) == getattr(program, _SIZE):
+        return
+    before, now = (
+        [op for op in graph.operations if not op.floating]
+        for graph in (pipeline.split.graph, readers.read(program).graph)
+    )
+    if len(now) > len(before):
+        raise ConfigError(
+            "operations were appended to the program after minimize, which no stage runs",
+            where=f"{now[len(before)]} is the first of {len(now) - len(before)}",
+            fix="build what every micro-batch computes before minimize, under a guard; compute "
+            "what is done once a batch, such as averages of parameters, from "
+            "fleetpipe.static.state_dict() after exe.run",
+        )
 
 
 def refuse_foreign(program: Program, scope: Scope) -> None:

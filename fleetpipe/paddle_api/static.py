@@ -49,6 +49,8 @@ _TYPES: Any = _any_core.VarDesc.VarType
 #: Types of variables of the older Program: an ordinary one, and one with some rows of a tensor.
 DENSE = getattr(_TYPES, "DENSE_TENSOR", None) or _TYPES.LOD_TENSOR
 SELECTED_ROWS = _TYPES.SELECTED_ROWS
+#: The class of an older Program.
+OlderProgram: Any = _any_framework.Program
 #: The class of ``DataLoader.from_generator(iterable=False)``: the older Program alone has it.
 GeneratorLoader: Any = _reader.GeneratorLoader
 
@@ -155,9 +157,31 @@ def swap_switch_device(
     return original
 
 
+def operation_count(program: Program) -> int:
+    """Returns how many operations a program has."""
+    return int(program.num_ops() if is_pir(program) else program.desc.block(0).op_size())
+
+
+def within(program: Any) -> Any:
+    """Returns the program that a ``CompiledProgram`` was made of; any other as it is."""
+    return program._program if isinstance(program, static.CompiledProgram) else program
+
+
+def is_parsed_from(program: Program, description: bytes) -> bool:
+    """Whether a description is that of an older Program."""
+    return not is_pir(program) and bool(program.desc.serialize_to_string() == description)
+
+
 def is_decorated(optimizer: Optimizer) -> bool:
     """Whether ``paddle.static.amp.decorate`` made an optimizer."""
     return isinstance(optimizer, static.amp.decorator.OptimizerWithMixedPrecision)
+
+
+def has_step_of_its_own(optimizer: Optimizer) -> bool:
+    """Whether an optimizer does more than update parameters: LookAhead, gradient merging."""
+    return not isinstance(optimizer, paddle.optimizer.Optimizer) or hasattr(
+        optimizer, "inner_optimizer"
+    )
 
 
 def recomputing(optimizer: Optimizer) -> tuple[Optimizer, list[Variable | str] | None, bool]:

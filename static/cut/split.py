@@ -26,6 +26,7 @@ class Split:
         checkpoints: Where the user has a backward compute what it needs again: the values that are
             kept for that; None where all is kept.
         names: Its variables.
+        trained: The parameters that the optimizer has; None where it has all.
     """
 
     graph: Graph
@@ -34,6 +35,7 @@ class Split:
     crossing: Mapping[Edge, tuple[int, ...]]
     checkpoints: frozenset[int] | None = None
     names: Names = field(default_factory=Names)
+    trained: frozenset[str] | None = None
 
     @property
     def edges(self) -> tuple[Edge, ...]:

@@ -7,7 +7,7 @@ Deep Nets with Sublinear Memory Cost", arXiv:1604.06174).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,13 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.static import is_decorated, is_pir, recomputing
+from fleetpipe.paddle_api.optimizer import dict_groups, optimized_parameters
+from fleetpipe.paddle_api.static import (
+    has_step_of_its_own,
+    is_decorated,
+    is_pir,
+    recomputing,
+)
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import parts
@@ -25,7 +31,7 @@ from fleetpipe.schedules.registry import default_chunks
 from fleetpipe.static.cut.contract import GraphReader
 from fleetpipe.static.cut.split import Split, ranks_for, split
 from fleetpipe.static.ir import readers
-from fleetpipe.static.pipeline_programs import attach
+from fleetpipe.static.pipeline_programs import attach, refuse_second
 from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.save import checkpoint
 
@@ -90,12 +96,19 @@ class StaticOptimizer:
                 fix="pass the optimizer that it was given; build layers under "
                 "paddle.amp.auto_cast(dtype='bfloat16')",
             )
+        if has_step_of_its_own(self.wrapped):
+            raise ConfigError(
+                f"a static pipeline does not run {type(self.wrapped).__name__}, which does more "
+                "than update parameters",
+                fix="pass the optimizer inside of it; accumulate_steps of pipeline_configs merges "
+                "gradients",
+            )
 
     def minimize(
         self,
         loss: Variable,
         startup_program: Program | None = None,
-        parameters: object = None,
+        parameters: Iterable[Variable | str] | None = None,
         no_grad_set: object = None,
     ) -> tuple[list[Op], list[Variable]]:
         """Cuts the loss's program into stages. Collective over the job.
@@ -103,8 +116,9 @@ class StaticOptimizer:
         Args:
             loss: The loss; one element.
             startup_program: What initialises the program; None for the default one.
-            parameters: Must be None: all parameters are trained that need a gradient.
-            no_grad_set: Must be None, as ``parameters``.
+            parameters: Those to train, by themselves or by name; None for those of the optimizer,
+                which are all that need a gradient where it was made without.
+            no_grad_set: Must be empty or None.
 
         Returns:
             Two empty lists, in the place of Paddle's operations and gradients: the program stays
@@ -115,9 +129,9 @@ class StaticOptimizer:
             BoundaryError: Something cannot be cut.
             ConfigError: The stages do not fit the ranks, or an option is wrong.
         """
-        if parameters is not None or no_grad_set is not None:
+        if no_grad_set:
             raise ConfigError(
-                "minimize of a static pipeline takes neither parameters nor no_grad_set",
+                "minimize of a static pipeline takes no no_grad_set",
                 fix="set stop_gradient = True on what is not to be trained",
             )
         if any(size != 1 for size in loss.shape):
@@ -127,10 +141,12 @@ class StaticOptimizer:
                 fix="under the guard of the last stage: loss = paddle.mean(loss)",
             )
         program = loss.block.program
+        refuse_second(program)
         startup = startup_program or paddle.static.default_startup_program()
         reader = readers.read(program)
         number = reader.number(loss)
-        cut = mark(split(reader.graph), reader, self._checkpoints)
+        trained = _trained(self.wrapped, parameters)
+        cut = mark(replace(split(reader.graph), trained=trained), reader, self._checkpoints)
         if number is None or cut.stage_of_value[number] is None:
             raise ConfigError(
                 "the loss is not computed by any stage of its program",
@@ -168,6 +184,12 @@ class StaticOptimizer:
         if pp_degree is None:
             wanted["dp_degree"] = -1
         degrees = Degrees.resolve(wanted, self._world_size)
+        if self._strategy.sync_batch_norm and degrees.dp > 1:
+            raise ConfigError(
+                "a static pipeline does not share statistics of batches over replicas",
+                got=f"strategy.sync_batch_norm = True, {degrees.dp} replicas",
+                fix="strategy.sync_batch_norm = False: each replica has those of its own rows",
+            )
         degrees.refuse_beyond(("pp", "dp"), "use dynamic graph, or dp_degree for these ranks")
         return degrees, chunks
 
@@ -218,6 +240,23 @@ def _refuse_split_backward(schedule: Schedule) -> None:
             fix="schedule_mode 1F1B, FThenB, Eager1F1B or Interleaved1F1B, or Paddle 3.3 without "
             "FLAGS_enable_pir_api=0",
         )
+
+
+def _trained(
+    optimizer: Optimizer, parameters: Iterable[Variable | str] | None
+) -> frozenset[str] | None:
+    """Returns the names of the parameters that an optimizer trains; None where these are all.
+
+    Raises:
+        ConfigError: It has groups of them.
+    """
+    if dict_groups(optimizer):
+        raise ConfigError(
+            "Paddle's static graph has no groups of parameters",
+            fix="pass one list; a rate of a parameter's own is ParamAttr(learning_rate=..)",
+        )
+    chosen = parameters or optimized_parameters(optimizer)
+    return frozenset(one if isinstance(one, str) else one.name for one in chosen) or None
 
 
 def marked(

@@ -12,19 +12,35 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from fleetpipe.aliases import Program, Scope, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.static import Executor, static, static_io, swap_switch_device
+from fleetpipe.paddle_api.static import (
+    Executor,
+    OlderProgram,
+    static,
+    static_io,
+    swap_switch_device,
+    within,
+)
 from fleetpipe.static.entry.data_loader import items_for
 from fleetpipe.static.graph import stage_of_device
 from fleetpipe.static.ir.program.loader import items_of, note_starts
-from fleetpipe.static.pipeline_programs import is_attached, of_main, of_startup, refuse_foreign
+from fleetpipe.static.pipeline_programs import (
+    is_attached,
+    note_clone,
+    note_parsed,
+    of_main,
+    of_startup,
+    refuse_appended,
+    refuse_foreign,
+)
 from fleetpipe.static.save import files
+from fleetpipe.static.save.state import assign, fitting
 
 _restore: list[Callable[[], None]] = []
 
@@ -37,15 +53,18 @@ def install() -> None:
 
     @functools.wraps(original)
     def run(self: Any, program: Program = None, *more: Any, **named: Any) -> Any:
-        chosen = paddle.static.default_main_program() if program is None else program
+        chosen = paddle.static.default_main_program() if program is None else within(program)
         if not is_attached(chosen):
             refuse_foreign(chosen, more[4] if len(more) > 4 else named.get("scope"))
             return original(self, program, *more, **named)
         return _run(functools.partial(original, self), self, chosen, *more, **named)
 
-    Executor.run = run
-    _restore.append(functools.partial(setattr, Executor, "run", original))
-    for ours in (save, load, save_inference_model):
+    _put(Executor, "run", run)
+    _put(Executor, "train_from_dataset", _refusing_datasets(Executor.train_from_dataset))
+    _put(OlderProgram, "clone", _noting_clones(OlderProgram.clone))
+    parse = _noting_parsed(OlderProgram.parse_from_string)
+    _put(OlderProgram, "parse_from_string", staticmethod(parse))
+    for ours in (save, load, save_inference_model, set_program_state):
         for place in (paddle.static, static_io):
             _hook_saving(place, ours)
     _restore.extend(note_starts())
@@ -80,20 +99,63 @@ def _run(
         return owner.start(functools.partial(original, scope=variables), program, variables)
     pipeline, is_main = of_main(program)
     if pipeline is not None and is_main:
+        refuse_appended(program, pipeline)
         wanted = list(_flat(fetch_list))
         items = items_for(program, feed)
         if items is None and not feed:
             items = items_of(program, functools.partial(original, scope=variables))
         feeds = feed if items is None else items
         return pipeline.run(executor.place, feeds, wanted, variables, return_numpy)
-    if pipeline is not None and not pipeline.local:
+    if pipeline is not None:
         raise ConfigError(
-            "a clone of a pipeline's program cannot run on a rank",
-            cause="each rank has the parameters of its own stages only",
-            fix="clone the program before minimize and run it in one process on saved parameters",
+            "a copy of a pipeline's program that was made after minimize trains nothing",
+            cause="minimize leaves the program forward only; the backward is in the pipeline",
+            fix="run the program itself to train; to evaluate, clone it before minimize, on "
+            "several ranks export it by fleetpipe.static.save_inference_model",
         )
     names = (feed_var_name, fetch_var_name)
     return original(program, feed, fetch_list, *names, scope, return_numpy, *more, **named)
+
+
+def _refusing_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train_from_dataset(self: Any, program: Program = None, *more: Any, **named: Any) -> Any:
+        chosen = paddle.static.default_main_program() if program is None else within(program)
+        if is_attached(chosen):
+            raise ConfigError(
+                "a pipeline takes no dataset: train_from_dataset would train nothing",
+                fix="exe.run(main, feed=iter(loader), ..) for each batch",
+            )
+        return original(self, program, *more, **named)
+
+    return train_from_dataset
+
+
+def _noting_clones(original: Callable[..., Program]) -> Callable[..., Program]:
+    @functools.wraps(original)
+    def clone(self: Program, for_test: bool = False) -> Program:
+        copy = original(self, for_test)
+        if not for_test:
+            note_clone(self, copy)
+        return copy
+
+    return clone
+
+
+def _noting_parsed(original: Callable[[bytes], Program]) -> Callable[[bytes], Program]:
+    @functools.wraps(original)
+    def parse_from_string(binary_str: bytes) -> Program:
+        parsed = original(binary_str)
+        note_parsed(binary_str, parsed)
+        return parsed
+
+    return parse_from_string
+
+
+def _put(place: Any, name: str, replacement: object) -> None:
+    """Puts a replacement in, and notes how to take it back."""
+    _restore.append(functools.partial(setattr, place, name, vars(place)[name]))
+    setattr(place, name, replacement)
 
 
 def _flat(fetches: object) -> Iterator[Variable | str]:
@@ -107,9 +169,8 @@ def _flat(fetches: object) -> Iterator[Variable | str]:
 
 def _hook_saving(module: ModuleType, ours: Callable[..., Any]) -> None:
     """Has a function of Paddle's go through ours of the same name."""
-    name, original = ours.__name__, getattr(module, ours.__name__)
-    setattr(module, name, functools.wraps(original)(functools.partial(ours, original)))
-    _restore.append(functools.partial(setattr, module, name, original))
+    original = getattr(module, ours.__name__)
+    _put(module, ours.__name__, functools.wraps(original)(functools.partial(ours, original)))
 
 
 def _stamp() -> Callable[[int | None], None] | None:
@@ -174,6 +235,19 @@ def load(
         original(program, model_path, executor, var_list)
     else:
         files.load(model_path, program)
+
+
+def set_program_state(
+    original: Callable[..., object], program: Program, state_dict: Mapping[str, Any]
+) -> None:
+    """Sets what this process has of a state; stock looks for the parameters of all stages."""
+    pipeline, _ = of_main(program)
+    if pipeline is None:
+        original(program, state_dict)
+        return
+    owned = [*pipeline.persistable, *pipeline.optimizer_variables]
+    names = [name for name in owned if name in state_dict]
+    assign(fitting(state_dict, names, static.global_scope()))
 
 
 def save_inference_model(

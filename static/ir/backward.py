@@ -69,7 +69,12 @@ def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) 
         ConfigError: A gradient is sparse.
     """
     gradients = Gradients({}, {})
-    parameters = forward.parameters()
+    trained = split.trained
+    parameters = {
+        name: one
+        for name, one in forward.parameters().items()
+        if trained is None or name in trained
+    }
     entering = [value for value in incoming(split, stage) if value in split.graph.differentiable]
     inputs = [*parameters.values(), *map(forward.variable, entering)]
     targets, grads = _targets(forward, split, stage, loss) if inputs else ([], [])

@@ -105,16 +105,6 @@ def test_the_strategy_may_come_after_init() -> None:
         assert hcg.get_pipe_parallel_world_size() == 2
 
 
-def test_a_clone_runs_as_one_program_in_one_process() -> None:
-    with static_mode(), begun(strategy_of()):
-        minimized(strategy_of())
-        exe = executor_of()
-        clone = paddle.static.default_main_program().clone()
-        target = clone.global_block().all_parameters()[0]
-        before, after = (exe.run(clone, feed=batches(1)[0], fetch_list=[target]) for _ in "ab")
-        np.testing.assert_array_equal(before[0], after[0])
-
-
 def test_a_pipeline_ends_with_its_job() -> None:
     with static_mode():
         fleet.init(is_collective=True, strategy=strategy_of())
