@@ -16,7 +16,7 @@ from fleetpipe.aliases import Tensor
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import attributes_running_on
 from fleetpipe.capture.tracing.place import forward_place
-from fleetpipe.capture.tracing.signature import PLAIN, signature_of
+from fleetpipe.capture.tracing.signature import PLAIN, signature_of, with_numbers
 from fleetpipe.capture.tracing.value import Capture, Mode, Node, Owned, Ref, parts
 from fleetpipe.dygraph.nest import mapped
 from fleetpipe.errors import CaptureError
@@ -101,13 +101,15 @@ def _modes_after(first: Capture, again: Capture) -> tuple[Mode, ...]:
 
 def moved(tensor: Tensor) -> Tensor:
     """Returns other numbers of the same kind: rows and columns in another order."""
-    other = tensor.detach().roll(1) if tensor.ndim else tensor.detach()
-    return other * 0.75 if other.is_floating_point() else other
+    share = 0.75 if tensor.is_floating_point() else 1
+    return with_numbers(tensor, lambda numbers: np.roll(numbers, 1) * share)
 
 
 def turned(tensor: Tensor) -> Tensor:
     """Returns numbers of which others are positive."""
-    return -1.5 * tensor.detach() if tensor.is_floating_point() else moved(moved(tensor))
+    if not tensor.is_floating_point():
+        return moved(moved(tensor))
+    return with_numbers(tensor, lambda numbers: -1.5 * numbers)
 
 
 def _difference(capturing: Capturing) -> _Difference | None:

@@ -185,6 +185,21 @@ def over_views(views: Any, scale: float = 1.0) -> Any:
     return sum(view for view in views if view is not None) * scale / len(views)
 
 
+DTYPES = ("bool", "uint8", "int8", "int16", "float16", "bfloat16", "float64", "complex64")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_may_be_of_any_dtype(dtype: str) -> None:
+    numbers = paddle.to_tensor(np.random.default_rng(0).integers(0, 100, (8, 4)))
+    data = [numbers.astype(dtype), paddle.arange(8).unsqueeze(1)]
+    with job(2):
+        build = Weighted(lambda x: x.astype("float32") / 99)
+        done = trained(lambda: build, data, split_spec=["second"])
+        few = data[0][:1]
+        assert np.array_equal(done.model.predict_batch(few), done.plain(few))
+    assert done.differing == []
+
+
 X = paddle.to_tensor(np.random.default_rng(0).standard_normal((2, 4)), "float32")
 LABELS = paddle.to_tensor([[0], [1]])
 

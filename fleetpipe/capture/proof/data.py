@@ -11,6 +11,7 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.proof.comparison import kept
 from fleetpipe.capture.repeatability import moved, turned
 from fleetpipe.capture.tracing.capturing import in_mode
+from fleetpipe.capture.tracing.signature import with_numbers
 from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.paddle_api import paddle
@@ -74,12 +75,12 @@ def variants(example: Nest) -> Iterator[Nest]:
     numbers = np.random.default_rng(0)
 
     def drawn(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            values = numbers.permutation(tensor.numpy().ravel()).reshape(tensor.shape)
-        else:
-            wide = tensor.astype("float64").numpy()
-            values = numbers.normal(wide.mean(), wide.std(), wide.shape) if wide.size else wide
-        return paddle.to_tensor(values).astype(tensor.dtype)
+        def anew(values: Any) -> Any:
+            if not values.size or not tensor.is_floating_point():
+                return numbers.permutation(values.ravel()).reshape(values.shape)
+            return numbers.normal(values.mean(), values.std(), values.shape)
+
+        return with_numbers(tensor, anew)
 
     changes: tuple[Callable[[Tensor], Tensor], ...] = (_same, moved, drawn, turned, _zeros, _ties)
     for change in changes:
@@ -93,7 +94,7 @@ def with_another_row(example: Nest) -> Nest:
     def longer(tensor: Tensor) -> Tensor:
         if not tensor.ndim or tensor.shape[0] != rows or not rows:
             return tensor
-        return paddle.concat([tensor.detach(), tensor.detach()[:1]])
+        return with_numbers(tensor, lambda numbers: np.concatenate([numbers, numbers[:1]]))
 
     return mapped(longer, example)
 
@@ -104,10 +105,16 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _zeros(tensor: Tensor) -> Tensor:
     """Returns zeros, or the least of whole numbers above zero: some are numbers of classes."""
-    least = 0 if tensor.is_floating_point() or not tensor.size else tensor.astype("int64").min()
-    return paddle.full_like(tensor.detach(), max(int(least), 0))
+
+    def least(numbers: Any) -> Any:
+        whole = numbers.dtype.kind in "iu" and numbers.size
+        return np.full_like(numbers, max(numbers.min(), 0) if whole else 0)
+
+    return with_numbers(tensor, least)
 
 
 def _ties(tensor: Tensor) -> Tensor:
-    first = tensor.detach().flatten()[:1]
-    return first.expand([tensor.size]).reshape(tensor.shape) if tensor.size else tensor.detach()
+    def first(numbers: Any) -> Any:
+        return np.full_like(numbers, numbers.flat[0] if numbers.size else 0)
+
+    return with_numbers(tensor, first)

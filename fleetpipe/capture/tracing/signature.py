@@ -7,7 +7,7 @@ knows which run of the forward it is in, and can make that run again with other 
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,12 +47,20 @@ def numbers_like(signature: Signature, example: Nest) -> Nest:
 
     def filled(zeros: Tensor) -> Tensor:
         tensor = next(numbers, zeros)
-        count, there = math.prod(zeros.shape), math.prod(tensor.shape)
-        if tensor.dtype != zeros.dtype or not there:
+        if tensor.dtype != zeros.dtype or not tensor.size:
             return zeros
-        return tensor.detach().flatten().tile([-(-count // there)])[:count].reshape(zeros.shape)
+        return with_numbers(tensor, lambda numbers: np.resize(numbers, zeros.shape))
 
     return mapped(filled, _made(json.loads(signature)))
+
+
+def with_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
+    """Returns a tensor of what a function of an array makes of another's numbers, in its dtype.
+
+    In NumPy, for Paddle has few kernels for uint8, int16 or float16 on a CPU.
+    """
+    numbers = (tensor.astype("float64") if tensor.is_floating_point() else tensor).numpy()
+    return paddle.to_tensor(change(numbers)).astype(tensor.dtype)
 
 
 def _described(value: Nest) -> Any:
