@@ -192,11 +192,12 @@ class CapturedPipeline(PipelineLayer):
         """Does nothing: the runs of the forward that are known say what runs."""
 
     def _follow(self) -> CapturedPipeline:
-        """Has what stands in the place of opened layers be in the model's mode."""
+        """Has what stands in the place of opened layers be in the mode of these."""
         layers = {id(layer) for layer in self.plain.sublayers()}
-        for layer in self.sublayers(include_self=True):
+        modes = {path: part.training for path, part in self.plain.named_sublayers()}
+        for path, layer in self.named_sublayers(include_self=True):
             if id(layer) not in layers:
-                layer.training = self.plain.training
+                layer.training = modes.get(path, self.plain.training)
         return self
 
     @property

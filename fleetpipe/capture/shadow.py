@@ -18,7 +18,7 @@ from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.capture.proof.comparison import kept
 from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.models import copied
-from fleetpipe.capture.proof.rounding import SHARE, Rounding, move_by_a_unit
+from fleetpipe.capture.proof.rounding import SHARE, Rounding, largest_of, move_by_a_unit
 from fleetpipe.capture.proof.verdict import node_of
 from fleetpipe.capture.running.host_memory import bytes_for_each_process, bytes_to_train
 from fleetpipe.capture.running.plain_model import Untouched
@@ -35,7 +35,7 @@ from fleetpipe.errors import CaptureError, reason
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
-from fleetpipe.paddle_api.optimizer import learning_rate_of
+from fleetpipe.paddle_api.optimizer import clips_of_a_step, groups_of, learning_rate_of
 from fleetpipe.parity.differences import largest_gap, same_bits
 from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch, of_same_layers
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -56,6 +56,7 @@ class _Batch(NamedTuple):
         optimizer: What steps; None where the caller steps it.
         everyone: The micro-batches of all replicas.
         weights: Their weights, where the caller gives them.
+        held: The gradients that parameters of this rank had before it, by name.
     """
 
     inputs: Sequence[Nest]
@@ -64,6 +65,7 @@ class _Batch(NamedTuple):
     optimizer: Optimizer
     everyone: MicroBatches
     weights: Sequence[Fraction] | None
+    held: dict[str, Tensor]
 
 
 class Shadow:
@@ -77,6 +79,8 @@ class Shadow:
         self._batch: _Batch | None = None
         self._number = 0
         self._seconds = 0.0
+        #: By optimizer, what its twin was made of; None where it has none.
+        self._twins: dict[int, object] = {}
         self._has_twin = False
 
     def begin(self, batch: BatchBeside) -> None:
@@ -96,10 +100,16 @@ class Shadow:
             failure = f"it fails alone: {reason(error)}"
         if self._given_up(failure):
             return
+        held = {name: grad.clone() for name, grad in self._gradients().items() if grad is not None}
         self._batch = _Batch(
-            batches_here.inputs, keys, loss, batch.optimizer, everyone, batch.weights
+            batches_here.inputs, keys, loss, batch.optimizer, everyone, batch.weights, held
         )
         self._seconds += time.perf_counter() - begin
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        """Returns the gradients of this rank's parameters by name."""
+        parameters = self._pipe.state.own_parameters()
+        return {name: self._pipeline.gradient_of(p) for name, p in parameters.items()}
 
     def _given_up(self, obstacle: str | None) -> bool:
         """Ends the comparison where a rank has a reason, and says it. Collective."""
@@ -125,8 +135,11 @@ class Shadow:
         gradients = {name: t.grad.clone() for name, t in tensors if t.grad is not None}
         rounding = Rounding(gradients, lambda: self._moved(reference, batch))
         off: list[str] = []
-        for name, parameter in self._pipe.state.own_parameters().items():
-            gap = _apart(self._pipeline.gradient_of(parameter), gradients.get(name))
+        for name, gradient in self._gradients().items():
+            right, held = gradients.get(name), batch.held.get(name)
+            if held is not None:
+                right = held if right is None else right + held
+            gap = _apart(gradient, right)
             if gap and not rounding.carries(name, gap):
                 off.append(name)
         differences = [f"the gradient of {name}" for name in off]
@@ -163,8 +176,7 @@ class Shadow:
         for name, parameter in parameters.items():
             right = expected[name]
             # A norm over ranks is a sum in another order than that over one model.
-            most = SHARE * float(right.abs().max()) if right.size else 0.0
-            if largest_gap(parameter, right) > most:
+            if largest_gap(parameter, right) > SHARE * largest_of(right):
                 differences.append(f"the update of {name}")
         self._seconds += time.perf_counter() - begin
         try:
@@ -209,15 +221,41 @@ class Shadow:
         pipe = self._pipe
         if self._reference is None:
             self._reference = of_same_layers(pipe)
-            self._has_twin = _can_have_a_twin(optimizer)
-            if self._has_twin:
-                self._reference.train_like(optimizer, pipe)
         else:
             pipe.copy_to(self._reference.model)
             self._reference.take_hidden_buffers(pipe)
+        self._has_twin = self._follow(optimizer)
+        if self._has_twin:
+            self._reference.train_like(optimizer, pipe)
         drop_gradients(self._reference.model.parameters())
         self._reference.take_switches(pipe)
+        self._take_modes(self._reference.model.plain)
         return self._reference
+
+    def _follow(self, optimizer: Optimizer) -> bool:
+        """Whether a copy of an optimizer steps as it does, on all ranks. Collective.
+
+        Not where it has got a group or a clip since the copy was made.
+        """
+        key, made_of = id(optimizer), None
+        if optimizer is not None:
+            sizes = [*map(len, groups_of(optimizer.wrapped))]
+            made_of = sizes, [*map(id, clips_of_a_step(optimizer.wrapped))]
+        can = self._twins[key] == made_of if key in self._twins else _can_have_a_twin(optimizer)
+        can = all(all_ranks().all_gather(can and made_of is not None))
+        self._twins[key] = made_of if can else None
+        return can
+
+    def _take_modes(self, copied: Layer) -> None:
+        """Has each layer of the copy be in its mode where it runs. Collective."""
+        here = set(map(id, self._pipe.sublayers()))
+        modes, modes_here = dict[str, bool](), dict[str, bool]()
+        for path, layer in self._forms.capturing.model.named_sublayers(include_self=True):
+            (modes_here if id(layer) in here else modes)[path] = layer.training
+        for part in self._pipe.holders().all_gather(modes_here):
+            modes.update(part)
+        for path, layer in copied.named_sublayers(include_self=True):
+            layer.training = modes[path]
 
     def _moved(self, reference: Reference, batch: _Batch) -> dict[str, Tensor]:
         """Returns the plain gradients of parameters that are a unit in the last place off."""
@@ -237,7 +275,7 @@ class Shadow:
         for one, other in zip(tensors_of(loss), tensors_of(right)):
             # The losses of micro-batches one by one are another question.
             if list(one.shape) == list(other.shape):
-                most = SHARE * float(other.abs().max()) if self._pipeline.replicas.ranks > 1 else 0
+                most = SHARE * largest_of(other) if self._pipeline.replicas.ranks > 1 else 0
                 if largest_gap(one, other) > most:
                     return ["the loss"]
         return []
@@ -319,9 +357,10 @@ class Shadow:
 
 def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
     """Returns how far a gradient is off; none is as good as zeros, to which Paddle clears them."""
-    only = right if gradient is None else gradient
-    if only is not None and (gradient is None or right is None):
-        return float(only.abs().max())
+    if gradient is None and right is not None:
+        gradient = paddle.zeros_like(right)
+    elif right is None and gradient is not None:
+        right = paddle.zeros_like(gradient)
     return largest_gap(gradient, right)
 
 

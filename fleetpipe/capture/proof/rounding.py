@@ -50,14 +50,15 @@ class Rounding:
 
     def scale(self, name: str) -> float:
         """Returns the largest gradient of the parameters of the layer that has ``name``."""
-        return max(map(_largest, self._beside(name)), default=0.0)
+        return max(map(largest_of, self._beside(name)), default=0.0)
 
     def _beside(self, name: str) -> Iterable[Tensor]:
         owner = name.rpartition(".")[0]
         return (g for other, g in self._gradients.items() if other.rpartition(".")[0] == owner)
 
 
-def _largest(tensor: Tensor) -> float:
+def largest_of(tensor: Tensor) -> float:
+    """Returns the largest absolute number; 0 where one is infinite or NaN, or there is none."""
     numbers = np.abs(numbers_of(tensor))
     return float(numbers.max()) if numbers.size and np.isfinite(numbers).all() else 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -233,6 +234,52 @@ def test_a_layer_that_is_frozen_between_the_first_batches_is_no_difference() -> 
         model.train_batch(data(step), optimizer)
         for parameter in pipe.plain.first.parameters():
             parameter.stop_gradient = True
+
+
+def in_evaluation(net: Any, _: Any) -> None:
+    net.norm.eval()
+
+
+def with_another_group(net: Any, optimizer: Any) -> None:
+    optimizer._add_param_group({"params": net.second.parameters()})
+
+
+def with_a_clip(_: Any, optimizer: Any) -> None:
+    optimizer._param_groups[0]["grad_clip"] = nn.ClipGradByGlobalNorm(1e-3)
+
+
+def infinite(net: Any, _: Any) -> None:
+    net.second.bias.set_value(paddle.full([4], float("inf")))
+
+
+@pytest.mark.parametrize("change", [None, in_evaluation, with_another_group, with_a_clip, infinite])
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_a_script_does_around_the_first_batches_is_no_difference(change: Any, at: int) -> None:
+    paddle.seed(0)
+    net = Gated()
+    plain = copy.deepcopy(net)
+    pipe = fleetpipe.pipeline(net, data(0)[0][:2], nn.MSELoss(), ["second"])
+    model = fleet.distributed_model(pipe)
+
+    def over_some(part: Any) -> Any:
+        some = [*part.first.parameters(), *part.norm.parameters()]
+        return paddle.optimizer.AdamW(0.1, parameters=[{"params": some}])
+
+    right, optimizer = over_some(plain), fleet.distributed_optimizer(over_some(net))
+    plain.train()
+    for step in range(3):
+        if change is not None and step == at:
+            change(net, optimizer.wrapped)
+            change(plain, right)
+        inputs, labels = data(step)
+        for row in range(0, ROWS, 2):
+            output = plain(inputs[row : row + 2])
+            (nn.functional.mse_loss(output, labels[row : row + 2]) / 4).backward()
+        right.step()
+        right.clear_grad()
+        model.train_batch([inputs, labels], optimizer)
+    for name, tensor in plain.state_dict().items():
+        assert np.array_equal(pipe.state_dict()[name], tensor, equal_nan=True)
 
 
 def test_a_hook_that_reaches_into_the_model_is_no_measure(caplog: LogCapture) -> None:
