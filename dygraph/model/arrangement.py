@@ -45,7 +45,8 @@ class Arrangement:
             ConfigError: The schedule cannot have that number of chunks, or the plan is for others.
         """
         self._ranks = ranks
-        self._chunks = chunks
+        # Fleet's DualPipeV is asked for with one chunk, or none said, and has two.
+        self._chunks = None if use_dualpipev and chunks in (1, 2) else chunks
         self._use_dualpipev = use_dualpipev
         self._plan = plan
         self._head = head

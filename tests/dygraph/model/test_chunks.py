@@ -60,13 +60,16 @@ def test_every_way_to_cut_makes_chunks(method: Any) -> None:
 
 
 def test_use_dualpipev_means_the_schedule() -> None:
-    with model_in_job(2, use_dualpipev=True) as model:
-        assert model.schedule.name == "DualPipeV"
-        assert model.layers.placement.name == "vee"
+    # Fleet's libraries ask for it with one chunk.
+    for chunks in (None, 1, 2):
+        options = {"use_dualpipev": True, "num_virtual_pipeline_stages": chunks}
+        with model_in_job(2, **options) as model:
+            assert model.schedule.name == "DualPipeV"
+            assert model.layers.placement.name == "vee"
     with job(2, 4, "ZBV"), pytest.raises(ConfigError, match="use_dualpipev"):
         pipeline(use_dualpipev=True)
     with job(2), pytest.raises(ConfigError, match="use_dualpipev"):
-        pipeline(use_dualpipev=True, num_virtual_pipeline_stages=2)
+        pipeline(use_dualpipev=True, num_virtual_pipeline_stages=3)
 
 
 def test_names_depend_on_nothing_and_state_loads_across_all() -> None:
