@@ -146,12 +146,14 @@ def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
         if all(_layers(pattern, model) for pattern in _names(statement, right=names.reverse)):
             fitting.append(statement)
     _require_order(fitting, names.reverse, model)
-    # Paddle's language finds the layers of names that the checkpoint has, and of no others.
+    # Paddle's language finds the layers of names that the checkpoint has, and of no others, and
+    # leaves out ("_") single names alone.
     made = {pattern for pattern in inputs - layers.keys() if _LAYER in pattern}
     expanded: list[str] = []
     for statement in fitting:
         reads_made = not made.isdisjoint(_names(statement, right=names.reverse))
-        written = sorted(every, key=int) if reads_made else [_LAYER]
+        one_sided = sum(_LAYER in side for side in statement.split("->")) == 1
+        written = sorted(every, key=int) if reads_made or one_sided else [_LAYER]
         expanded += (statement.replace(_LAYER, number) for number in written)
     return expanded
 

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 import fleetpipe
 from fleetpipe.checkpoint.formats import distributed
 from tests.checkpoint.formats.trainer_files import arrays, convert, step, trained, write_unified
+from tests.launching import ROOT
 from tests.pipelines import bits
 
 NEW = paddle.__version__.startswith("3.")
@@ -210,6 +211,29 @@ def test_fused_tensors_are_split_and_joined(
             "--reverse-names")  # fmt: skip
     joined = load_file(tmp_path / "join/model-00001-of-00001.safetensors")
     assert np.array_equal(joined["h.0.c_attn"], fused)
+
+
+def test_the_map_of_the_page_works_on_a_model_that_it_speaks_of(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    names = tmp_path / "names.json"
+    names.write_text(page.split("```json\n")[1].split("```")[0])
+    array = np.arange(12, dtype="float32").reshape(2, 6)
+    model = {"embed.weight": array, "norm": array[0].astype("float16"), "lm_head.weight": array}
+    for layer in range(2):
+        of_layer = {"up.weight": array + layer, "qkv": array - layer, "rotary": array}
+        model.update((f"layers.{layer}.{name}", one) for name, one in of_layer.items())
+    source = write_unified(tmp_path / "hf", {"model": model})
+    convert(source, tmp_path / "new", "--to", "huggingface", "--names", names)
+    read = load_file(tmp_path / "new/model-00001-of-00001.safetensors")
+    expected = {"0.weight": array, "final.weight": array[0], "9.weight": array.T}
+    for layer in range(2):
+        expected[f"up.{layer}.weight"] = (array + layer).T
+        for part, name in enumerate("qkv"):
+            expected[f"{name}.{layer}"] = array[:, 2 * part : 2 * part + 2] - layer
+    assert {name: one.tolist() for name, one in read.items()} == {
+        name: one.tolist() for name, one in expected.items()
+    }
+    assert str(read["final.weight"].dtype) == "float32"
 
 
 def numbers() -> dict[str, Any]:
