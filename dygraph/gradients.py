@@ -74,6 +74,11 @@ def cause_of_backward(error: Exception) -> Exception:
         )
     if "backward twice" not in str(error):
         return error
+    return kept_beside()
+
+
+def kept_beside() -> BoundaryError:
+    """Returns what to raise where a backward comes to the graph of another one."""
     return BoundaryError(
         "a backward came to operations that an earlier one has run through",
         expected="layers that use nothing but what they are given and their parameters",

@@ -17,7 +17,8 @@ from fleetpipe.aliases import Context, Tensor
 from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.output_hooks import OutputHooks
-from fleetpipe.errors import ConfigError
+from fleetpipe.dygraph.gradients import kept_beside
+from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import switch_gradients_on, tensor_bytes
 
@@ -69,18 +70,26 @@ class Call(ABC):
         sums.add(self.weight_grads())
 
 
+class Refusals:
+    """Why a backward failed in a border: Paddle wraps what a PyLayer raises."""
+
+    def __init__(self) -> None:
+        self.error: FleetPipeError | None = None
+        #: Whether the backward of any stage runs.
+        self.in_backward = False
+
+
 class Tape:
     """One micro-batch in a stage, from its forward to W."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusals: Refusals) -> None:
         #: The calls whose input gradients have been computed.
         self.calls: list[Call] = []
         #: The layers of which some calls, if any, were left to autograd.
         self.uncut: set[Leaf] = set()
         #: Whether the stage's own backward runs.
         self.in_backward = False
-        #: Why a backward that is not the stage's own failed: Paddle wraps what a PyLayer raises.
-        self.refusal: ConfigError | None = None
+        self.refusals = refusals
 
 
 class _Border(paddle.autograd.PyLayer):
@@ -130,20 +139,26 @@ def _entered(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
 
     Raises:
         ConfigError: It is the user who asks for them, in a forward or in the loss.
+        BoundaryError: The backward of another stage or micro-batch has come here.
     """
     if not tape.in_backward:
         # Paddle leaves gradients off where a backward fails.
         switch_gradients_on()
-        tape.refusal = ConfigError(
-            f"a forward or the loss computes gradients through layer {call.leaf.name!r}, whose "
-            "backward is split",
-            cause="paddle.grad there is a backward of its own, and the layer has one, in I and W",
-            fix="choose a schedule without W, such as 1F1B or FThenB",
-        )
-        raise tape.refusal
+        error = kept_beside() if tape.refusals.in_backward else _computed_within(call.leaf)
+        tape.refusals.error = error
+        raise error
     gradients = call.input_grads(grads) or [_TOKEN]
     tape.calls.append(call)
     return tuple(gradients) if len(gradients) > 1 else gradients[0]
+
+
+def _computed_within(leaf: Leaf) -> ConfigError:
+    return ConfigError(
+        f"a forward or the loss computes gradients through layer {leaf.name!r}, whose "
+        "backward is split",
+        cause="paddle.grad there is a backward of its own, and the layer has one, in I and W",
+        fix="choose a schedule without W, such as 1F1B or FThenB",
+    )
 
 
 def bordered(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -36,11 +36,11 @@ from fleetpipe.dygraph.backward.leaf import (
     situation,
     tensors_in,
 )
-from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Tape, bordered
+from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Refusals, Tape, bordered
 from fleetpipe.dygraph.backward.lookup import LookupCall, looks_up
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import has_gradient, leaves_like, replace
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import FleetPipeError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import allocated_bytes
 from fleetpipe.paddle_api.tensor import saves_freely
@@ -74,6 +74,7 @@ class SplitBackward:
         self._fast_leaves = fast_leaves
         self._fast: dict[int, FastForwards] = {}
         self._tapes: dict[tuple[int, MicroBatch], Tape] = {}
+        self._refusals = Refusals()
         self._waiting: dict[int, Waiting] = {}
         self._sums = Sums()
         self._arrivals: GradientArrivals | None = None
@@ -94,6 +95,7 @@ class SplitBackward:
                 # They saw a part of the parameters: the next batch has new ones from its beginning.
                 self._arrivals = None
         self._tapes.clear()
+        self._refusals.in_backward = False
         for waiting in self._waiting.values():
             waiting.forget()
 
@@ -108,7 +110,7 @@ class SplitBackward:
         """
         if (stage, micro_batch) not in self._split:
             return self._fast_of(stage).running() if self._fast_leaves else _NOTHING
-        tape = self._tapes.setdefault((stage, micro_batch), Tape())
+        tape = self._tapes.setdefault((stage, micro_batch), Tape(self._refusals))
         forwards = []
         for leaf in self._leaves_of(stage):
             if leaf.waits:
@@ -138,10 +140,10 @@ class SplitBackward:
             if of == stage:
                 # What comes now is the later part of these sums.
                 self._add_now(earlier, tape.uncut)
-        tape.in_backward = True
+        tape.in_backward = self._refusals.in_backward = True
         with self._noted(stage, "I"), self.recording(stage, micro_batch):
             yield
-        tape.in_backward = False
+        tape.in_backward = self._refusals.in_backward = False
         # Autograd has just added those of other calls of these layers.
         self._add_now(tape, tape.uncut)
         # What the same calls share counts once.
@@ -185,10 +187,10 @@ class SplitBackward:
         """Drops the tape of a stage and micro-batch."""
         self._tapes.pop((stage, micro_batch), None)
 
-    def refusal(self, stage: int, micro_batch: MicroBatch) -> ConfigError | None:
-        """Returns why the forward of a stage and micro-batch failed, if that is known here."""
-        tape = self._tapes.get((stage, micro_batch))
-        return None if tape is None else tape.refusal
+    def refusal(self) -> FleetPipeError | None:
+        """Returns why a forward or a backward failed, if that is known here; once."""
+        refusal, self._refusals.error = self._refusals.error, None
+        return refusal
 
     def report(self) -> DeferralReport:
         """Returns which parameters' gradients waited for W, and what that kept."""

@@ -11,7 +11,8 @@ from fleetpipe.dygraph import experts, random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.dygraph.batch.losses import Losses
+from fleetpipe.dygraph.batch.kept_for_loss import require_nothing_kept
+from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.gradients import cause_of_backward
 from fleetpipe.dygraph.nest import copied, differentiable, leaf_like, mapped, tensors_of
@@ -39,6 +40,7 @@ class Batch:
         data: MicroBatches,
         losses: Losses | None = None,
         scale: Callable[[Tensor], Tensor] | None = None,
+        elsewhere: Sequence[Criterion] = (),
     ) -> None:
         """Describes one batch.
 
@@ -46,10 +48,12 @@ class Batch:
             data: The micro-batches this rank was given.
             losses: Computes and keeps the losses; None collects the outputs.
             scale: Applied to the weighted loss before backward, as a ``GradScaler``'s ``scale``.
+            elsewhere: The loss functions, where another process calls them.
         """
         self.data = data
         self.losses = losses
         self.scale = scale
+        self.elsewhere = elsewhere
         self.outputs: dict[int, Nest] = {}
 
     def ordered_outputs(self) -> list[Nest]:
@@ -210,7 +214,7 @@ class DygraphStage:
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
         handed: Values = {}
-        with self._refusals_named(stage, number):
+        with self._refusals_named():
             with self._split.recording(stage, number), self._slice_forward(stage, number):
                 output = self._run_of(stage)(value, micro_batch)
             if self._hooks is not None:
@@ -222,18 +226,19 @@ class DygraphStage:
                     output = output, _classes(self._batch.data.labels, number)
                 parts = self._borders.parted(stage, output)
                 handed = {edge: _handed(part) for edge, part in parts.items()}
+        require_nothing_kept(self._batch.elsewhere, stage)
         leaving = {edge: differentiable(part) for edge, part in handed.items()}
         self._kept[stage, micro_batch] = _Kept(value, output, leaves, leaving)
         self.micro_batch_id += 1
         return handed
 
     @contextmanager
-    def _refusals_named(self, stage: int, number: MicroBatch) -> Iterator[None]:
+    def _refusals_named(self) -> Iterator[None]:
         """Within it an error says which leaf layer it comes from, where a backward is split."""
         try:
             yield
         except Exception:
-            refusal = self._split.refusal(stage, number)
+            refusal = self._split.refusal()
             if refusal is not None:
                 raise refusal from None
             raise
@@ -320,7 +325,7 @@ class DygraphStage:
     ) -> None:
         """Runs autograd from ``tensors``, and from what layers kept for later slices."""
         number = self._within(micro_batch)
-        with self._split.in_backward(stage, number):
+        with self._refusals_named(), self._split.in_backward(stage, number):
             if self._slices is None:
                 _backward(tensors, grads)
                 return

@@ -64,6 +64,13 @@ def refusal(
     """
     if gradients.is_refusal(error):
         return gradients.refusal(error, _named(partition, index), value)
+    if "one pair of hooks" in str(error):
+        return BoundaryError(
+            f"{_named(partition, index)} is recomputed, and opens saved_tensors_hooks itself",
+            expected="one pair of hooks at a time, as Paddle has it",
+            cause="recompute(use_reentrant=False) in the layer, or saved_tensors_hooks of its own",
+            fix="set recompute_interval=0, or call recompute with use_reentrant=True",
+        )
     part = _part(error, layer, value)
     if part is not None:
         return _refusal_inside(error, part, partition, index, value)

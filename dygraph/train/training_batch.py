@@ -76,7 +76,9 @@ class TrainingBatch:
             batches = sliced(batches, runtime.slicing)
         self._losses = Losses(functions, weights, loss_fn_idx, delayed, shares, weight_of)
         self._shared = False
-        self._batch = Batch(batches, self._losses, None if scaler is None else scaler.scale)
+        scale = None if scaler is None else scaler.scale
+        elsewhere = () if runtime.plays(runtime.last_owner) else functions
+        self._batch = Batch(batches, self._losses, scale, elsewhere)
         self._runtime = runtime
         self._scaler = scaler
         self._optimizer: Optimizer = None

@@ -9,6 +9,7 @@ from typing import Any, Callable
 import paddle
 import pytest
 from paddle import nn
+from paddle.distributed.fleet.utils import recompute
 
 from fleetpipe import fleet, parity
 from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
@@ -269,10 +270,13 @@ def with_what_is_kept(output: Any, label: Any) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("compared", [False, True])
-def test_tensors_that_go_around_the_stages_are_named(compared: bool) -> None:
-    with job(2, micro_batches=2):
-        model = pipeline([Keeping(), nn.Linear(6, 4)], loss_fn=with_what_is_kept)
+@pytest.mark.parametrize(
+    ("compared", "schedule"), [(False, "1F1B"), (True, "1F1B"), (False, "ZBH1"), (False, "ZBV")]
+)
+def test_tensors_that_go_around_the_stages_are_named(compared: bool, schedule: str) -> None:
+    with job(2, micro_batches=2, schedule=schedule):
+        layers = [Keeping(), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 4)]
+        model = pipeline(layers, loss_fn=with_what_is_kept)
         optimizer = sgd(model)
         session = parity.begin(model, optimizer)
         if compared:
@@ -282,4 +286,25 @@ def test_tensors_that_go_around_the_stages_are_named(compared: bool) -> None:
             KEPT[0].backward()
         with pytest.raises(BoundaryError, match=r"in a list of its module(.|\n)*\(output, kept\)"):
             session.step(batch(2)) if compared else model.train_batch(batch(2), optimizer)
+        assert paddle.is_grad_enabled()
     KEPT.clear()
+
+
+class Inner(nn.Layer):
+    """Has Paddle recompute a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Any:
+        return recompute(self.linear, x, use_reentrant=False, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_hooks_of_saved_tensors_within_a_recomputed_piece_are_named(schedule: str) -> None:
+    layers = [nn.Linear(6, 6), Inner(), Inner(), nn.Linear(6, 4)]
+    options = {"recompute_interval": 1, "recompute_ctx": {"mp_group": None}}
+    told = pytest.raises(BoundaryError, match=r"Inner(.|\n)*recompute_interval=0")
+    with model_in_job(2, 2, schedule, layers=layers, **options) as model, told:
+        model.train_batch(batch(2), sgd(model))
