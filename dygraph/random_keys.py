@@ -10,6 +10,7 @@ from them: around these, threads that load data draw from them too.
 
 from __future__ import annotations
 
+import json
 import random
 import types
 import zlib
@@ -344,12 +345,20 @@ class PythonStates:
     """The states of NumPy's and Python's own generators."""
 
     def __init__(self) -> None:
-        self._numpy = np.random.get_state()
-        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+        self._python: Any = random.getstate()
+
+    def share(self, group: Group) -> None:
+        """Takes the states of the first of ``group``. Collective over it."""
+        if group.ranks > 1:
+            name, words, *more = self._numpy
+            text = json.dumps([[name, words.tolist(), *more], self._python])
+            self._numpy, (version, words, gauss) = json.loads(group.broadcast(text, 0))
+            self._python = (version, tuple(words), gauss)
 
     def put_back(self) -> None:
         """Gives the generators the states that they had."""
-        np.random.set_state(self._numpy)
+        np.random.set_state(tuple(self._numpy))
         random.setstate(self._python)
 
 

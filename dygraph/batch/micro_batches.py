@@ -46,8 +46,8 @@ def split(data: Nest, cut: MicroBatchCut) -> MicroBatches:
 
     Args:
         data: ``[inputs, labels]`` of a whole batch, or an iterator over micro-batches, of which
-            exactly ``cut.steps`` items are consumed, or a ``PipelineDatasetPreprocessor`` that
-            returns one of these; None on a rank that needs neither.
+            exactly ``cut.steps`` items are taken, as copies, or a ``PipelineDatasetPreprocessor``
+            that returns one of these; None on a rank that needs neither.
         cut: How to cut.
 
     Returns:
@@ -160,8 +160,9 @@ def _draw(data: Iterator[Nest], count: int) -> MicroBatches:
                 got=type(item).__name__,
                 fix="yield one tuple (inputs, labels) per micro-batch",
             )
-        inputs.append(_detached(item[0], f"inputs of micro-batch {index}"))
-        labels.append(_detached(item[1], f"labels of micro-batch {index}"))
+        # Copied: the iterator may fill the same tensors again for the next item.
+        inputs.append(copied(_detached(item[0], f"inputs of micro-batch {index}")))
+        labels.append(copied(_detached(item[1], f"labels of micro-batch {index}")))
     return MicroBatches(inputs, labels)
 
 
@@ -197,6 +198,28 @@ def _detached(value: Nest, path: str) -> Nest:
         if leaf is not None and not isinstance(leaf, paddle.Tensor):
             raise _not_a_tensor(leaf, path + "".join(f"[{step!r}]" for step in steps))
     return mapped(lambda tensor: tensor.detach(), value)
+
+
+def copied(value: Nest) -> Nest:
+    """Returns ``value`` with tensors of its own."""
+    return mapped(lambda tensor: tensor if 0 in tensor.shape else tensor.clone(), value)
+
+
+def counted_in(value: Nest) -> int | None:
+    """Returns what a batch counts by in a mean with those of other replicas.
+
+    Args:
+        value: The labels, as the user gave them.
+
+    Returns:
+        The rows of a whole batch, the number of micro-batches in a list; None of an iterator.
+    """
+    if isinstance(value, (tuple, dict)):
+        items = list(value.values() if isinstance(value, dict) else value)
+        return next((n for item in items if (n := counted_in(item)) is not None), None)
+    if isinstance(value, list):
+        return len(value)
+    return int(value.shape[0]) if isinstance(value, paddle.Tensor) and value.ndim else None
 
 
 def _not_a_tensor(value: Nest, path: str) -> BoundaryError:

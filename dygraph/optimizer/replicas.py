@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.broadcast import is_spread
@@ -113,6 +114,17 @@ def mean_loss(loss: Tensor, group: Group) -> Tensor:
     for other in rest:
         first = first + other
     return first / group.ranks
+
+
+def share_in_mean(counted: int, group: Group) -> Fraction:
+    """Returns how much a member's mean counts in the mean of all. Collective over these.
+
+    Args:
+        counted: What the member's mean is over, its rows say.
+        group: The members.
+    """
+    everyone = group.all_gather(counted)
+    return Fraction(counted * group.ranks, sum(everyone))
 
 
 def _require_dense(parameter: Tensor) -> None:

@@ -13,7 +13,12 @@ from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward.crossings import Crossing
 from fleetpipe.dygraph.backward.deferral_report import DeferralReport
 from fleetpipe.dygraph.batch.companion import Companion
-from fleetpipe.dygraph.batch.micro_batches import MicroBatches, split_value, unwrapped
+from fleetpipe.dygraph.batch.micro_batches import (
+    MicroBatches,
+    counted_in,
+    split_value,
+    unwrapped,
+)
 from fleetpipe.dygraph.batch.outputs import joined, on_host
 from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.gradients import gradient_of
@@ -202,7 +207,9 @@ class PipelineParallel(PipelineFace):
         labels = data[1] if compute_loss and isinstance(data, (list, tuple)) else None
         with forwarded(self._runtime, batches, functions, labels) as batch:
             if batch.losses is not None:
-                return self._runtime.share_losses(batch.losses, by_micro_batch=False)
+                mean = self._runtime.config.loss_reduction == "mean"
+                counted = counted_in(labels) or len(batches.labels) if mean else None
+                return self._runtime.share_losses(batch.losses, False, counted)
             outputs = batch.ordered_outputs()
             return [on_host(output) for output in outputs] if return_host_tensor else outputs
 

@@ -14,7 +14,7 @@ from fleetpipe.dygraph import experts, random_keys, tensor_parallel
 from fleetpipe.dygraph.backward.own_state import OwnState
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.companion import Companion
-from fleetpipe.dygraph.batch.losses import Criterion, Losses
+from fleetpipe.dygraph.batch.losses import Criterion, Losses, weighted
 from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, MicroBatches, split
 from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.row_digests import RowComparison
@@ -350,12 +350,16 @@ class Runtime:
         finally:
             self.stage.end()
 
-    def share_losses(self, losses: Losses, by_micro_batch: bool) -> Nest:
+    def share_losses(
+        self, losses: Losses, by_micro_batch: bool, counted: int | None = None
+    ) -> Nest:
         """Gives the mean losses of the last stages' copies to every rank. Collective.
 
         Args:
             losses: What the owner of the last stage has.
             by_micro_batch: Whether to give those of the micro-batches, not their sum.
+            counted: The rows that the loss of this replica is a mean over; None where all count
+                alike.
 
         Returns:
             One loss, or a list where there are several loss functions.
@@ -364,6 +368,9 @@ class Runtime:
             total = None
             if self.plays(self.last_owner):
                 total = losses.by_micro_batch() if by_micro_batch else losses.totals()
+                if counted is not None and not self._sole:
+                    share = replicas.share_in_mean(counted, self.job.copies())
+                    total = [weighted(loss, share) for loss in total]
                 if not self._sole:
                     total = [replicas.mean_loss(loss, self.job.copies()) for loss in total]
             shared: list[Tensor] = self.job.group().broadcast(total, self.last_owner)

@@ -10,7 +10,9 @@ from typing import Any, Callable
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.checkpoint.contents.whole_parts import parted
 from fleetpipe.dygraph import PipelineParallel, random_keys, weighted
+from fleetpipe.dygraph.batch.micro_batches import counted_in
 from fleetpipe.dygraph.nest import rebuilt
+from fleetpipe.dygraph.optimizer.replicas import share_in_mean
 from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.job.job import pipeline_group
 from fleetpipe.paddle_api import paddle
@@ -40,7 +42,7 @@ class Evaluations:
         keys = self._pipeline.next_keys()
         with recorded_here(self._pipeline.layers) as outputs:
             result = call(batch.again(), compute_loss, *more)
-        inputs, labels, weights = self._shared(*batch.parts())
+        inputs, labels, weights, counted = self._shared(*batch.parts())
         with self._evaluating(inputs, keys) as (values, expected):
             if compute_loss:
                 reference = self._losses(values, labels, weights)
@@ -50,7 +52,7 @@ class Evaluations:
         kind, name = "output", "eval_batch, micro-batch "
         if compute_loss:
             kind, name = "loss", "eval_batch"
-            reference = self._mean_over_replicas(reference)
+            reference = self._mean_over_replicas(reference, counted)
             reference = reference if len(reference) > 1 else reference[0]
         elif not self._owns_last_stage:
             reference = []
@@ -68,7 +70,7 @@ class Evaluations:
         keys = self._pipeline.next_keys()
         with recorded_here(self._pipeline.layers) as outputs:
             result = call(inputs, broadcast)
-        shared, _, _ = self._shared(inputs, None)
+        shared, *_ = self._shared(inputs, None)
         with self._evaluating(shared, keys) as (values, expected):
             reference_output = joined([self._reference.model(value) for value in values])
         differences = compare_outputs(outputs, expected, step, call_of=" of predict_batch")
@@ -86,8 +88,13 @@ class Evaluations:
         placement = self._pipeline.schedule.placement
         return placement.rank_of(stage % placement.stages)
 
-    def _shared(self, inputs: Nest, labels: Nest) -> tuple[list[Nest], list[Nest], list[Fraction]]:
-        """Gives every rank the micro-batches and their weights in the loss. Collective."""
+    def _shared(
+        self, inputs: Nest, labels: Nest
+    ) -> tuple[list[Nest], list[Nest], list[Fraction], int]:
+        """Gives every rank the micro-batches and their weights in the loss. Collective.
+
+        Last comes what this replica counts in the mean of all; 0 where all count alike.
+        """
         pipeline, group = self._pipeline, pipeline_group()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
         parts = cut(inputs, size, count), cut(labels, size, count)
@@ -100,10 +107,13 @@ class Evaluations:
             weights = shares_of_rows(labels, size) or shares
         # A message carries whole numbers, and no fractions.
         pairs = [[weight.numerator, weight.denominator] for weight in weights]
-        labels, pairs = group.broadcast((parts[1], pairs), self._owner(-1))
+        counted = counted_in(labels) or len(values)
+        labels, pairs, counted = group.broadcast((parts[1], pairs, counted), self._owner(-1))
         labels = sequence_ranks().whole_batch(labels)
         by_tokens = pipeline.token_weights(labels, pipeline.replicas) if labels else None
-        return values, labels, by_tokens or [Fraction(*pair) for pair in pairs]
+        counts = not by_tokens and sum(pipeline.weights) == 1
+        weights = by_tokens or [Fraction(*pair) for pair in pairs]
+        return values, labels, weights, counted if counts else 0
 
     def _losses(
         self, inputs: Iterable[Nest], labels: Sequence[Nest], weights: Sequence[Fraction]
@@ -114,10 +124,13 @@ class Evaluations:
         ]
         return [sum_in_order(by_function) for by_function in zip(*shares)]
 
-    def _mean_over_replicas(self, losses: list[Tensor]) -> list[Tensor]:
+    def _mean_over_replicas(self, losses: list[Tensor], counted: int) -> list[Tensor]:
         replicas = self._pipeline.replicas
         if replicas.ranks == 1:
             return losses
+        if counted:
+            share = share_in_mean(counted, replicas)
+            losses = [weighted(loss, share) for loss in losses]
         return [sum_in_order(each) / replicas.ranks for each in zip(*replicas.all_gather(losses))]
 
     @contextmanager

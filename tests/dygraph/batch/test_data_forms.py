@@ -9,10 +9,12 @@ import numpy as np
 import paddle
 import pytest
 
+from fleetpipe import fleet, parity
 from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, ragged_weights, split
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import FakeMicroDataset
+from tests import jobs
 from tests.pipelines import ROWS, batch, mlp_and_sgd, mlp_layers, model_in_job, pipeline, sgd
 
 STEPS = 4
@@ -26,6 +28,15 @@ def cut(tensor: Any) -> list[Any]:
 
 def items() -> Iterator[tuple[Any, Any]]:
     yield from zip(cut(INPUTS), cut(LABELS))
+
+
+def refilled() -> Iterator[tuple[Any, Any]]:
+    """Yields one pair of tensors again and again, with other values."""
+    pair = paddle.zeros([ROWS, INPUTS.shape[1]]), paddle.zeros([ROWS, 1], "int64")
+    for item in items():
+        for tensor, value in zip(pair, item):
+            tensor.set_value(value)
+        yield pair
 
 
 class Bare:
@@ -45,6 +56,7 @@ WHOLE: dict[str, Callable[[], Any]] = {
     "lists": lambda: [cut(INPUTS), cut(LABELS)],
     "one list": lambda: (INPUTS, cut(LABELS.flatten())),
     "generator": items,
+    "generator of one pair of tensors": refilled,
     "iterator": lambda: iter(list(items())),
     "next alone": Bare,
     "generator of lists": lambda: (list(item) for item in items()),
@@ -217,3 +229,27 @@ def test_rows_that_do_not_fit_are_cut_only_where_that_is_allowed() -> None:
     assert [str(weight) for weight in weights] == ["2/5", "2/5", "1/5"]
     assert ragged_weights(LABELS[:6], any_rows) is None
     assert ragged_weights(cut(LABELS), any_rows) is None
+
+
+def evaluated(reduction: str) -> tuple[float, float, str]:
+    """Evaluates other numbers of rows on two replicas: the loss, the mean of all, the parity."""
+    jobs.begin(2, STEPS, dp=2, loss_reduction=reduction)
+    replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
+    model = pipeline(mlp_layers(blocks=1))
+    part = slice(0, 5) if replica == 0 else slice(5, 8)
+    rows = [INPUTS[part], LABELS[part]]
+    got = float(model.eval_batch(rows, compute_loss=True))
+    session = parity.begin(model, sgd(model))
+    session.eval_batch(rows, compute_loss=True)
+    single = model.layers.single_model()
+    model.layers.copy_to(single)
+    loss = paddle.nn.functional.cross_entropy(single(INPUTS), LABELS)
+    fleet.shutdown()
+    return got, float(loss), session.report.verdict()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_replicas_count_by_their_rows(on_ranks: Callable[..., Any], reduction: str) -> None:
+    for got, mean, verdict in on_ranks(evaluated, 4, reduction):
+        assert got == pytest.approx(mean, rel=1e-5) or reduction == "sum"
+        assert "FAILED" not in verdict
