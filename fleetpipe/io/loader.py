@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Callable
 
 from fleetpipe.errors import UsageError
 from fleetpipe.io.position import BatchesInTurn, DrawnBatches, Iterated, ResumableSampler, whole
 from fleetpipe.io.sample_streams import KeyedCollate, KeyedDataset
 from fleetpipe.io.sampler import DistributedBatchSampler, place_of_replica
+from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import batches_of
 from fleetpipe.representation import shows
@@ -107,8 +108,12 @@ class DataLoader(paddle.io.DataLoader):
         dataset raises is raised here, in the place of the batch that it fails in.
         """
         if self._position is None:
-            return iter(batches_of(self._loader))
-        return self._position.read(lambda: batches_of(self._loader))
+            return self._batches()
+        return self._position.read(self._batches)
+
+    def _batches(self) -> Iterator[Any]:
+        job = current_job()
+        return batches_of(self._loader, None if job is None else job.timeout)
 
     @property
     def epoch(self) -> int:

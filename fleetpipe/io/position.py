@@ -16,6 +16,7 @@ from typing import Any, Callable, Protocol, runtime_checkable
 from fleetpipe.errors import CheckpointError, ConfigError, StateError
 from fleetpipe.io.sample_streams import Key
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.loading import ended
 
 
 def whole(name: str, value: Any, least: int = 0) -> int:
@@ -152,9 +153,10 @@ class BatchesInTurn:
                     expected=f"{self._taken}, which the run that saved had taken",
                     fix="give the loader the data of that run, or begin anew",
                 )
-        for batch in batches:
-            self._taken += 1
-            yield batch
+        with ended(batches):
+            for batch in batches:
+                self._taken += 1
+                yield batch
 
 
 _FIELDS = {"seed": int, "sampler": dict}
@@ -231,6 +233,7 @@ class DrawnBatches:
         """Yields the batches of a pass, and counts each when the training takes it."""
         batches = iter(begin())
         ahead = self._ahead
-        for batch in batches:
-            self._state = ahead.popleft()
-            yield batch
+        with ended(batches):
+            for batch in batches:
+                self._state = ahead.popleft()
+                yield batch

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import gc
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from paddle.io import multiprocess_utils
 from paddle.io.dataloader import dataloader_iter as _iterators
 from paddle.io.dataloader.collate import default_collate_fn, default_convert_fn
+from paddle.io.dataloader.worker import _WorkerException
 
+from fleetpipe.errors import PipelineTimeout
 from fleetpipe.paddle_api import paddle
 
 #: With the names that its stub hides.
@@ -17,7 +24,10 @@ _multiprocess_utils: Any = multiprocess_utils
 _any_iterators: ModuleType = _iterators
 #: Seconds in which a thread that told of its end has ended.
 _END_SECONDS = 1.0
+#: What a wait for a batch may take of a limit, so that who waits for this rank hears of it first.
+_OF_LIMIT = 0.9
 _Threaded: Any = _any_iterators._DataLoaderIterSingleProcess
+_Worked: Any = _any_iterators._DataLoaderIterMultiProcess
 
 
 def load_data_in_threads() -> None:
@@ -29,36 +39,195 @@ def load_data_in_threads() -> None:
     _multiprocess_utils._SIGCHLD_handler_set = True
 
 
-class _ThreadedBatches(_Threaded):  # type: ignore[misc]
-    """Batches that a thread loads, which raise what ended it: Paddle's are waited for for ever."""
+class _Batches:
+    """What Paddle's iterators lack: they raise what ended them, and wait for so long and no longer.
 
+    Theirs wait for ever for what a thread failed to load or a worker does not bring, and lose the
+    good batches before it.
+    """
+
+    limit: float | None = None
+    _dataset: Any
+    _blocking_queue: Any
+    _thread: threading.Thread | None
+    _try_shutdown_all: Any
+    _exit_thread_expectedly: Any
     _failure: BaseException | None = None
+    _late = False
+
+    def __next__(self) -> Any:
+        stock: Any = super()
+        thread, timer = self._thread, None
+        self._late = False
+        if self.limit is not None:
+            timer = threading.Timer(_OF_LIMIT * self.limit, self._give_up)
+            timer.daemon = True
+            timer.start()
+        try:
+            return stock.__next__()
+        except Exception:  # StopIteration too, and what Paddle says of a queue that was killed
+            late: bool = self._late  # set by the timer
+            if late:
+                raise self._late_error() from None
+            if thread is not None:
+                thread.join(_END_SECONDS)
+            failure = self._failure or self._ended_workers()
+            if failure is not None:
+                raise failure from None
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def _thread_loop(self, *arguments: Any) -> None:
+        stock: Any = super()
         try:
-            super()._thread_loop(*arguments)
+            stock._thread_loop(*arguments)
         except BaseException as error:
             self._failure = error
             self._exit_thread_expectedly()
 
-    def __next__(self) -> Any:
-        thread = self._thread
+    def _ended_workers(self) -> RuntimeError | None:
+        """Returns what to raise where workers were killed, or have ended the process."""
+        codes = [worker.exitcode for worker in getattr(self, "_workers", [])]
+        if not any(codes):
+            return None
+        return RuntimeError(f"a worker of a DataLoader has ended; exit codes by worker: {codes}")
+
+    def _give_up(self) -> None:
+        """Ends a wait that has reached its limit; called in another thread."""
+        self._late = True
+        self._blocking_queue.kill()
+
+    def _late_error(self) -> PipelineTimeout:
+        """Returns what to raise for the wait, and leaves nothing that anyone would wait for."""
+        workers = getattr(self, "_workers", [])
+        states = [
+            f"worker {number} (process {worker.pid}) "
+            + ("is alive" if worker.is_alive() else f"ended with {worker.exitcode}")
+            for number, worker in enumerate(workers)
+        ]
+        # Else the handler of SIGCHLD would raise for those that are killed.
+        _any_iterators.core._erase_process_pids(id(self))
+        for worker in workers:
+            worker.kill()
+        # Paddle would join the thread that does not come back.
+        self._thread, self._shutdown = None, True
+        return PipelineTimeout(
+            f"a DataLoader over a {type(self._dataset).__name__} brought no batch within "
+            f"{_OF_LIMIT * (self.limit or 0):g} s",
+            where="while this rank waits for its data",
+            got="; ".join(states) or "a thread of this process loads it",
+            cause="__getitem__, a collate_fn or a worker_init_fn waits for something, or a worker "
+            "never began",
+            fix="try the dataset by itself, and with num_workers=0; raise "
+            "fleetpipe_configs['timeout'] where a batch takes longer",
+        )
+
+
+class _ThreadedBatches(_Batches, _Threaded):  # type: ignore[misc]
+    """Batches that a thread loads."""
+
+
+class _InTurn:
+    """A queue from workers that holds a failure back until the batches before it are taken."""
+
+    def __init__(self, batches: _WorkedBatches) -> None:
+        self._queue, self._batches = batches._data_queue, batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def get(self, timeout: float) -> Any:
+        """Returns what comes next, or raises ``queue.Empty``."""
+        item = self._queue.get(timeout=timeout)
+        if type(item) is tuple and type(item[1]) is _WorkerException:
+            number, failure, structure = item
+            if number in self._batches._task_infos and number != self._batches._rcvd_idx:
+                # As Paddle keeps a batch that comes before its turn.
+                self._batches._task_infos[number] += (failure, structure)
+                raise queue.Empty
+        return item
+
+
+class _WorkedBatches(_Batches, _Worked):  # type: ignore[misc]
+    """Batches that workers load."""
+
+    def _init_thread(self) -> None:
+        self._data_queue: Any = _InTurn(self)
+        super()._init_thread()
+
+    def _get_data(self) -> Any:
         try:
-            return super().__next__()
-        except Exception:  # StopIteration too, and what Paddle says of a queue that was killed
-            if thread is not None:
-                thread.join(_END_SECONDS)
-            if self._failure is not None:
-                raise self._failure from None
-            raise
+            batch = super()._get_data()
+            if type(batch) is _WorkerException:
+                batch.reraise()  # type: ignore[no-untyped-call]
+            return batch
+        except BaseException as error:
+            self._failure = error
+
+    def _exit_thread_unexpectedly(self) -> None:
+        """Lets the batches before a failure be taken, where Paddle throws them away."""
+        self._failure = self._failure or self._ended_workers()
+        self._exit_thread_expectedly()
 
 
-_stock_batches: Callable[[Any], Iterable[Any]] = paddle.io.DataLoader.__iter__
+def batches_of(loader: paddle.io.DataLoader, limit: float | None = None) -> Iterator[Any]:
+    """Begins to load as Paddle's own ``__iter__`` does, and raises here what fails in loading.
+
+    Args:
+        loader: The loader.
+        limit: Most seconds that one batch may take; None for any number.
+    """
+    any_loader: Any = loader
+    if not loader.num_workers:
+        batches = _ThreadedBatches(loader)
+    elif not any_loader._persistent_workers:
+        batches = _WorkedBatches(loader)
+    elif any_loader._iterator is None:
+        batches = any_loader._iterator = _WorkedBatches(loader)
+    else:
+        batches = any_loader._iterator
+        batches._reset()
+    batches.limit = limit
+    return batches
 
 
-def batches_of(loader: paddle.io.DataLoader) -> Iterable[Any]:
-    """Begins to load as Paddle's own ``__iter__`` does, and raises here what fails in loading."""
-    return (_stock_batches if loader.num_workers else _ThreadedBatches)(loader)
+@contextmanager
+def ended(batches: Iterator[Any]) -> Iterator[None]:
+    """In the end has the threads and workers end that an iterator of :func:`batches_of` has."""
+    try:
+        yield
+    finally:
+        if isinstance(batches, _Batches) and not getattr(batches, "_persistent_workers", False):
+            batches._try_shutdown_all()
 
 
-__all__ = ["batches_of", "default_collate_fn", "default_convert_fn", "load_data_in_threads"]
+def _before_fork() -> None:
+    _collects.append(gc.isenabled())
+    gc.disable()
+
+
+def _in_parent() -> None:
+    if _collects.pop():
+        gc.enable()
+
+
+def _in_child() -> None:
+    """Leaves to the parent what it left: a queue's end would wait for threads that no child has."""
+    gc.freeze()
+    _in_parent()
+
+
+#: Whether garbage was collected, of the forks that are under way.
+_collects: list[bool] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+
+__all__ = [
+    "batches_of",
+    "default_collate_fn",
+    "default_convert_fn",
+    "ended",
+    "load_data_in_threads",
+]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetpipe.errors import CheckpointError, ConfigError, StateError, UsageError
+from fleetpipe.errors import CheckpointError, ConfigError, PipelineTimeout, StateError, UsageError
 from fleetpipe.io import DataLoader, DistributedBatchSampler, sample_generator
+from tests import jobs
 from tests.io.numbers import Numbers
 
 
@@ -113,7 +119,9 @@ class Broken(paddle.io.Dataset):  # type: ignore[type-arg]
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("failure", ["dataset", "iterable", "collate_fn", "batch_sampler"])
+@pytest.mark.parametrize(
+    "failure", ["dataset", "in a worker", "iterable", "collate_fn", "batch_sampler"]
+)
 def test_what_fails_in_loading_is_raised_in_the_place_of_its_batch(failure: str) -> None:
     def fails(samples: Any) -> Any:
         if samples[0] == 4:
@@ -126,6 +134,7 @@ def test_what_fails_in_loading_is_raised_in_the_place_of_its_batch(failure: str)
 
     made: dict[str, Callable[[], DataLoader]] = {
         "dataset": lambda: DataLoader(Broken(), batch_size=2),
+        "in a worker": lambda: DataLoader(Broken(), batch_size=2, num_workers=2),
         "iterable": lambda: DataLoader((Broken()[i] for i in range(8)), batch_size=2),
         "collate_fn": lambda: DataLoader([*range(8)], batch_size=2, collate_fn=fails),
         "batch_sampler": lambda: DataLoader([*range(8)], batch_sampler=of_paddles()),
@@ -134,6 +143,60 @@ def test_what_fails_in_loading_is_raised_in_the_place_of_its_batch(failure: str)
     assert [next(batches) is not None for _ in range(2)] == [True, True]
     with pytest.raises(KeyError, match="sample 5 is broken"):
         next(batches)
+
+
+class Stuck(Numbers):
+    """Numbers, of which the sixth does not come, or ends the process that loads it."""
+
+    def __init__(self, ends: bool = False) -> None:
+        super().__init__()
+        self.ends = ends
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            os._exit(7) if self.ends else time.sleep(60)
+        return np.int64(index)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wait_for_a_batch_has_the_limit_of_the_job(workers: int) -> None:
+    with jobs.job(timeout=1):
+        batches = iter(DataLoader(Stuck(), batch_size=2, num_workers=workers))
+        assert [next(batches) is not None for _ in range(2)] == [True, True]
+        with pytest.raises(PipelineTimeout, match=r"over a \w+ brought no batch") as caught:
+            next(batches)
+    assert ("worker 0 (process" in str(caught.value)) == bool(workers)
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_ends_is_named_with_its_exit_code() -> None:
+    batches = iter(DataLoader(Stuck(ends=True), batch_size=2, num_workers=1))
+    with pytest.raises((RuntimeError, SystemError), match=r"exit codes by worker: \[7\]"):
+        list(batches)
+
+
+def test_a_pass_that_is_left_ends_its_threads_and_workers() -> None:
+    threads, children = {*threading.enumerate()}, multiprocessing.active_children()
+    for workers in (0, 1):
+        for data in (Numbers(), Stream()):
+            batches = iter(DataLoader(data, batch_size=2, num_workers=workers))
+            next(batches)
+            batches.close()
+            for thread in {*threading.enumerate()} - threads:
+                thread.join(10)  # it was told to end
+                assert not thread.is_alive(), thread
+            assert {*multiprocessing.active_children()} <= {*children}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system forks no workers")
+def test_a_worker_leaves_what_its_parent_left() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if gc.get_freeze_count() > 1000 and gc.isenabled() else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert gc.get_freeze_count() == 0
+    assert gc.isenabled()
 
 
 def test_a_list_of_batches() -> None:
