@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph.batch.micro_batches import copied
 from fleetpipe.dygraph.nest import leaves
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
@@ -31,6 +32,10 @@ class Rows(NamedTuple):
     rows: int
     real: int
     everywhere: int
+
+    def copied(self) -> Rows:
+        """Returns the rows in tensors of their own."""
+        return self._replace(inputs=copied([*self.inputs]), labels=copied([*self.labels]))
 
 
 class RowCut(NamedTuple):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from fleetpipe.aliases import Nest
+from fleetpipe.dygraph import random_keys
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fit.arguments import require_data
 from fleetpipe.fit.feeding import Rows, rows_of
 from fleetpipe.io import DataLoader
 from fleetpipe.job.job import Job
+from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.loading import batches_of
+from fleetpipe.paddle_api.loading import batches_of, ended
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,7 @@ class BatchSource:
         samples: Rows of the whole dataset, in its order; None where each row of an item counts.
         together: Rows that an item has in all replicas together, where ``samples`` is known.
         inputs: Number of columns of an item that are inputs.
-        replica: Number of this replica.
-        replicas: Number of replicas.
+        job: The job.
         loads: Whether items have the samples, or their numbers alone.
     """
 
@@ -35,8 +36,7 @@ class BatchSource:
     samples: int | None
     together: int
     inputs: int
-    replica: int
-    replicas: int
+    job: Job
     loads: bool = True
 
     @property
@@ -48,25 +48,65 @@ class BatchSource:
             return None
 
     def batches(self, taken: int = 0) -> Iterator[Rows]:
-        """Yields the batches of one pass.
+        """Yields the batches of one pass. Collective over the job, batch by batch.
 
         Args:
             taken: Those that were taken before, in an earlier life of the job. A loader that knows
                 its position is there already; others give them once more, and they are dropped.
+
+        Raises:
+            ConfigError: Some ranks have more batches than others.
         """
+        self._begin()
         positioned = isinstance(self.loader, DataLoader)
         left = None if self.samples is None else self.samples - taken * self.together
-        items = self.loader
-        if type(items) is paddle.io.DataLoader:
-            items = batches_of(items)
-        for item in islice(items, 0 if positioned else taken, None):
-            inputs = self.inputs if self.loads else 0
-            rows = rows_of(item, inputs, self.replica, self.replicas, left)
-            if not self.loads:
-                rows = rows._replace(inputs=(), labels=())
-            if left is not None:
-                left -= rows.everywhere
-            yield rows
+        items: Iterator[Nest] = iter(
+            batches_of(self.loader, self.job.timeout)
+            if type(self.loader) is paddle.io.DataLoader
+            else self.loader
+        )
+        with ended(items):
+            for number in count():
+                item = next(islice(items, 0 if positioned or number else taken, None), None)
+                rows = None if item is None else self._rows_of(item, left)
+                if not (positioned and self.steps):
+                    rows = self._in_step(rows, taken + number)
+                if rows is None:
+                    return
+                if left is not None:
+                    left -= rows.everywhere
+                yield rows
+
+    def _rows_of(self, item: Nest, left: int | None) -> Rows:
+        replicas, inputs = self.job.degrees.replicas, self.inputs if self.loads else 0
+        rows = rows_of(item, inputs, self.job.replica, replicas, left)
+        return rows if self.loads else rows._replace(inputs=(), labels=())
+
+    def _begin(self) -> None:
+        """Compares the lengths of all ranks' data, and has the ranks of a replica draw alike."""
+        with self.job.guarded(lambda: "beginning to read data"):
+            lengths = self.job.everyone().all_gather(self.steps)
+            if None not in lengths and len({*lengths}) > 1:
+                raise _unequal(f"batches by rank: {', '.join(map(str, lengths))}")
+            if not isinstance(self.loader, DataLoader):
+                # Samplers draw from NumPy's and Python's generators, which nobody has seeded alike.
+                states = random_keys.PythonStates()
+                for axes in (("pp",), SHARDS, ("sep", "cp")):
+                    states.share(self.job.along(*axes))
+                states.put_back()
+
+    def _in_step(self, rows: Rows | None, number: int) -> Rows | None:
+        """Makes sure that all ranks have a batch, or none; counts the rows of all replicas."""
+        with self.job.guarded(lambda: "asking all ranks whether the data go on"):
+            counts = self.job.everyone().all_gather(None if rows is None else rows.rows)
+            if None in counts and {*counts} != {None}:
+                ended = [rank for rank, rows_of_rank in enumerate(counts) if rows_of_rank is None]
+                raise _unequal(
+                    f"the data of rank {', '.join(map(str, ended))} ended after {number}"
+                )
+        if rows is None or self.samples is not None:
+            return rows
+        return rows._replace(everywhere=sum(counts) * self.job.degrees.replicas // len(counts))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of a loader that has one; else nothing."""
@@ -131,7 +171,7 @@ def source_of(
             drop_last=drop_last,
             num_workers=workers if read else 0,
         )
-    source = BatchSource(data, samples, batch_size * replicas, inputs, job.replica, replicas, read)
+    source = BatchSource(data, samples, batch_size * replicas, inputs, job, read)
     if source.steps == 0:
         raise ConfigError(
             "the data has no batch",
@@ -141,6 +181,16 @@ def source_of(
             fix="give more data, a smaller batch_size, or drop_last=False",
         )
     return source
+
+
+def _unequal(got: str) -> ConfigError:
+    return ConfigError(
+        "the data of some ranks have more batches than those of others",
+        expected="as many batches on every rank: replicas step together",
+        got=got,
+        fix="give each replica as many rows: a Dataset, which fleetpipe deals out by itself, or an "
+        "IterableDataset cut to the shortest; num_iters ends a pass before",
+    )
 
 
 class Numbers(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6.2 takes no argument
