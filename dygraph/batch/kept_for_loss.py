@@ -102,9 +102,12 @@ def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
                 (f"{path}.{name}", vars(value)[name]) for name in names & vars(value).keys()
             )
     elif hasattr(value, "__dict__") and not isinstance(value, (type, paddle.Tensor)):
-        methods = (getattr(type(value), name, None) for name in {"__call__", "forward", *names})
-        yield from ((path, method) for method in methods if isinstance(method, FunctionType))
         layer = isinstance(value, paddle.nn.Layer)
+        # What a model of which it uses the weights has for itself is no part of the loss.
+        called = path == _LOSS or not (layer and value.parameters())
+        methods = {"__call__", "forward", *names} if called else names
+        functions = (getattr(type(value), name, None) for name in methods)
+        yield from ((path, method) for method in functions if isinstance(method, FunctionType))
         if path == _LOSS and _is_of_library(type(value).__module__):
             # The user's loss is within.
             inner = [*vars(value).values(), *(sublayers_in(value).values() if layer else ())]

@@ -16,7 +16,17 @@ from fleetpipe.fit.criterion import Criterion
 from tests.pipelines import batch, bits, job, pipeline, sgd
 
 KEPT: list[Any] = []
-MODEL = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+
+
+class Looked(nn.Sequential):
+    """Keeps what it has computed, for whoever looks at it."""
+
+    def forward(self, x: Any) -> Any:
+        self.aux = super().forward(x)
+        return self.aux
+
+
+MODEL = Looked(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
 
 
 def added_up() -> Any:
