@@ -84,6 +84,7 @@ class Graph:
         names: The values that have a name: data and parameters, and in the older Program all.
         persistable: Values that live from batch to batch: parameters, running statistics.
         differentiable: Values that a gradient may come back to.
+        rowwise: Values of which the first axis may have any length, as that of rows has.
         written: Values by the number of the operation that changes them in place.
     """
 
@@ -91,6 +92,7 @@ class Graph:
     names: dict[int, str]
     persistable: frozenset[int]
     differentiable: frozenset[int]
+    rowwise: frozenset[int]
     written: dict[int, tuple[int, ...]]
 
     def producers(self) -> dict[int, int]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from fleetpipe.errors import BoundaryError, ConfigError, PartitionError
 from fleetpipe.schedules import Edge
 from fleetpipe.static.cut.names import Names
-from fleetpipe.static.graph import EVERYWHERE, Graph, needed
+from fleetpipe.static.graph import EVERYWHERE, Graph, Operation, needed
 
 GUARD = 'with paddle.static.device_guard("gpu:0"): .. with paddle.static.device_guard("gpu:1"): ..'
 
@@ -121,6 +121,7 @@ def split(graph: Graph) -> Split:
         at.update(dict.fromkeys(op.writes, stage))
     stages = _count(graph, stage_of)
     _refuse_changed_elsewhere(graph, stage_of)
+    _refuse_parted_branches(graph, stage_of)
     return Split(graph, stages, tuple(stage_of), _crossing(graph, stage_of, at))
 
 
@@ -128,14 +129,8 @@ def _stage(graph: Graph, number: int, sources: list[int | None]) -> int | None:
     op = graph.operations[number]
     inner = {tag for tag in op.inner if tag >= 0}
     if len(inner | ({op.tag} if op.tag is not None and op.tag >= 0 else set())) > 1:
-        raise BoundaryError(
-            "control flow reaches over several stages",
-            where=str(op),
-            expected="a cond or while_loop, all of it within one device_guard",
-            got=f"operations of stages {sorted(inner)} in it"
-            + (f", itself in stage {op.tag}" if op.tag is not None and op.tag >= 0 else ""),
-            fix="put the guard around the whole of it, and none inside",
-        )
+        itself = f", itself in stage {op.tag}" if op.tag is not None and op.tag >= 0 else ""
+        raise _over_stages(op, f"operations of stages {sorted(inner)} in it{itself}")
     if op.floating:
         return None
     if op.tag is not None and op.tag >= 0:
@@ -146,6 +141,29 @@ def _stage(graph: Graph, number: int, sources: list[int | None]) -> int | None:
         _refuse_different(graph, number)
         return None
     return max((source for source in sources if source is not None), default=0)
+
+
+def _over_stages(op: Operation, got: str) -> BoundaryError:
+    return BoundaryError(
+        "control flow reaches over several stages",
+        where=str(op),
+        expected="a cond or while_loop, all of it within one device_guard",
+        got=got,
+        fix="put the guard around the whole of it, and none inside",
+    )
+
+
+def _refuse_parted_branches(graph: Graph, stage_of: Sequence[int | None]) -> None:
+    """The older Program has an operation for each branch of a cond, and one that chooses."""
+    producers = graph.producers()
+    for number, op in enumerate(graph.operations):
+        if op.name == "select_input":
+            makers = [producers[value] for value in op.reads]
+            branches = [n for n in makers if graph.operations[n].name == "conditional_block"]
+            stages = {stage_of[n] for n in (*branches, number)}
+            if len(stages) > 1:
+                listed = ", ".join(sorted(map(str, stages)))
+                raise _over_stages(graph.operations[branches[0]], f"branches of stages {listed}")
 
 
 def _refuse_different(graph: Graph, number: int) -> None:

@@ -185,12 +185,14 @@ class Fetch(NamedTuple):
         number: The number of the value.
         stage: The stage that makes it; None for a variable that lives from batch to batch.
         variable: The name of such a variable, else None.
+        rows: Its first axis is that of the rows, however few.
     """
 
     name: str
     number: int
     stage: int | None
     variable: str | None
+    rows: bool = False
 
     @classmethod
     def of(cls, target: Variable | str, reader: GraphReader, split: Split) -> Fetch:
@@ -223,7 +225,7 @@ class Fetch(NamedTuple):
                 cause="what stands under device_guard('gpu:all') belongs to no stage",
                 fix="fetch a result of the network, made under a guard with a number",
             )
-        return cls(label, number, stage, None)
+        return cls(label, number, stage, None, number in split.graph.rowwise)
 
 
 def _label(target: Variable | str) -> str:
@@ -233,11 +235,11 @@ def _label(target: Variable | str) -> str:
     return str(target.name) if getattr(target, "has_name", True) else str(target)
 
 
-def combined(name: str, values: Sequence[np.ndarray], how: str) -> np.ndarray:
+def combined(fetch: Fetch, values: Sequence[np.ndarray], how: str) -> np.ndarray:
     """Makes one result of the values of all micro-batches.
 
     Args:
-        name: What the user fetched, for messages.
+        fetch: What the user fetched.
         values: An array for each micro-batch, in order.
         how: ``"mean"``: the mean of values with one element, in their order and dtype (a float64
             for integers), and values with rows one after another, as the whole batch has them.
@@ -249,7 +251,7 @@ def combined(name: str, values: Sequence[np.ndarray], how: str) -> np.ndarray:
     """
     if how == "last":
         return values[-1]
-    if how == "mean" and values[0].size == 1:
+    if how == "mean" and values[0].size == 1 and not fetch.rows:
         floating = np.issubdtype(values[0].dtype, np.floating)
         shares = [value if floating else value.astype("float64") for value in values]
         total = shares[0] / shares[0].dtype.type(len(shares))
@@ -262,7 +264,7 @@ def combined(name: str, values: Sequence[np.ndarray], how: str) -> np.ndarray:
         return join(values)
     except ValueError as error:
         raise ConfigError(
-            f"the values of {name!r} in the micro-batches do not fit together",
+            f"the values of {fetch.name!r} in the micro-batches do not fit together",
             got=f"shapes {[list(value.shape) for value in values]}",
             fix="fetch it with fleetpipe_configs = {'fetch': 'last'}",
         ) from error

@@ -271,7 +271,7 @@ class StaticPipeline:
         values = compiled.stage.fetched.get(fetch.number)
         if values is None:
             return None
-        return combined(fetch.name, [values[k] for k in sorted(values)], self._config.fetch)
+        return combined(fetch, [values[k] for k in sorted(values)], self._config.fetch)
 
     def _everywhere(self, fetch: Fetch, result: np.ndarray | None) -> np.ndarray:
         """Gives a result to every rank of the pipeline. Collective over it."""

@@ -95,6 +95,7 @@ class PirReader:
         names: dict[int, str] = {}
         persistable: set[int] = set()
         differentiable: set[int] = set()
+        rowwise: set[int] = set()
         written: dict[int, tuple[int, ...]] = {}
         for index, op in enumerate(ops):
             taken_now = map(self._versions.now, taken(op))
@@ -115,11 +116,14 @@ class PirReader:
                     persistable.add(number)
                 if not value.stop_gradient and value.is_dense_tensor_type():
                     differentiable.add(number)
+                if value.is_dense_tensor_type() and value.shape[:1] == [-1]:
+                    rowwise.add(number)
             changed = [v for v in self._versions.add(op) if self._versions.now(v).is_same(v)]
             if changed:
                 written[index] = tuple(_numbered(self._numbers, changed))
             operations.append(_described(op, reads, tuple(writes)))
-        return Graph(operations, names, frozenset(persistable), frozenset(differentiable), written)
+        lasting, trainable = frozenset(persistable), frozenset(differentiable)
+        return Graph(operations, names, lasting, trainable, frozenset(rowwise), written)
 
     def update(
         self,

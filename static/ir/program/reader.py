@@ -70,6 +70,7 @@ class ProgramReader:
             names,
             frozenset(n for n, name in names.items() if self._is_persistable(name)),
             frozenset(n for n, name in names.items() if self._is_differentiable(name)),
+            frozenset(n for n, name in names.items() if self._has_rows(name)),
             written,
         )
         lasting = {name for name in self._names if self._is_persistable(name)}
@@ -152,6 +153,10 @@ class ProgramReader:
         self._current[name] = len(self._names)
         self._names.append(name)
         return self._current[name]
+
+    def _has_rows(self, name: str) -> bool:
+        variable = self._block.vars.get(name)
+        return variable is not None and is_tensor(variable) and variable.shape[:1] == (-1,)
 
     def _is_persistable(self, name: str) -> bool:
         return bool(self._block.has_var(name) and self._block.var(name).persistable)

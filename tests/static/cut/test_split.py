@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
@@ -78,7 +79,8 @@ def test_a_stage_that_is_never_used() -> None:
     assert line(message) == "paddle.exp(first)"
 
 
-def test_control_flow_over_two_stages() -> None:
+@pytest.mark.parametrize("other", [0, 2])
+def test_control_flow_over_two_stages(other: int) -> None:
     def build() -> None:
         with device_guard("gpu:0"):
             first = nn.functional.relu(data())
@@ -87,8 +89,12 @@ def test_control_flow_over_two_stages() -> None:
             with device_guard("gpu:1"):
                 return first * 2.0
 
-        with device_guard("gpu:0"):
-            paddle.static.nn.cond(paddle.mean(first) > 0.0, in_stage_1, lambda: first * 3.0)
+        def elsewhere() -> Any:
+            with device_guard(f"gpu:{other}"):
+                return first * 3.0
+
+        with device_guard("gpu:0") if other == 0 else contextlib.nullcontext():
+            paddle.static.nn.cond(paddle.mean(first) > 0.0, in_stage_1, elsewhere)
 
     message = refused(BoundaryError, build)
     assert "control flow reaches over several stages" in message

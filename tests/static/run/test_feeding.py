@@ -25,6 +25,7 @@ from tests.static.networks import (
     data,
     executor_of,
     mlp,
+    pipelined,
     static_mode,
     strategy_of,
 )
@@ -298,3 +299,17 @@ def test_an_iterable_loader_of_paddles_gives_its_epoch_once() -> None:
         with pytest.raises(EOFException):
             exe.run(feed=items, fetch_list=[loss])
     assert got == expected
+
+
+def test_one_row_of_a_micro_batch_is_no_mean() -> None:
+    strategy = strategy_of()
+    strategy.pipeline_configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": 1}
+
+    def build() -> list[Any]:
+        loss, logits = mlp(2)()
+        with device_guard("gpu:1"):
+            return [loss, logits.max(axis=1)]
+
+    feed = {name: array[:MICRO_BATCHES] for name, array in batches(1)[0].items()}
+    results, _ = pipelined(build, lambda: paddle.optimizer.SGD(0.1), [feed], strategy)
+    assert [result.shape for result in results[0]] == [(), (MICRO_BATCHES,)]
