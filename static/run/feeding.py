@@ -55,6 +55,20 @@ class FedBatch:
             if name in declared:
                 array = _array(name, value, declared[name])
                 self._parts[name] = _cut(name, array, declared[name], micro_batches, rows)
+        self._refuse_labels_of_one(rows)
+
+    def _refuse_labels_of_one(self, rows: int) -> None:
+        """Labels of as many rows as a micro-batch has are no constant where others are cut."""
+        whole = {name for name, parts in self._parts.items() if parts[0] is parts[-1]}
+        for name in sorted(whole) if len(whole) < len(self._parts) else ():
+            part = self._parts[name][0]
+            if part.dtype.kind in "iu" and part.shape in ((rows,), (rows, 1)):
+                raise ConfigError(
+                    f"the feed {name!r} has the rows of one micro-batch, and others have those of "
+                    "all",
+                    got=f"shape {list(part.shape)}",
+                    fix="feed the whole mini-batch; declare a constant of this length as [1, n]",
+                )
 
     def require(self, names: Iterable[str]) -> None:
         """Checks that the stages of this process are fed all that they need."""

@@ -145,6 +145,21 @@ def test_a_feed_that_does_not_fit(change: Any, error: type[Exception], words: st
         exe.run(feed=change(batches(1)[0]))
 
 
+def test_labels_of_one_micro_batch_are_not_those_of_each() -> None:
+    def build() -> Any:
+        with device_guard("gpu:0"):
+            hidden = nn.Linear(FEATURES, 8)(paddle.static.data("x", [-1, FEATURES]))
+        with device_guard("gpu:1"):
+            labels = paddle.static.data("y", [ROWS, 1], "int64")
+            return [nn.functional.cross_entropy(nn.Linear(8, 4)(hidden), labels)]
+
+    feed = batches(1)[0]
+    with running(build) as (exe, fetches):
+        assert exe.run(feed=feed, fetch_list=list(fetches))[0] > 0
+        with pytest.raises(ConfigError, match="'y' has the rows of one micro-batch"):
+            exe.run(feed={**feed, "y": feed["y"][:ROWS]})
+
+
 def test_what_cannot_be_fetched() -> None:
     with running() as (exe, _):
         with pytest.raises(ConfigError, match="had no such value"):
