@@ -59,6 +59,24 @@ def test_recompute_gives_the_bits_of_the_plain_model() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["hook", "weight_norm", "spectral_norm"])
+def test_a_layer_with_a_hook_is_recomputed(kind: str) -> None:
+    def build() -> Any:
+        inner = nn.Linear(8, 8)
+        if kind == "hook":
+            inner.register_forward_post_hook(lambda layer, inputs, output: output + inputs[0])
+        else:
+            inner = getattr(nn.utils, kind)(inner)
+        return nn.Sequential(nn.Linear(8, 8), inner, nn.Tanh(), nn.Linear(8, 4))
+
+    with job(2):
+        inputs = paddle.randn([2, 8])
+        pipe = fleetpipe.pipeline(
+            *(build(), inputs, nn.CrossEntropyLoss(), ["3"]), recompute_interval=1
+        )
+        assert "equal in bits" in str(pipe.proof)
+
+
 def test_dropouts_have_the_bits_of_the_plain_model_under_the_same_keys() -> None:
     require_bits(Residual, batch(8), ["blocks.4"], keyed=True, verify=False)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.tracing.mark import is_noting
+from fleetpipe.dygraph.backward.recompute import rerunning
 from fleetpipe.paddle_api.layer import forward_hooks
 
 #: By the path of a layer, how often its hooks were called.
@@ -49,6 +50,6 @@ def uncounted() -> Iterator[None]:
 
 
 def _called(calls: Calls, path: str, hook: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    # A proof may meet rows that have to be captured first.
-    calls[path] += not (is_noting() or _pauses)
+    # A proof may meet rows that have to be captured first, and recompute runs layers again.
+    calls[path] += not (is_noting() or _pauses or rerunning())
     return hook(*args, **named)

@@ -186,7 +186,7 @@ def _require_recomputable(form: Form) -> None:
     """Refuses to compute again what takes more of a micro-batch's state than one layer keeps.
 
     Raises:
-        CaptureError: A parameter is written into, or several nodes use a buffer that is.
+        CaptureError: Several nodes use a buffer that is written into, or it is no layer's state.
     """
     if form.trace.switched:
         raise CaptureError(
@@ -199,6 +199,11 @@ def _require_recomputable(form: Form) -> None:
         name = owned.path
         users = [node for node in form.trace.nodes if name in node.state]
         kept = {slot for _, slot in state_slots(owned.layer)}
+        # Of a weight that one layer trains the version alone may change, as in weight_norm; where
+        # its numbers do, the second run is not like the first, and refused.
+        is_trained = not getattr(owned.layer, owned.name).stop_gradient
+        if len(users) == 1 and users[0].is_layer and is_trained:
+            continue
         if len(users) > 1 or owned.name not in kept:
             raise CaptureError(
                 f"the forward writes into {name!r}, and nodes are computed again",
