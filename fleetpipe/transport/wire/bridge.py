@@ -181,7 +181,8 @@ def _new(leaf: TensorLeaf) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _template(dtype: str, shape: tuple[int, ...]) -> Tensor:
-    return paddle.empty(shape, DTYPES[dtype])
+    # Not empty: FLAGS_check_nan_inf looks at each clone, and memory may hold anything.
+    return paddle.zeros(shape, DTYPES[dtype])
 
 
 @functools.cache
