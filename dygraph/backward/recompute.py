@@ -26,7 +26,13 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import automatic_casts
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.tensor import SavedBy, is_parameter, same_memory, switch_gradients_on
+from fleetpipe.paddle_api.tensor import (
+    SavedBy,
+    is_for_pylayer,
+    is_parameter,
+    same_memory,
+    switch_gradients_on,
+)
 
 #: ``run(value)`` runs the layers of a piece.
 Run = Callable[[Nest], Nest]
@@ -166,7 +172,7 @@ class _Rerun:
             return tensor
         ticket = _Ticket()
         if self._piece.differentiates is not False:
-            ticket.tensor = same_memory(tensor)
+            ticket.tensor = tensor if is_for_pylayer() else same_memory(tensor)
         self._tickets.append(weakref.ref(ticket))
         return ticket
 
@@ -176,7 +182,7 @@ class _Rerun:
             return ticket
         try:
             if self._in_forward:
-                return self._saved(ticket)
+                return self._saved(ticket, is_for_pylayer())
             if ticket.tensor is None:
                 self._again()
         except Exception as error:
@@ -188,7 +194,7 @@ class _Rerun:
         tensor, ticket.tensor = ticket.tensor, None
         return tensor
 
-    def _saved(self, ticket: _Ticket) -> Tensor:
+    def _saved(self, ticket: _Ticket, for_pylayer: bool) -> Tensor:
         """Returns what a layer's own ``paddle.grad`` needs, which may need it again."""
         self._differentiates = True
         if ticket.tensor is None:
@@ -197,7 +203,7 @@ class _Rerun:
                 where=self._piece.name,
                 fix="call it the same way each time, or set recompute_interval=0",
             )
-        return same_memory(ticket.tensor)
+        return ticket.tensor if for_pylayer else same_memory(ticket.tensor)
 
     def settle(self, output: Nest) -> None:
         """Ends the forward; a first one shows what the next ones need not hold."""
@@ -222,7 +228,9 @@ class _Rerun:
             if ticket is not None:
                 ticket.tensor = same_memory(tensor)
                 filled.append((tensor, tensor.inplace_version))
-            return same_memory(tensor) if self._piece.differentiates else None
+            if not self._piece.differentiates:
+                return None
+            return tensor if is_for_pylayer() else same_memory(tensor)
 
         before, _here.rerunning = _here.rerunning, True
         try:
@@ -287,7 +295,15 @@ def _lost() -> None:
 
 
 def _kept(packed: Tensor) -> Tensor:
-    return packed if _stays(packed) else same_memory(packed)
+    return packed if _stays(packed) or is_for_pylayer() else same_memory(packed)
+
+
+def _no_backward(*_arguments: object) -> None:
+    raise ConfigError(
+        "a layer that is recomputed runs backward() in its forward",
+        cause="it would run again with the layer, and add the same gradients twice",
+        fix="return that loss with the output, for loss_fn to add, or set recompute_interval=0",
+    )
 
 
 def _refuse(_packed: object) -> None:
@@ -311,7 +327,7 @@ def _opened(
 ) -> Iterator[None]:
     """Within it autograd saves by way of ``pack``."""
     before, _here.in_piece = _here.in_piece, True
-    saving = SavedBy(pack, unpack)
+    saving = SavedBy(pack, unpack, _no_backward)
     try:
         saving.begin()
         changes.append(saving)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Callable
@@ -129,20 +130,32 @@ class SavedBy:
     fails where hooks take some of that.
     """
 
-    def __init__(self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> None:
-        """Has ``pack`` say what is saved of a tensor, and ``unpack`` give the tensor back."""
+    def __init__(
+        self,
+        pack: Callable[[Tensor], object],
+        unpack: Callable[[Any], Tensor],
+        backward: Callable[..., None],
+    ) -> None:
+        """Has ``pack`` say what is saved of a tensor, and ``unpack`` give the tensor back.
+
+        Args:
+            pack: The one.
+            unpack: The other.
+            backward: Is called in the place of a backward.
+        """
         self._hooks = paddle.autograd.saved_tensors_hooks(pack, unpack)
         self._grad: Callable[..., Any] = _eager.run_partial_grad
+        self._backward, self._run_backward = backward, _eager.run_backward
 
     def begin(self) -> None:
         """Has autograd save so from here on."""
         self._hooks.__enter__()
-        _eager.run_partial_grad = self._freely
+        _eager.run_partial_grad, _eager.run_backward = self._freely, self._backward
 
     def end(self) -> None:
         """Has it save tensors as they are; may be followed by another :meth:`begin`."""
         self._hooks.__exit__()
-        _eager.run_partial_grad = self._grad
+        _eager.run_partial_grad, _eager.run_backward = self._grad, self._run_backward
 
     def _freely(self, *args: object) -> Any:
         self._hooks.__exit__()
@@ -150,6 +163,21 @@ class SavedBy:
             return self._grad(*args)
         finally:
             self._hooks.__enter__()
+
+
+#: The code of ``ctx.save_for_backward``, and of ``ctx.saved_tensor``, of a ``PyLayer``.
+_PYLAYER_CODES = [
+    getattr(paddle.autograd.PyLayerContext, name).__code__
+    for name in ("save_for_backward", "saved_tensor")
+]
+
+
+def is_for_pylayer() -> bool:
+    """Whether the caller was called to pack or unpack what a ``PyLayer`` saves.
+
+    It gets the very tensor back, with its graph, which Paddle adds to what operations saved.
+    """
+    return sys._getframe(2).f_code in _PYLAYER_CODES
 
 
 def saves_freely() -> bool:

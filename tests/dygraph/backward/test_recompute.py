@@ -14,7 +14,7 @@ from paddle import nn
 
 from fleetpipe import fleet
 from fleetpipe.dygraph.backward import recompute
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.dygraph.models import MODELS, WIDTH, Attention, FeedForward
 from tests.pipelines import (
@@ -540,6 +540,64 @@ def test_a_saved_tensor_that_is_changed_in_place_is_refused() -> None:
         model = pipeline(layers, recompute_interval=1, recompute_ctx=CONTEXT)
         with pytest.raises(ConfigError, match="changed in place"):
             model.forward_backward_pipeline(batch(1))
+
+
+class Cubed(paddle.autograd.PyLayer):
+    """Saves a tensor that its backward's own gradient leads through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (x,) = ctx.saved_tensor()
+        return grad * 3 * x * x
+
+
+class OfPyLayer(nn.Linear):
+    """Adds the slope of a PyLayer."""
+
+    def forward(self, x: Any) -> Any:
+        y = super().forward(x)
+        (slope,) = paddle.grad(Cubed.apply(y).sum(), [x], create_graph=True)
+        return y + (slope**2).mean()
+
+
+class InnerHead(nn.Linear):
+    """Runs a backward of its own."""
+
+    def forward(self, x: Any) -> Any:
+        y = super().forward(x)
+        super().forward(x.detach()).mean().backward()
+        return y
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_gradients_of_a_pylayer_within_a_piece(interval: int) -> None:
+    layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(OfPyLayer, 8, 8)]
+    layers += [LayerDesc(OfPyLayer, 8, 8), LayerDesc(nn.Linear, 8, CLASSES)]
+    assert trained(layers, interval) == trained(layers, 0)
+
+
+class Hooked(nn.Linear):
+    """Saves by hooks of its own."""
+
+    def forward(self, x: Any) -> Any:
+        with paddle.autograd.saved_tensors_hooks(lambda x: x, lambda x: x):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(InnerHead, r"runs backward\(\) in its forward"), (Hooked, "set recompute_interval=0")],
+)
+def test_what_a_piece_cannot_do_is_refused_with_what_helps(kind: Any, message: str) -> None:
+    layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(kind, 8, CLASSES)]
+    with pytest.raises(FleetPipeError, match=message):
+        trained(layers, 1)
+    assert trained(layers, 0).losses
 
 
 class Penalized(nn.Linear):
