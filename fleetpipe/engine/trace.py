@@ -10,6 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Callable, Protocol
 
 from fleetpipe import log
@@ -22,7 +23,7 @@ from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.turns import here
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trace
-from fleetpipe.schedules.forms.events import Event, events_of, figures_of
+from fleetpipe.schedules.forms.events import Event, events_of, figures_of, median_step
 from fleetpipe.schedules.forms.panel import Panel, panel_of
 from fleetpipe.schedules.forms.picture import draw
 from fleetpipe.transport import Transport
@@ -179,26 +180,26 @@ class Trace:
         warm = steps[cold:]
         costs = measured_costs(self._schedule, [event for step in warm for event in step])
         predicted = self._schedule.simulate(costs)
-        last = measured[-1]
-        last_begin = min(event.start for event in last if event.actions)
+        chosen = cold + median_step(warm)
+        step = measured[chosen]
+        begun = min(event.start for event in step if event.actions)
         tracks = {
             "measured": [event for step in measured for event in step],
-            "predicted": _moved(events_of(predicted), last_begin),
+            "predicted": _moved(events_of(predicted), begun),
         }
         microseconds = dict.fromkeys(tracks, MICROSECONDS_PER_SECOND)
         placement = self._schedule.placement
         path, numbers = self._folder / "trace.json", list(self._numbers)
         write_trace(path, tracks, placement, microseconds=microseconds, steps=numbers)
-        title = f"measured: step {self._numbers[-1]} · bubble {figures_of(last).bubble_rate:.2%}"
+        rate = figures_of(step).bubble_rate
+        title = f"measured: step {numbers[chosen]} · bubble {rate:.2%}"
         beside = panel_of(predicted, "s", "predicted")
-        shown = Panel(title, _moved(last, -last_begin), placement, "s")
+        shown = Panel(title, _moved(step, -begun), placement, "s")
         drawn = self._draw({"predicted.png": [beside], "measured.png": [shown, beside]})
-        figures = [figures_of(step) for step in warm]
-        rate = sum(each.bubble for each in figures) / sum(each.span for each in figures)
         return (
             f"trace of {len(steps)} of {self._count} steps in {self._folder}: bubble rate "
-            f"{rate:.4f} measured{' after the first step' * cold}, {predicted.bubble_rate:.4f} "
-            "predicted from the mean cost of each action; "
+            f"{rate:.4f} measured{' after the first step' * cold}, "
+            f"{predicted.bubble_rate:.4f} predicted from the median cost of each action; "
             f"clocks agree within {self.clock_error * 1e6:.0f} us"
             + f"; no pictures: they need matplotlib ({INSTALLED_BY['matplotlib']})"
             * (not drawn)
@@ -242,25 +243,21 @@ def _clock(group: Group) -> tuple[float, float]:
 
 
 def measured_costs(schedule: Schedule, events: list[Event]) -> Costs:
-    """Returns the mean cost in seconds of each kind of action on each stage."""
+    """Returns the median cost in seconds of each kind of action on each stage."""
     durations: dict[tuple[str, int], list[float]] = defaultdict(list)
     for event in events:
         for action in event.actions:
             durations[action.kind, action.stage].append(event.end - event.start)
 
-    def means(kind: str) -> tuple[float, ...] | None:
+    def medians(kind: str) -> tuple[float, ...] | None:
         stages = range(schedule.placement.stages)
         if not any((kind, stage) in durations for stage in stages):
             return None
-        return tuple(_mean(durations[kind, stage]) for stage in stages)
+        return tuple(median(durations[kind, stage] or [0.0]) for stage in stages)
 
     return Costs(
-        forward=means("F") or 0,
-        input_grad=means("I") or 0,
-        weight_grad=means("W") or 0,
-        backward=means("B"),
+        forward=medians("F") or 0,
+        input_grad=medians("I") or 0,
+        weight_grad=medians("W") or 0,
+        backward=medians("B"),
     )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -76,7 +76,7 @@ class Drawing:
 
 def drawings(pipeline: Pipeline) -> list[Drawing]:
     """Lays out the timelines of a pipeline: a drawing for each step that was traced, or one."""
-    costs = "with the mean cost of each action" if pipeline.unit else "if F, I and W took as long"
+    costs = "with the median cost of each action" if pipeline.unit else "if F, I and W took as long"
     predicted = _panel(f"Predicted {costs}", pipeline, pipeline.predicted)
     count = len(pipeline.traced)
     titles = [f"Measured, step {number:,}" for number in pipeline.numbers] or ["Measured"]

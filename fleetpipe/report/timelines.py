@@ -11,7 +11,7 @@ from typing import Any
 
 from fleetpipe.schedules import Placement, Schedule
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, steps_of
-from fleetpipe.schedules.forms.events import Event, events_of
+from fleetpipe.schedules.forms.events import Event, events_of, median_step
 
 _TRACKS = ("predicted", "measured")
 #: Of any moment or time in a trace.
@@ -24,7 +24,7 @@ class Pipeline:
 
     Attributes:
         placement: Which rank owns which stage.
-        predicted: What the schedule does, simulated with the mean costs of the trace; without one
+        predicted: What the schedule does, simulated with the median costs of the trace; without one
             with a cost of 1 for each of F, I and W.
         traced: What ran in each step that was traced; empty without a trace.
         numbers: The numbers of these steps in the run.
@@ -41,8 +41,8 @@ class Pipeline:
 
     @property
     def measured(self) -> list[Event]:
-        """What ran in the last step that was traced; empty without a trace."""
-        return self.traced[-1] if self.traced else []
+        """What ran in a traced step, the one of the median bubble; empty without a trace."""
+        return self.traced[median_step(self.traced)] if self.traced else []
 
 
 def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:

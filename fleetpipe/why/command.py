@@ -95,12 +95,26 @@ def _lines(slowdown: Slowdown, schedules: list[Alternative]) -> Iterator[str]:
         yield f"under {one.name:<8}            {one.seconds:.6g} s, {even}"
 
 
+#: Where the operations explain less of the steps, what lies between them comes first.
+_LEAST_EXPLAINED = 0.85
+
+
 def _sentence(slowdown: Slowdown) -> str:
+    measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
+    if replayed < _LEAST_EXPLAINED * measured:
+        return (
+            f"{1 - replayed / measured:.0%} of the steps' time went outside of the operations of "
+            "the trace: in data, the optimizer, checkpoints, callbacks, or other work on these "
+            f"cores. Of the rest: {_slowest(slowdown, replayed, ideal)}"
+        )
+    return _slowest(slowdown, replayed, ideal)
+
+
+def _slowest(slowdown: Slowdown, replayed: float, ideal: float) -> str:
     if not slowdown.causes:
         return f"No rank, stage, link or micro-batch stands out; S = {slowdown.slowdown:.3f}."
     worst = slowdown.causes[0]
     what = f"{worst.kind} ({worst.name})" if worst.kind in ("rank", "link") else worst.name
-    _, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
     gain = worst.share * (replayed - ideal) / replayed
     return (
         f"Slow: {what}, {worst.factor:.2f} times its peers; "

@@ -14,7 +14,7 @@ from fleetpipe.engine.trace import Trace, measured_costs
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.report.timelines import pipeline_of
 from fleetpipe.schedules import Costs, build
-from fleetpipe.schedules.forms.events import Event, events_of
+from fleetpipe.schedules.forms.events import Event, events_of, figures_of
 from fleetpipe.why.operations import read_trace
 from tests.fixtures import LogCapture, Patch
 from tests.pipelines import batch, model_in_job, pipeline, sgd
@@ -75,6 +75,22 @@ def test_the_first_step_of_a_job_counts_in_no_figure(tmp_path: Path, kept: int, 
     assert pipeline is not None
     assert pipeline.numbers == steps
     assert sorted({one.step for one in read_trace(tmp_path / "trace.json")}) == steps
+
+
+def test_a_step_that_was_held_up_counts_in_no_figure(tmp_path: Path) -> None:
+    schedule = build("1F1B", ranks=2, micro_batches=2)
+    trace = Trace(tmp_path, schedule, range(2), SoleGroup())
+    for forward in ((1, 1), (1, 1), (1, 1), (1, 90)):
+        trace.begin_step()
+        for event in events_of(schedule.simulate(Costs(forward))):
+            trace._records[event.rank].append((*event[1:4], 0.0))
+        trace.end_step()
+    assert "bubble rate 0.3333 measured after the first step, 0.3333 predicted" in str(
+        trace.write()
+    )
+    pipeline = pipeline_of(None, tmp_path / "trace.json")
+    assert pipeline is not None
+    assert figures_of(pipeline.measured).bubble_rate == pytest.approx(1 / 3)
 
 
 def test_without_matplotlib_a_trace_is_written_and_the_job_ends_well(

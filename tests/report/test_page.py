@@ -116,7 +116,7 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
     ]
     pipeline = parsed.sections["pipeline"]
     # 1F1B on two ranks: (m + 1) * 3 long, of which 3 m are busy.
-    assert "Predicted with the mean cost of each action: bubble 20.0%" in pipeline
+    assert "Predicted with the median cost of each action: bubble 20.0%" in pipeline
     assert "Measured, step 2: bubble 20.0%" in pipeline
     # Predicted beside each of the two steps, and measured in the first.
     assert pipeline.count("B0.3 on rank 0: 20 ms") == 3

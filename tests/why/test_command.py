@@ -47,6 +47,18 @@ def test_a_table_says_what_was_slow(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said["schedules"][0]["name"].startswith("ZBH")
 
 
+def test_what_operations_do_not_explain_is_said_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operations = trace(Slow())
+    first = min(one.start for one in operations)
+    slow = [one._replace(start=first + 2 * (one.start - first)) for one in operations]
+    assert main(["why", "--columns", str(table(tmp_path / "a.csv", slow))]) == 0
+    said = capsys.readouterr().out
+    assert re.match(r"[45]\d% of the steps' time went outside of the operations", said)
+    assert "Of the rest: No rank, stage, link or micro-batch stands out" in said
+
+
 def test_the_page_shows_the_slow_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = table(tmp_path / "a.csv", trace(Slow("rank", 1, 2, factor=1.5)))
     assert main(["why", "--columns", str(path), "-o", str(tmp_path / "a.html")]) == 0

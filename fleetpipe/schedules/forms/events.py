@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from statistics import median_low
 from typing import NamedTuple
 
 from fleetpipe.schedules.action import Action, Fused, parts
@@ -84,3 +85,9 @@ def figures_of(events: Iterable[Event]) -> Figures:
             busy[event.rank] += event.end - event.start
     spans = [ends[rank] - begin for rank, begin in begins.items()]
     return Figures(max(spans, default=0), max(busy.values(), default=0))
+
+
+def median_step(steps: Sequence[Sequence[Event]]) -> int:
+    """Returns which of some steps has the median bubble rate: one that was held up says little."""
+    rates = [figures_of(step).bubble_rate for step in steps]
+    return rates.index(median_low(rates))
