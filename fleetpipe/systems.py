@@ -136,10 +136,12 @@ class ProcessorQueue:
         return None
 
     def seconds(self) -> float:
-        """Returns the seconds of its whole life; always 0 where that is not told."""
+        """Returns the seconds of its whole life; 0 where that is not told, or it has ended."""
         if sys.platform == "win32" or self._file is None:
             return 0.0
-        fields = os.pread(self._file, 100, 0).split()
+        fields: list[bytes] = []
+        with contextlib.suppress(OSError):
+            fields = os.pread(self._file, 100, 0).split()
         return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
     def limited_seconds(self) -> float:

@@ -84,7 +84,8 @@ def whole_state(layer: Layer) -> dict[str, Tensor]:
         layer: A layer whose experts have their numbers.
     """
     lists = {f"{path}.": numbers for path, numbers in _spread_lists(layer)}
-    state = layer.state_dict()
+    # Layer's own method, as everywhere a layer's names are wanted: a class may give other keys.
+    state = paddle.nn.Layer.state_dict(layer)
     whole: dict[str, Tensor] = {}
     expanded: set[str] = set()
     for name, tensor in state.items():

@@ -193,7 +193,7 @@ def _require_fit(
     if isinstance(layer, LayerInParts):
         tensors = layer.held()
     else:
-        tensors = {name: Held(tensor) for name, tensor in layer.state_dict().items()}
+        tensors = {name: Held(tensor) for name, tensor in paddle.nn.Layer.state_dict(layer).items()}
     for name, held in tensors.items():
         value, expected = state.get(name), held.described
         got = _described(value)
@@ -247,7 +247,9 @@ class LayerFiles:
         if self._writes():
             with self._guarded("saving layers"):
                 states = {
-                    place: layer.whole() if isinstance(layer, LayerInParts) else layer.state_dict()
+                    place: layer.whole()
+                    if isinstance(layer, LayerInParts)
+                    else paddle.nn.Layer.state_dict(layer)
                     for place, layer in self._written.items()
                 }
             writer = self._writer(self._saves[str(folder)])

@@ -175,7 +175,9 @@ class ModelState:
             if is_shared(name):
                 places.setdefault(name, _PLACES_OF_A_LAYER - 1)
             else:
-                layer = int(name.partition(".")[0])
+                # What a model has beside its list, as a loss that is an attribute too, comes last.
+                first = name.partition(".")[0]
+                layer = int(first) if first.isdecimal() else len(self._entries)
                 places[name] = (layer + 1) * _PLACES_OF_A_LAYER + position
         return places
 
@@ -261,7 +263,7 @@ class ModelState:
         shared = self._shared.get(index)
         if shared is None:
             return slots_of(layer, index)
-        shapes = self._blueprints[shared.indices[0]].state_dict()
+        shapes = paddle.nn.Layer.state_dict(self._blueprints[shared.indices[0]])
         return [Slot.of(name, shapes[path]) for path, name in shared.names.items()]
 
 
@@ -301,7 +303,7 @@ def hidden_buffers(functions: Mapping[int, Callable[[Nest], Nest]]) -> dict[str,
 
 
 def _hidden_in(layer: Layer) -> Iterator[tuple[str, Place]]:
-    keys = layer.state_dict().keys()
+    keys = paddle.nn.Layer.state_dict(layer).keys()
     for prefix, part in layer.named_sublayers(include_self=True):
         for holder, name in state_slots(part):
             path = f"{prefix}.{name}" if prefix else name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from types import MappingProxyType
@@ -92,6 +93,10 @@ class PipelineFace(MetaParallelBase):
         begin(layers, hcg or job.hcg, strategy)
         self._runtime = Runtime(layers, strategy, job, self._has_bubble_hooks)
         self._runtime.companion = layers.companion(self)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PipelineFace:
+        """Returns a copy of the model, such as an average of weights, wrapped too. Collective."""
+        return type(self)(copy.deepcopy(self.layers, memo), strategy=self._strategy)
 
     def train(self, mode: bool = True) -> PipelineFace:
         """Puts the layers into training, as they do it themselves."""

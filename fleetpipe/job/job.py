@@ -13,6 +13,7 @@ the store as there are groups.
 from __future__ import annotations
 
 import functools
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -113,6 +114,8 @@ class Job:
         self._watch = watch
         self._connections = connections
         self._agreements = 0
+        #: Held by the thread that runs a batch.
+        self.turn = threading.RLock()
         self.keeps_board = self.scatters_gradients = False
         self.progress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
@@ -120,6 +123,10 @@ class Job:
             self.progress.awaited = self._awaited
             self.progress.queues = connections.queues
             self.progress.flights = connections.flights
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Job:
+        """Returns itself: a copy of a model is one of the same job."""
+        return self
 
     def heard(self) -> Mapping[int, Heard]:
         """Returns what is known of every process of the job, for its board."""
