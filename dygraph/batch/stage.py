@@ -171,6 +171,8 @@ class DygraphStage:
         self._first_micro_batch = 0
         self._slices: SliceStates | None = None
         self._crossings: dict[int, Crossing] | None = None
+        #: Told of each action before it runs; None where nobody watches the batch.
+        self.watch: Callable[[int, bool], None] | None = None
         #: The number within the batch of the micro-batch whose forward runs, or else the next.
         self.micro_batch_id = 0
 
@@ -206,6 +208,8 @@ class DygraphStage:
 
     def forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
+        if self.watch is not None:
+            self.watch(stage, True)
         number = self.micro_batch_id = self._within(micro_batch)
         received = {edge: _received(value) for edge, value in inputs.items()}
         # Now: a layer may switch the gradient of what it is given off once it has used it.
@@ -245,6 +249,8 @@ class DygraphStage:
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs autograd from the outputs, or from the loss, back to what the stage received."""
+        if self.watch is not None:
+            self.watch(stage, False)
         value, output, received, handed = self._kept[stage, micro_batch]
         # A value's last consumer first, as autograd would add up without stages.
         edges = list(handed)[::-1]
@@ -289,6 +295,8 @@ class DygraphStage:
 
     def weight_grad(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Adds the gradients that waited."""
+        if self.watch is not None:
+            self.watch(stage, False)
         if self._hooks is not None:
             self._hooks.before_weight_grad(stage)
         self._split.weight_grads(stage, self._within(micro_batch))

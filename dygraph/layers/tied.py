@@ -171,7 +171,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _paths_of(variant: _Variant, blueprints: Sequence[Layer]) -> list[str]:
-    return list(blueprints[variant.indices[0]].state_dict())
+    return list(paddle.nn.Layer.state_dict(blueprints[variant.indices[0]]))
 
 
 def _attribute_paths(
@@ -217,7 +217,7 @@ def _require_alike(
 ) -> None:
     forms = []
     for variant, paths in (first, other):
-        weight = blueprints[variant.indices[0]].state_dict()[paths[attribute]]
+        weight = paddle.nn.Layer.state_dict(blueprints[variant.indices[0]])[paths[attribute]]
         forms.append(f"{list(weight.shape)} {weight.dtype}")
     if forms[0] != forms[1]:
         raise ConfigError(
@@ -246,15 +246,18 @@ def places(entries: Sequence[Entry]) -> tuple[int, ...] | None:
     return tuple(number for number in range(1, len(entries)) if number not in closed)
 
 
-def refuse_split(entries: Sequence[Entry], rank_of_layer: Callable[[int], int]) -> None:
+def refuse_split(
+    entries: Sequence[Entry], blueprints: Sequence[Layer], rank_of_layer: Callable[[int], int]
+) -> None:
     """Refuses what shares a parameter on one rank alone, where the cut puts it on several.
 
     Args:
         entries: The list of layers.
+        blueprints: What each entry would build, of whose arguments layers may be parts.
         rank_of_layer: The rank that owns a layer, by its number in the whole list.
 
     Raises:
-        ConfigError: Two built layers share a parameter, or two ``LocalSharedLayerDesc`` have the
+        ConfigError: Two layers share a parameter, or two ``LocalSharedLayerDesc`` have the
             same key, and they stand on different ranks.
     """
     keys: dict[str, int] = {}
@@ -272,8 +275,9 @@ def refuse_split(entries: Sequence[Entry], rank_of_layer: Callable[[int], int]) 
                 "which both are on one rank: DualPipeV has the first and the last stage there",
             )
     first: dict[int, int] = {}
-    for index, entry in enumerate(entries):
-        for parameter in entry.parameters() if isinstance(entry, paddle.nn.Layer) else ():
+    for index, layer in enumerate(blueprints):
+        shares = descriptions.is_shared(entries[index]) or not isinstance(layer, paddle.nn.Layer)
+        for parameter in () if shares else layer.parameters():
             other = first.setdefault(id(parameter), index)
             if rank_of_layer(other) != rank_of_layer(index):
                 raise ConfigError(

@@ -2,5 +2,5 @@
 
 Start with ``pipeline_layer.py``.
 
-Entered by: ``arrangement``, ``pipeline_layer``.
+Entered by: ``arrangement``, ``hidden_uses``, ``pipeline_layer``.
 """

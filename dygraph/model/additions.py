@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Callable
+from typing import Any, Callable
 
-from fleetpipe.aliases import Tensor
-from fleetpipe.dygraph.layers.tied import SharedLayer
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.dygraph.layers.tied import SharedLayer, is_shared
 from fleetpipe.errors import ConfigError, listed
 
 
@@ -45,4 +45,46 @@ def refuse_untied(
             "SharedLayerDesc when the model is built",
             fix="leave shared layers as they are, or freeze what is put into them; or build them "
             "with it, by a class of your own in the SharedLayerDesc",
+        )
+
+
+def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
+    """Refuses a model whose class, or script, has a ``forward`` of its own.
+
+    Fleet's wrapper calls it once on each rank, so that what it adds depends on their number.
+
+    Raises:
+        ConfigError: It is not ``forward``.
+    """
+    if getattr(model.forward, "__func__", None) is not forward:
+        raise ConfigError(
+            "a batch runs the layers of the list, and no forward of the model's own",
+            got=f"{type(model).__name__}.forward",
+            fix="make what it does a layer or a function of the list, and leave forward out",
+        )
+
+
+def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor]) -> None:
+    """Refuses trained parameters that the model has beside its list, which no stage would run.
+
+    Args:
+        parameters: This process's parameters by lasting name.
+        of_losses: Those of the loss functions, which a model may have as attributes too.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    names = [
+        name
+        for name, parameter in parameters.items()
+        if not (is_shared(name) or name.partition(".")[0].isdecimal() or parameter.stop_gradient)
+        and not any(parameter is one for one in of_losses)
+    ]
+    if names:
+        raise ConfigError(
+            "the model has trained parameters that are of no layer of its list",
+            got=listed(names),
+            cause="a layer was registered beside the list, after super().__init__() say: no stage "
+            "runs it",
+            fix="add the layer to the list, or freeze its parameters",
         )

@@ -7,6 +7,7 @@ it lives; a layer that several entries share is called ``shared_layers.<key>``.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -27,8 +28,9 @@ from fleetpipe.dygraph.layers import entries, tied, vocabulary, vocabulary_losse
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interval
 from fleetpipe.dygraph.model import fleet_face
-from fleetpipe.dygraph.model.additions import refuse_untied
+from fleetpipe.dygraph.model.additions import refuse_own_forward, refuse_unlisted, refuse_untied
 from fleetpipe.dygraph.model.arrangement import Arrangement, number_of_stages, topology_of
+from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.state.files import files_of_list
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.single_model import single_model
@@ -154,7 +156,8 @@ class PipelineLayer(ModelWithParts):
             plan.require_layers([entries.class_name(entry) for entry in self._layers_desc])
             seg_method = plan.partition.boundaries[: self.placement.body + 1]
         self.partition = self._cut(seg_method)
-        tied.refuse_split(self._layers_desc, self.get_stage_from_index)
+        if self._num_stages > 1:
+            tied.refuse_split(self._layers_desc, self._blueprints, self.get_stage_from_index)
         self._stage_id, self._owned = self._own_stages()
         self._build()
         if job is not None and not job.local and not self.state.own_parameters():
@@ -235,6 +238,40 @@ class PipelineLayer(ModelWithParts):
         self._list_functions({index: layer.key for index, layer in shared.items()})
         # They are kept: no other object gets the address of one that is gone.
         self._tree, self.version = tree, self.version + 1
+
+    def require_listed(self) -> None:
+        """Refuses what a class or script has added that is of no layer of the list.
+
+        Raises:
+            ConfigError: It has a ``forward`` of its own, or trains more parameters.
+        """
+        refuse_own_forward(self, PipelineLayer.forward)
+        of_losses = [p for layer in self.loss_layers() for p in layer.parameters()]
+        refuse_unlisted(self.state.own_parameters(), of_losses)
+
+    def hidden_uses(self) -> HiddenUses | None:
+        """Returns what watches a batch of this process; None where stages can share nothing."""
+        if self._num_stages == 1:
+            return None
+        last = self.placement.rank_of(self.placement.stages - 1)
+        functions: dict[int, list[object]] = {last: list(losses.functions_in(self._loss_fn))}
+        owners: dict[int, set[int]] = {}
+        for number, entry in enumerate(self._layers_desc):
+            rank, function = self.get_stage_from_index(number), self._functions.get(number, entry)
+            functions.setdefault(rank, []).append(function)
+            layers = [self._blueprints[number], self._registered.functions.get(number)]
+            if isinstance(layers[1], functools.partial) and entries.is_shared(entry):
+                layers += layers_in(layers[1])
+            for layer in layers:
+                for parameter in layer.parameters() if isinstance(layer, paddle.nn.Layer) else ():
+                    owners.setdefault(id(parameter), set()).add(rank)
+        for layer in self.loss_layers():
+            for parameter in layer.parameters():
+                owners.setdefault(id(parameter), set()).add(last)
+        names = {id(parameter): name for name, parameter in self.state.own_parameters().items()}
+        here = {self.placement.rank_of(stage) for stage in self._owned}
+        rank_of = self.placement.rank_of
+        return HiddenUses(functions, owners, names, rank_of, here)
 
     def _set_fleet_attributes(
         self, shared: Mapping[int, tied.SharedLayer], layers: Mapping[str, Layer]

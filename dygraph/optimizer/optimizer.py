@@ -385,7 +385,8 @@ def _refuse_parameters(layers: Layer, got: str) -> NoReturn:
         "the optimizer was built on the wrong parameters",
         expected=f"parameters of this rank's stages, {listed(trained)}",
         got=got,
-        cause="it was built on another model, or on the layers before PipelineLayer built its own",
+        cause="it was built on another model, on the layers before PipelineLayer built its own, or "
+        "on a parameter of no layer in the list",
         fix="build it on the parameters() of the PipelineLayer or of what distributed_model "
         "returned",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.layers.entries import require_sliceable
+from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
 from fleetpipe.dygraph.observe.early_recompute import EarlyRecompute
@@ -106,8 +108,11 @@ class Runtime:
         self.losses: Losses | None = None
         self.companion: Companion | None = None
         self.shards: Shards | None = None
+        self._running = False
         layers.follow()
-        self._version = layers.version
+        layers.require_listed()
+        self._version = -1
+        self.hidden_uses: HiddenUses | None = None
         self.last_shards: Shards | None = None
         self._held: list[tuple[Tensor, Tensor]] = []
         self.sequence = job.along("sep", "cp")
@@ -247,6 +252,28 @@ class Runtime:
                 fix="call fleet.shutdown() after the last batch; in another job, build and wrap "
                 "the model anew, and load what was saved",
             )
+        with self._turn():
+            pass
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Within it no other thread may run a batch, nor anybody one of this model.
+
+        Raises:
+            StateError: Some thread, or a batch of this model, runs.
+        """
+        if self._running or not self.job.turn.acquire(blocking=False):
+            raise StateError(
+                "a batch runs already",
+                expected="one batch at a time in a process",
+                got=f"another in thread {threading.current_thread().name!r}",
+                cause="two threads train or evaluate, or a hook of the running batch evaluates",
+                fix="call train_batch and eval_batch one after another, as every rank does",
+            )
+        try:
+            yield
+        finally:
+            self.job.turn.release()
 
     def require_cleared(self) -> None:
         """Refuses to add to gradients that were scattered: those of one rank would count alone."""
@@ -324,11 +351,25 @@ class Runtime:
 
         A failure elsewhere ends this rank's waits within it, and one here reaches all others.
         """
+        with self._turn():
+            self._running = True
+            try:
+                with self._running_alone(batch, engine, training):
+                    yield
+            finally:
+                self._running = False
+
+    @contextmanager
+    def _running_alone(self, batch: Batch, engine: Engine, training: bool) -> Iterator[None]:
         slices = self.schedule.slices if training else 1
         first = self.first_micro_batch * slices
-        if self._version != self.layers.version:
+        if training and self._version != self.layers.version:
             self._version = self.layers.version
+            self.layers.require_listed()
             self.split.forget_layers()
+            self.hidden_uses = self.layers.hidden_uses()
+            if self.hidden_uses is not None:
+                self.stage.watch = self.hidden_uses.enter
         self.stage.begin(batch, first, self.hook_calls.begin(training), slices)
         self.losses = batch.losses if self.plays(self.last_owner) else None
         trace = self.trace if training else None
@@ -342,13 +383,19 @@ class Runtime:
                     self.job.progress.held = max(engine.peak_held.values())
                 if trace is not None:
                     trace.end_step(self.job.progress.step)
-        except BaseException:
+        except BaseException as error:
             # Some micro-batches are in the gradients: the next batch must not add its own to that.
             if training:
                 drop_gradients(self.layers.trained_parameters())
+            refusal = self.hidden_uses and self.hidden_uses.refusal(error)
+            if refusal:
+                raise refusal from error
             raise
         finally:
             self.stage.end()
+            if self.hidden_uses is not None:
+                self.hidden_uses.end()
+                self.hidden_uses = self.stage.watch = None
 
     def share_losses(
         self, losses: Losses, by_micro_batch: bool, counted: int | None = None

@@ -191,6 +191,8 @@ class CapturedPipeline(PipelineLayer):
     def follow(self) -> None:
         """Does nothing: the runs of the forward that are known say what runs."""
 
+    require_listed = hidden_uses = follow
+
     def _follow(self) -> CapturedPipeline:
         """Has what stands in the place of opened layers be in the mode of these."""
         layers = {id(layer) for layer in self.plain.sublayers()}

@@ -1,0 +1,258 @@
+"""What stages use behind the back of the list of layers: weights of other ranks, and values.
+
+In one process all stages see one memory; ranks do not. So in the first batch a weight is watched
+for backwards of other ranks' stages, and a value that a stage leaves in a place which functions of
+another rank reach too, as an entry of a dict, is out of their reach, as it will be on ranks.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
+
+from fleetpipe.aliases import Tensor
+from fleetpipe.dygraph.backward.adding import count_own_hook
+from fleetpipe.dygraph.state.names import ModelWithParts
+from fleetpipe.errors import BoundaryError, ConfigError, listed
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import is_parameter
+
+_LIBRARIES = {"paddle", "fleetpipe", "numpy", *sys.stdlib_module_names} - {"__main__"}
+#: Kinds that hold what a user's code puts there.
+_PLACES = (dict, list, types.CellType, type)
+_HOLDERS = (*_PLACES, tuple, set, types.MethodType, paddle.nn.Layer)
+
+
+class _OfAnotherStage:
+    """Stands where another rank's stage has left a value."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __getattribute__(self, name: str) -> Any:
+        raise _refusal(object.__getattribute__(self, "key"))
+
+    __bool__ = __len__ = __iter__ = __float__ = __array__ = lambda self: self.key
+
+
+class _Left(NamedTuple):
+    rank: int
+    value: object
+    stand_in: _OfAnotherStage
+
+
+def _refusal(keys: str) -> BoundaryError:
+    return BoundaryError(
+        "a stage looks for a value that another stage leaves beside what it returns",
+        got=keys,
+        cause="a layer keeps it in a dict, in a list of its module or in an attribute: on ranks it "
+        "is not there, and in one process it may be that of another micro-batch",
+        fix="return it with the output, (output, kept), and have the layers behind hand it on",
+    )
+
+
+class HiddenUses:
+    """Watches the stages of this process in one batch."""
+
+    def __init__(
+        self,
+        functions: Mapping[int, Iterable[object]],
+        owners: Mapping[int, Collection[int]],
+        names: Mapping[int, str],
+        rank_of: Callable[[int], int],
+        here: Collection[int],
+    ) -> None:
+        """Puts hooks on the parameters that are within reach of what this process runs.
+
+        Args:
+            functions: By rank, the layers and functions of its stages, as far as they are here.
+            owners: By the id of a parameter, the ranks that have a layer with it.
+            names: By the id of a parameter, its lasting name.
+            rank_of: The rank that has a stage.
+            here: The ranks that this process plays.
+        """
+        self._owners, self._names, self._rank_of = owners, names, rank_of
+        reached = {rank: reachable(roots) for rank, roots in functions.items()}
+        self._near: dict[int, set[int]] = {}
+        self._uses: dict[int, set[int]] = {}
+        self._handles: list[tuple[Tensor, Any]] = []
+        self._rank: int | None = None
+        places: dict[int, Any] = {}
+        for rank, values in reached.items():
+            for key, value in values.items():
+                near = self._near.setdefault(key, set())
+                near.add(rank)
+                if len(near) > 1 and isinstance(value, _PLACES):
+                    places[key] = value
+                if rank in here and is_parameter(value) and key not in self._uses:
+                    self._watch(value, here)
+        self._places = list(places.values()) if len(here) > 1 else []
+        self._before = [dict(_content(place)) for place in self._places]
+        self._left: dict[tuple[int, Any], _Left] = {}
+
+    def _watch(self, parameter: Tensor, here: Collection[int]) -> None:
+        if parameter.stop_gradient or set(here) <= set(self._owners.get(id(parameter), ())):
+            return
+        ranks = self._uses[id(parameter)] = set()
+
+        def note(_gradient: Tensor) -> None:
+            if self._rank is not None:
+                ranks.add(self._rank)
+
+        self._handles.append((parameter, parameter.register_hook(note)))
+
+    def enter(self, stage: int, forward: bool) -> None:
+        """Says that an action of a stage begins."""
+        self._note_left()
+        self._rank = self._rank_of(stage)
+        self._show(self._rank if forward else None)
+
+    def _note_left(self) -> None:
+        """Notes what the stage that ran has put where functions of other ranks reach it."""
+        for number, place in enumerate(self._places):
+            before, now = self._before[number], dict(_content(place))
+            for key, value in now.items():
+                if self._rank is not None and before.get(key) is not value and _has_values(value):
+                    self._left[number, key] = _Left(self._rank, value, _OfAnotherStage(str(key)))
+            self._before[number] = now
+
+    def _show(self, rank: int | None) -> None:
+        """Takes what other ranks have left out of the reach of ``rank``; puts all back for None."""
+        for (number, key), left in self._left.items():
+            shown = left.value if rank in (None, left.rank) else left.stand_in
+            now = self._before[number].get(key)
+            if now is not shown and (now is left.value or now is left.stand_in):
+                _put(self._places[number], key, shown)
+                self._before[number][key] = shown
+
+    def verify(self) -> None:
+        """Refuses what backwards of the batch reached in layers of other ranks.
+
+        Raises:
+            ConfigError: There was some.
+        """
+        strays = {}
+        for parameter, _ in self._handles:
+            key = id(parameter)
+            near = self._near[key]
+            elsewhere = self._uses[key] - set(self._owners.get(key, near if len(near) == 1 else ()))
+            if elsewhere:
+                strays[self._names.get(key, parameter.name)] = elsewhere
+        if strays:
+            raise ConfigError(
+                "stages use parameters that are of no layer of theirs",
+                got=", ".join(f"{name} on rank {min(ranks)}" for name, ranks in strays.items()),
+                cause="a function, the loss or an attribute holds a layer that is elsewhere in the "
+                "list, or nowhere: on ranks each would train a copy of its own",
+                fix="describe all uses of such a layer as SharedLayerDesc with one key; make a "
+                "free parameter that of a layer in the list",
+            )
+
+    def refusal(self, error: BaseException) -> BoundaryError | None:
+        """Returns what to raise in the place of an error that a stand-in has caused.
+
+        Or, on ranks, one that a layer raised which found nothing.
+        """
+        if _OfAnotherStage.__name__ in str(error):
+            return _refusal(listed([str(key) for _, key in self._left]))
+        if not self._places and isinstance(error, (LookupError, AttributeError, NameError)):
+            return _refusal(f"{type(error).__name__}: {error}")
+        return None
+
+    def end(self) -> None:
+        """Takes the hooks away, and puts back what was out of reach."""
+        self._note_left()
+        self._show(None)
+        for parameter, handle in self._handles:
+            handle.remove()
+            count_own_hook(parameter)
+
+
+def _content(place: Any) -> Mapping[Any, object]:
+    if isinstance(place, dict):
+        return place
+    if isinstance(place, list):
+        return dict(enumerate(place))
+    if isinstance(place, type):
+        return vars(place)
+    try:
+        return {"cell_contents": place.cell_contents}
+    except ValueError:  # it is empty
+        return {}
+
+
+def _put(place: Any, key: Any, value: object) -> None:
+    if isinstance(place, (dict, list)):
+        place[key] = value
+    else:
+        setattr(place, key, value)
+
+
+def _has_values(value: object) -> bool:
+    """Whether a value is, or holds, numbers of a micro-batch; a count or a name is none."""
+    if isinstance(value, (tuple, list, dict)):
+        return any(map(_has_values, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (paddle.Tensor, np.ndarray)) and not is_parameter(value)
+
+
+def reachable(roots: Iterable[object]) -> dict[int, object]:
+    """Returns what functions and layers can get at, by id, themselves among it.
+
+    Ways lead through what functions name, close over and are bound to, through attributes and
+    containers; not into libraries, but for what the script has put there.
+    """
+    values: dict[int, object] = {}
+    waiting = list(roots)
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in values and not _is_closed(value):
+            values[id(value)] = value
+            waiting += _next(value, values)
+    return values
+
+
+def _next(value: Any, values: dict[int, object]) -> list[Any]:
+    if isinstance(value, paddle.Tensor):
+        return []
+    if isinstance(value, types.FunctionType):
+        # Of its module it sees what it names; the module itself is a place all the same.
+        values[id(value.__globals__)] = value.__globals__
+        names = _names(value.__code__)
+        parts = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        return [*parts, *(value.__globals__[n] for n in names if n in value.__globals__)]
+    if hasattr(type(value), "__dict__") and hasattr(value, "__dict__") and not _is_code(value):
+        return [vars(value), type(value), *gc.get_referents(value)]
+    return gc.get_referents(value)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Returns the variables of its module that a function and those within it use."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    variables = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith("_GLOBAL")}
+    return variables.union(*map(_names, inner))
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, (type, types.ModuleType, types.MethodType))
+
+
+def _is_closed(value: Any) -> bool:
+    """Whether nothing of the script's is within: libraries, and objects of their classes."""
+    if isinstance(value, (str, int, float, types.BuiltinFunctionType, types.CodeType)):
+        return True
+    if isinstance(value, (ModelWithParts, MetaParallelBase)):
+        return True  # the pipeline itself
+    if isinstance(value, _HOLDERS) and not isinstance(value, type):
+        return False
+    named = value if isinstance(value, (type, types.FunctionType)) else type(value)
+    module = getattr(named, "__module__", "builtins")
+    if isinstance(value, types.ModuleType):
+        module = value.__name__
+    return str(module).partition(".")[0] in _LIBRARIES and not is_parameter(value)
