@@ -316,8 +316,7 @@ def twin_optimizer(
 ) -> Optimizer:
     """Returns an optimizer like ``optimizer`` over other parameters, with a scheduler of its own.
 
-    Groups, decay and clipping carry over, accumulated state does not belong to it yet: the twin is
-    to be made before the first step.
+    Groups, decay and clipping carry over, and the state of the parameters' steps so far.
 
     Args:
         optimizer: A Paddle optimizer over ``parameters``.
@@ -329,4 +328,19 @@ def twin_optimizer(
         # Where a parameter group has its learning rate and its decay.
         twins[name].optimize_attr = dict(parameter.optimize_attr)
         twins[name].regularizer = parameter.regularizer
-    return copy.deepcopy(optimizer, memo)
+    base = base_optimizer(optimizer)
+    # A Program cannot be copied: the one that the state was made in, and those of rates.
+    memo.update((id(one), one) for one in (base.helper, *base._learning_rate_map))
+    twin = copy.deepcopy(optimizer, memo)
+    # Paddle keeps state by the names of parameters, or of master weights, which are as they were.
+    names = {parameter.name: twins[name].name for name, parameter in parameters.items()}
+    for holder in (
+        base_optimizer(twin)._master_weights,
+        *base_optimizer(twin)._accumulators.values(),
+    ):
+        for name in names.keys() & holder.keys():
+            holder[names[name]] = holder.pop(name)
+    for created in ("_already_create_accumulator", "_already_create_accumulater"):  # 2.6.2's
+        made: set[str] = getattr(base_optimizer(twin), created, set())
+        made.update({names[name] for name in names.keys() & made})
+    return twin

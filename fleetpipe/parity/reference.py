@@ -78,7 +78,7 @@ class Reference:
     def train_like(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> None:
         """Takes a twin of the pipeline's optimizer, unless it has an optimizer of its own.
 
-        Collective over the pipeline the first time; to be called before the optimizer's first step.
+        Collective over the pipeline the first time.
         """
         if self._has_own_optimizer:
             rate = learning_rate_of(optimizer.wrapped)
