@@ -21,6 +21,7 @@ from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import set_data
 from fleetpipe.parity.differences import largest_gap, numbers_of, same_bits
 
 #: The parameters and buffers of a model by name.
@@ -42,7 +43,8 @@ def give(model: Layer, state: State) -> None:
     with paddle.no_grad():
         for name, tensor in training.state_of_model(model).items():
             if name in state and not same_bits(tensor, state[name]):
-                tensor.set_value(state[name])
+                # A buffer may have got another length.
+                set_data(tensor, state[name].detach().clone())
 
 
 class Digests:
