@@ -55,10 +55,10 @@ def require_one_batch(here: RowDigests, first: RowDigests) -> None:
     both = [one == other for one, other in zip(here, first) if one is not None is not other]
     if both and not any(both):
         raise ConfigError(
-            "the labels given to the last stage are not those of the inputs of the first stage",
+            "the ranks of one pipeline were given different rows",
             where="before the batch runs",
-            expected="the same rows on the ranks of one pipeline",
-            got="other inputs and labels than on the rank of the first stage",
+            expected="on the rank of the last stage the labels of the first stage's inputs",
+            got="other inputs and other labels than on the rank of the first stage",
             cause="each rank shuffles by itself, reads a share of the dataset as of a replica, or "
             "has drawn other random numbers, say a layer from NumPy's or Python's generator",
             fix=f'{_FIX}; fleetpipe_configs = {{"compare_rows": False}} leaves this check out',

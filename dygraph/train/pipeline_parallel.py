@@ -208,7 +208,7 @@ class PipelineParallel(PipelineFace):
         with forwarded(self._runtime, batches, functions, labels) as batch:
             if batch.losses is not None:
                 mean = self._runtime.config.loss_reduction == "mean"
-                counted = counted_in(labels) or len(batches.labels) if mean else None
+                counted = counted_in(labels) or len(batches.labels or ()) if mean else None
                 return self._runtime.share_losses(batch.losses, False, counted)
             outputs = batch.ordered_outputs()
             return [on_host(output) for output in outputs] if return_host_tensor else outputs
