@@ -11,12 +11,12 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,6 +35,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Where a process that crashes leaves its stacks: the workers of xdist inherit the environment.
 os.environ.setdefault("FLEETPIPE_TEST_CRASHES", tempfile.mkdtemp(prefix="crashes-"))
 CRASHES = Path(os.environ["FLEETPIPE_TEST_CRASHES"])
+#: How long the signal that ends a test may take to be taken.
+SIGNAL_SECONDS = float(os.environ.get("FLEETPIPE_TEST_SIGNAL_SECONDS", "60"))
 
 # Files whose tests measure how long processes take to end, or start Paddle's launcher: they run one
 # after another on one worker of xdist, the first files of all. (A group of xdist's would do that,
@@ -129,6 +131,26 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         shutil.rmtree(CRASHES, ignore_errors=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Ends a process, with its stacks, where the signal of a test's limit is not taken.
+
+    The main thread takes none while it waits within Paddle's C++.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker and marker.args else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit + SIGNAL_SECONDS, exit=True, file=_stacks())
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@cache
+def _stacks() -> BinaryIO:
+    return (CRASHES / f"{os.getpid()}.txt").open("ab")
+
+
 @cache
 def _leave_stacks_on_a_crash(with_paddle: bool) -> None:
     if with_paddle:
@@ -136,7 +158,7 @@ def _leave_stacks_on_a_crash(with_paddle: bool) -> None:
         # written to standard error is lost with pytest's capture of it.
         sys.modules["paddle"].disable_signal_handler()
     faulthandler.disable()
-    faulthandler.enable((CRASHES / f"{os.getpid()}.txt").open("ab"), all_threads=True)
+    faulthandler.enable(_stacks(), all_threads=True)
 
 
 @pytest.fixture(autouse=True)
