@@ -25,7 +25,6 @@ from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
-from fleetpipe.paddle_api.layer import forward_hooks
 from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import PipelinePlan
@@ -137,7 +136,7 @@ def pipeline(
         if head is not None:
             head.require_last(*(form.trace for form in examples))
         require_one_stage([(form.trace, form.starts) for form in examples])
-        _tell_what_is_left_out(forms)
+        forms.tell(forms.example(training=True))
         proof = None
         if verify and _whole(model):
             schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
@@ -172,16 +171,6 @@ def _head_in_place(
     except BaseException:
         put_in_place(model, path, linear)
         raise
-
-
-def _tell_what_is_left_out(forms: Forms) -> None:
-    """Tells of what the model's own code does beside operations: no stage does it again."""
-    model = forms.capturing.model
-    hooks = (
-        [f"it calls a hook of {type(model).__name__}'s own"] if any(forward_hooks(model)) else []
-    )
-    for text in (*forms.example(training=True).trace.left_out, *hooks):
-        log.once(_log.warning, f"the captured stages leave out what the forward does: {text}")
 
 
 def _whole(model: Layer) -> bool:

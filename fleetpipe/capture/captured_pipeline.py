@@ -12,6 +12,7 @@ from fleetpipe.capture.cutting.auto import Choice, places
 from fleetpipe.capture.cutting.node_meter import state_of
 from fleetpipe.capture.graphviz import graph
 from fleetpipe.capture.proof import Proof
+from fleetpipe.capture.running.dependencies import Same, require_same_parameters, tensors_of
 from fleetpipe.capture.running.files import files_of_model
 from fleetpipe.capture.running.memory import initialize, release
 from fleetpipe.capture.running.plain_model import Untouched, called
@@ -31,7 +32,7 @@ from fleetpipe.dygraph.state.files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.mesh.groups import SoleGroup
-from fleetpipe.paddle_api.layer import copy_tables
+from fleetpipe.paddle_api.layer import share_tables
 from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.partition import LayerInfo
 from fleetpipe.profiling import PipelinePlan
@@ -79,6 +80,7 @@ class CapturedPipeline(PipelineLayer):
     proof: Proof | None
     users: dict[str, tuple[int, ...]]
     _stages: CapturedStages
+    _tensors: dict[str, Same]
     _head: HeadInParts | None
     _shadowed: int
 
@@ -137,7 +139,7 @@ class CapturedPipeline(PipelineLayer):
         self._functions = {i: functions[i] for stage in self._owned for i in self._range(stage)}
         self.runner = example.runner
         users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
-        self.__dict__["users"] = users
+        self.__dict__.update(users=users, _tensors=tensors_of(self.plain))
         self._hold(users)
         tensors = self.state.local_tensors()
         ranks = {
@@ -153,17 +155,22 @@ class CapturedPipeline(PipelineLayer):
 
     def _hold(self, users: dict[str, tuple[int, ...]]) -> None:
         """Makes sublayers of what this process's stages use, under the names of the model."""
-        state, owned = self.plain.state_dict(), set(self._owned)
-        # What no node uses is in stage 0.
-        tensors = [id(state[name]) for name, stages in users.items() if owned & {*stages}]
-        part = part_of(self.plain, self._nodes(self._owned), tensors)
-        slots = [Slot.of(name, tensor) for name, tensor in state.items()]
+        slots = [Slot.of(name, tensor) for name, tensor in self.plain.state_dict().items()]
         nodes = [node.name for node in self.forms.example(training=True).trace.nodes]
         self.state = CapturedState(self, slots, users, nodes, self.holders)
         self._shared_weights = SharedWeights([], {}, self._stage_id, lambda _: SoleGroup())
         self._set_fleet_attributes({}, {})
         # Last, and around add_sublayer: a model may use any name, and this class has many.
-        copy_tables(part, self)
+        self._take_part()
+
+    def _take_part(self) -> None:
+        """Has the tables of the plain model, or what this process's stages use of them."""
+        part, state, owned = self.plain, self.plain.state_dict(), set(self._owned)
+        if len(owned) < self.placement.stages:
+            # What no node uses is in stage 0.
+            tensors = [id(t) for n, t in state.items() if owned & {*self.users.get(n, (0,))}]
+            part = part_of(self.plain, self._nodes(self._owned), tensors)
+        share_tables(part, self)
 
     @property
     def head_names(self) -> Mapping[str, str]:
@@ -194,7 +201,19 @@ class CapturedPipeline(PipelineLayer):
     require_listed = hidden_uses = follow
 
     def _follow(self) -> CapturedPipeline:
-        """Has what stands in the place of opened layers be in the mode of these."""
+        """Runs the plain model as it is by now: its modes, and what a script has changed on it.
+
+        Raises:
+            CaptureError: It does not fit the stages any more.
+        """
+        change, now = self.forms.follow(), tensors_of(self.plain)
+        require_same_parameters(self._tensors, now)
+        if change is not None:
+            self.forms.require_same_stages(change, self.users)
+        if change is not None or self._tensors != now:
+            # Other buffers may be there, and sublayers without parameters.
+            self._take_part()
+        self.__dict__["_tensors"] = now
         layers = {id(layer) for layer in self.plain.sublayers()}
         modes = {path: part.training for path, part in self.plain.named_sublayers()}
         for path, layer in self.named_sublayers(include_self=True):
@@ -340,6 +359,11 @@ class CapturedPipeline(PipelineLayer):
             PipelineTimeout: Another rank did not come within the limit.
         """
         self._layer_files().load(path, self._shared_weights)
+
+    def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
+        """Runs the stages of this process in order; see :meth:`PipelineLayer.forward`."""
+        self._follow()
+        return super().forward(input, chunk_id)
 
     def _layer_files(self) -> LayerFiles:
         tensors = self.state.local_tensors()

@@ -20,10 +20,12 @@ from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.models import copied
 from fleetpipe.capture.proof.rounding import SHARE, Rounding, largest_of, move_by_a_unit
 from fleetpipe.capture.proof.verdict import node_of
+from fleetpipe.capture.running.dependencies import Marks, attributes_of
 from fleetpipe.capture.running.host_memory import bytes_for_each_process, bytes_to_train
 from fleetpipe.capture.running.plain_model import Untouched
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.capture.tracing.model_snapshot import losses_kept
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.dygraph import PipelineParallel, random_keys
 from fleetpipe.dygraph.backward.adding import is_watched
@@ -31,7 +33,7 @@ from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.nest import tensors_of
-from fleetpipe.errors import CaptureError, reason
+from fleetpipe.errors import CaptureError
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
@@ -41,6 +43,8 @@ from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch, of_
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _log = log.logger(__name__)
+
+_NO_MEMORY = "there is no memory to train it"
 
 #: What a deep copy makes anew.
 _COPIED = (paddle.nn.Layer, paddle.Tensor, dict, list, set)
@@ -76,12 +80,16 @@ class Shadow:
         self._pipeline, self._pipe = pipeline, pipeline.layers
         self._forms, self._batches = forms, batches
         self._reference: Reference | None = None
+        #: What the model depended on, in all its layers, when it was copied.
+        self._copied: Marks = {}
         self._batch: _Batch | None = None
         self._number = 0
         self._seconds = 0.0
         #: By optimizer, what its twin was made of; None where it has none.
         self._twins: dict[int, object] = {}
         self._has_twin = False
+        #: Why the plain model could not be trained on the batch, which is no fault of the batch's.
+        self._failure: str | None = None
 
     def begin(self, batch: BatchBeside) -> None:
         """Trains the plain model on a batch that is about to run. Collective."""
@@ -94,11 +102,13 @@ class Shadow:
         loss, failure = None, None
         try:
             with as_the_next_batch(keys):
-                loss = Beside(self._pipeline, reference).train(everyone, batch.weights)
+                loss = self._train(reference, everyone, batch.weights)
         except Exception as error:
-            # What the pipeline does with this batch, it says itself.
-            failure = f"it fails alone: {reason(error)}"
-        if self._given_up(failure):
+            lacks = isinstance(error, MemoryError) or "ResourceExhausted" in str(error)
+            failure = _NO_MEMORY if lacks else str(error).partition("\n")[0]
+        self._failure = next(filter(None, all_ranks().all_gather(failure)), None)
+        if self._failure == _NO_MEMORY:
+            self._given_up(_NO_MEMORY)
             return
         held = {name: grad.clone() for name, grad in self._gradients().items() if grad is not None}
         self._batch = _Batch(
@@ -110,6 +120,13 @@ class Shadow:
         """Returns the gradients of this rank's parameters by name."""
         parameters = self._pipe.state.own_parameters()
         return {name: self._pipeline.gradient_of(p) for name, p in parameters.items()}
+
+    def _train(
+        self, reference: Reference, everyone: MicroBatches, weights: Sequence[Fraction] | None
+    ) -> Nest:
+        """Trains the plain model; the pipeline finds its loss functions as they were."""
+        with losses_kept(self._pipe.loss_functions()):
+            return Beside(self._pipeline, reference).train(everyone, weights)
 
     def _given_up(self, obstacle: str | None) -> bool:
         """Ends the comparison where a rank has a reason, and says it. Collective."""
@@ -130,6 +147,15 @@ class Shadow:
         batch, reference = self._batch, self._reference
         if batch is None or reference is None:
             return
+        if self._failure is not None:
+            self._end()
+            raise CaptureError(
+                f"batch {self._number} runs through the stages, and the plain model alone fails on "
+                f"it: {self._failure}",
+                cause="the forward keeps something outside of the model that the loss or a later "
+                "call reads, as auxiliary losses in a list",
+                fix="return it from the forward, for the loss to take; no stage appends to a list",
+            )
         begin = time.perf_counter()
         tensors = reference.tensors().items()
         gradients = {name: t.grad.clone() for name, t in tensors if t.grad is not None}
@@ -219,8 +245,12 @@ class Shadow:
     def _prepared(self, optimizer: Optimizer) -> Reference:
         """Returns the plain model with the pipeline's values, before a batch. Collective."""
         pipe = self._pipe
-        if self._reference is None:
+        marks = attributes_of(self._forms.capturing.model, lambda *_: True)
+        if self._reference is None or self._copied != marks:
+            self._copied = marks
             self._reference = of_same_layers(pipe)
+            # That of the copy before has stepped by now: no other begins where it is.
+            self._twins = dict.fromkeys(self._twins)
         else:
             pipe.copy_to(self._reference.model)
             self._reference.take_hidden_buffers(pipe)
@@ -265,7 +295,7 @@ class Shadow:
             drop_gradients(tensors.values())
             move_by_a_unit(tensor for tensor in tensors.values() if not tensor.stop_gradient)
             with as_the_next_batch(batch.keys):
-                Beside(self._pipeline, reference).train(batch.everyone, batch.weights)
+                self._train(reference, batch.everyone, batch.weights)
             moved = {name: t.grad.clone() for name, t in tensors.items() if t.grad is not None}
         for name, gradient in before.items():
             tensors[name].grad = gradient
@@ -314,7 +344,8 @@ class Shadow:
             "the first batches are trained; no optimizer has changed the parameters",
             cause="the forward does something that is no operation of Paddle's on tensors: it "
             "keeps something from call to call, or computes outside of Paddle",
-            fix="put that code into a sublayer, or its layer's class into no_split",
+            fix="put that code into a sublayer, or its layer's class into no_split; where it is in "
+            "one already, set recompute_interval=0 and schedule_mode='1F1B'",
         )
 
     def _culprit(self, names: Sequence[str], batch: _Batch) -> str | None:

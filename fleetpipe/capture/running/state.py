@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.tracing.value import Node
@@ -116,10 +117,13 @@ def part_of(model: Layer, nodes: Sequence[Node], more: Collection[int] = ()) -> 
 
 
 def _part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
+    """Returns the layer itself where nothing in it is missing, so that it is found as it is."""
     part = paddle.nn.Layer()
+    whole = True
     for name, sublayer in sublayers_in(layer).items():
         if sublayer is not None:
             kept = sublayer if id(sublayer) in layers else _part(sublayer, layers, tensors)
+            whole = whole and (kept is sublayer or not _has_tensors(sublayer))
             if kept is sublayer or any(getattr(kept, table) for table in TABLES):
                 sublayers_in(part)[name] = kept
     # Around add_parameter, which refuses a name that Layer has itself.
@@ -127,5 +131,12 @@ def _part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
         for name, tensor in held(layer).items():
             if tensor is not None and id(tensor) in tensors:
                 held(part)[name] = tensor
+            whole = whole and (tensor is None or name in held(part))
+    if whole and any(getattr(part, table) for table in TABLES):
+        return layer
     copy_unsaved_names(layer, part)
     return part
+
+
+def _has_tensors(layer: Layer) -> bool:
+    return any(True for _ in chain(layer.parameters(), layer.buffers()))

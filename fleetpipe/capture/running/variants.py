@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
-from itertools import chain
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, count
 from typing import Callable, NamedTuple
 
+from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting import cuts
 from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.edges import crossing
 from fleetpipe.capture.repeatability import require_same_modes
+from fleetpipe.capture.running.dependencies import (
+    Marks,
+    attributes_of,
+    difference,
+    unfitting,
+)
 from fleetpipe.capture.running.replay import entries
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.signature import Signature, signature_of
 from fleetpipe.capture.tracing.value import Capture, Node, Owned
 from fleetpipe.dygraph.layers.run_stage import StageRunner
-from fleetpipe.errors import CaptureError
+from fleetpipe.errors import CaptureError, FleetPipeError
 from fleetpipe.paddle_api.layer import has_hooks, state_slots
 from fleetpipe.paddle_api.operations import renew
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.schedules import Edge
 
-#: A look, whether the model trains, the mode of each of its layers, and the numbers that were read.
-_Key = tuple[Signature, bool, tuple[bool, ...], tuple[bytes, ...]]
+_log = log.logger(__name__)
+
+#: A look, whether the model trains, the mode of each of its layers, the numbers that were read, and
+#: the number of what the forward depends on.
+_Key = tuple[Signature, bool, tuple[bool, ...], tuple[bytes, ...], int]
+
+#: How many fingerprints there are at a time: a script may go back and forth between some.
+_MOST = 4
 
 
 class Form(NamedTuple):
@@ -99,10 +113,49 @@ class Forms:
         self._forms: dict[_Key, Form] = {}
         #: The buffers whose numbers any run has read, by name.
         self._numbers: dict[str, Owned] = {}
-        self._examples = {training: self._made(self.first, training) for training in (True, False)}
-        for training, form in self._examples.items():
+        #: By number, what the forward depended on; the last number is that of now.
+        self._fingerprints: dict[int, Marks] = {}
+        self._count = count()
+        self._examples: dict[bool, Form] = {}
+        for training in (True, False):
             with in_mode(capturing.model, training):
+                self.follow()
+                form = self._examples[training] = self._made(self.first, training)
                 self._forms[self._key(self.first, training)] = form
+
+    def follow(self) -> str | None:
+        """Finds out what the forward depends on by now; returns what has changed to something new.
+
+        Whoever begins a batch calls it: what a script changes on the model is run from then on.
+        """
+        marks, current = self._marks(), next(reversed(self._fingerprints), None)
+        if current is None:
+            self._fingerprints[next(self._count)] = marks
+            return None
+        if self._fingerprints[current] == marks:
+            return None
+        name = difference(self._fingerprints[current], marks)
+        self.capturing.forget()
+        self._layers = self.capturing.model.sublayers(include_self=True)
+        for number, fingerprint in self._fingerprints.items():
+            if fingerprint == marks:
+                self._fingerprints[number] = self._fingerprints.pop(number)
+                return None
+        # Hooks may have come, with which a layer is opened no more.
+        self._fingerprints[next(self._count)] = self._marks()
+        if len(self._fingerprints) > _MOST:
+            oldest = next(iter(self._fingerprints))
+            del self._fingerprints[oldest]
+            self._forms = {key: form for key, form in self._forms.items() if key[-1] != oldest}
+        return name
+
+    @property
+    def number(self) -> int:
+        """Numbers what the forward depends on now."""
+        return next(reversed(self._fingerprints))
+
+    def _marks(self) -> Marks:
+        return attributes_of(self.capturing.model, self.capturing.unopened.opens)
 
     def of(self, signature: Signature, training: bool) -> Form:
         """Returns how a batch of a look is run, with the modes and the numbers that there are.
@@ -126,6 +179,41 @@ class Forms:
             self._forms[self._key(signature, training)] = form
         return form
 
+    def require_same_stages(self, change: str, users: Mapping[str, Sequence[int]]) -> None:
+        """Runs what the script has changed, unless weights would have to be in other stages.
+
+        Args:
+            change: What it is.
+            users: By name, the stages that have a parameter or buffer.
+
+        Raises:
+            CaptureError: They would.
+        """
+        begin = time.perf_counter()
+        try:
+            form = self.of(self.first, self.capturing.model.training)
+            for stage in range(self.stages):
+                for name in frozenset().union(*(node.state for node in form.nodes(stage))):
+                    if stage not in users.get(name, (stage,)):
+                        raise CaptureError(f"stage {stage} uses {name!r}, as it did not before")
+        except FleetPipeError as error:
+            # It is as new to the next batch.
+            self._fingerprints.popitem()
+            raise unfitting(change, str(error).partition("\n")[0]) from error
+        self.tell(form)
+        log.once(
+            _log.info,
+            f"{change!r} has changed on the model: its forward was captured anew, which took "
+            f"{time.perf_counter() - begin:.2g} s; what changes in each step is free in a buffer",
+        )
+
+    def tell(self, form: Form) -> None:
+        """Tells of what the model's own code does beside operations: no stage does it again."""
+        model = self.capturing.model
+        hooks = [f"it calls a hook of {type(model).__name__}'s own"] if has_hooks(model) else []
+        for text in (*form.trace.left_out, *hooks):
+            log.once(_log.warning, f"the captured stages leave out what the forward does: {text}")
+
     @property
     def numbers(self) -> list[Tensor]:
         """The buffers whose numbers Python reads, at every capture."""
@@ -137,10 +225,14 @@ class Forms:
 
     def _key(self, signature: Signature, training: bool) -> _Key:
         modes = tuple([layer.training for layer in self._layers])
-        return signature, training, modes, tuple(map(_bytes, self._numbers.values()))
+        numbers = tuple(map(_bytes, self._numbers.values()))
+        return signature, training, modes, numbers, self.number
 
     def _made(self, signature: Signature, training: bool) -> Form:
         trace = self.capturing(signature, training)
+        # What a run changes itself, outside of what is put back, is nothing new.
+        number, _ = self._fingerprints.popitem()
+        self._fingerprints[number] = self._marks()
         self._numbers.update((owned.path, owned) for owned in trace.numbers)
         if trace.switched:
             require_same_modes(trace, self.capturing.after(trace, signature, training))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest
+from fleetpipe.capture.running.memory import lent
+from fleetpipe.capture.tracing.model_snapshot import python_state_kept, state_kept
 from fleetpipe.capture.tracing.place import raised_at
 from fleetpipe.capture.tracing.signature import Signature, numbers_like, signature_of
 from fleetpipe.capture.tracing.tracer import traced
@@ -60,6 +62,7 @@ class Capturing:
     def forget(self) -> None:
         """Has the forward run again on the example when it is next asked for."""
         self._traces.clear()
+        self.unopened.forget()
 
     def _depends_on(self, trace: Capture) -> object:
         """Returns what another run would depend on, beside its inputs, to be compared."""
@@ -113,14 +116,21 @@ class Capturing:
 
 @contextmanager
 def in_mode(model: Layer, training: bool) -> Iterator[None]:
-    """Within it a model is in training or in evaluation; its layers' modes are put back."""
+    """Within it a model is in training or in evaluation; its layers' modes are put back.
+
+    So is all that its own ``train`` and ``eval`` change, as adapters that they merge into weights.
+    """
     modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
-    try:
-        switch(model, training)
-        yield
-    finally:
-        for layer, mode in modes:
-            layer.training = mode
+    with ExitStack() as kept:
+        if _has_own_switch(model):
+            kept.enter_context(python_state_kept(model))
+            kept.enter_context(state_kept(model))
+        try:
+            switch(model, training)
+            yield
+        finally:
+            for layer, mode in modes:
+                layer.training = mode
 
 
 def switch(model: Layer, training: bool) -> None:
@@ -129,7 +139,19 @@ def switch(model: Layer, training: bool) -> None:
     Where it is there, and the modes of some layers were set by themselves, these stay.
     """
     modes = [layer.training for layer in model.sublayers(include_self=True)]
-    if training and (not model.training or all(modes)):
-        model.train()
-    elif not training and (model.training or not any(modes)):
-        model.eval()
+    # What it writes into weights of other ranks is nothing to anybody.
+    with lent(model.state_dict().values() if _has_own_switch(model) else ()):
+        if training and (not model.training or all(modes)):
+            model.train()
+        elif not training and (model.training or not any(modes)):
+            model.eval()
+
+
+def _has_own_switch(model: Layer) -> bool:
+    """Whether a layer's ``train`` or ``eval`` is not Paddle's: it may do more than set modes."""
+    usual = paddle.nn.Layer
+    return any(
+        (type(layer).train, type(layer).eval) != (usual.train, usual.eval)
+        or vars(layer).keys() & {"train", "eval"}
+        for layer in model.sublayers(include_self=True)
+    )

@@ -6,7 +6,7 @@ import functools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,6 +132,22 @@ def python_state_kept(model: Layer) -> Iterator[None]:
     finally:
         for restore in restores:
             restore()
+
+
+@contextmanager
+def losses_kept(functions: Iterable[Any]) -> Iterator[None]:
+    """Puts back what loss functions keep: buffers of layers, attributes of other objects."""
+    owners = [getattr(function, "__self__", function) for function in functions]
+    layers = [owner for owner in owners if isinstance(owner, paddle.nn.Layer)]
+    restores = _restores((getattr(owner, "__dict__", None) for owner in owners), ())
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(state_kept(layer))
+        try:
+            yield
+        finally:
+            for restore in restores:
+                restore()
 
 
 def _restores(values: Iterable[Any], visited: Iterable[int]) -> list[_Restore]:

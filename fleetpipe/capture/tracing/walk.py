@@ -44,8 +44,12 @@ class Unopened:
     def add(self, kind: type, reason: str) -> None:
         """Has layers of another class not be opened."""
         self._kinds[kind] = reason
-        self._opened.clear()
         self._added += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """Has each layer be looked at again: its hooks may be others by now."""
+        self._opened.clear()
 
     def add_selecting(self, node: str) -> None:
         """Notes a node whose outputs have sizes that depend on numbers."""

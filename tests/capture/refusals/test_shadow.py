@@ -310,3 +310,48 @@ def test_a_loss_by_the_input_is_refused_with_its_line() -> None:
     line = loss.__code__.co_firstlineno + 1
     assert f"{__file__}:{line}" in str(caught.value)
     assert "create_graph=True" in str(caught.value)
+
+
+class Auxiliary(Gated):
+    """Hands a loss on by a list of the module's."""
+
+    def forward(self, x: Any) -> Any:
+        h = self.first(x)
+        AUXILIARY.append((h**2).mean())
+        return self.second(h)
+
+
+AUXILIARY: list[Any] = []
+
+
+def test_a_batch_on_which_the_plain_model_alone_fails_is_refused() -> None:
+    def loss(output: Any, label: Any) -> Any:
+        total = nn.functional.mse_loss(output, label) + sum(AUXILIARY)
+        AUXILIARY.clear()
+        return total
+
+    _, model, optimizer = wrapped(Auxiliary, loss_fn=loss)
+    with pytest.raises(CaptureError, match="runs through the stages, and the plain model alone"):
+        model.train_batch(data(1), optimizer)
+
+
+class Counting(nn.Layer):  # type: ignore[misc]
+    """A loss with a buffer and a count, which both weigh it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", paddle.zeros([]))
+        self.count = [0]
+
+    def forward(self, output: Any, label: Any) -> Any:
+        self.calls.add_(paddle.ones([]))
+        self.count[0] += 1
+        return nn.functional.mse_loss(output, label) * (self.calls + self.count[0])
+
+
+def test_a_loss_that_counts_is_stepped_once() -> None:
+    loss = Counting()
+    _, model, optimizer = wrapped(loss_fn=loss)
+    for number in range(1, 4):
+        model.train_batch(data(number), optimizer)
+        assert (float(loss.calls), loss.count[0]) == (4 * number, 4 * number)

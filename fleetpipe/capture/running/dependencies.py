@@ -1,0 +1,177 @@
+"""What a forward depends on beside its inputs, its modes and the values of its tensors.
+
+A script may change that on the model between two batches: numbers and functions in attributes,
+entries of lists, dicts and configurations, sublayers, hooks, what the code reads from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import chain
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.aliases import Layer
+from fleetpipe.errors import CaptureError
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import buffers_in, parameters_in, sublayers_in
+from fleetpipe.paddle_api.tensor import is_parameter
+
+#: By what it is called, what stands for a thing and is equal for as long as the thing is the same.
+Marks = Mapping[str, object]
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+#: Whose objects count by identity: what they keep says nothing of a forward.
+_LIBRARIES = {*sys.stdlib_module_names, "paddle", "numpy", "fleetpipe"} - {"types", "argparse"}
+#: What a partial, a method and a property have.
+_WITHIN = ("func", "args", "keywords", "__func__", "__self__", "fget")
+#: Items of a container, or bytes of an array, beyond which only the thing itself counts.
+_MOST = 2**16
+
+
+class Same:
+    """Stands for an object, and is equal to what stands for the very same."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        """Takes it, and so keeps it alive."""
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def attributes_of(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
+    """Returns what the forwards of opened layers depend on; other layers are called as they are.
+
+    Args:
+        model: The model, which is opened.
+        opens: Whether a layer is, by its path.
+    """
+    marks: dict[str, object] = {}
+    visited: dict[int, object] = {}
+    for path, layer in _layers_in("", model):
+        if layer is not model and not opens(path, layer):
+            continue
+        for name, value in vars(layer).items():
+            if name in ("_parameters", "_buffers"):
+                # Stages take them by name, whichever there are.
+                marks[_joined(path, name)] = tuple(
+                    (key, None if tensor is None else (tuple(tensor.shape), tensor.dtype))
+                    for key, tensor in value.items()
+                )
+            elif name != "training":
+                marks[_joined(path, name)] = _mark(value, visited)
+        for kind in type(layer).__mro__:
+            name = f"class {kind.__qualname__}"
+            if name not in marks and not _is_library(kind):
+                marks[name] = _mark(vars(kind), visited)
+    return marks
+
+
+def tensors_of(model: Layer) -> dict[str, Same]:
+    """Returns what stands for each parameter, and for each buffer, by name."""
+    return {
+        _joined(path, name): Same(tensor)
+        for path, layer in _layers_in("", model)
+        for name, tensor in chain(parameters_in(layer).items(), buffers_in(layer).items())
+        if tensor is not None
+    }
+
+
+def difference(before: Marks, now: Marks) -> str:
+    """Returns the first name of which something else is there."""
+    return next(name for name in {**now, **before} if before.get(name) != now.get(name))
+
+
+def require_same_parameters(before: Mapping[str, Same], now: Mapping[str, Same]) -> None:
+    """Refuses other parameters than there were; of buffers there may be others.
+
+    Raises:
+        CaptureError: The model has another parameter.
+    """
+    for name in {**before, **now} if before != now else ():
+        tensor: Any = (now.get(name) or before[name]).value
+        if before.get(name) != now.get(name) and is_parameter(tensor):
+            cause = "it is another parameter, which no stage and no optimizer has"
+            raise unfitting(name, cause if name in now else "it is there no more")
+
+
+def unfitting(name: str, cause: str) -> CaptureError:
+    """Says that the stages cannot follow what was changed on the plain model."""
+    return CaptureError(
+        f"{name!r} has changed on the model, and does not fit the stages that were made of it",
+        where=name,
+        cause=cause,
+        fix="change it before fleetpipe.pipeline is called; or go on with a new model: load "
+        "pipe.full_state_dict() into one that is built with the change, and make its pipeline and "
+        "its optimizer",
+    )
+
+
+def _layers_in(path: str, layer: Layer) -> Iterator[tuple[str, Layer]]:
+    yield path, layer
+    for name, sublayer in sublayers_in(layer).items():
+        if sublayer is not None:
+            yield from _layers_in(_joined(path, name), sublayer)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _is_library(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).partition(".")[0] in _LIBRARIES
+
+
+def _mark(value: Any, visited: dict[int, object]) -> object:
+    """Returns what stands for a value, with all that it holds where it is first met."""
+    if isinstance(value, _NUMBERS):
+        return type(value), value if value == value else "nan"
+    if isinstance(value, paddle.Tensor):
+        return Same(value), value.inplace_version
+    if id(value) in visited:
+        return None
+    visited[id(value)] = value
+    if isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= _MOST:
+        return value.shape, value.dtype, value.tobytes()
+    if isinstance(value, (Mapping, list, tuple, set, frozenset, deque)):
+        if len(value) > _MOST:
+            return Same(value), len(value)
+        items = value.items() if isinstance(value, Mapping) else value
+        marks = tuple(_mark(item, visited) for item in items)
+        return type(value), frozenset(marks) if isinstance(value, (set, frozenset)) else marks
+    return Same(value), tuple(_mark(part, visited) for part in _parts_of(value))
+
+
+def _parts_of(value: Any) -> Iterator[object]:
+    """Yields what an object of the user's has, and what a function of theirs reads."""
+    if isinstance(value, (functools.partial, MethodType, property, staticmethod, classmethod)):
+        yield from (getattr(value, name, None) for name in _WITHIN)
+    elif isinstance(value, (ModuleType, type, paddle.nn.Layer)) or _is_library(value):
+        return
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # still empty
+                yield cell.cell_contents
+        yield from (value.__globals__.get(name) for name in _names_in(value.__code__))
+    else:
+        yield from (getattr(value, name, None) for name in getattr(value, "__slots__", ()))
+        yield getattr(value, "__dict__", None)
+
+
+@functools.cache
+def _names_in(code: CodeType) -> tuple[str, ...]:
+    """Returns the names that code may read from its module."""
+    inner = (_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
+    return tuple(dict.fromkeys(chain(code.co_names, *inner)))
