@@ -127,7 +127,9 @@ class ShardOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without
     def forward(self, param: Tensor, block: object = None) -> None:
         """Fills ``param``; the whole parameter is in memory meanwhile."""
         whole = paddle.zeros(self._shape, dtype=param.dtype)
-        self._whole.forward(whole, block)
+        # Orthogonal, Dirac and a script's own may have __call__ alone.
+        own_call = type(self._whole).__call__ is not Initializer.__call__
+        (self._whole if own_call else self._whole.forward)(whole, block)
         give_memory(shard_of(whole, *self._place), param)
 
 

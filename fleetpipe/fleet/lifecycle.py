@@ -22,7 +22,7 @@ from fleetpipe.job.groups import neighbours
 from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.watching import process_exit
-from fleetpipe.mesh.axes import Degrees, Mesh
+from fleetpipe.mesh.axes import Degrees, Mesh, complete_order
 from fleetpipe.mesh.degree_checks import sharding_stage
 from fleetpipe.paddle_api import paddle, paddle_fleet, topology
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
@@ -258,6 +258,7 @@ def _begin(
     number = next(_numbers)
     _log.debug("job %d of this process begins: %s", number, degrees)
     strategy = arguments[2]
+    mesh = Mesh.in_order(degrees, strategy.hybrid_parallel_order)
     if world_size == 1:
         begun = _begin_alone(degrees, arguments, config.timeout, number)
     else:
@@ -270,7 +271,6 @@ def _begin(
             "hybrid_configs['order']": repr(strategy.hybrid_parallel_order),
             "sharding_configs['stage']": str(stage),
         }
-        mesh = Mesh.in_order(degrees, strategy.hybrid_parallel_order)
         groups = functools.partial(_make_groups, mesh, arguments)
         begun = start.begin_together(mesh, facts, config.timeout, number, groups, transport)
     begun.scatters_gradients = stage == 2
@@ -310,6 +310,10 @@ def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     # Fleet works out dp_degree=-1 from mp_degree and pp_degree alone; 2.6.2 has fewer axes.
     options, degrees = {*strategy.hybrid_configs}, mesh.degrees.configs()
     strategy.hybrid_configs = {name: n for name, n in degrees.items() if name in options}
+    axes = DistributedStrategy().hybrid_parallel_order
+    if not {*axes}.issubset(strategy.hybrid_parallel_order):  # Paddle looks for each of its axes
+        whole = complete_order(strategy.hybrid_parallel_order)
+        strategy.hybrid_parallel_order = [axis for axis in whole if axis in axes]
     drawn = paddle.get_rng_state()
     with fleet_topology.of_mesh(mesh):
         paddle_fleet.init(role_maker, is_collective, strategy, log_level)

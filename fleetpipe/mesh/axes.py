@@ -71,12 +71,12 @@ class Degrees:
         """
         wanted = {axis: configs.get(f"{axis}_degree", 1) for axis in AXES}
         for axis, degree in wanted.items():
-            if axis != "dp":
+            if axis != "dp" or degree != -1:
                 degree_checks.require_degree(f"{axis}_degree", degree)
         within = degree_checks.take_context_out(wanted, configs.get("cp_sharding_degree", 1))
         rest = {axis: wanted[axis] for axis in DENSE if axis != "dp"}
         product = math.prod(rest.values())
-        if world_size == 1 and wanted["dp"] in (-1, 0, 1):
+        if world_size == 1 and wanted["dp"] in (-1, 1):
             if rest["pp"] == product and wanted["ep"] * wanted["moe_sharding"] == 1:
                 return cls(dp=1, **rest)
             degree_checks.refuse_alone({**rest, **{axis: wanted[axis] for axis in EXPERT}})

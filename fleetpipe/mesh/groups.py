@@ -355,7 +355,12 @@ class GlooGroup(DirectGroup):
         self.all_gather(None)
         with self.collective():
             for tensor in tensors:
-                all_reduce(tensor, group=self.paddle_group)
+                # Gloo's sums of float16 are not numbers.
+                narrow = str(tensor.dtype).endswith("float16") and tensor.place.is_cpu_place()
+                total = tensor.astype("float32") if narrow else tensor
+                all_reduce(total, group=self.paddle_group)
+                if narrow:
+                    tensor.set_value(total.astype(tensor.dtype))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
         """Gives each tensor the value that it has on the member named beside it. Collective.

@@ -104,6 +104,7 @@ class TrainingState:
         state: dict[str, Json] = {"random": random_states(streams)}
         if self._scheduler is not None:
             state["lr_scheduler"] = plain(self._scheduler.state_dict(), "the LR scheduler's state")
+            state["restarts"] = [_restarts(scheduler) for scheduler in _nested(self._scheduler)]
         if self._optimizer is not None:
             state["learning_rate"] = self._optimizer.get_lr()
         if self._scaler is not None:
@@ -136,6 +137,8 @@ class TrainingState:
             self._data.set_state_dict(state["data"])
         if self._scheduler is not None:
             self._scheduler.set_state_dict(state["lr_scheduler"])
+            for scheduler, counts in zip(_nested(self._scheduler), state.get("restarts", ())):
+                vars(scheduler).update(counts)
         if self._optimizer is not None and "learning_rate" in state:
             self._optimizer.set_lr(state["learning_rate"])
         if self._scaler is not None:
@@ -151,6 +154,19 @@ class TrainingState:
         """Makes the random states those of a rank with some place, of all that were saved."""
         leads = self._program is None or self._program.streams().leads
         self.put_back_random(_random_of_place(saved, place, leads))
+
+
+def _nested(scheduler: Scheduler) -> list[Scheduler]:
+    """Returns a scheduler and those that take over from it, as behind a warm-up."""
+    schedulers = [scheduler]
+    while hasattr(after := vars(schedulers[-1]).get("learning_rate"), "set_state_dict"):
+        schedulers.append(after)
+    return schedulers
+
+
+def _restarts(scheduler: Scheduler) -> dict[str, Json]:
+    """Returns what the state of a ``CosineAnnealingWarmRestarts`` lacks, and decides its rates."""
+    return {name: vars(scheduler)[name] for name in ("T_cur", "T_i") if name in vars(scheduler)}
 
 
 def _require_keys(what: str, state: Mapping[str, Any], saved: Mapping[str, Json]) -> None:
