@@ -57,7 +57,11 @@ def divide_gradients(parameters: Iterable[Tensor], divisor: int) -> None:
         return
     for parameter in parameters:
         gradient = gradient_of(parameter)
-        if gradient is not None:
+        if gradient is not None and gradient.is_selected_rows():
+            set_gradient(
+                parameter, gradient.multiply(paddle.to_tensor(1 / divisor, gradient.dtype))
+            )
+        elif gradient is not None:
             set_gradient(parameter, gradient / divisor)
 
 

@@ -34,11 +34,13 @@ class MicroBatchCut(NamedTuple):
         size: Rows of each Tensor of a micro-batch (``micro_batch_size``).
         any_rows: Whether another number of rows or values is cut as well: rows into micro-batches
             of ``size``, of which the last may be smaller.
+        keeps_graph: Whether tensors that need a gradient keep their graph.
     """
 
     steps: int
     size: int
     any_rows: bool = False
+    keeps_graph: bool = False
 
 
 def split(data: Nest, cut: MicroBatchCut) -> MicroBatches:
@@ -111,7 +113,8 @@ def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None
                 got=f"{len(value)} values",
                 fix="use a tuple for several tensors of the whole batch",
             )
-        return [_detached(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        keeps = cut.keeps_graph
+        return [_detached(item, f"{path}[{index}]", keeps) for index, item in enumerate(value)]
     if isinstance(value, tuple):
         parts = [split_value(item, cut, f"{path}[{i}]") for i, item in enumerate(value)]
         indices = range(_common_length(parts, cut, path))
@@ -178,7 +181,7 @@ def _common_length(parts: list[list[Nest] | None], cut: MicroBatchCut, path: str
 
 
 def _rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
-    count, size, any_rows = cut
+    count, size, any_rows, _ = cut
     rows = tensor.shape[0] if tensor.ndim else None
     if rows != count * size:
         if not any_rows or not rows:
@@ -189,15 +192,15 @@ def _rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
                 fix="change the batch, or strategy.pipeline_configs; drop an incomplete last batch",
             )
         count = -(-rows // size)
-    whole = tensor.detach()
+    whole = tensor if cut.keeps_graph and not tensor.stop_gradient else tensor.detach()
     return [whole[index * size : (index + 1) * size] for index in range(count)]
 
 
-def _detached(value: Nest, path: str) -> Nest:
+def _detached(value: Nest, path: str, keeps_graph: bool = False) -> Nest:
     for steps, leaf in leaves(value):
         if leaf is not None and not isinstance(leaf, paddle.Tensor):
             raise _not_a_tensor(leaf, path + "".join(f"[{step!r}]" for step in steps))
-    return mapped(lambda tensor: tensor.detach(), value)
+    return value if keeps_graph else mapped(lambda tensor: tensor.detach(), value)
 
 
 def copied(value: Nest) -> Nest:

@@ -184,18 +184,21 @@ class Runtime:
         """Whether this process is that rank of the pipeline, or plays all ranks."""
         return self.job.local or rank == self.job.hcg.get_stage_id()
 
-    def cut(self, any_rows: bool = False) -> MicroBatchCut:
+    def cut(self, any_rows: bool = False, keeps_graph: bool = False) -> MicroBatchCut:
         """Returns how a batch is cut, one with another number of rows too if ``any_rows``."""
-        return MicroBatchCut(self.config.micro_batches, self.config.micro_batch_size, any_rows)
+        config = self.config
+        return MicroBatchCut(config.micro_batches, config.micro_batch_size, any_rows, keeps_graph)
 
-    def micro_batches(self, data: Nest, any_rows: bool = False) -> MicroBatches:
+    def micro_batches(
+        self, data: Nest, any_rows: bool = False, keeps_graph: bool = False
+    ) -> MicroBatches:
         """Cuts a batch in any form that ``train_batch`` takes.
 
         Raises:
             ConfigError: The number of rows or items does not fit.
             BoundaryError: A value is not made of Tensors.
         """
-        return split(data, self.cut(any_rows))
+        return split(data, self.cut(any_rows, keeps_graph))
 
     def observe(self, observer: Observer) -> None:
         """Has ``observer`` watch every operation of later batches."""

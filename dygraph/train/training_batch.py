@@ -11,6 +11,11 @@ from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.companion import BatchBeside
+from fleetpipe.dygraph.batch.input_gradients import (
+    hand_back,
+    with_gradients,
+    without_gradients,
+)
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, ragged_weights
 from fleetpipe.dygraph.batch.outputs import require_count
@@ -62,9 +67,10 @@ class TrainingBatch:
         _require_gradients()
         # First, so that it does not matter which ranks' data draw random numbers too.
         self._keys = runtime.drawn_keys()
-        batches = runtime.micro_batches(data)
+        data, self._sources = with_gradients(data)
+        batches = runtime.micro_batches(data, keeps_graph=bool(self._sources))
         runtime.require_data(batches, labelled=True)
-        self._beside = (batches, weights, loss_fn_idx)
+        self._beside = (without_gradients(batches), weights, loss_fn_idx)
         delayed = runtime.switches.delay_scale_loss
         if weights is not None:
             by_tokens = runtime.config.loss_reduction == "tokens"
@@ -124,6 +130,8 @@ class TrainingBatch:
                 collectives = {"REDUCE": self._reduce, "STEP": self._step}
                 first = runtime.first_micro_batch * runtime.schedule.slices
                 runtime.engine.run(collectives, first)
+            delayed = runtime.switches.delay_scale_loss
+            hand_back(self._sources, runtime.weights[0].denominator if delayed else 1)
         finally:
             # The losses hold on to this batch, and this to the data.
             self._losses.complete = None

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
-from fleetpipe.aliases import Layer
+from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import UsageError
 from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.optimizer import allow_no_parameters
+from fleetpipe.paddle_api.optimizer import allow_no_parameters, check_norms_by_hand
 
 
 def install() -> None:
     """Changes these constructors; models and optimizers of no pipeline are built as ever."""
     allow_no_parameters(lambda: pipeline_group().ranks > 1)
+    check_norms_by_hand(_refuse_norm_of_a_stage)
     constructor: Any = paddle.Model.__init__
 
     @functools.wraps(constructor)
@@ -30,6 +32,20 @@ def install() -> None:
         constructor(self, network, *more, **named)
 
     setattr(paddle.Model, "__init__", begin)  # noqa: B010  # mypy: a method is not assignable
+
+
+def _refuse_norm_of_a_stage(parameters: Sequence[Tensor]) -> None:
+    """Refuses to clip by the norm of what this rank has of a pipeline."""
+    job = current_job()
+    if job is None or job.group().ranks * job.model_parallel().ranks == 1:
+        return
+    if job.trains(parameters):
+        raise UsageError(
+            "clip_grad_norm_ takes the norm of the gradients of this rank's stages alone",
+            expected="the norm of all gradients of the model",
+            fix="give the optimizer grad_clip=paddle.nn.ClipGradByGlobalNorm(max_norm), which "
+            "clips by that of all ranks; optimizer.gradient_norm is it",
+        )
 
 
 def _refuse_pipelines(network: Layer) -> None:

@@ -20,6 +20,7 @@ from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import agreement, job, meeting, reporting, slurm, start
 from fleetpipe.job.groups import neighbours
 from fleetpipe.job.groups import topology as fleet_topology
+from fleetpipe.job.groups.workers import Workers
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees, Mesh, complete_order
@@ -275,6 +276,7 @@ def _begin(
         begun = start.begin_together(mesh, facts, config.timeout, number, groups, transport)
     begun.scatters_gradients = stage == 2
     job.begin(begun)
+    topology.lend_to_role_maker(Workers())
     _rehearse(config)
     reporting.begin(begun, config.serve)
     tensor_parallel.connect_shards(begun)

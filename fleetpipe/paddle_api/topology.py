@@ -168,6 +168,11 @@ _paddle_collective: Any = _collective
 _paddle_parallel: Any = _parallel
 
 
+def lend_to_role_maker(workers: object) -> None:
+    """Has Fleet's role maker ask ``workers`` in the place of its Gloo."""
+    paddle_fleet.fleet._role_maker._gloo = workers
+
+
 def open_tcp_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
     """Opens a TCPStore: serves it, or connects to the one that is served there already."""
     # With a world of 0 its constructor does not wait for anybody: it could not be interrupted.

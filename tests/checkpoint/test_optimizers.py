@@ -204,7 +204,7 @@ def test_rate_scaler_and_data_come_back(tmp_path: Path) -> None:
 
     def objects() -> dict[str, Any]:
         made = model()
-        warm = paddle.optimizer.lr.StepDecay(0.3, 2)
+        warm = paddle.optimizer.lr.CosineAnnealingWarmRestarts(0.3, 2, 2)
         rate = paddle.optimizer.lr.LinearWarmup(warm, 2, 0.0, 0.3)
         return {
             "model": made,
@@ -215,7 +215,7 @@ def test_rate_scaler_and_data_come_back(tmp_path: Path) -> None:
         }
 
     one, other = objects(), objects()
-    for _ in range(5):
+    for _ in range(9):
         one["lr_scheduler"].step()
     one["scaler"]._scale = paddle.to_tensor([2.0**31])
     one["data"].position = {"epoch": 3, "samples": [7, 1.5]}
@@ -225,6 +225,12 @@ def test_rate_scaler_and_data_come_back(tmp_path: Path) -> None:
     assert (
         other["optimizer"].get_lr() == one["optimizer"].get_lr() != objects()["optimizer"].get_lr()
     )
+    rates: list[list[float]] = [[], []]
+    for _ in range(9):
+        for listed, scheduler in zip(rates, (one["lr_scheduler"], other["lr_scheduler"])):
+            scheduler.step()
+            listed.append(scheduler())
+    assert rates[0] == rates[1]
     assert float(other["scaler"].state_dict()["scale"].item()) == 2.0**31
     assert other["data"].position == {"epoch": 3, "samples": [7, 1.5]}
 

@@ -25,7 +25,7 @@ from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.transport.wire import bridge
 from tests.fixtures import Call, LogCapture, Patch
 from tests.launching import ROOT, Finished
-from tests.pipelines import batch, bits, job, mlp_and_sgd, pipeline, sgd
+from tests.pipelines import batch, bits, job, mlp_and_sgd, model_in_job, pipeline, sgd
 
 
 def model(value: float = 0.0) -> Any:
@@ -435,3 +435,21 @@ def test_a_save_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none was given(.|\n)*pass model="):
         fleetpipe.CheckpointManager(tmp_path).save(1, model=None)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_is_trained_is_not_left_out_of_a_checkpoint(tmp_path: Path) -> None:
+    class Weighted(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = self.create_parameter([1])
+
+        def forward(self, output: Any, label: Any) -> Any:
+            return nn.functional.cross_entropy(output, label) * self.weight
+
+    with model_in_job(2, loss_fn=Weighted()) as pipe:
+        manager = fleetpipe.CheckpointManager(tmp_path)
+        with pytest.raises(ConfigError, match="loss function has trained parameters"):
+            manager.save(1, model=pipe)
+        for loss in pipe.layers.loss_layers():
+            loss.weight.stop_gradient = True
+        manager.save(1, model=pipe)

@@ -33,7 +33,6 @@ NAMES = {
         ({"dp": -1, "pp": 2, "mp": 2, "sharding": 2}, 16, Degrees(dp=2, pp=2, mp=2, sharding=2)),
         ({"dp": -1, "sharding": 4}, 8, Degrees(dp=2, sharding=4)),
         ({"dp": 2, "pp": 2, "sharding": 1, "mp": 2}, 8, Degrees(dp=2, pp=2, mp=2)),
-        ({"dp": 0}, 3, Degrees(dp=3)),
         ({"pp": 7}, 1, Degrees(pp=7)),
     ],
 )
@@ -76,6 +75,8 @@ def test_all_degrees_are_named_where_they_do_not_divide_the_ranks() -> None:
         ({"pp": 2, "ep": 2, "moe_sharding": 4}, 8, "set moe_sharding_degree=2, or leave it out"),
         ({"sharding": 4, "cp": 3, "ep": 4}, 4, "set cp_degree=2"),
         ({"sharding": 4, "cp": 2, "cp_sharding": 4}, 4, "cp_sharding_degree=2, or leave it out"),
+        ({"dp": 0}, 3, "at least 1"),
+        ({"dp": 0}, 1, "at least 1"),
         ({"pp": 2, "cp": 2}, 1, "fleetpipe run --nproc 4"),
         ({"pp": 2, "ep": 2}, 1, "fleetpipe run --nproc 4"),
     ],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents import layer_and_optimizer, parts
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
-from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.errors import ConfigError, listed, nearest
 from fleetpipe.paddle_api import paddle
 
 _NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data")
@@ -97,6 +97,21 @@ class Objects:
                 fix="pass model=paddle.static.default_main_program() after minimize",
             )
         return layer_and_optimizer.NamedTensors.of_layer(model, layer_and_optimizer.mp_shard())
+
+    def require_losses_without_state(self) -> None:
+        """Refuses to save a model whose loss function has trained parameters: no file has them."""
+        model = self.model
+        if isinstance(model, paddle.nn.Layer):
+            model = layer_and_optimizer.without_wrappers(model)
+        losses = model.loss_layers() if hasattr(model, "loss_layers") else ()
+        trained = [p.name for loss in losses for p in loss.parameters() if not p.stop_gradient]
+        if trained:
+            raise ConfigError(
+                "the loss function has trained parameters, which no checkpoint of the model has",
+                got=listed(trained),
+                fix="make them parameters of the last layer of the list, and have that return what "
+                "the loss needs of them, as (output, self.temperature)",
+            )
 
     def required_model(self) -> parts.ModelPart:
         """Returns what :meth:`model_part` does."""

@@ -95,7 +95,13 @@ def test_a_whole_cross_entropy_is_the_dense_one_bit_for_bit(last: tuple[int, ...
 
 
 @pytest.mark.parametrize(
-    "initializer", [None, nn.initializer.Normal(0.0, 0.5), nn.initializer.KaimingUniform()]
+    "initializer",
+    [
+        None,
+        nn.initializer.Normal(0.0, 0.5),
+        nn.initializer.KaimingUniform(),
+        nn.initializer.Orthogonal(),
+    ],
 )
 def test_slices_are_cut_from_the_weight_that_the_dense_layer_draws(initializer: Any) -> None:
     attr = paddle.ParamAttr(initializer=initializer)

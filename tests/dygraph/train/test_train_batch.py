@@ -14,6 +14,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import BoundaryError, ConfigError, StateError
 from fleetpipe.fleet.meta_parallel import (
     DualPipeVParallel,
+    LayerDesc,
     NoPipelineParallel,
     PipelineLayer,
     PipelineParallel,
@@ -104,6 +105,19 @@ def test_the_losses_of_micro_batches_are_shares_of_the_batch_loss(delayed: bool)
             assert float(total) == float((first[0] + first[1] + first[2]) / 3)
         else:
             assert float(total) == float(first[0] + first[1] + first[2])
+
+
+def test_delayed_scaling_divides_sparse_gradients() -> None:
+    states = []
+    for sparse in (False, True):
+        with job(2):
+            switch(delay_scale_loss=True)
+            embedding = LayerDesc(nn.Embedding, 10, 4, sparse=sparse)
+            model = pipeline([embedding, LayerDesc(nn.Linear, 4, 3)])
+            data = paddle.arange(8).reshape([8, 1]) % 3
+            model.train_batch([data[:, 0], data], sgd(model))
+            states.append([p.numpy() for p in model.layers.full_state_dict().values()])
+    assert max(abs(one - other).max() for one, other in zip(*states)) < 1e-7
 
 
 def test_delayed_scaling_leaves_gradients_undivided_until_the_step() -> None:

@@ -1,0 +1,50 @@
+"""What ``fleet.util`` and ``fleet.all_reduce`` exchange, over the connections of the job.
+
+Fleet asks the Gloo of its role maker, which is not set up in collective mode: each rank would get
+its own number back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.errors import UsageError, nearest
+from fleetpipe.job.job import all_ranks
+from fleetpipe.transport.base import Value
+
+_MODES: Mapping[str, Callable[..., Any]] = {
+    "sum": np.sum,
+    "min": np.min,
+    "max": np.max,
+    "mean": np.mean,
+}
+
+
+class Workers:
+    """Takes the place of a role maker's Gloo; all ranks of the job are workers.
+
+    Each method is collective over the job; ``comm_world`` is accepted for Paddle's sake.
+    """
+
+    def all_reduce(self, input: Any, mode: str = "sum", comm_world: str = "worker") -> Any:
+        """Returns what all ranks' arrays, of one shape, make by ``mode``: sum, min, max or mean."""
+        if mode not in _MODES:
+            raise UsageError(
+                "fleet adds numbers of all ranks, or takes the least, the largest or the mean",
+                got=f"mode={mode!r}",
+                fix=nearest(mode, tuple(_MODES)),
+            )
+        array = np.array(input)
+        parts = all_ranks().all_gather(array.tolist())
+        return _MODES[mode]([np.array(part, array.dtype) for part in parts], axis=0)
+
+    def all_gather(self, input: Value, comm_world: str = "worker") -> list[Value]:
+        """Returns the numbers of all ranks, by rank."""
+        return all_ranks().all_gather(input)
+
+    def barrier(self, comm_world: str = "worker") -> None:
+        """Waits for all ranks."""
+        all_ranks().all_gather(None)
