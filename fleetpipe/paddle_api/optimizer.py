@@ -120,9 +120,10 @@ def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     if not dict_groups(base):
         base._parameter_list = groups
     base._param_groups = groups
-    for name, value in vars(base).items():
-        if isinstance(value, dict) and "FP32_LODTensor" in value:  # use_multi_tensor's, by group
-            setattr(base, name, base._create_multi_tensor_dict())
+    for value in vars(base).values():
+        by_dtype = base._create_multi_tensor_dict()  # use_multi_tensor's, with a list by group
+        if isinstance(value, dict) and value.keys() == by_dtype.keys():
+            value.update((kind, by_dtype[kind]) for kind in value if value[kind] is not None)
 
 
 def owner_of(optimizer: Optimizer, name: str) -> Optimizer | None:

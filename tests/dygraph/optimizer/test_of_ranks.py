@@ -54,6 +54,9 @@ MAKE: dict[str, Make] = {
     "left out": lambda n: optimizers.SGD(
         0.5, parameters=groups(n, False, HALF, TENTH), grad_clip=Clip(0.1)
     ),
+    "left out, several at once": lambda n: optimizers.Momentum(
+        0.5, parameters=groups(n, False, HALF, TENTH), use_multi_tensor=True
+    ),
     "own clips": lambda n: optimizers.Adam(
         0.05, parameters=groups(n, False, {"grad_clip": Clip(0.01)}, {"grad_clip": Clip(0.1)})
     ),
