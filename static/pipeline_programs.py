@@ -15,6 +15,8 @@ from fleetpipe.static.run.pipeline import StaticPipeline
 _PIPELINE, _STARTUP = "_fleetpipe", "_fleetpipe_startup"
 #: How many operations a program had when it was minimized, noted on it.
 _SIZE = "_fleetpipe_size"
+#: How the values begin that 2.6.2 adds to a program when it is exported.
+_EXPORTED = "save_infer_model/"
 _mains: weakref.WeakSet[Program] = weakref.WeakSet()
 #: What a program takes, noted on it.
 _TAKEN = "_fleetpipe_taken"
@@ -67,14 +69,20 @@ def refuse_appended(program: Program, pipeline: StaticPipeline) -> None:
     """
     if operation_count(program) == getattr(program, _SIZE):
         return
-    before, now = (
-        [op for op in graph.operations if not op.floating]
-        for graph in (pipeline.split.graph, readers.read(program).graph)
+    now = readers.read(program).graph
+    before, after = (
+        [op for op in graph.operations if not op.floating] for graph in (pipeline.split.graph, now)
     )
-    if len(now) > len(before):
+    appended = [
+        op
+        for op in after[len(before) :]
+        if not any(now.names.get(value, "").startswith(_EXPORTED) for value in op.writes)
+    ]
+    setattr(program, _SIZE, operation_count(program) - len(appended))
+    if appended:
         raise ConfigError(
             "operations were appended to the program after minimize, which no stage runs",
-            where=f"{now[len(before)]} is the first of {len(now) - len(before)}",
+            where=f"{appended[0]} is the first of {len(appended)}",
             fix="build what every micro-batch computes before minimize, under a guard; compute "
             "what is done once a batch, such as averages of parameters, from "
             "fleetpipe.static.state_dict() after exe.run",
