@@ -37,15 +37,18 @@ def tensors_of(value: Nest) -> Iterator[Tensor]:
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Whether backward makes a gradient of a tensor: the indices of ``topk`` have the flag too."""
+    """Whether backward may begin at a tensor: the indices of ``topk`` have the flag too."""
     return not tensor.stop_gradient and tensor.dtype not in _WHOLE
 
 
-def differentiable(value: Nest) -> list[Tensor]:
-    """Returns the tensors in ``value``, in order, whose gradient travels back over the edge."""
-    if isinstance(value, paddle.Tensor):
-        return [value] if has_gradient(value) else []
-    return list(filter(has_gradient, tensors_of(value)))
+def differentiable(value: Nest, roots: bool = False) -> list[Tensor]:
+    """Returns the tensors in ``value``, in order, whose gradient travels back over the edge.
+
+    Args:
+        value: What crosses. Paddle has gradients of whole numbers that were cast: they travel too.
+        roots: Only those where backward may begin, whatever else it begins from.
+    """
+    return [t for t in tensors_of(value) if (has_gradient(t) if roots else not t.stop_gradient)]
 
 
 def rebuilt(container: Nest, items: Iterable[Nest]) -> Nest:

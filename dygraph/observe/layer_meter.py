@@ -310,7 +310,7 @@ def _not_kept(run: Callable[[Nest], Nest], value: Nest) -> int:
     with slices.again():
         output = run(mapped(leaf_like, value))
     # Their sums keep the graph. Its nodes as Python sees them, ``grad_fn``, would never be freed.
-    roots = [tensor.sum() for tensor in differentiable(output)]
+    roots = [tensor.sum() for tensor in differentiable(output, roots=True)]
     before = allocated_bytes()
     del output
     free = max(before - allocated_bytes(), 0)
@@ -322,7 +322,7 @@ def _not_kept(run: Callable[[Nest], Nest], value: Nest) -> int:
 def _gradients_for(output: Nest, value: Nest) -> tuple[list[Tensor], list[Tensor]]:
     """Returns what a layer made that needs a gradient, and one for each."""
     inputs = {id(tensor) for tensor in differentiable(value)}
-    made = [tensor for tensor in differentiable(output) if id(tensor) not in inputs]
+    made = [t for t in differentiable(output, roots=True) if id(t) not in inputs]
     return made, [paddle.ones_like(tensor) for tensor in made]
 
 

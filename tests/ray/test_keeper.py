@@ -77,7 +77,8 @@ def _gone(process: int) -> bool:
         try:
             if Path(f"/proc/{process}/stat").read_text(encoding="ascii").split()[2] == "Z":
                 return True
-        except FileNotFoundError:
+        # The second comes where it ends between the opening and the reading.
+        except (FileNotFoundError, ProcessLookupError):
             return True
         time.sleep(0.02)
     return False

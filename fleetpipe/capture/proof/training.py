@@ -147,7 +147,7 @@ def projected(output: Nest) -> Tensor:
     """
     total = paddle.zeros([])
     total.stop_gradient = False
-    for tensor in differentiable(output):
+    for tensor in differentiable(output, roots=True):
         real = paddle.as_real(tensor) if tensor.is_complex() else tensor
         if real.size:
             total = total + (real.astype("float32") * _weights(tuple(real.shape))).mean()

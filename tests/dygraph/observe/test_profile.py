@@ -62,9 +62,7 @@ def test_layers_are_measured_under_the_seeds_of_a_batch() -> None:
         model.profile(batch())
         # A step seeds the generators before each layer, which takes time.
         assert None not in seen
-        seen.clear()
-        model.eval_batch(batch())
-        assert set(seen) == {None}
+        assert random_keys.current() is None
 
 
 def test_one_process_takes_what_transfers_usually_cost() -> None:
