@@ -5,7 +5,8 @@ call of a layer the generators are seeded with a mixture of that number, the lay
 whole list and the global micro-batch. So a dropout has the same mask on whatever rank, in whatever
 order and however often (recompute) it runs; what users draw themselves between batches is as if
 no layer had drawn anything. Python's and NumPy's generators have keys in the layers alone that draw
-from them: around these, threads that load data draw from them too.
+from them, since threads that load data draw from them too; and where one process plays all ranks
+layers draw from these two as in a loop by hand.
 """
 
 from __future__ import annotations
@@ -158,12 +159,13 @@ class Keys:
         common_streams: The streams drawn from that are the same on all ranks along mp.
     """
 
-    def __init__(self, draw: int, python: bool = False) -> None:
+    def __init__(self, draw: int, python: bool | None = False) -> None:
         """Begins with the number drawn for the batch.
 
         Args:
             draw: That number.
-            python: Whether Python's and NumPy's own generators are seeded for each call as well.
+            python: Whether Python's and NumPy's own generators are seeded for each call as well;
+                None: for the calls of layers that draw from them.
         """
         self.micro_batch = GlobalMicroBatch(0)
         self.python = python
@@ -197,7 +199,7 @@ class Keys:
         self._streams.clear()
         self.leave()
         if function is None or not draws_nothing(function):
-            if not self.python and function is not None and draws_python(function):
+            if self.python is None and function is not None and draws_python(function):
                 self._outside = PythonStates()
             self._seed(key(self._draw, layer, self.micro_batch))
 
@@ -261,12 +263,12 @@ def current() -> Keys | None:
     return _keys
 
 
-def draw(mode: str, python: bool = False, part: int = 0) -> Keys | None:
+def draw(mode: str, python: bool | None = False, part: int = 0) -> Keys | None:
     """Draws the number of a batch from Paddle's default generator; None where mode is "fleet".
 
     Args:
         mode: The option ``rng``.
-        python: Whether layers draw from Python's or NumPy's own generators.
+        python: As for :class:`Keys`.
         part: Which part of the sequences this rank has: each draws other numbers.
     """
     if mode == FLEET:
@@ -276,13 +278,13 @@ def draw(mode: str, python: bool = False, part: int = 0) -> Keys | None:
     return Keys(key(number, part) if part else number, python)
 
 
-def peek(mode: str, group: Group, python: bool = False, part: int = 0) -> Keys | None:
+def peek(mode: str, group: Group, python: bool | None = False, part: int = 0) -> Keys | None:
     """Returns the keys that the next batch will have. Collective over ``group``.
 
     Args:
         mode: The option ``rng``.
         group: The ranks that hold shards of one layer.
-        python: Whether layers draw from Python's or NumPy's own generators.
+        python: As for :class:`Keys`.
         part: As for :func:`draw`.
     """
     with random_states_kept():

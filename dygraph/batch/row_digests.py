@@ -10,18 +10,23 @@ from __future__ import annotations
 import zlib
 from typing import NamedTuple
 
+import numpy as np
+
 from fleetpipe import log
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
 
 _log = log.logger(__name__)
 
 #: Micro-batches, and elements of a piece of a tensor, that are looked at.
 _MOST_MICRO_BATCHES = 8
 _MOST_ELEMENTS = 2048
+#: Stands for a digest that there is not.
+_NONE = -1
 
 _FIX = (
     "have all ranks of a pipeline read the same samples in the same order: fleetpipe.io.DataLoader"
@@ -90,11 +95,15 @@ class RowComparison:
             ConfigError: The rows differ.
         """
         here = RowDigests(None, None) if batches is None else digests_of(batches)
-        # One message, which the owner of the first stage does not wait for.
-        count, *first = self._job.group().broadcast((count, *here), source)
+        row = np.array([count, *(_NONE if one is None else one for one in here)], "int64")
+        # One message, which the owner of the first stage does not wait for. A tensor: other numbers
+        # are no other form of it. And by assign: to_tensor of 3.3.1 leaves a list behind.
+        count, *first = self._job.group().broadcast(paddle.assign(row), source).tolist()
         if batches is not None:
             if owns[1]:
-                require_one_batch(here, RowDigests(*first))
+                require_one_batch(
+                    here, RowDigests(*(None if one == _NONE else one for one in first))
+                )
             self._require_alike_along_mp([one if needs else None for one, needs in zip(here, owns)])
             if owns[0] and not self._replicas_compared:
                 self._replicas_compared = True

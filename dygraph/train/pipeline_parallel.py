@@ -402,8 +402,15 @@ class PipelineParallel(PipelineFace):
     def next_keys(self) -> random_keys.Keys | None:
         """Returns the random seeds that the next training batch will have. Collective over mp."""
         runtime = self._runtime
-        group, python = runtime.job.model_parallel(), runtime.layers.draws_python
+        group, python = runtime.job.model_parallel(), runtime.keys_python()
         return random_keys.peek(runtime.config.rng, group, python, runtime.sequence.rank)
+
+    def key_python_draws(self) -> None:
+        """Has layers draw from Python's and NumPy's generators under keys from now on.
+
+        For whoever runs the batches of one process once more beside it. On ranks they always do.
+        """
+        self._runtime.compared = True
 
     def _bind(self, optimizer: Optimizer) -> None:
         """Makes sure that the optimizer trains this model rightly."""

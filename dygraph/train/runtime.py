@@ -117,6 +117,8 @@ class Runtime:
         self._held: list[tuple[Tensor, Tensor]] = []
         self.sequence = job.along("sep", "cp")
         self._comparison = RowComparison(job)
+        #: Whether a reference runs beside each batch, which is to draw what the pipeline draws.
+        self.compared = False
         self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         #: Whether a stage is no other rank's: no gradient or loss is added to another's.
         self._sole = job.degrees.size == job.degrees.pp
@@ -310,8 +312,12 @@ class Runtime:
 
     def drawn_keys(self) -> random_keys.Keys | None:
         """Returns the seeds of the next batch, whose number is drawn now."""
-        python = self.layers.draws_python
-        return random_keys.draw(self.config.rng, python, self.sequence.rank)
+        return random_keys.draw(self.config.rng, self.keys_python(), self.sequence.rank)
+
+    def keys_python(self) -> bool | None:
+        """Returns whether Python's and NumPy's draws are keyed: see :class:`random_keys.Keys`."""
+        alone = self.job.everyone().ranks == 1 and not self.compared
+        return self.layers.draws_python or (False if alone else None)
 
     def compare_rows(self, batches: MicroBatches, count: int = 0) -> int:
         """Makes sure that this replica's ranks were given the rows of one batch. Collective.

@@ -138,7 +138,8 @@ def test_every_step_makes_the_same_calls_as_the_one_before() -> None:
 
 def test_the_calls_of_a_step_grow_with_the_micro_batches_and_no_faster() -> None:
     totals = []
-    for micro_batches in (4, 8, 16):
+    # From eight on the rows of as many are looked at.
+    for micro_batches in (8, 16, 32):
         with mlp_and_sgd(2, micro_batches=micro_batches) as (model, optimizer):
             data = batch(micro_batches)
             model.train_batch(data, optimizer)
@@ -188,8 +189,8 @@ def test_a_step_and_a_save_enter_few_files(tmp_path: Path) -> None:
         manager.save(1, model=model, optimizer=optimizer)
         step = files_entered(lambda: model.train_batch(batch(), optimizer))
         save = files_entered(lambda: manager.save(2, model=model, optimizer=optimizer))
-    assert len(step) <= 29, sorted(step)
-    assert len(save) <= 29, sorted(save)
+    assert len(step) <= 36, sorted(step)
+    assert len(save) <= 31, sorted(save)
 
 
 def test_nothing_grows_from_step_to_step() -> None:
@@ -259,10 +260,9 @@ def counted() -> tuple[dict[str, Any], dict[str, Any], int]:
 
 
 def test_steady_steps_over_sockets(on_ranks: Callable[..., Any]) -> None:
-    for rank, (before, after, planned) in enumerate(on_ranks(counted, 2)):
-        # The owner of the last stage also sends the loss of each step.
-        messages = 5 * (planned + (1 if rank == 1 else 0))
-        assert after["sent"][0] - before["sent"][0] == messages
+    for before, after, planned in on_ranks(counted, 2):
+        # The owner of the first stage also sends what its rows are, that of the last the loss.
+        assert after["sent"][0] - before["sent"][0] == 5 * (planned + 1)
         for what in ("block types", "templates", "threads"):
             assert after[what] == before[what]
         assert after["sent"][1] == before["sent"][1]
