@@ -203,6 +203,9 @@ class PipelineParallel(PipelineFace):
         functions = self._runtime.loss_functions(loss_fn_idx) if compute_loss else None
         data = unwrapped(data)
         batches = self._runtime.micro_batches(data, any_rows=True)
+        if functions is None and self.layers.placement.has_head:
+            # Its parts would give their share of the loss for the logits that nobody has.
+            batches = batches._replace(labels=None)
         # Only a whole batch knows of rows; an iterator's micro-batches all count alike.
         labels = data[1] if compute_loss and isinstance(data, (list, tuple)) else None
         with forwarded(self._runtime, batches, functions, labels) as batch:

@@ -50,7 +50,7 @@ def pipeline(
     *,
     vocabulary_head: str | None = None,
     recompute_interval: int = 0,
-    memory_cap: float | None = None,
+    memory_cap: float | str | None = None,
     memory_limit: float | None = None,
 ) -> CapturedPipeline:
     """Makes a pipeline of a plain model. Collective over the job, where there is one.
@@ -90,7 +90,7 @@ def pipeline(
             loss is a :class:`fleetpipe.dygraph.VocabularyLoss`. ``verify`` compares what it takes.
         recompute_interval: Nodes of a stage whose activations are dropped together after forward,
             and computed again in backward; 0 keeps all.
-        memory_cap: With "auto", the bytes that a stage may have.
+        memory_cap: With "auto", the bytes that a stage may have, as a number or as ``"2GiB"``.
         memory_limit: Former name of ``memory_cap``.
 
     Returns:

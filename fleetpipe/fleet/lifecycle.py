@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 from fleetpipe import log, static
-from fleetpipe.config import PipelineConfig
+from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
@@ -89,6 +89,8 @@ def init(
         require_rounding(config.rehearse)
     arguments = (role_maker, is_collective, strategy, log_level)
     dynamic = paddle.in_dynamic_mode()
+    if dynamic and degrees.pp > 1:
+        scale_strategy(strategy)
     shards = dynamic and is_collective and degrees.state_shards > 1
     stage = sharding_stage(strategy) if shards else 1
     static.install()

@@ -9,6 +9,7 @@ from typing import Any, overload
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
 from fleetpipe.aliases import DType
+from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel, wrap
 from fleetpipe.dygraph.optimizer.scaler import agreeing
 from fleetpipe.dygraph.tensor_parallel import TensorParallel
@@ -137,8 +138,26 @@ def _wrapped(optimizer: Optimizer, strategy: DistributedStrategy | None) -> Any:
     if job is None:
         return paddle_fleet.distributed_optimizer(optimizer, strategy)
     if strategy is not None:
+        if any(reference() is not None for reference in job.pipelines):
+            _require_same_options(strategy)
         install_topology(job.hcg, copy.deepcopy(strategy))
     return PipelineOptimizer(optimizer)
+
+
+def _require_same_options(strategy: Any) -> None:
+    """Refuses options that a model which is wrapped already would go without."""
+    expected, got = (
+        (PipelineConfig.from_strategy(one), scale_strategy(one), one.hybrid_configs["pp_configs"])
+        for one in (user_strategy(), strategy)
+    )
+    if expected != got:
+        raise ConfigError(
+            "distributed_optimizer was given other options than the model that is wrapped has",
+            expected=str(expected[0]),
+            got=str(got[0]),
+            fix="give this strategy to fleet.init, or call distributed_optimizer before "
+            "distributed_model",
+        )
 
 
 def distributed_scaler(scaler: GradScaler) -> GradScaler:

@@ -216,8 +216,25 @@ _RENAMED = {
     "elementwise_div": "divide",
     "fill_constant": "full",
     "guard": "disable_static",
+    "Xavier": "XavierUniform",
+    "MSRA": "KaimingUniform",
+    "save_dygraph": "save",
+    "load_dygraph": "load",
+    "Pool2D": "MaxPool2D",
+    "InstanceNorm": "InstanceNorm2D",
+    "PRelu": "PReLU",
+    "l2_normalize": "normalize",
+    "uniform_random": "uniform",
+    "gaussian_random": "normal",
+    "hard_sigmoid": "hardsigmoid",
+    "hard_swish": "hardswish",
+    "image_resize": "interpolate",
+    "sums": "add_n",
+    "GradientClipByGlobalNorm": "ClipGradByGlobalNorm",
+    "GradientClipByNorm": "ClipGradByNorm",
+    "GradientClipByValue": "ClipGradByValue",
 }
-_LEFT_OUT = re.compile(r"^(elementwise|reduce)_|(Optimizer|Initializer)$")
+_LEFT_OUT = re.compile(r"^(elementwise|reduce)_|(Optimizer|Initializer|Regularizer)$")
 
 
 class FluidName(FleetPipeError, AttributeError):

@@ -98,7 +98,7 @@ def plan(
 
 
 def fastest_cut(
-    profile: Profile, stages: int, memory_cap: float | None = None
+    profile: Profile, stages: int, memory_cap: float | str | None = None
 ) -> tuple[Boundaries, tuple[StageCost, ...]]:
     """Returns the cut whose slowest stage is fastest, and what its stages cost. Runs nothing.
 
@@ -113,7 +113,7 @@ def fastest_cut(
     Raises:
         PartitionError: There are too few places for a cut, or none fits.
     """
-    cap = math.inf if memory_cap is None else memory_cap
+    cap = math.inf if memory_cap is None else read_bytes(memory_cap)
     task = PlanTask(profile, stages, stages, cap, frozenset(("partition",)), 2)
     shape = Placement("loop", stages)
     boundaries = task.fastest(shape, cap).boundaries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import paddle
@@ -125,6 +126,22 @@ def test_a_later_strategy_holds_for_the_models_that_follow(change: Any) -> None:
             assert float(model.train_batch(batch(), sgd(model))) > 0
     # Not yet divided by accumulate_steps, under delay_scale_loss.
     assert all((4 * one == other).all() for one, other in zip(*gradients))
+
+
+def test_a_strategy_that_comes_after_the_model_is_refused_where_it_differs() -> None:
+    with job(2):
+        model = pipeline()
+        optimizer, same = sgd(model)._inner_opt, copy.deepcopy(fleet.fleet._user_defined_strategy)
+        fleet.distributed_optimizer(optimizer, same)
+        with pytest.raises(ConfigError, match="before distributed_model"):
+            fleet.distributed_optimizer(optimizer, delayed())
+
+
+def test_the_scale_of_gradients_is_checked_by_init() -> None:
+    strategy = delayed()
+    strategy.gradient_scale_configs = {"scale_strategy": "xx"}
+    with pytest.raises(ConfigError, match="scale_strategy"):
+        fleet.init(is_collective=True, strategy=strategy)
 
 
 @pytest.mark.parametrize("wrong", [True, False, 0, -1, float("nan"), float("inf"), "60", "soon"])

@@ -86,7 +86,10 @@ def _border(trace: Capture, number: int) -> Border | None:
 
 
 def chosen(
-    profile: Profile, places: Mapping[int, Border], stages: int, memory_cap: float | None = None
+    profile: Profile,
+    places: Mapping[int, Border],
+    stages: int,
+    memory_cap: float | str | None = None,
 ) -> Choice:
     """Returns the cut whose slowest stage is fastest.
 

@@ -41,7 +41,7 @@ def cut_of(
     capturing: Capturing,
     spec: SplitSpec | PipelinePlan,
     stages: int | None,
-    memory_cap: float | None = None,
+    memory_cap: float | str | None = None,
     head: Sequence[str] = (),
 ) -> Cut:
     """Returns the cut that a user's ``split_spec`` means. Collective over the job for "auto".

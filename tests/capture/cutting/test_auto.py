@@ -70,15 +70,15 @@ def test_a_limit_of_memory_moves_the_cut() -> None:
 
 
 def test_the_former_name_of_the_cap_is_taken_with_one_warning() -> None:
-    def captured(**cap: float) -> Any:
+    def captured(**cap: Any) -> Any:
         plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         return fleetpipe.pipeline(plain, paddle.ones([2, 3]), num_stages=2, verify=False, **cap)
 
-    for name in ("memory_cap", "memory_limit"):
+    for name, cap in (("memory_cap", 10), ("memory_cap", "10 B"), ("memory_limit", 10)):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", DeprecationWarning)
             with pytest.raises(PartitionError, match="fit into memory"):
-                captured(**{name: 10})
+                captured(**{name: cap})
         mine = [str(one.message) for one in told if one.filename == __file__]
         assert mine == ["memory_limit is memory_cap now"] * (name == "memory_limit")
 

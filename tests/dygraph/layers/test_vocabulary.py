@@ -181,6 +181,8 @@ def test_whole_logits_are_refused() -> None:
             model.predict_batch(batch()[0])
         with pytest.raises(BoundaryError, match="compute_loss=True"):
             model.eval_batch([batch()[0], None])
+        with pytest.raises(BoundaryError, match="compute_loss=True"):
+            model.eval_batch(batch())
         assert float(model.eval_batch(batch(), compute_loss=True)) > 0
 
 
