@@ -93,7 +93,8 @@ def new_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(
             f"cannot use {path}: {error.strerror}; give a file that can be written"
         ) from None
-    return path
+    # Written when a script may have changed the folder.
+    return path.absolute()
 
 
 def require_folder(name: str, folder: Path | str) -> None:

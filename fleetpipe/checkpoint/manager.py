@@ -73,7 +73,7 @@ class CheckpointManager:
                 f"save_interval must be at least 1 (={save_interval})",
                 fix="save_interval=1 saves at every step that save is called with",
             )
-        self._home = Path(folder)
+        self._home = Path(folder).absolute()
         self._names = names
         self._interval = save_interval
         self._retention = Retention(self._home, max_to_keep, best)

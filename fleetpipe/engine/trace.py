@@ -107,7 +107,7 @@ class Trace:
         group = job.group()
         if group.rank == 0:
             require_folder('fleetpipe_configs["trace"]', folder)
-        trace = cls(Path(folder), schedule, job.connect(), group)
+        trace = cls(Path(folder).absolute(), schedule, job.connect(), group)
 
         def write() -> None:
             summary = trace.write()

@@ -17,6 +17,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
+from fleetpipe.arguments import new_file
 from fleetpipe.checkpoint.contents.parts import MODEL, Held, TensorName
 from fleetpipe.checkpoint.files import host_memory, tensors, writer
 from fleetpipe.checkpoint.files.host_memory import Snapshot
@@ -171,6 +172,25 @@ def test_a_copy_is_written_while_training_goes_on(tmp_path: Path, monkeypatch: P
     # Who trains comes first.
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert nice == {max(10, own)}
+
+
+def test_folders_are_those_of_the_time_when_they_were_given(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    report = new_file("report.json")
+    with job(2, trace="trace"):
+        layers = pipeline([nn.Linear(6, 4), nn.Linear(4, 4)])
+        optimizer = sgd(layers)
+        manager = fleetpipe.CheckpointManager("saved", save_interval=1)
+        monkeypatch.chdir("elsewhere")
+        layers.train_batch(batch(), optimizer)
+        manager.save(1, model=layers, optimizer=optimizer)
+    assert manager.steps() == [1]
+    assert (tmp_path / "trace" / "trace.json").exists()
+    assert report == tmp_path / "report.json"
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_copies_lie_in_the_same_memory_from_save_to_save() -> None:

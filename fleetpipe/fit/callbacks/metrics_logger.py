@@ -78,7 +78,7 @@ class MetricsLogger(rank_policy.Callback):
             ConfigError: A format is none of these, or what it needs is not installed.
         """
         super().__init__()
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
         self._every = log_freq
         self._formats = [formats] if isinstance(formats, str) else list(formats)
         for name in self._formats:

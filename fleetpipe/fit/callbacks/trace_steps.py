@@ -41,7 +41,7 @@ class TraceSteps(rank_policy.Callback):
                 fix="TraceSteps(steps=[10, 11])",
             )
         self._steps = set(steps)
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
         self._trace: Trace | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
