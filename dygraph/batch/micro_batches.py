@@ -8,13 +8,13 @@ of ``(inputs, labels)``, one item per micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.nest import leaves, mapped, rebuilt
-from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.errors import BoundaryError, ConfigError, listed
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 
@@ -79,12 +79,15 @@ def split(data: Nest, cut: MicroBatchCut) -> MicroBatches:
             )
         return parts
     if not hasattr(type(data), "__next__"):
+        fix = "pass [inputs, labels]"
+        if isinstance(data, Mapping):
+            fix = f"name both in it: [batch[..], batch[..]] of {listed(list(map(repr, data)))}"
+        elif hasattr(data, "__iter__") and not isinstance(data, (str, paddle.Tensor)):
+            fix = "pass iter(loader) for a DataLoader whose batches are micro-batches"
         raise ConfigError(
             "data must be [inputs, labels] or an iterator of (inputs, labels) micro-batches",
             got=type(data).__name__,
-            fix="pass iter(loader) for a DataLoader whose batches are micro-batches"
-            if hasattr(data, "__iter__") and not isinstance(data, (str, paddle.Tensor))
-            else "pass [inputs, labels]",
+            fix=fix,
         )
     return _draw(data, cut.steps)
 
@@ -161,7 +164,8 @@ def _draw(data: Iterator[Nest], count: int) -> MicroBatches:
                 "each item of the data iterator must be (inputs, labels)",
                 where=f"micro-batch {index}",
                 got=type(item).__name__,
-                fix="yield one tuple (inputs, labels) per micro-batch",
+                fix="yield one tuple (inputs, labels) per micro-batch: of a loader of dicts, "
+                'iter((b["x"], b["y"]) for b in loader) with their names',
             )
         # Copied: the iterator may fill the same tensors again for the next item.
         inputs.append(copied(_detached(item[0], f"inputs of micro-batch {index}")))

@@ -13,6 +13,7 @@ from fleetpipe.dygraph import gradients
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, FleetPipeError, reason
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.partition import Partition
 
 
@@ -38,6 +39,9 @@ def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
     another_kind = isinstance(error, (TypeError, AttributeError)) and re.search(kind, text)
     return bool(another_kind) or (isinstance(error, (TypeError, ValueError)) and "unpack" in text)
 
+
+#: What Paddle says where a device has no kernel, of whatever dtype.
+_NO_KERNEL = re.compile(r"The kernel `\w+` is not registered|of kernel `\w+`.*wrong Backend `\w+`")
 
 #: What an operation raises that refuses a value; Gloo and the system raise others.
 _OF_VALUES = (
@@ -70,6 +74,14 @@ def refusal(
             expected="one pair of hooks at a time, as Paddle has it",
             cause="recompute(use_reentrant=False) in the layer, or saved_tensors_hooks of its own",
             fix="set recompute_interval=0, or call recompute with use_reentrant=True",
+        )
+    no_kernel = _NO_KERNEL.search(str(error))
+    if no_kernel is not None:
+        return BoundaryError(
+            f"{_named(partition, index)} cannot run on this device, a {device_kind()}",
+            cause=f"Paddle has no kernel there: {no_kernel[0]}",
+            fix="run on a GPU, or use another layer: BatchNorm1D or 2D for SyncBatchNorm, whose "
+            "statistics are then of each replica's rows",
         )
     part = _part(error, layer, value)
     if part is not None:

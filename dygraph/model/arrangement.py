@@ -183,10 +183,14 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
     stages = next(iter(numbers.values()))
     processes = meeting.world_size()
     if job is None and stages > 1 and processes > 1:
+        stock = getattr(paddle_fleet.fleet, "_hcg", None) is not None
         raise StateError(
             f"a PipelineLayer of {stages} stages was built before fleet.init",
             got=f"a job of {processes} processes, none of which knows its stage",
-            fix="call fleet.init(is_collective=True, strategy=strategy) first",
+            cause="fleet.init was that of paddle.distributed.fleet" if stock else None,
+            fix="from fleetpipe import fleet, for fleet.init too"
+            if stock
+            else "call fleet.init(is_collective=True, strategy=strategy) first",
         )
     return stages
 

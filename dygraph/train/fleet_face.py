@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
-from fleetpipe.aliases import PaddleGroup, Strategy, Tensor, Topology
+from fleetpipe.aliases import Nest, PaddleGroup, Strategy, Tensor, Topology
 from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -97,6 +97,24 @@ class PipelineFace(MetaParallelBase):
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineFace:
         """Returns a copy of the model, such as an average of weights, wrapped too. Collective."""
         return type(self)(copy.deepcopy(self.layers, memo), strategy=self._strategy)
+
+    def forward(self, *inputs: Nest, **named: Nest) -> Nest:
+        """Runs the whole model, where this process has it.
+
+        Raises:
+            UsageError: Other ranks have stages of it.
+        """
+        job = self._runtime.job
+        if not job.local and job.degrees.pp > 1:
+            raise UsageError(
+                "model(inputs) cannot run a model whose stages are on several ranks",
+                where=f"rank {job.hcg.get_stage_id()} of the pipeline, called outside of a batch",
+                cause="a loop with a loss and a backward of its own",
+                fix="give PipelineLayer your loss as loss_fn=, then call "
+                "model.train_batch([inputs, labels], optimizer), or forward_backward_pipeline and "
+                "optimizer.step(); for outputs model.predict_batch(inputs)",
+            )
+        return self.layers(*inputs, **named)
 
     def train(self, mode: bool = True) -> PipelineFace:
         """Puts the layers into training, as they do it themselves."""

@@ -307,7 +307,8 @@ class Runtime:
         if labelled and batches.labels is None and self.plays(self.last_owner):
             raise ConfigError(
                 "this rank owns the last stage and was given no labels",
-                fix="where loss_fn needs none, pass [None] * accumulate_steps",
+                fix="give this rank the batch too, [inputs, labels]; where loss_fn needs no "
+                "labels, [inputs, [None] * accumulate_steps]",
             )
 
     def drawn_keys(self) -> random_keys.Keys | None:

@@ -347,11 +347,21 @@ the PipelineLayer of this script is stock Paddle's, which cannot be built on a C
 start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
 
 
+#: What stock Paddle's ``fleet.init`` says in one process.
+_STOCK_ALONE = "nranks: 1, mp_num:"
+_STOCK_ALONE_HINT = """\
+the fleet.init of this script is stock Paddle's, which plays no pipeline in one process
+  what to do: from fleetpipe import fleet, for fleet.init and all else; where a library calls it, \
+start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
+
+
 def _end_with_process() -> None:
     """Ends the job with the process; an error that nobody caught reaches the other ranks."""
     error = process_exit.error()
     if isinstance(error, AttributeError) and _STOCK_ON_CPU in str(error):
         _log.error(_STOCK_HINT)
+    if isinstance(error, AssertionError) and str(error).startswith(_STOCK_ALONE):
+        _log.error(_STOCK_ALONE_HINT)
     end_rehearsal()
     try:
         job.end(error)

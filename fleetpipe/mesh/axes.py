@@ -76,10 +76,11 @@ class Degrees:
         within = degree_checks.take_context_out(wanted, configs.get("cp_sharding_degree", 1))
         rest = {axis: wanted[axis] for axis in DENSE if axis != "dp"}
         product = math.prod(rest.values())
-        if world_size == 1 and wanted["dp"] in (-1, 1):
-            if rest["pp"] == product and wanted["ep"] * wanted["moe_sharding"] == 1:
-                return cls(dp=1, **rest)
-            degree_checks.refuse_alone({**rest, **{axis: wanted[axis] for axis in EXPERT}})
+        if world_size == 1:
+            alone = {**rest, "dp": max(wanted["dp"], 1)}
+            if alone["dp"] * product == rest["pp"] and wanted["ep"] * wanted["moe_sharding"] == 1:
+                return cls(**alone)
+            degree_checks.refuse_alone({**alone, **{axis: wanted[axis] for axis in EXPERT}})
         dp = degree_checks.data_parallel(wanted["dp"], rest, world_size)
         experts = degree_checks.expert_degrees(wanted, world_size // rest["pp"])
         return cls(dp=dp, **rest, **experts, cp_in_sharding=within)

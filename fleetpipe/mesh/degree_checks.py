@@ -44,12 +44,12 @@ def data_parallel(wanted: int, rest: Mapping[str, int], world_size: int) -> int:
     product = math.prod(rest.values())
     needed = product * max(wanted, 1)
     if world_size % product:
-        text = text_of(rest) + (f", dp_degree={wanted}" if wanted > 1 else "")
+        degrees = {**rest, "dp": wanted} if wanted >= 1 else rest
         raise ConfigError(
-            f"the degrees (={text}) do not divide the world size (={world_size})",
+            f"the degrees (={text_of(degrees)}) do not divide the world size (={world_size})",
             expected=f"a multiple of {product} processes",
             got=f"{world_size} processes",
-            fix=f"launch with --nproc_per_node {needed}, or " + _lower(rest, world_size),
+            fix=f"launch with --nproc_per_node {needed}, or " + _lower(degrees, world_size),
         )
     inferred = world_size // product
     if wanted >= 1 and wanted != inferred:
@@ -68,7 +68,9 @@ def _lower(rest: Mapping[str, int], world_size: int) -> str:
     for axis, degree in rest.items():
         rest_of_product = product // degree
         if degree > 1 and world_size % rest_of_product == 0:
-            nearest = nearest_divisor(world_size // rest_of_product, degree)
+            left = world_size // rest_of_product
+            # A dp_degree that is given leaves no ranks over.
+            nearest = left if "dp" in rest else nearest_divisor(left, degree)
             return f"set {axis}_degree={nearest}, the nearest that divides"
     return "lower a degree"
 
@@ -105,7 +107,7 @@ def refuse_alone(degrees: Mapping[str, int]) -> None:
         "one process plays all ranks of a pipeline, but not those of another axis",
         expected="every degree 1 except pp_degree",
         got=text_of(split),
-        fix=f"fleetpipe run --nproc {ranks} train.py",
+        fix=f"fleetpipe run --nproc {ranks} train.py, or leave all but pp_degree out",
     )
 
 

@@ -54,6 +54,21 @@ PipelineLayer(layers, topology=fleet.get_hybrid_communicate_group().topology())
 """
 
 
+@pytest.mark.parametrize(
+    ("ranks", "told"), [(None, "from fleetpipe import fleet, for"), (2, "that of paddle.distrib")]
+)
+def test_a_stock_init_with_a_pipeline_layer_of_fleetpipes_is_named(
+    launch: Callable[..., Finished], ranks: int | None, told: str
+) -> None:
+    imports = [
+        "from paddle.distributed import fleet",
+        "from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer",
+    ]
+    done = launch(STOCK.format(imports="\n".join(imports)), ranks, check=False)
+    assert done.returncode == 1
+    assert told in done.logs[0]
+
+
 @pytest.mark.skipif(
     paddle.device.is_compiled_with_cuda(), reason="the package for GPUs builds Paddle's own"
 )

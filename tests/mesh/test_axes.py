@@ -79,6 +79,12 @@ def test_all_degrees_are_named_where_they_do_not_divide_the_ranks() -> None:
         ({"dp": 0}, 1, "at least 1"),
         ({"pp": 2, "cp": 2}, 1, "fleetpipe run --nproc 4"),
         ({"pp": 2, "ep": 2}, 1, "fleetpipe run --nproc 4"),
+        (
+            {"dp": 2, "pp": 2},
+            1,
+            r"fleetpipe run --nproc 4 train.py, or leave all but pp_degree out",
+        ),
+        ({"dp": 2, "pp": 3}, 8, "set pp_degree=4"),
     ],
 )
 def test_a_degree_that_does_not_divide_is_refused_with_one_that_does(

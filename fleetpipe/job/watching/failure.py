@@ -57,15 +57,25 @@ class Failure:
 
     def error(self, where: str | None = None) -> FleetPipeError:
         """Returns the error that the other ranks raise: a timeout for a timeout."""
-        late = self.what == "timed out"
+        next_step = f"read the log of rank {self.rank}: it failed first"
+        if self.what == "timed out":
+            next_step = (
+                "look for the rank that waits for no other: it is stuck, stopped or too slow"
+            )
+        left = self.what == "left"
+        if left:
+            next_step = (
+                "give all ranks as many batches, of loaders of one length, and end all alike"
+            )
         quoted = textwrap.indent(self.details.rstrip(), "    | ", lambda line: True)
         error = KINDS[self.what](
             f"rank {self.rank} {self.what}: {self.text}",
             where=where,
             got=f"from rank {self.rank}:\n{quoted}" if self.details else None,
-            fix="look for the rank that waits for no other: it is stuck, stopped or too slow"
-            if late
-            else f"read the log of rank {self.rank}: it failed first",
+            cause="its script was done, without an error: it had fewer batches, or skips a call"
+            if left
+            else None,
+            fix=next_step,
         )
         if self.what == "raised" and isinstance(error, PeerFailed):
             error.brief = (

@@ -209,7 +209,8 @@ def test_a_micro_data_set_leaves_out_what_a_stage_does_not_need() -> None:
         (iter([(INPUTS, "label")] * 4), BoundaryError, "labels of micro-batch 0"),
         (INPUTS, ConfigError, r"pass \[inputs, labels\]"),
         ("batch", ConfigError, r"pass \[inputs, labels\]"),
-        ({"x": INPUTS}, ConfigError, "dict"),
+        ({"x": INPUTS, "y": LABELS}, ConfigError, r"dict(.|\n)*of 'x', 'y'"),
+        (iter([{"x": INPUTS}] * 4), ConfigError, r"for b in loader\)"),
         (range(4), ConfigError, r"iter\(loader\)"),
     ],
 )

@@ -97,6 +97,12 @@ def test_a_wrong_shape_within_a_stage_names_the_layer_and_the_place(
     )
 
 
+def test_a_layer_that_the_device_has_no_kernel_for_is_no_matter_of_a_border() -> None:
+    told = refusal([linear(), nn.SyncBatchNorm(6), *(linear() for _ in range(4))])
+    assert "layer 1 (SyncBatchNorm) cannot run on this device, a cpu" in told
+    assert "BatchNorm1D" in told
+
+
 @pytest.mark.parametrize("number", range(1, 6))
 @pytest.mark.parametrize(
     ("giver", "taker", "advice"),

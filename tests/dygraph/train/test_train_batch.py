@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import paddle
@@ -11,7 +12,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet
-from fleetpipe.errors import BoundaryError, ConfigError, StateError
+from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
 from fleetpipe.fleet.meta_parallel import (
     DualPipeVParallel,
     LayerDesc,
@@ -421,6 +422,9 @@ def with_the_data_of_its_ends() -> dict[str, Any]:
         shares = model.train_batch(given(*batch(seed=1)), optimizer, return_micro_batch_loss=True)
         result["shares"] = held(shares)
         result["last evaluation"] = held(model.eval_batch(given(*batch(7)), compute_loss=True))
+        refused = pytest.raises(UsageError, match=r"rank \d of the(.|\n)*model\.train_batch")
+        with refused if launched else nullcontext():
+            model(batch(3)[0])
         inputs = batch(3)[0] if rank == 0 else None
         result["prediction"] = held([model.predict_batch(inputs)])
         own = model.predict_batch(inputs, broadcast=False)

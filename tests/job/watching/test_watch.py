@@ -434,6 +434,9 @@ def test_a_job_that_ends_and_begins_again_leaves_no_thread(begin: Begin) -> None
 def test_a_failure_says_what_to_do() -> None:
     assert "read the log of rank 3" in str(Failure(3, "died", "it ended").error())
     assert "waits for no other" in str(Failure(3, "timed out", "late").error())
+    ended = str(Failure(3, "left", "its process ended").error())
+    assert "fewer batches" in ended
+    assert "failed first" not in ended
 
 
 def test_sealed_news_pass_and_forged_ones_end_all() -> None:
