@@ -26,6 +26,14 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad if main is None else main
 
 
+@paddle.no_grad()
+def dense(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a gradient, with all rows where a sparse embedding has left it with some."""
+    if gradient is None or not gradient.is_selected_rows():
+        return gradient
+    return paddle.add_n([paddle.zeros_like(parameter), gradient])
+
+
 def set_gradient(parameter: Tensor, gradient: Tensor) -> None:
     """Makes ``gradient`` the gradient of ``parameter``."""
     if hasattr(parameter, "main_grad"):

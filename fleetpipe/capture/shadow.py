@@ -31,13 +31,14 @@ from fleetpipe.dygraph import PipelineParallel, random_keys
 from fleetpipe.dygraph.backward.adding import is_watched
 from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.dygraph.gradients import dense, drop_gradients
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
 from fleetpipe.paddle_api.optimizer import clips_of_a_step, groups_of, learning_rate_of
+from fleetpipe.paddle_api.tensor import copy_of
 from fleetpipe.parity.differences import largest_gap, same_bits
 from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch, of_same_layers
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -119,7 +120,7 @@ class Shadow:
     def _gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradients of this rank's parameters by name."""
         parameters = self._pipe.state.own_parameters()
-        return {name: self._pipeline.gradient_of(p) for name, p in parameters.items()}
+        return {name: dense(self._pipeline.gradient_of(p), p) for name, p in parameters.items()}
 
     def _train(
         self, reference: Reference, everyone: MicroBatches, weights: Sequence[Fraction] | None
@@ -158,7 +159,7 @@ class Shadow:
             )
         begin = time.perf_counter()
         tensors = reference.tensors().items()
-        gradients = {name: t.grad.clone() for name, t in tensors if t.grad is not None}
+        gradients = {name: dense(t.grad, t).clone() for name, t in tensors if t.grad is not None}
         rounding = Rounding(gradients, lambda: self._moved(reference, batch))
         off: list[str] = []
         for name, gradient in self._gradients().items():
@@ -191,9 +192,10 @@ class Shadow:
         expected = reference.tensors()
         for name, parameter in parameters.items():
             # Rounding in a gradient is no fault of the optimizer's, and Adam makes it large.
-            gradient = self._pipeline.gradient_of(parameter)
-            if gradient is not None and not same_bits(gradient, expected[name].grad):
-                expected[name].grad = gradient.clone()
+            gradient, twin = self._pipeline.gradient_of(parameter), expected[name]
+            rows = dense(gradient, twin)
+            if rows is not None and not same_bits(rows, dense(twin.grad, twin)):
+                twin.grad = copy_of(gradient)
         _take_rate(learning_rate_of(batch.optimizer.wrapped), reference.optimizer)
         step()
         begin = time.perf_counter()
@@ -290,13 +292,13 @@ class Shadow:
     def _moved(self, reference: Reference, batch: _Batch) -> dict[str, Tensor]:
         """Returns the plain gradients of parameters that are a unit in the last place off."""
         tensors = reference.tensors()
-        before = {name: t.grad.clone() for name, t in tensors.items() if t.grad is not None}
+        before = {name: copy_of(t.grad) for name, t in tensors.items() if t.grad is not None}
         with kept(reference.model):
             drop_gradients(tensors.values())
             move_by_a_unit(tensor for tensor in tensors.values() if not tensor.stop_gradient)
             with as_the_next_batch(batch.keys):
                 self._train(reference, batch.everyone, batch.weights)
-            moved = {name: t.grad.clone() for name, t in tensors.items() if t.grad is not None}
+            moved = {n: dense(t.grad, t).clone() for n, t in tensors.items() if t.grad is not None}
         for name, gradient in before.items():
             tensors[name].grad = gradient
         return moved

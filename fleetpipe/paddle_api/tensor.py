@@ -63,6 +63,9 @@ def initializer_of(parameter: Tensor) -> Any:
 
 def copy_of(tensor: Tensor) -> Tensor:
     """Returns a tensor with the same numbers and the same graph, in memory of its own."""
+    if tensor.is_selected_rows():
+        # Paddle clones no gradient of some rows alone; 2.6.2 dies of it.
+        return paddle.scale(tensor, 1.0)
     # Paddle 2.6.2 clones none without elements, into which nobody writes.
     return tensor if 0 in tensor.shape else tensor.clone()
 

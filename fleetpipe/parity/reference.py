@@ -23,7 +23,7 @@ from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, sliced, slices_in
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients
+from fleetpipe.dygraph.gradients import cause_of_backward, dense, drop_gradients
 from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.groups import Group, SoleGroup
@@ -182,7 +182,7 @@ class Reference:
     def take_gradients(self) -> list[Tensor | None]:
         """Returns the gradients, and leaves the parameters without."""
         parameters = self.model.parameters()
-        gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+        gradients = [None if p.grad is None else dense(p.grad, p).clone() for p in parameters]
         drop_gradients(parameters)
         return gradients
 

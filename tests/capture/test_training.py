@@ -77,6 +77,36 @@ def test_a_layer_with_a_hook_is_recomputed(kind: str) -> None:
         assert "equal in bits" in str(pipe.proof)
 
 
+class Sparse(nn.Layer):  # type: ignore[misc]
+    """An embedding whose gradient has the rows that a batch looks up, taken by each stage."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.embed, self.skips = nn.Embedding(9, 4, sparse=True), skips
+        self.blocks = nn.LayerList([nn.Linear(8, 8) for _ in range(3)])
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Any) -> Any:
+        y = embedded = self.embed(x).flatten(1)
+        for block in self.blocks:
+            y = block(y).tanh() + embedded * embedded * self.skips
+        return self.head(y)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_a_sparse_embedding_has_the_bits_of_the_plain_model(schedule: str) -> None:
+    inputs, labels = paddle.randint(0, 9, [8, 2]), batch(8)[1]
+    cut = ["blocks.1", "blocks.2", "head"]
+    require_bits(lambda: Sparse(False), [inputs, labels], cut, schedule)
+    with job(4, 4, schedule):
+        pipe = fleetpipe.pipeline(Sparse(True), inputs[:2], nn.CrossEntropyLoss(), cut)
+        assert "embed.weight" in pipe.proof.rounded
+        model = fleet.distributed_model(pipe)
+        optimizer = sgd(model)
+        for _ in range(3):
+            model.train_batch([inputs, labels], optimizer)
+
+
 def test_dropouts_have_the_bits_of_the_plain_model_under_the_same_keys() -> None:
     require_bits(Residual, batch(8), ["blocks.4"], keyed=True, verify=False)
 

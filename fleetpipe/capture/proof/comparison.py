@@ -22,6 +22,7 @@ from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.operations import set_data
+from fleetpipe.paddle_api.tensor import copy_of
 from fleetpipe.parity.differences import largest_gap, numbers_of, same_bits
 
 #: The parameters and buffers of a model by name.
@@ -91,7 +92,7 @@ class Digests:
 def _beside(model: Layer, start: State) -> Iterator[None]:
     """Within it a model begins anew; afterwards it has the values and gradients of before."""
     # Copies, for to clear a gradient empties it.
-    gradients = [(p, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    gradients = [(p, copy_of(p.grad)) for p in model.parameters() if p.grad is not None]
     with kept(model), uncounted():
         drop_gradients(model.parameters())
         give(model, start)

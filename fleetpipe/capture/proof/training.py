@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
-from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.dygraph.gradients import dense, drop_gradients
 from fleetpipe.dygraph.nest import differentiable, mapped, tensors_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import state_slots
@@ -102,7 +102,7 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
         yield Moment("output", number, _numbered(outputs, "micro-batch"), {})
         del outputs
         yield Moment("gradient", number, gradients_of(model), {})
-        if all(bool(paddle.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
+        if all(bool(paddle.isfinite(gradient).all()) for gradient in gradients_of(model).values()):
             _update(step, parameters)
         yield Moment("state", number, state_of_model(model), _modes(model))
     drop_gradients(model.parameters())
@@ -126,7 +126,7 @@ def _update(step: TrainedStep, parameters: Sequence[Tensor]) -> None:
 
 def gradients_of(model: Layer) -> dict[str, Tensor]:
     """Returns the gradients of a model's parameters by name, where there are any."""
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: dense(p.grad, p) for n, p in model.named_parameters() if p.grad is not None}
 
 
 def state_of_model(model: Layer) -> dict[str, Tensor]:
