@@ -9,7 +9,7 @@ from fleetpipe.capture.proof.training import TrainedStep, projected, weights_of
 from fleetpipe.capture.running.plain_model import called
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.variants import Forms
-from fleetpipe.capture.tracing.walk import Unopened
+from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
 from fleetpipe.dygraph import random_keys, weighted
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
@@ -20,6 +20,7 @@ from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.engine.engine import Engine
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.operations import intercepted
 from fleetpipe.schedules import Placement, Plan, Schedule, forward_only
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import MemoryHub
@@ -63,7 +64,10 @@ class PlainLoop:
 
     def evaluate(self, inputs: Nest) -> Nest:
         """Runs one forward; see :class:`Side`."""
-        return called(self.model, inputs, self._unopened, None, _FIRST)
+        args, named = arguments_of(inputs)
+        # As the stages do, without gradients; a hook on one is no error then.
+        with paddle.no_grad(), intercepted(Walk(self.model, self._unopened)):
+            return self.model(*args, **named)
 
 
 class CapturedRun:

@@ -249,6 +249,30 @@ def test_a_constant_that_is_kept_from_its_first_use_on_is_a_constant() -> None:
     assert proof(Constant(), X, ["second"]).gradients == 4
 
 
+class Penalized(nn.Layer):  # type: ignore[misc]
+    """Differentiates in its forward where it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        y = self.second(self.first(x).tanh())
+        if not paddle.is_grad_enabled():
+            return y
+        z = x.detach()
+        z.stop_gradient = False
+        (gradient,) = paddle.grad(self.first(z).tanh().sum(), z, create_graph=True)
+        return y + (gradient * gradient).mean()
+
+
+@pytest.mark.parametrize("no_split", [(), (Penalized,)])
+def test_a_layer_may_ask_whether_gradients_are_on(no_split: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Penalized(), nn.Linear(4, 4))
+    with job(2):
+        assert proof(model, paddle.rand([2, 4]), ["2"], no_split=no_split).evaluated == (2, 3)
+
+
 def test_the_number_of_chunks_is_the_schedules_where_nobody_says_it() -> None:
     with job(2, schedule="ZBV"):
         pipe = fleetpipe.pipeline(
