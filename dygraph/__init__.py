@@ -1,6 +1,6 @@
 """Pipelines in dynamic graph: the layer list, its stages, and the wrapper that trains them.
 
-Entered by: ``broadcast``, ``gradients``, ``nest``, ``random_keys``, ``slices``.
+Entered by: ``broadcast``, ``code_names``, ``gradients``, ``nest``, ``random_keys``, ``slices``.
 """
 
 from __future__ import annotations

@@ -12,18 +12,18 @@ import random
 import sys
 import types
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, Callable
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest
+from fleetpipe.dygraph.code_names import codes_in, held_by, is_of_library, names_in, variables_of
 from fleetpipe.paddle_api import paddle
 
 _GENERATORS = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
 _MODULES: tuple[types.ModuleType, ...] = (random, np.random)
-#: Packages whose functions draw from Paddle's generators, or from none.
-_SKIPPED = frozenset({"paddle", "numpy", "fleetpipe", "builtins"})
 
 _of_layers: WeakKeyDictionary[Layer, bool] = WeakKeyDictionary()
 
@@ -43,7 +43,7 @@ def _of_class(kind: type) -> bool:
     members = [
         member
         for base in kind.__mro__
-        if base.__module__.partition(".")[0] not in _SKIPPED
+        if not is_of_library(base)
         for name, member in vars(base).items()
         if name != "__init__"
     ]
@@ -66,23 +66,19 @@ def _in_code(function: types.FunctionType) -> bool:
 
 
 def _draws(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
-    if function.__code__ in seen or function.__module__.partition(".")[0] in _SKIPPED:
+    if function.__code__ in seen or is_of_library(function):
         return False
-    codes = [function.__code__]
-    for code in codes:
-        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    codes = codes_in(function.__code__)
     seen.update(codes)
-    names = {name for code in codes for name in code.co_names}
-    steps = [step for code in codes for step in dis.get_instructions(code)]
+    names = names_in(function.__code__)
+    steps = chain.from_iterable(map(dis.get_instructions, codes))
     imported = {step.argval for step in steps if step.opname == "IMPORT_NAME"}
-    values = [function.__globals__.get(name) for name in names]
+    values = [*variables_of(function).values(), *held_by(function)]
     values += [sys.modules.get(name) for name in imported]
-    # A cell that is not bound yet has no contents.
-    values += [getattr(cell, "cell_contents", None) for cell in function.__closure__ or ()]
     return any(_is_drawn(value, names, seen) for value in values)
 
 
-def _is_drawn(value: Any, names: set[str], seen: set[types.CodeType]) -> bool:
+def _is_drawn(value: Any, names: frozenset[str], seen: set[types.CodeType]) -> bool:
     if isinstance(value, types.ModuleType):
         return value in _MODULES or (value is np and "random" in names)
     if any(getattr(value, "__self__", None) is generator for generator in _GENERATORS):

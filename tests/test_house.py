@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedules/__init__",),
     (
         *("schedules/commands", "profiling", "report", "starter", "transport"),
-        "static/graph",
+        *("static/graph", "dygraph/code_names"),
     ),
     ("mesh", "watch", "why", "dygraph/python_draws"),
     (

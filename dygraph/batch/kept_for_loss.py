@@ -9,16 +9,15 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from fleetpipe.dygraph.code_names import codes_in, held_by, is_of_library, names_in, variables_of
 from fleetpipe.dygraph.nest import has_gradient, outline
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, sublayers_in
-
-#: What is named in code of these says nothing of a model.
-_LIBRARIES = ("paddle", "fleetpipe", "numpy")
 
 #: What the loss function itself is called.
 _LOSS = "loss_fn"
@@ -88,16 +87,12 @@ def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         yield from ((path, part) for part in (value.__func__, value.__self__))
     elif isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        yield path, (cells, value.__defaults__, value.__kwdefaults__)
-        if not _is_of_library(value.__globals__.get("__name__")):
-            of_code = set(_names_in(value.__code__))
-            names |= of_code
-            yield from (
-                (name, value.__globals__[name]) for name in of_code & value.__globals__.keys()
-            )
+        yield path, held_by(value)
+        if not is_of_library(value):
+            names |= _words_in(value.__code__)
+            yield from variables_of(value).items()
     elif isinstance(value, ModuleType):
-        if not _is_of_library(value.__name__):
+        if not is_of_library(value.__name__):
             yield from (
                 (f"{path}.{name}", vars(value)[name]) for name in names & vars(value).keys()
             )
@@ -108,7 +103,7 @@ def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
         methods = {"__call__", "forward", *names} if called else names
         functions = (getattr(type(value), name, None) for name in methods)
         yield from ((path, method) for method in functions if isinstance(method, FunctionType))
-        if path == _LOSS and _is_of_library(type(value).__module__):
+        if path == _LOSS and is_of_library(type(value)):
             # The user's loss is within.
             inner = [*vars(value).values(), *(sublayers_in(value).values() if layer else ())]
             yield from ((path, part) for part in inner if callable(part))
@@ -121,22 +116,8 @@ def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{path}.{name}", parts[name]) for name in names & parts.keys())
 
 
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
-def _is_of_library(module: object) -> bool:
-    return str(module).partition(".")[0] in _LIBRARIES
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Yields the names of globals and attributes in code, and the words by which it may ask."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from _names_in(constant)
+@functools.cache
+def _words_in(code: CodeType) -> frozenset[str]:
+    """Returns the names in code, and the texts by which it may ask for attributes."""
+    constants = chain.from_iterable(one.co_consts for one in codes_in(code))
+    return names_in(code).union(one for one in constants if isinstance(one, str))

@@ -7,9 +7,7 @@ another rank reach too, as an entry of a dict, is out of their reach, as it will
 
 from __future__ import annotations
 
-import dis
 import gc
-import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -19,12 +17,12 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.backward.adding import count_own_hook
+from fleetpipe.dygraph.code_names import is_of_library, variables_of
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.errors import BoundaryError, ConfigError, listed
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import is_parameter
 
-_LIBRARIES = {"paddle", "fleetpipe", "numpy", *sys.stdlib_module_names} - {"__main__"}
 #: Kinds that hold what a user's code puts there.
 _PLACES = (dict, list, types.CellType, type)
 _HOLDERS = (*_PLACES, tuple, set, types.MethodType, paddle.nn.Layer)
@@ -224,19 +222,11 @@ def _next(value: Any, values: dict[int, object]) -> list[Any]:
     if isinstance(value, types.FunctionType):
         # Of its module it sees what it names; the module itself is a place all the same.
         values[id(value.__globals__)] = value.__globals__
-        names = _names(value.__code__)
         parts = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
-        return [*parts, *(value.__globals__[n] for n in names if n in value.__globals__)]
+        return [*parts, *variables_of(value).values()]
     if hasattr(type(value), "__dict__") and hasattr(value, "__dict__") and not _is_code(value):
         return [vars(value), type(value), *gc.get_referents(value)]
     return gc.get_referents(value)
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Returns the variables of its module that a function and those within it use."""
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    variables = {str(i.argval) for i in dis.get_instructions(code) if i.opname.endswith("_GLOBAL")}
-    return variables.union(*map(_names, inner))
 
 
 def _is_code(value: object) -> bool:
@@ -252,7 +242,5 @@ def _is_closed(value: Any) -> bool:
     if isinstance(value, _HOLDERS) and not isinstance(value, type):
         return False
     named = value if isinstance(value, (type, types.FunctionType)) else type(value)
-    module = getattr(named, "__module__", "builtins")
-    if isinstance(value, types.ModuleType):
-        module = value.__name__
-    return str(module).partition(".")[0] in _LIBRARIES and not is_parameter(value)
+    module = value.__name__ if isinstance(value, types.ModuleType) else named
+    return is_of_library(module) and not is_parameter(value)

@@ -6,18 +6,18 @@ entries of lists, dicts and configurations, sublayers, hooks, what the code read
 
 from __future__ import annotations
 
+import argparse
 import functools
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from itertools import chain
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from fleetpipe.aliases import Layer
+from fleetpipe.dygraph.code_names import held_by, is_of_library, variables_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, parameters_in, sublayers_in
@@ -27,8 +27,8 @@ from fleetpipe.paddle_api.tensor import is_parameter
 Marks = Mapping[str, object]
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
-#: Whose objects count by identity: what they keep says nothing of a forward.
-_LIBRARIES = {*sys.stdlib_module_names, "paddle", "numpy", "fleetpipe"} - {"types", "argparse"}
+#: Other objects of libraries count by identity: what they keep says nothing of a forward.
+_CONFIGURATIONS = (argparse.Namespace, SimpleNamespace)
 #: What a partial, a method and a property have.
 _WITHIN = ("func", "args", "keywords", "__func__", "__self__", "fget")
 #: Items of a container, or bytes of an array, beyond which only the thing itself counts.
@@ -74,7 +74,7 @@ def attributes_of(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
                 marks[_joined(path, name)] = _mark(value, visited)
         for kind in type(layer).__mro__:
             name = f"class {kind.__qualname__}"
-            if name not in marks and not _is_library(kind):
+            if name not in marks and not is_of_library(kind):
                 marks[name] = _mark(vars(kind), visited)
     return marks
 
@@ -130,10 +130,6 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _is_library(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).partition(".")[0] in _LIBRARIES
-
-
 def _mark(value: Any, visited: dict[int, object]) -> object:
     """Returns what stands for a value, with all that it holds where it is first met."""
     if isinstance(value, _NUMBERS):
@@ -158,20 +154,12 @@ def _parts_of(value: Any) -> Iterator[object]:
     """Yields what an object of the user's has, and what a function of theirs reads."""
     if isinstance(value, (functools.partial, MethodType, property, staticmethod, classmethod)):
         yield from (getattr(value, name, None) for name in _WITHIN)
-    elif isinstance(value, (ModuleType, type, paddle.nn.Layer)) or _is_library(value):
+    elif isinstance(value, (ModuleType, type, paddle.nn.Layer)) or (
+        is_of_library(value) and not isinstance(value, _CONFIGURATIONS)
+    ):
         return
     elif isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # still empty
-                yield cell.cell_contents
-        yield from (value.__globals__.get(name) for name in _names_in(value.__code__))
+        yield from (*held_by(value), *variables_of(value).values())
     else:
         yield from (getattr(value, name, None) for name in getattr(value, "__slots__", ()))
         yield getattr(value, "__dict__", None)
-
-
-@functools.cache
-def _names_in(code: CodeType) -> tuple[str, ...]:
-    """Returns the names that code may read from its module."""
-    inner = (_names_in(const) for const in code.co_consts if isinstance(const, CodeType))
-    return tuple(dict.fromkeys(chain(code.co_names, *inner)))

@@ -1,0 +1,56 @@
+"""What the code of functions names: variables of its module, attributes, cells, defaults."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from functools import cache
+from itertools import chain
+from types import CodeType, FunctionType
+
+#: Packages whose code says nothing of a user's model. Python 3.9 does not list its own.
+LIBRARIES = frozenset(
+    {*getattr(sys, "stdlib_module_names", sys.builtin_module_names), "paddle", "numpy", "fleetpipe"}
+) - {"__main__"}
+
+
+def is_of_library(thing: object) -> bool:
+    """Whether a module of this name, or a class, function or object of one, is a library's."""
+    module = thing if isinstance(thing, str) else getattr(thing, "__module__", "builtins")
+    return str(module).partition(".")[0] in LIBRARIES
+
+
+@cache
+def codes_in(code: CodeType) -> tuple[CodeType, ...]:
+    """Returns code, and that of the functions and comprehensions within it."""
+    inner = (codes_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return (code, *chain.from_iterable(inner))
+
+
+@cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """Returns the names of variables, attributes and modules in code and in that within it."""
+    return frozenset(chain.from_iterable(one.co_names for one in codes_in(code)))
+
+
+@cache
+def _variables_in(code: CodeType) -> tuple[str, ...]:
+    steps = chain.from_iterable(map(dis.get_instructions, codes_in(code)))
+    return tuple(dict.fromkeys(s.argval for s in steps if s.opname.endswith("_GLOBAL")))
+
+
+def variables_of(function: FunctionType) -> dict[str, object]:
+    """Returns what the module of a function has for the variables that its code names."""
+    there = function.__globals__
+    return {name: there[name] for name in _variables_in(function.__code__) if name in there}
+
+
+def held_by(function: FunctionType) -> list[object]:
+    """Returns what a function closes over, and its defaults."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _is_filled(cell: object) -> bool:
+    # One that is not bound yet has no contents.
+    return hasattr(cell, "cell_contents")
