@@ -46,7 +46,11 @@ class WholeTensors:
 
     def gradient(self, step: int, name: str, like: np.ndarray) -> np.ndarray | None:
         """Returns the gradient that a parameter was stepped by; None where the job has none."""
-        parts = [rank.names(step, "reduction").get(name) for rank in self._job.ranks]
+        rate = Meaning(step, "optimizer input", "", part="learning rate")
+        parts = [
+            rank.names(step, "reduction").get(name) if name in rank.listed(rate) else None
+            for rank in self._job.ranks
+        ]
         return self._assembled(name, parts, like)
 
     def _assembled(
@@ -71,21 +75,44 @@ class WholeTensors:
     def layout(
         self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> Layout | None:
-        """Returns how a parameter is split: as what the twin has drawn shows, else plainly."""
+        """Returns how a parameter is split: as the twin's own numbers show, else plainly."""
         if name not in self._layouts:
-            held = [(r, p) for r, p in zip(self._job.ranks, parts) if p is not None]
-            degrees = self._job.degrees
-            candidates = list(layouts(like.shape, held[0][1].shape, degrees)) if held else []
-            if not candidates:
+            apart = self._apart(parts, like)
+            if not apart:
                 return None
-            self._layouts[name] = min(
-                candidates,
-                key=lambda layout: all(
-                    gap(part, part_of(like, layout, rank.coordinate, degrees)) > 0
-                    for rank, part in held
-                ),
-            )
+            nearest = min(apart, key=lambda layout: apart[layout])
+            if sum(far <= 2 * apart[nearest] for far in apart.values()) > 1:
+                # Constants show nothing, but their gradients will.
+                return next(iter(apart))
+            self._layouts[name] = nearest
         return self._layouts[name]
+
+    def _apart(self, parts: Sequence[np.ndarray | None], like: np.ndarray) -> dict[Layout, float]:
+        """Returns how far ranks' parts are from a whole tensor, by the way in which it is split."""
+        held = [(r, p) for r, p in zip(self._job.ranks, parts) if p is not None]
+        degrees = self._job.degrees
+        return {
+            way: sum(gap(p, part_of(like, way, r.coordinate, degrees)) for r, p in held)
+            for way in (layouts(like.shape, held[0][1].shape, degrees) if held else ())
+        }
+
+    def unclear(self, drawn: Mapping[str, np.ndarray]) -> dict[str, bool]:
+        """Returns the parameters that are split in no way that the twin's own numbers would show.
+
+        Args:
+            drawn: The twin's parameters before it was given the job's.
+
+        Returns:
+            Whether ranks have just these numbers, in other places; else they have drawn others.
+        """
+        unclear: dict[str, bool] = {}
+        for name, like in drawn.items():
+            held = [rank.names(0, "initial").get(name) for rank in self._job.ranks]
+            apart = self._apart(held, like)
+            if len(apart) > 1 and min(apart.values()) > 0:
+                numbers = np.unique([part for part in held if part is not None])
+                unclear[name] = bool(np.array_equal(numbers, np.unique(like)))
+        return unclear
 
     def rows(self, step: int) -> int:
         """Returns how many samples all replicas have in a step."""

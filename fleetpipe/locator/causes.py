@@ -106,6 +106,7 @@ TWICE = "the gradient of one use of this tied weight is counted twice"
 NO_GRADIENT = "no rank has a gradient: the parameter is detached, frozen, or its stage's is lost"
 ABSENT_GRADIENT = "these ranks have no gradient, as others do: it is frozen or detached there"
 UNCLIPPED = "these ranks do not clip gradients, as the others and the twin do"
+CUT = "ranks have the numbers of the whole weight in other places: it is cut in a wrong way"
 RATE = "the learning rate is another: set by rank, or its scheduler has stepped more or less often"
 UNTRAINED = "no rank's optimizer has this parameter"
 UPDATE = (

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,12 +24,12 @@ from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.locator.options import SETTING, Setting
-from fleetpipe.locator.record import READ_ON, Meaning
+from fleetpipe.locator.record import DROPPED, READ_ON, Meaning
 from fleetpipe.locator.recorder import Recorder
 from fleetpipe.locator.twin import Feed, degrees_of_one
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import wrapped_layer
-from fleetpipe.paddle_api.optimizer import optimized_parameters
+from fleetpipe.paddle_api.optimizer import base_optimizer, optimized_parameters
 from fleetpipe.parity.differences import leaves, numbers_of
 
 #: A method's replacement: it takes the method, then what that takes.
@@ -79,6 +80,7 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
         put(paddle.distributed.fleet.recompute, "recompute", hooks.recompute)
         put(paddle.Tensor, "backward", hooks.backward)
         put(PipelineParallel, "train_batch", hooks.train_batch)
+        put(PipelineParallel, "forward_backward_pipeline", hooks.forward_backward)
         put(DygraphStage, "begin", hooks.batch)
         put(DygraphStage, "forward", hooks.stage_forward)
         put(Losses, "take", hooks.loss)
@@ -118,13 +120,15 @@ class _Hooks:
         self._feed = feed
         self._paths: list[str | None] = []
         self._training = False
-        #: How often the twin had to read more samples before it could step.
-        self._put_off = 0
+        #: How often the twin had to read more samples before an optimizer could step.
+        self._put_off: Counter[int] = Counter()
         self._backward_runs = False
         self._in_recompute = False
         self._steps_within = 0
         self._clips_within = 0
         self._first_micro_batch = 0
+        #: Micro-batches that earlier calls have had in this step of a loop of one's own.
+        self._earlier = 0
 
     # Layers
 
@@ -158,6 +162,9 @@ class _Hooks:
             return output
         place = self._recorder.next_mask(path)
         if self._feed is None:
+            self._recorder.put(
+                place._replace(part=DROPPED), numbers_of(x.detach().reshape([-1])[:32])
+            )
             # Where it takes a zero, what it draws does not matter.
             self._recorder.put(place, numbers_of((output != 0) | (x == 0)))
             return output
@@ -214,35 +221,45 @@ class _Hooks:
         self, call: Around, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
     ) -> Any:
         recorder = self._recorder
-        recorder.add_root(pipeline.layers)
-        self._begin_step()
-        if self._feed is not None:
-            data = self._feed.batch(recorder.step, data, pipeline)
-        recorder.in_pipeline = True
-        try:
-            loss = call(pipeline, data, *more, **named)
-        finally:
-            recorder.in_pipeline = False
+        loss = self.forward_backward(call, pipeline, data, *more, **named)
         for number, value in enumerate(loss if isinstance(loss, list) else [loss]):
             recorder.put(Meaning(recorder.step, "loss", "", part=f"returned {number}"), value)
         recorder.end_step()
         return loss
 
+    def forward_backward(
+        self, call: Around, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
+    ) -> Any:
+        """What ``train_batch`` does too; alone, a call or several make a step with an optimizer."""
+        recorder = self._recorder
+        recorder.add_root(pipeline.layers)
+        self._earlier = recorder.micro_batch + 1
+        if not self._earlier:
+            self._begin_step()
+        if self._feed is not None:
+            data = self._feed.batch(recorder.step, data, pipeline)
+        recorder.in_pipeline = True
+        try:
+            return call(pipeline, data, *more, **named)
+        finally:
+            recorder.in_pipeline = False
+
     def batch(
         self, call: Around, stage: DygraphStage, batch: Any, first: int = 0, *more: Any, **n: Any
     ) -> None:
         call(stage, batch, first, *more, **n)
-        self._first_micro_batch = first
+        self._first_micro_batch = first - self._earlier
         if self._recorder.in_pipeline and batch.losses is not None:
-            for number, value in enumerate(batch.data.inputs or ()):
+            for number, value in enumerate(batch.data.inputs or (), self._earlier):
                 self._data("input", value, number)
 
     def stage_forward(
         self, call: Around, stage: DygraphStage, number: int, micro_batch: int, inputs: Any
     ) -> Any:
         recorder = self._recorder
-        recorder.begin_micro_batch(micro_batch - self._first_micro_batch)
         recorder.forwarding = recorder.in_pipeline and paddle.is_grad_enabled()
+        if recorder.forwarding:
+            recorder.begin_micro_batch(micro_batch - self._first_micro_batch)
         try:
             return call(stage, number, micro_batch, inputs)
         finally:
@@ -252,14 +269,17 @@ class _Hooks:
         recorder = self._recorder
         if not recorder.forwarding:
             return call(losses, index, output, label)
-        self._data("label", label, index)
+        self._data("label", label, index + self._earlier)
         share = call(losses, index, output, label)
-        recorder.put(Meaning(recorder.step, "loss", "", index, "share"), share)
+        recorder.put(Meaning(recorder.step, "loss", "", index + self._earlier, "share"), share)
         return share
 
     def reduction(self, call: Around, runtime: Runtime) -> None:
-        if self._recorder.in_pipeline:
+        if self._recorder.in_pipeline and not self._earlier:
             self._recorder.gradients_as("gradient")
+        elif self._recorder.in_pipeline:
+            # Each call adds up its own: before that there is no sum over all of the step.
+            self._recorder.forget_gradients()
         call(runtime)
 
     # Backward and the step
@@ -298,7 +318,7 @@ class _Hooks:
         if recorder.main_root is None:
             return call(optimizer, *more, **named)
         if self._steps_within == 0 and self._must_read_on():
-            self._put_off += 1
+            self._put_off[id(base_optimizer(optimizer))] += 1
             return None
         if self._steps_within == 0 and not recorder.noted("gradient"):
             recorder.gradients_as("gradient")
@@ -310,14 +330,14 @@ class _Hooks:
         finally:
             self._steps_within -= 1
         if self._steps_within == 0:
-            self._put_off = 0
+            self._put_off.pop(id(base_optimizer(optimizer)), None)
             recorder.stepped()
             if not recorder.in_pipeline:
                 recorder.end_step()
         return result
 
     def clear_grad(self, call: Around, optimizer: Optimizer, *more: Any, **named: Any) -> None:
-        if not self._put_off:
+        if not self._put_off[id(base_optimizer(optimizer))]:
             call(optimizer, *more, **named)
 
     def _must_read_on(self) -> bool:
@@ -332,9 +352,10 @@ class _Hooks:
 
     def _inputs_of(self, optimizer: Optimizer) -> None:
         recorder = self._recorder
-        if self._put_off and self._feed is not None:
-            recorder.put(Meaning(recorder.step, "data", "", part=READ_ON), np.array(self._put_off))
-            self._feed.average(self._put_off + 1, recorder.parameters())
+        put_off = self._put_off[id(base_optimizer(optimizer))]
+        if put_off and self._feed is not None:
+            recorder.put(Meaning(recorder.step, "data", "", part=READ_ON), np.array(put_off))
+            self._feed.average(put_off + 1, optimized_parameters(optimizer))
             self._feed.rate(recorder.step, optimizer)
         recorder.gradients_as("reduction")
         if self._feed is not None:
@@ -343,6 +364,7 @@ class _Hooks:
         place = Meaning(recorder.step, "optimizer input", "", part="learning rate")
         recorder.put(place, rate)
         names = [recorder.name_of(p) for p in optimized_parameters(optimizer)]
-        listed = json.dumps(sorted(name for name in names if name is not None))
+        names += recorder.recorded.listed(place)
+        listed = json.dumps(sorted({name for name in names if name is not None}))
         text = np.frombuffer(listed.encode(), "uint8")
         recorder.put(place._replace(part="parameters"), text)

@@ -18,7 +18,8 @@ from pathlib import Path
 from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.launch import log_filter, script
 from fleetpipe.locator import record
-from fleetpipe.locator.causes import Location
+from fleetpipe.locator.assembly import WholeTensors
+from fleetpipe.locator.causes import CUT, Location, first_split
 from fleetpipe.locator.comparison import first_difference
 from fleetpipe.locator.options import SETTING, TIMEOUT, Setting
 
@@ -88,9 +89,32 @@ def located(options: argparse.Namespace) -> tuple[Location | None, int]:
             moved = home / PERTURBED
             _start(options, setting._replace(folder=str(moved), perturbed=True), "the twin")
             finding = first_difference(job, twin, record.read(moved))
+        finding = _by_cut(job, twin, finding)
         if finding is None and steps < job.steps:
             raise _ended_early(steps, job.steps)
         return finding, steps
+
+
+def _by_cut(job: record.Record, twin: record.Record, finding: Location | None) -> Location | None:
+    """Names a weight whose parts make another whole than that of one device.
+
+    Raises:
+        UsageError: What is named may come from that: the twin cannot know the whole.
+    """
+    for name, moved in WholeTensors(job).unclear(twin.ranks[0].names(0, "initial")).items():
+        layer = name.rpartition(".")[0]
+        if finding is None and moved:
+            ranks, axis = [rank.rank for rank in job.ranks], first_split(job.degrees, "mp")
+            cause = f"{name}: {CUT}"
+            return Location(layer, "initial", axis, ranks, 0, None, float("inf"), 0.0, cause)
+        if finding and (finding.phase, finding.layer) == ("forward", layer.rpartition(".")[0]):
+            raise UsageError(
+                "this layer is not compared: nothing shows of which whole weight ranks have parts",
+                where=finding.layer,
+                cause=f"each rank draws its part of {name} by itself, or cuts it in a rare way",
+                fix="draw the whole weight on all ranks, and give each its part of it",
+            )
+    return finding
 
 
 def _ended_early(steps: int, of_job: int) -> UsageError:

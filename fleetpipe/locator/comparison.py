@@ -13,8 +13,17 @@ from fleetpipe.locator import causes
 from fleetpipe.locator.causes import Location, Outcome, axis_between, first_split
 from fleetpipe.locator.layouts import parts_of
 from fleetpipe.locator.parameters import ParameterChecks
-from fleetpipe.locator.record import READ_ON, Meaning, RankTensors, Record
-from fleetpipe.locator.rows import OTHER, Matched, SampleRows, gathered, match
+from fleetpipe.locator.record import (
+    DROPPED,
+    READ_ON,
+    Meaning,
+    RankTensors,
+    Record,
+    ratio_of,
+    shares_by_place,
+    shares_of,
+)
+from fleetpipe.locator.rows import OTHER, Matched, SampleRows, gathered, is_sample, match
 from fleetpipe.locator.tolerance import Tolerances, gap, largest
 from fleetpipe.mesh.causes import STREAMS
 
@@ -182,9 +191,7 @@ class StepBesideTwin:
 
     def _flow(self, phase: str) -> Location | None:
         wrong = self.wrong(list(self.outcomes(phase)))
-        if wrong is None:
-            return None
-        return self._described(wrong)
+        return None if wrong is None else self._described(wrong)
 
     def _described(self, wrong: list[Outcome]) -> Location:
         location = causes.of_flow(self.job.degrees, self.step, self.consumer, wrong)
@@ -227,7 +234,7 @@ class StepBesideTwin:
         for place, masks in seen.items():
             for (one, mask), (other, same) in itertools.combinations(masks, 2):
                 axis = axis_between([one], [other], self.job.degrees)
-                values = place._replace(part="output 0")
+                values = place._replace(part=DROPPED)
                 if axis in ("", "pp", "ep") or mask.tobytes() != same.tobytes():
                     continue
                 if axis in ("mp", "sep", "cp") and self._are_alike(one, other, values):
@@ -238,11 +245,11 @@ class StepBesideTwin:
         return None
 
     def _are_alike(self, one: RankTensors, other: RankTensors, place: Meaning) -> bool:
-        """Whether two members have the same value: the dropout of one, which both compute."""
+        """Whether two members drop numbers of the same values, which both have."""
         value, copy = one.tensors.get(place), other.tensors.get(place)
         if value is None or copy is None:
             return True
-        return gap(value, copy) <= self.tolerances.at(place, value.dtype)
+        return gap(value, copy) <= 1e-3
 
     # Data and loss
 
@@ -257,7 +264,7 @@ class StepBesideTwin:
             axis = axis_between(ranks, rest, self.job.degrees)
             return self._finding("", "data", axis, ranks, 0, causes.of_data(what, replica))
         wrong = [o for o in self.outcomes("data") if not o.right and o.place.part != "input"]
-        labels = [o for o in wrong if o.place.part.startswith("label")]
+        labels = [o for o in wrong if o.place.part.startswith("label") and self._is_sample(o)]
         if not labels:
             return None
         first = min(o.place.micro_batch for o in labels)
@@ -268,6 +275,11 @@ class StepBesideTwin:
         cause = causes.LABELS if axis or not split else causes.LABELS_OF_PARTS
         return self._finding("", "data", axis or split, ranks, first, cause)
 
+    def _is_sample(self, outcome: Outcome) -> bool:
+        places = self.single.of(self.step, "data").items()
+        wholes = [tensor for place, tensor in places if place.part == outcome.place.part]
+        return is_sample(outcome.rank.tensors[outcome.place], wholes)
+
     def _finding(
         self, layer: str, phase: str, axis: str, ranks: list[RankTensors], k: int | None, cause: str
     ) -> Location:
@@ -275,20 +287,26 @@ class StepBesideTwin:
         return Location(layer, phase, axis, numbers, self.step, k, float("inf"), 0.0, cause)
 
     def _loss(self) -> Location | None:
-        shares = _shares(self.job, self.step)
-        expected = _shares_of(self.single, self.step)
+        shares = shares_by_place(self.job, self.step)
+        expected = shares_of(self.single, self.step)
         if shares and expected:
-            ratio = sum(map(sum, map(dict.values, shares.values()))) / (
-                sum(expected.values()) or 1.0
-            )
             place = Meaning(self.step, "loss", "", 0, "share")
             tolerance = self.tolerances.at(place, np.dtype("float32"))
+            ratio = ratio_of(shares, expected)
             off = min(abs(ratio / n - 1) for n in self.scales)
-            if not off <= tolerance:
+            if not off <= tolerance and not self._has_parts(ratio, expected, tolerance):
                 if self._waiting is not None:
                     return self._described(self._waiting)
                 return causes.of_loss(self.job, self.step, shares, expected, ratio, off, tolerance)
         return self._returned()
+
+    def _has_parts(self, ratio: float, expected: dict[int, float], tolerance: float) -> bool:
+        """Whether members along mp have each the loss of other tokens, which make up the twin's."""
+        members = self.job.degrees.get("mp", 1)
+        total = ratio_of(shares_by_place(self.job, self.step, "mp"), expected)
+        apart = abs(total - members * ratio) > tolerance * abs(total)
+        ways = (k * n for k in (1, members) for n in self.scales)
+        return apart and min(abs(total / n - 1) for n in ways) <= tolerance
 
     def _returned(self) -> Location | None:
         """Compares the losses that ``train_batch`` has returned."""
@@ -381,22 +399,3 @@ def _calls_of(rank: RankTensors, step: int) -> Counter[tuple[str, str, int]]:
 def _beside(one: RankTensors, other: RankTensors, axis: str) -> bool:
     places = {**one.coordinate, axis: 0}
     return places == {**other.coordinate, axis: 0}
-
-
-def _shares(job: Record, step: int) -> dict[tuple[int, ...], dict[int, float]]:
-    """Returns the losses that backward began from, by the place on the axes of data."""
-    shares: dict[tuple[int, ...], dict[int, float]] = {}
-    for rank in job.ranks:
-        place = tuple(rank.coordinate.get(a, 0) for a in ("dp", "sharding", "sep", "cp", "ep"))
-        of_rank = _shares_of(rank, step)
-        if of_rank and place not in shares:
-            shares[place] = of_rank
-    return shares
-
-
-def _shares_of(rank: RankTensors, step: int) -> dict[int, float]:
-    return {
-        place.micro_batch: float(tensor.sum())
-        for place, tensor in rank.of(step, "loss").items()
-        if place.part == "share"
-    }

@@ -13,8 +13,8 @@ _SPLITTING = (
     *(("mp",), ("sep",), ("cp",), ("ep",), ("sharding",), ("dp",)),
     *(("sep", "mp"), ("cp", "mp"), ("cp", "sep"), ("sep", "cp"), ("cp", "sep", "mp")),
 )
-#: Of fused matrices each part is split: that of q, k and v, or of gate and up.
-_FUSED = (1, 3, 2)
+#: Of fused matrices each part is split: that of q, k and v, of gate and up, or of four gates.
+FUSED = (1, 3, 2, 4)
 
 
 class DimensionCut(NamedTuple):
@@ -82,7 +82,7 @@ def _cuts(
             continue
         if axes[0] == "cp" and size % (2 * degrees["cp"]) == 0:
             yield DimensionCut(dimension, axes, zigzag=True)
-        for parts in _FUSED:
+        for parts in FUSED:
             if part % parts == 0:
                 yield DimensionCut(dimension, axes, parts)
 

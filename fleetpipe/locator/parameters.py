@@ -56,6 +56,7 @@ class ParameterChecks:
         self._ranks = {rank.rank: rank for rank in job.ranks}
         self._positions = positions
         self._rate = Meaning(step, "optimizer input", "", part="learning rate")
+        self._listed = {rank.rank: rank.listed(self._rate) for rank in job.ranks}
         self._local: dict[str, Best] = {}
         #: Whether gradients before the reduction are wrong for most parameters.
         self.most_gradients_wrong = False
@@ -220,7 +221,9 @@ class ParameterChecks:
         expected = self._single.names(self._step, "reduction")
         for name in sorted(expected, key=self._position):
             apart, tolerance = self._compared("reduction", name, expected[name])
-            bad = [n for n in apart if not self._is_right(n, apart, tolerance)]
+            # What an optimizer does not step by may be anything: another rank has the sum.
+            stepping = self._stepping(name)
+            bad = [n for n in stepping if n in apart and not self._is_right(n, apart, tolerance)]
             if bad:
                 return self._of_reduction(name, expected[name], bad, max(apart.values()))
         return None
@@ -274,7 +277,7 @@ class ParameterChecks:
 
     def trained(self) -> Location | None:
         """Finds a parameter that no optimizer has; a clip's norm is another without it."""
-        trained = {name for rank in self._job.ranks for name in rank.listed(self._rate)}
+        trained = {name for names in self._listed.values() for name in names}
         for name in self._single.listed(self._rate):
             if trained and name not in trained and (ranks := self._holders(name)):
                 return self._finding(name, "optimizer input", "", ranks, causes.UNTRAINED)
@@ -314,10 +317,14 @@ class ParameterChecks:
 
     def _is_sent(self, number: int, name: str) -> bool:
         """Whether another rank steps a parameter, and a script sends it after that."""
-        stepping = [r.rank for r in self._job.ranks if name in r.listed(self._rate)]
+        stepping = self._stepping(name)
         after = self._ranks[number].names(self._step + 1, "initial")
         later = name in after or self._step + 1 == self._job.steps
         return bool(stepping) and number not in stepping and later
+
+    def _stepping(self, name: str) -> list[int]:
+        """Returns the ranks whose optimizers step a parameter."""
+        return [rank for rank, names in self._listed.items() if name in names]
 
     # What all of them need
 

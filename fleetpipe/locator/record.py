@@ -28,6 +28,8 @@ PHASES = (
 
 #: The part of a gradient that there is before backward begins.
 LEFT = "left over"
+#: The part of what a dropout takes: its first numbers.
+DROPPED = "dropped"
 #: How often a twin has read further samples before it could step.
 READ_ON = "read on"
 
@@ -77,7 +79,7 @@ class RankTensors:
         return {p.name: t for p, t in self.of(step, phase).items() if p.micro_batch == -1}
 
     def listed(self, place: Meaning) -> list[str]:
-        """Returns the names of the parameters that the optimizer of a learning rate has."""
+        """Returns the names of the parameters that the optimizers of a learning rate have."""
         text = self.tensors.get(place._replace(part="parameters"))
         return [] if text is None else json.loads(text.tobytes().decode())
 
@@ -107,6 +109,32 @@ class Record(NamedTuple):
         """Returns the number of a rank's replica."""
         of_sharding = rank.coordinate.get("sharding", 0)
         return rank.coordinate.get("dp", 0) * self.degrees.get("sharding", 1) + of_sharding
+
+
+def ratio_of(shares: dict[tuple[int, ...], dict[int, float]], expected: dict[int, float]) -> float:
+    """Returns how much larger the losses of ranks are together than those of the twin."""
+    return sum(map(sum, map(dict.values, shares.values()))) / (sum(expected.values()) or 1.0)
+
+
+def shares_by_place(job: Record, step: int, *more: str) -> dict[tuple[int, ...], dict[int, float]]:
+    """Returns the losses that backward began from, by the place on the axes of data, and more."""
+    shares: dict[tuple[int, ...], dict[int, float]] = {}
+    axes = ("dp", "sharding", "sep", "cp", "ep", *more)
+    for rank in job.ranks:
+        place = tuple(rank.coordinate.get(a, 0) for a in axes)
+        of_rank = shares_of(rank, step)
+        if of_rank and place not in shares:
+            shares[place] = of_rank
+    return shares
+
+
+def shares_of(rank: RankTensors, step: int) -> dict[int, float]:
+    """Returns by micro-batch the losses that a rank's backward began from."""
+    return {
+        place.micro_batch: float(tensor.sum())
+        for place, tensor in rank.of(step, "loss").items()
+        if place.part == "share"
+    }
 
 
 def write(folder: Path, record: RankTensors, degrees: Mapping[str, int], step: int) -> None:

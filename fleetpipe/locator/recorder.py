@@ -169,7 +169,10 @@ class Recorder:
             here = place(f"output {number}")
             self.put(here, tensor)
             self._record.sources[here] = sources
-            self._made.setdefault(id(tensor), (tensor, here))
+            if id(tensor) in self._made:
+                # On one device what is handed on has the gradient of its earlier uses too.
+                continue
+            self._made[id(tensor)] = tensor, here
             if not tensor.stop_gradient and tensor.dtype in _FLOATS:
                 tensor.register_hook(self._gradient_of(here._replace(phase="gradient")))
 
@@ -216,6 +219,12 @@ class Recorder:
             if parameter.grad is not None:
                 self.put(Meaning(self.step, phase, name, part="gradient"), parameter.grad)
         self._noted.add(phase)
+
+    def forget_gradients(self) -> None:
+        """Lets go of parameters' gradients before ranks add up theirs."""
+        for place in self._record.of(self.step, "gradient"):
+            if place.part == "gradient":
+                del self._record.tensors[place]
 
     def note_gradients_left(self) -> None:
         """Keeps gradients of the step before that are still there when backward begins."""

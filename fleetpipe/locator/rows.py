@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +114,16 @@ def signatures(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
         ]
         for number, parts in sorted(tensors.items())
     }
+
+
+def is_sample(label: np.ndarray, wholes: Iterable[np.ndarray]) -> bool:
+    """Whether a label is one of some samples', or of whole numbers.
+
+    Other numbers may be computed: weights, or targets that all replicas' samples scale. They are
+    not compared; the loss that is made of them is.
+    """
+    rows = {row.tobytes() for whole in wholes if whole.ndim for row in whole}
+    return label.dtype.kind != "f" or (label.ndim > 0 and all(r.tobytes() in rows for r in label))
 
 
 def gathered(

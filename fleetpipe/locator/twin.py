@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,9 @@ class Feed:
         """Whether the job's replicas have more samples in a step than the twin has read."""
         return self.replicas > 1 and step < self._job.steps and rows < self._whole.rows(step)
 
-    def average(self, batches: int, parameters: Mapping[str, Tensor]) -> None:
+    def average(self, batches: int, parameters: Iterable[Tensor]) -> None:
         """Makes gradients that several batches have added up those of their mean loss."""
-        for parameter in parameters.values():
+        for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.set_value(parameter.grad / batches)
 
@@ -102,7 +102,7 @@ class Feed:
         if listed and all(
             t.shape[:1] == [rows] for _, t in leaves(list(data)) if isinstance(t, paddle.Tensor)
         ):
-            return data
+            return [data[0], self._weighed(data[1], labels)] if len(labels) == wanted else data
         if len(inputs) != wanted or len(labels) != wanted:
             return data
         template = data if listed else next(data)
@@ -113,6 +113,18 @@ class Feed:
             [_filled(part, value) for value in values]
             for part, values in zip(template, (inputs, labels))
         ]
+
+    def _weighed(self, target: Nest, labels: list[dict[str, np.ndarray]]) -> Nest:
+        """Gives the twin the job's numbers that go with the same whole ones, such as weights.
+
+        A script computes them from the samples of all replicas, and by what it has of these.
+        """
+        here = {"".join(f"[{s!r}]" for s in path): numbers_of(t) for path, t in leaves(target)}
+        if here.keys() != labels[0].keys():
+            return target
+        joined = {path: np.concatenate([batch[path] for batch in labels]) for path in here}
+        same = [np.array_equal(joined[p], t) for p, t in here.items() if t.dtype.kind != "f"]
+        return _filled(target, joined) if same and all(same) else target
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():

@@ -11,8 +11,9 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe import cli
+from fleetpipe import cli, fleet
 from fleetpipe.errors import UsageError
+from fleetpipe.fleet.meta_parallel import PipelineLayer
 from fleetpipe.locator import command, record
 from fleetpipe.locator.assembly import WholeTensors
 from fleetpipe.locator.collecting import collecting
@@ -20,6 +21,7 @@ from fleetpipe.locator.command import _ended
 from fleetpipe.locator.options import Setting
 from fleetpipe.locator.recorder import Finished, Recorder
 from fleetpipe.locator.twin import Feed
+from tests import jobs
 
 nn: Any = paddle.nn
 
@@ -48,6 +50,46 @@ def test_running_statistics_begin_a_step_as_the_one_before_left_them() -> None:
     whole = WholeTensors(record.Record([here], {}))
     values = [whole.parameter(step, "1._mean", np.zeros(1)) for step in (0, 1)]
     assert [value and value.item() for value in values] == [1.0, 2.0]
+
+
+def test_the_gradient_that_first_shows_how_a_bias_is_split_counts_for_it() -> None:
+    """Each rank of two has its part of q, k and v; zeros do not say so, the gradients do."""
+    ranks = [record.RankTensors(rank, {"mp": rank}) for rank in (0, 1)]
+    whole = np.arange(12.0)
+    for here, own in zip(ranks, whole.reshape(3, 2, 2).transpose(1, 0, 2).reshape(2, 6)):
+        listing = record.Meaning(0, "optimizer input", "", part="parameters")
+        here.tensors[listing] = np.frombuffer(b'["qkv.bias"]', "uint8")
+        for step, phase, value in (
+            (0, "initial", own * 0),
+            (0, "reduction", own),
+            (1, "initial", own),
+        ):
+            here.tensors[record.Meaning(step, phase, "qkv.bias")] = value
+    parts = WholeTensors(record.Record(ranks, {"mp": 2}))
+    assert np.array_equal(parts.parameter(0, "qkv.bias", whole * 0), whole * 0)
+    assert np.array_equal(parts.gradient(0, "qkv.bias", whole), whole)
+    assert np.array_equal(parts.parameter(1, "qkv.bias", whole * 0), whole)
+
+
+def test_a_pipeline_with_an_optimizer_of_its_own_is_one_model(tmp_path: Path) -> None:
+    fleet.init(is_collective=True, strategy=jobs.strategy(2))
+    try:
+        with collecting(Recorder(tmp_path, 1, 0)):
+            described = [nn.Linear(3, 3), nn.Linear(3, 2)]
+            layers = PipelineLayer(described, num_stages=1, loss_fn=nn.MSELoss())
+            model = fleet.distributed_model(layers)
+            optimizer = paddle.optimizer.SGD(0.1, parameters=layers.parameters()[2:])
+            rows = paddle.ones([2 * jobs.ROWS, 3])
+            for _ in range(2):
+                model.forward_backward_pipeline([rows, rows[:, :2]])
+            with pytest.raises(Finished):
+                optimizer.step()
+    finally:
+        fleet.shutdown()
+    (rank,) = record.read(tmp_path).ranks
+    assert rank.names(0, "initial").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert {place.micro_batch for place in rank.of(0, "forward")} == {0, 1, 2, 3}
+    assert "gradient" not in {place.part for place in rank.of(0, "gradient")}
 
 
 def test_a_layer_that_is_not_trained_is_one_of_the_model(tmp_path: Path) -> None:

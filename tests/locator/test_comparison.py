@@ -38,6 +38,7 @@ def one_rank(rank: int, coordinate: dict[str, int], rows: np.ndarray, count: int
     put("gradient", "fc.weight", "gradient", local)
     put("reduction", "fc.weight", "gradient", total)
     put("optimizer input", "", "learning rate", np.float64(0.1))
+    put("optimizer input", "", "parameters", np.frombuffer(b'["fc.weight"]', "uint8"))
     put("update", "fc.weight", "parameter", WEIGHT - np.float32(0.1) * total)
     return here
 
@@ -296,7 +297,7 @@ def test_parts_that_are_never_added_up_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("outer", "split", "right"),
-    [("dp", "mp", False), ("dp", "", True), ("sep", "sep", True)],
+    [("dp", "mp", False), ("dp", "", True), ("sep", "sep", True), ("dp", "mask", True)],
 )
 def test_members_may_drop_the_same_of_equal_values_and_not_of_shards(
     outer: str, split: str, right: bool
@@ -309,16 +310,47 @@ def test_members_may_drop_the_same_of_equal_values_and_not_of_shards(
         coordinate = {outer: rank // 2, "mp": rank % 2}
         rows = ROWS[rank // 2 * 2 :][:2] if outer == "dp" else ROWS
         here = one_rank(rank, coordinate, rows, 2)
-        start = 20 * coordinate.get(split, 0)
+        start = 20 * coordinate.get("mp" if split == "mask" else split, 0)
         here.tensors[place] = (rows @ wide)[:, start : start + 20 if split else 40]
         draw = np.random.default_rng(rank // 2)
         mask = draw.random(here.tensors[place].shape) < 0.5
         here.tensors[place._replace(part="mask")] = mask
+        # Each may draw the mask of the whole tensor, over ones, and keep its part of it.
+        taken = np.ones(32) if split == "mask" else here.tensors[place].reshape(-1)[:32]
+        here.tensors[place._replace(part=record.DROPPED)] = taken
         ranks.append(here)
     finding = first_difference(Record(ranks, {outer: 2, "mp": 2}), single, single)
     assert (finding is None) == right, finding
     assert finding is None or finding.layer == "drop"
     assert finding is None or "the same numbers on ranks along mp" in finding.cause
+
+
+def test_ranks_whose_optimizer_has_not_a_parameter_may_have_any_gradient_of_it() -> None:
+    """Each steps its share, and the sum of a gradient goes to the rank that steps by it."""
+    for owner, right in ((0, True), (1, False)):
+        job = replicas()
+        _scaled("reduction", "gradient", 0.5, 1)(job)
+        listing = Meaning(0, "optimizer input", "", part="parameters")
+        job[1 - owner].tensors[listing] = np.frombuffer(b"[]", "uint8")
+        assert (first_difference(compared(job), twin(), twin(ROUNDING)) is None) == right
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_another", "right"),
+    [("float32", False, True), ("float32", True, False), ("int64", False, False)],
+)
+def test_labels_that_are_computed_are_no_other_samples(
+    kind: str, of_another: bool, right: bool
+) -> None:
+    job, single = replicas(), twin()
+    place = Meaning(0, "data", "", 0, "label")
+    single.ranks[0].tensors[place] = ROWS.astype(kind)
+    for rank, here in enumerate(job):
+        rows = ROWS[2 * rank : 2 * rank + 2]
+        here.tensors[place] = (rows[::-1] if of_another else rows * 3).astype(kind)
+    finding = first_difference(compared(job), single, twin(ROUNDING))
+    assert (finding is None) == right
+    assert finding is None or "labels are not those" in finding.cause
 
 
 def test_a_rounding_error_counts_only_without_a_measure() -> None:
