@@ -55,6 +55,8 @@ class PipelineFace(MetaParallelBase):
     # after the last backward, and from no buffer of their own.
     _dp_comm_overlap = False
     _sharding_comm_overlap = False
+    # A message waits for no other: none travels in a batch of them.
+    _use_batch_p2p_comm = False
     _chunk_2_comm_buffers: ClassVar[Mapping[int, list[object]]] = MappingProxyType({})
     _p2p_helper = NothingCached()
 

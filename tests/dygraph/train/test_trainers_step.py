@@ -19,6 +19,7 @@ def by_itself(model: Any, optimizer: Any, data: Any) -> Any:
     """A step as PaddleNLP's trainer takes it."""
     assert not model._dp_comm_overlap
     assert not model._sharding_comm_overlap
+    assert not model._use_batch_p2p_comm
     data = model._prepare_training(data, optimizer, None)
     model.optimizer = model.lr_scheduler = None
     loss = model.forward_backward_pipeline(data, None)
