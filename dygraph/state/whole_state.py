@@ -81,6 +81,9 @@ class ModelState:
         self._partition = partition
         self._group = group
         self._built = frozenset(slot.name for slot in self._all_slots())
+        # Models of PaddleNLP and PaddleFormers say where their plain model has each layer.
+        if (prefixes := getattr(model, "get_sequential_name_prefixes", None)) is not None:
+            self.plain_names = self._prefixed(prefixes())
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by lasting name."""
@@ -118,7 +121,8 @@ class ModelState:
         buffers = {name: Held(t, differs=True) for name, t in hidden if name not in late}
         wholes = {slot.name: slot.whole.name for slot in self.slots()}
         outline = {slot.name: tuple(slot.shape) for slot in self.whole_slots()}
-        return NamedTensors(tensors, outline, buffers, wholes, late, self._model)
+        names = self.plain_names
+        return NamedTensors(tensors, outline, buffers, wholes, late, self._model, names)
 
     @property
     def spreads_experts(self) -> bool:
@@ -253,6 +257,20 @@ class ModelState:
             CheckpointError: The model does not fit in names, or in order and shape.
         """
         return names_in(self.slots(), model, self.plain_names)
+
+    def _prefixed(self, prefixes: Mapping[str, str]) -> dict[str, str]:
+        """Returns :attr:`plain_names` by the path of each entry in the plain model, by number."""
+        if len(prefixes) != len(self._entries):
+            return {}
+        names: dict[str, str] = {}
+        for index, prefix in prefixes.items():
+            slots, shared = self._slots_of(int(index)), self._shared.get(int(index))
+            if shared is None:
+                paths = {s.name.partition(".")[2]: s.name for s in wholes_of(slots)}
+            else:
+                paths = {**shared.names}
+            names.update({f"{prefix}.{path}".lstrip("."): name for path, name in paths.items()})
+        return names
 
     def _lasting_name(self, name: str) -> str:
         """Returns the lasting name of what is called ``name`` in this process."""

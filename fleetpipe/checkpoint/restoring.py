@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.contents import training_state
+from fleetpipe.checkpoint.contents.matching import without_copies
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Held, Saved, SavedPart, TensorName
+from fleetpipe.checkpoint.contents.parts import MODEL, Held, Saved, SavedPart, TensorName
 from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.reader import SavedStep, StepReader
@@ -130,9 +131,18 @@ class _Attempt:
         if optimizer is not None:
             self._parts.append(optimizer)
         saved = self.reader.manifest.saved
+        if model is not None:
+            saved = without_copies(saved, model, self._bytes_of)
         wanted = {name: held for part in self._parts for name, held in part.wanted(saved).items()}
         self._wanted = _with_statistics(ranks, wanted, saved)
         self.reader.check(self._objects.groups(), ranks.rank, ranks.count)
+
+    def _bytes_of(self, name: str) -> bytes:
+        full = TensorName(MODEL, name)
+        memory = bytearray(self.reader.manifest.saved.tensors[full].nbytes)
+        with self.reader.opened() as read:
+            read(full, None, memoryview(memory))
+        return bytes(memory)
 
     def abandon(self) -> None:
         """Makes it as if nothing had been tried."""

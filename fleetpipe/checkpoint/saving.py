@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fleetpipe import log
 from fleetpipe.checkpoint.contents import training_state
+from fleetpipe.checkpoint.contents.matching import plain_order
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Held, ModelPart, TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
@@ -198,7 +199,10 @@ class Saver:
             texts = ranks.together(what, lambda: Inventory.of(held).to_json())
             plan = planned([Inventory.from_json(text) for text in texts])
             versions = {"fleetpipe": __version__, "paddle": VERSION}
-            manifest = Manifest(0, {}, {}, model.order(), optimizer, {}, ranks.layout, versions)
+            manifest = Manifest(
+                *(0, {}, {}, model.order(), optimizer, {}, ranks.layout, versions),
+                plain_order(model.order(), model.plain_names),
+            )
             self._plans = {key: _Prepared(plan, indexes(plan), manifest)}
         return self._plans[key]
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fleetpipe.aliases import Layer, Optimizer, Tensor
+from fleetpipe.checkpoint.contents.matching import saved_names
 from fleetpipe.checkpoint.contents.parts import (
     BUFFERS,
     LATE_BUFFERS,
@@ -52,6 +53,7 @@ class NamedTensors:
         wholes: The name of the whole of each of ``tensors`` that is a part; the outline has that.
         late: Buffers that the model did not have when it was built, as a forward registers them.
         root: What has these at their names, and may take them: a restored model may lack them.
+        plain_names: See :class:`ModelPart`.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class NamedTensors:
         wholes: Mapping[str, str] | None = None,
         late: Mapping[str, Held] = MappingProxyType({}),
         root: Layer | None = None,
+        plain_names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self.plain_names = plain_names
         self._tensors = tensors
         self._late = late
         self._root = root
@@ -175,12 +179,8 @@ class NamedTensors:
         """Does nothing."""
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
-        """Returns the saved name of each tensor of the whole model; its own, or by the order."""
-        if set(saved.order) == set(self._outline):
-            return {name: name for name in self._outline}
-        shapes = {name: saved.tensors[TensorName(MODEL, name)].shape for name in saved.order}
-        _require_same_shapes(self._outline, shapes)
-        return dict(zip(self._outline, saved.order))
+        """Returns the saved name of each tensor of the whole model."""
+        return saved_names(self._outline, self.plain_names, saved)
 
 
 def _has_grown(held: Held | None, saved: Described) -> bool:
@@ -243,30 +243,6 @@ def require_fit(name: TensorName, held: Held, saved: Described) -> None:
             got=f"{saved} in the checkpoint",
             fix="build the model and the optimizer as they were, or restore another checkpoint",
         )
-
-
-def _require_same_shapes(
-    outline: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]
-) -> None:
-    missing = [name for name in outline if name not in saved]
-    if len(outline) != len(saved):
-        other = [name for name in saved if name not in outline]
-        raise CheckpointError(
-            "the checkpoint is of another model",
-            expected=f"{len(outline)} parameters and buffers, {listed(missing or [*outline])}",
-            got=f"{len(saved)}, {listed(other or [*saved])}",
-            fix="build the model that was saved",
-        )
-    for (name, shape_here), (other_name, shape) in zip(outline.items(), saved.items()):
-        if shape_here != shape:
-            raise CheckpointError(
-                f"{other_name!r} of the checkpoint does not fit {name!r}",
-                expected=f"shape {list(shape_here)}",
-                got=f"shape {list(shape)}",
-                cause="models with other names are matched in their order, and the layers of one "
-                "are declared in another order",
-                fix="declare the layers in the order of the model that was saved",
-            )
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -73,12 +73,15 @@ class Saved(NamedTuple):
         order: The names of the model's parameters and buffers in the order of the model.
         optimizer: The type of the optimizer that was saved; None where there was none.
         replicas: How many replicas saved it.
+        plain_order: What the plain model calls each of ``order``; empty where that is not known,
+            and ``order`` itself where that is no model's order, but one of names or of a map.
     """
 
     tensors: Mapping[TensorName, Described]
     order: tuple[str, ...]
     optimizer: str | None
     replicas: int = 1
+    plain_order: tuple[str, ...] = ()
 
 
 class SavedPart(Protocol):
@@ -127,7 +130,14 @@ class StageStreams(NamedTuple):
 
 
 class ModelPart(SavedPart, Protocol):
-    """A model, as one rank holds it."""
+    """A model, as one rank holds it.
+
+    Attributes:
+        plain_names: The lasting name of each name of the plain model that a list of layers was made
+            of, in its order; a tied weight may have several. Empty where it was made of none.
+    """
+
+    plain_names: Mapping[str, str]
 
     def order(self) -> tuple[str, ...]:
         """Returns the names of the whole model's parameters and buffers, in its order."""

@@ -75,6 +75,7 @@ class Manifest:
         metrics: What ``best`` compares.
         layout: How the ranks were split that wrote it; only the number of replicas counts.
         versions: Of fleetpipe and Paddle; nothing depends on them.
+        plain_order: As in :class:`Saved`.
     """
 
     step: int
@@ -85,13 +86,14 @@ class Manifest:
     metrics: Mapping[str, float]
     layout: Mapping[str, int]
     versions: Mapping[str, str]
+    plain_order: tuple[str, ...] = ()
 
     @property
     def saved(self) -> Saved:
         """What a part is shown of it."""
         described = {name: entry.tensor for name, entry in self.tensors.items()}
         replicas = math.prod(self.layout.get(axis, 1) for axis in COPIES)
-        return Saved(described, self.order, self.optimizer, replicas)
+        return Saved(described, self.order, self.optimizer, replicas, self.plain_order)
 
     def to_text(self) -> str:
         """Returns the contents of the file, its own checksum among them."""
@@ -114,6 +116,7 @@ class Manifest:
             "metrics": dict(self.metrics),
             "layout": dict(self.layout),
             "versions": dict(self.versions),
+            "plain_order": self.plain_order,
         }
         return sealed(contents)
 
@@ -163,6 +166,7 @@ def _parsed(content: JsonValue) -> Manifest:
     if {name.name for name in tensors if name.group == MODEL} != set(order):
         raise content["order"].refused("the names of the model's tensors")
     optimizer = content["optimizer"]
+    plain_order = content.get("plain_order")  # which older checkpoints lack
     return Manifest(
         step=content["step"].count(),
         files=files,
@@ -173,6 +177,7 @@ def _parsed(content: JsonValue) -> Manifest:
         metrics={name: value.number() for name, value in content["metrics"].fields().items()},
         layout={name: value.count() for name, value in content["layout"].fields().items()},
         versions={name: value.text() for name, value in content["versions"].fields().items()},
+        plain_order=() if plain_order is None else plain_order.texts(),
     )
 
 

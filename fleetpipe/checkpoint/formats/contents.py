@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fleetpipe.checkpoint import fleet_files
-from fleetpipe.checkpoint.contents.parts import TensorName
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.checkpoint.files import host_memory, tensors
 from fleetpipe.checkpoint.files.tensors import CODES, Described, Region, Stored
@@ -54,16 +54,29 @@ class Checkpoint:
         step: The step after which it was saved; None where it does not say.
         scheduler: The state of the learning rate's scheduler; None where there is none.
         files: What else stands in its folder, of which nothing is read.
+        plain_order: What the plain model calls the model's tensors; see ``Saved``.
     """
 
     tensors: Mapping[TensorName, LazyTensor]
     step: int | None = None
     scheduler: Mapping[str, Any] | None = None
     files: tuple[Path, ...] = ()
+    plain_order: tuple[str, ...] = ()
 
     def of(self, group: str) -> dict[str, LazyTensor]:
         """Returns the tensors of a group by name."""
         return {name.name: tensor for name, tensor in self.tensors.items() if name.group == group}
+
+    def with_plain_names(self) -> Checkpoint:
+        """Returns it under the names of the plain model, where these are known."""
+        plain = dict(zip(self.of(MODEL), self.plain_order))
+
+        def renamed(name: TensorName) -> TensorName:
+            parameter, slash, kind = name.name.partition("/")
+            return name._replace(name=plain.get(parameter, parameter) + slash + kind)
+
+        tensors = {renamed(name): tensor for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, plain_order=())
 
 
 def shown(names: list[str]) -> str:

@@ -12,12 +12,18 @@ from fleetpipe.atomic_file import appearing
 from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, MODEL, OPTIMIZER
 from fleetpipe.checkpoint.files.run_folder import complete_steps
-from fleetpipe.checkpoint.formats import distributed, layer_files, run, safetensors_folder
+from fleetpipe.checkpoint.formats import (
+    distributed,
+    layer_files,
+    run,
+    safetensors_folder,
+    state_file,
+)
 from fleetpipe.checkpoint.formats.contents import Checkpoint, paddle_tensor, shown
 from fleetpipe.checkpoint.formats.name_map import NameMap, read_map, renamed
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
 
-FLEETPIPE, FLEET = "fleetpipe", "fleet"
+FLEETPIPE, FLEET, PRETRAINED = "fleetpipe", "fleet", "pretrained"
 _TRAINED = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
 
 
@@ -68,6 +74,11 @@ FORMATS = {
         safetensors_folder.write_huggingface,
         (MODEL,),
     ),
+    PRETRAINED: Format(
+        state_file.FILE,
+        *(state_file.is_there, state_file.read_folder, state_file.write_folder),
+        (MODEL,),
+    ),
 }
 
 
@@ -79,7 +90,9 @@ def format_of(folder: Path) -> str:
     """
     there = [name for name, one in FORMATS.items() if folder.is_dir() and one.is_there(folder)]
     # A Trainer's folder may have its model in safetensors as well, and a unified one is of them.
-    alike = [name for name in there if name != "huggingface" or "unified" not in there]
+    # The file of PaddleNLP, which is the last, may be another copy of the model.
+    lesser = (PRETRAINED, "huggingface" if "unified" in there else PRETRAINED)
+    alike = [name for name in there if name not in lesser]
     if len(alike) > 1 and there[0] not in (FLEETPIPE, "formers"):
         raise CheckpointError(
             "the folder has files of several checkpoints",
@@ -119,7 +132,7 @@ def read_checkpoint(
         state = FORMATS[source_format].read(folder)
     if names is not None and state.tensors:
         try:
-            state = renamed(state, names)
+            state = renamed(state.with_plain_names(), names)
         except FleetPipeError as error:
             error.add_place(names.file)
             raise
@@ -165,6 +178,8 @@ def convert(
     if step is not None and step < 0:
         raise ConfigError(f"a step is a number of 0 or more (={step})", fix="give another --step")
     whole = read_checkpoint(source, read_as, names, step if read_as == FLEETPIPE else None)
+    if write_as not in (FLEETPIPE, FLEET):
+        whole = whole.with_plain_names()
     groups, write = FORMATS[write_as].groups, FORMATS[write_as].write
     state = replace(whole, tensors={n: t for n, t in whole.tensors.items() if n.group in groups})
     if write is None:

@@ -103,7 +103,9 @@ class _StepOfAnother:
             # No other format says which it is: the kinds of its tensors are compared.
             kind = type(unwrapped(optimizer)).__name__
         order = (*state.of(MODEL),)
-        self.manifest = Manifest(state.step or 0, {}, entries, order, kind, {}, {}, {})
+        self.manifest = Manifest(
+            *(state.step or 0, {}, entries, order, kind, {}, {}, {}, state.plain_order)
+        )
 
     def text(self, _name: str) -> dict[str, Any]:
         """Returns all that is no tensor."""

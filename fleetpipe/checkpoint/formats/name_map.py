@@ -111,7 +111,8 @@ def renamed(state: Checkpoint, names: NameMap) -> Checkpoint:
                 uncast = [part._replace(casts=()) for part in parts]
                 one = sources[parts[0].source] if "pow" in kind else _built(uncast, sources)
                 contents[full] = one
-    return replace(state, tensors=contents)
+    # The order of a map is that of its statements.
+    return replace(state, tensors=contents, plain_order=tuple(outputs))
 
 
 def _beside(state: Checkpoint) -> list[tuple[str, str, dict[str, LazyTensor]]]:

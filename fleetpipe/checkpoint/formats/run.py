@@ -58,6 +58,7 @@ def read_step(path: Path, step: int | None = None) -> Checkpoint:
         {name: LazyTensor(contents[name].tensor, _reading(reader, name)) for name in names},
         reader.manifest.step,
         reader.text(training_state.FILE).get(SCHEDULER),
+        plain_order=reader.manifest.plain_order,
     )
 
 
@@ -106,7 +107,9 @@ def write_step(state: Checkpoint, home: Path, step: int) -> None:
     texts = {**indexes(plan), training_state.FILE: text}
     order, versions = (*state.of(MODEL),), {"fleetpipe": __version__, "paddle": VERSION}
     files, optimizer = described_files(plan, texts), _optimizer(state)
-    contents = Manifest(step, files, {}, order, optimizer, {}, ranks.layout, versions)
+    contents = Manifest(
+        *(step, files, {}, order, optimizer, {}, ranks.layout, versions, state.plain_order)
+    )
     made = not home.exists()
     draft = run_folder.draft_of(home, step, uuid.uuid4().hex[:8])
     try:

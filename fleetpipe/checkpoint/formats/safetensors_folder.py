@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
@@ -71,7 +72,17 @@ def read_folder(folder: Path) -> Checkpoint:
         source = _SOURCE._replace(summary=f"{_TRAINER} is not what a Trainer writes")
         step = read(folder / _TRAINER, source, lambda value: value["global_step"].count())
     rest = other_files(folder, "*.safetensors", f"*{_INDEX}", SCHEDULER)
-    return Checkpoint(contents, step, scheduler_in(folder), rest)
+    return Checkpoint(contents, step, scheduler_in(folder), rest, _sorted_names(contents))
+
+
+def _sorted_names(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
+    """Returns the names of a model that are sorted, in an index all, in a file those of a dtype.
+
+    Their order does not say that of the model.
+    """
+    model = {n.name: -one.described.itemsize for n, one in contents.items() if n.group == MODEL}
+    in_order = [*model] in (sorted(model), sorted(model, key=lambda name: (model[name], name)))
+    return tuple(model) if in_order else ()
 
 
 def read_model(folder: Path) -> Checkpoint:
@@ -81,7 +92,8 @@ def read_model(folder: Path) -> Checkpoint:
         CheckpointError: As for :func:`read_folder`.
     """
     contents = {TensorName(MODEL, name): one for name, one in _group(folder, MODEL).items()}
-    return Checkpoint(contents, None, None, other_files(folder, "*.safetensors", f"*{_INDEX}"))
+    rest = other_files(folder, "*.safetensors", f"*{_INDEX}")
+    return Checkpoint(contents, None, None, rest, _sorted_names(contents))
 
 
 def _group(folder: Path, group: str) -> dict[str, LazyTensor]:

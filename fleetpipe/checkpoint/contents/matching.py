@@ -1,0 +1,93 @@
+"""Which tensor of a checkpoint is which of a model: by name, or in the order of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from fleetpipe.checkpoint.contents.parts import MODEL, ModelPart, Saved, TensorName
+from fleetpipe.errors import CheckpointError, listed
+
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
+def saved_names(outline: _Shapes, plain_names: Mapping[str, str], saved: Saved) -> dict[str, str]:
+    """Returns the saved name of each tensor of a model: its own, its plain one, or by the order.
+
+    Args:
+        outline: The lasting names and whole shapes of the whole model, in its order.
+        plain_names: See :class:`ModelPart`.
+        saved: What the checkpoint has.
+
+    Raises:
+        CheckpointError: It is of another model, or has other names in an order of its own.
+    """
+    if set(saved.order) == set(outline):
+        return {name: name for name in outline}
+    here = dict(zip(plain_order(tuple(outline), plain_names) or outline, outline))
+    there = dict(zip(saved.plain_order or saved.order, saved.order))
+    if here.keys() == there.keys():
+        return {name: there[plain] for plain, name in here.items()}
+    shapes = {plain: saved.tensors[TensorName(MODEL, name)].shape for plain, name in there.items()}
+    ordered = saved.plain_order != saved.order
+    _require_same_shapes({n: outline[name] for n, name in here.items()}, shapes, ordered)
+    return dict(zip(outline, saved.order))
+
+
+def plain_order(order: tuple[str, ...], plain_names: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the first plain name of each lasting name; nothing where they are the same."""
+    first = {lasting: plain for plain, lasting in reversed([*plain_names.items()])}
+    plain = tuple(first.get(name, name) for name in order)
+    return () if plain == order else plain
+
+
+def without_copies(saved: Saved, model: ModelPart, read: Callable[[str], bytes]) -> Saved:
+    """Leaves out the further names of tied weights, of which a checkpoint may have copies.
+
+    Args:
+        saved: What the checkpoint has.
+        model: What has each weight once.
+        read: Returns the bytes of a saved tensor of the model.
+    """
+    names = {*(plain_order(model.order(), model.plain_names) or model.order())}
+    there = dict(zip(saved.plain_order or saved.order, saved.order))
+    if not names < there.keys():
+        return saved
+
+    def has_copy(name: str) -> bool:
+        described = saved.tensors[TensorName(MODEL, name)]
+        alike = (n for n in names if saved.tensors[TensorName(MODEL, there[n])] == described)
+        return any(read(there[other]) == read(name) for other in alike)
+
+    kept = {plain: name for plain, name in there.items() if plain in names or not has_copy(name)}
+    plain = tuple(kept) if saved.plain_order else ()
+    return saved._replace(order=tuple(kept.values()), plain_order=plain)
+
+
+def _require_same_shapes(outline: _Shapes, saved: _Shapes, ordered: bool) -> None:
+    missing = [name for name in outline if name not in saved]
+    other = [name for name in saved if name not in outline]
+    if len(outline) != len(saved):
+        raise CheckpointError(
+            "the checkpoint is of another model",
+            expected=f"{len(outline)} parameters and buffers, {listed(missing or [*outline])}",
+            got=f"{len(saved)}, {listed(other or [*saved])}",
+            fix="build the model that was saved",
+        )
+    if not ordered:
+        raise CheckpointError(
+            "the checkpoint has other names than the model, and does not say the model's order",
+            expected=listed(missing),
+            got=listed(other),
+            cause="files of safetensors are sorted by name, and a map of names has its own order",
+            fix="load it with names=, or convert it with --names: a map to the names of the model",
+        )
+    for (name, shape_here), (other_name, shape) in zip(outline.items(), saved.items()):
+        if shape_here != shape:
+            raise CheckpointError(
+                f"{other_name!r} of the checkpoint does not fit {name!r}",
+                expected=f"shape {list(shape_here)}",
+                got=f"shape {list(shape)}",
+                cause="models with other names are matched in their order, and the layers of one "
+                "are declared in another order",
+                fix="declare the layers in the order of the model that was saved",
+            )
