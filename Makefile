@@ -143,7 +143,8 @@ test-libraries-short: test-paddlenlp-short test-paddleformers-short
 
 test-paddlenlp-short: .venv-libraries/.installed
 	FLEETPIPE_TEST_FAMILIES=llama,qwen2moe \
-	    .venv-libraries/$(BIN)/python -m pytest -m libraries tests/libraries/test_models.py
+	    .venv-libraries/$(BIN)/python -m pytest -m libraries \
+	    tests/libraries/test_models.py tests/libraries/hugging_face
 
 test-paddleformers-short: .venv-libraries-formers-1.2.0/.installed
 	FLEETPIPE_TEST_FAMILIES=llama .venv-libraries-formers-1.2.0/$(BIN)/python -m pytest \

@@ -1,0 +1,1 @@
+"""A Llama of Hugging Face in PaddleNLP's pipeline, and back."""
