@@ -285,7 +285,8 @@ def _families(problem: Problem) -> Iterator[ScheduleRows]:
 
 
 def _unit(problem: Problem) -> float:
-    return max(problem.work) or 1
+    # Alike for each placement of a model, whose orders are compared.
+    return sum(problem.work) / len(problem.work) or 1
 
 
 def _score(problem: Problem, spans: Iterable[float], makespan: float) -> _Score:

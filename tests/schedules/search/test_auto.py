@@ -87,10 +87,15 @@ def test_among_equal_spans_the_earlier_end_counts() -> None:
     assert build("auto", ranks=4, micro_batches=4).simulate().makespan <= 15
 
 
-def test_stages_may_differ() -> None:
-    costs = Costs(forward=(1, 2, 1, 3), input_grad=(1, 2, 1, 3), weight_grad=1, comm=0.1)
-    schedule = build("auto", ranks=4, micro_batches=8, memory_cap=5, costs=costs)
-    assert schedule.simulate(costs).span <= min(families_within(4, 8, 1, 5, costs))
+@pytest.mark.parametrize(
+    ("chunks", "times", "cap"),
+    [(1, (1, 2, 1, 3), 5), (2, (3, 1, 1, 1, 1, 1, 1, 3), 8), (2, (1, 1, 1, 3, 3, 1, 1, 1), 8)],
+)
+def test_stages_may_differ(chunks: int, times: tuple[int, ...], cap: int) -> None:
+    # With two chunks a rank of a loop and one of a vee have other work to do.
+    costs = Costs(forward=times, input_grad=times, weight_grad=1, comm=0.1)
+    schedule = build("auto", ranks=4, micro_batches=8, chunks=chunks, memory_cap=cap, costs=costs)
+    assert schedule.simulate(costs).span <= min(families_within(4, 8, chunks, cap, costs))
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
