@@ -57,6 +57,9 @@ def logits(embedding: Embedding, hidden: Any) -> Any:
     return paddle.matmul(hidden, embedding.weight, transpose_y=True)
 
 
+logits.takes_slices = True  # type: ignore[attr-defined]
+
+
 class Positions(nn.Layer):
     """Adds a learnt vector for each place in the row."""
 

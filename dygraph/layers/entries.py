@@ -300,8 +300,13 @@ def require_sliceable(entries: Sequence[Any]) -> None:
         ConfigError: A layer, or function, is neither of Paddle's that see one place at a time, nor
             says ``takes_slices = True``.
     """
-    for number, entry in enumerate(entries):
-        function = getattr(entry, "layer_func", entry)
+    functions = (
+        (number, function)
+        for number, entry in enumerate(entries)
+        for function in (getattr(entry, "layer_func", entry), getattr(entry, "forward_func", None))
+        if function is not None
+    )
+    for number, function in functions:
         kind = (
             function
             if isinstance(function, type) or not hasattr(function, "forward")

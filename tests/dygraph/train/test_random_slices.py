@@ -78,6 +78,9 @@ def logits(table: Table, hidden: Any) -> Any:
     return paddle.matmul(hidden, table.weight, transpose_y=True)
 
 
+logits.takes_slices = True  # type: ignore[attr-defined]
+
+
 class Case:
     """A model, its batch, and how it is cut, by the number of the case."""
 

@@ -12,7 +12,7 @@ from paddle import nn
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import slices
 from fleetpipe.errors import ConfigError, UsageError
-from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from tests.dygraph import sliced
 from tests.pipelines import ROWS, job, pipeline, sgd
 
@@ -144,6 +144,7 @@ class Twice(Silent):
         (Silent(), "Silent"),
         (paddle.cumsum, "cumsum"),
         (LayerDesc(nn.MultiHeadAttention, 8, 2), "MultiHeadAttention"),
+        (SharedLayerDesc("key", nn.Linear, paddle.add, "weight", 8, 8), "add"),
     ],
 )
 def test_a_layer_that_does_not_say_that_it_takes_slices_is_refused(layer: Any, name: str) -> None:

@@ -107,6 +107,9 @@ def logits(embedding: Any, value: Any) -> Any:
     return paddle.matmul(x, embedding.weight, transpose_y=True)
 
 
+logits.takes_slices = True  # type: ignore[attr-defined]
+
+
 class Head(nn.Layer):
     """Logits of a table of its own."""
 
