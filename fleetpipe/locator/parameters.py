@@ -12,7 +12,7 @@ import numpy as np
 from fleetpipe.locator import causes
 from fleetpipe.locator.causes import Location, axis_between, first_split
 from fleetpipe.locator.layouts import layouts, parts_of
-from fleetpipe.locator.record import LEFT, Meaning, RankTensors, Record
+from fleetpipe.locator.record import LEFT, READ_ON, Meaning, RankTensors, Record
 from fleetpipe.locator.tolerance import Tolerances, gap, largest, same_bits
 from fleetpipe.mesh.causes import NORM, of_unequal
 
@@ -162,7 +162,10 @@ class ParameterChecks:
         """
         firsts: list[tuple[float, Location]] = []
         before = self._single.names(self._step, "gradient")
-        for name, whole in self._single.names(self._step, "reduction").items():
+        stepped = self._single.names(self._step, "reduction")
+        # A script may clip by hand before the step; what a twin reads on is averaged there too.
+        averaged = Meaning(self._step, "data", "", part=READ_ON) in self._single.tensors
+        for name, whole in (stepped if averaged else {**stepped, **before}).items():
             parts = self._parts("gradient", name)
             if not parts:
                 # Experts that no token came to have none on one device either.

@@ -119,7 +119,8 @@ class Feed:
 
         A script computes them from the samples of all replicas, and by what it has of these.
         """
-        here = {"".join(f"[{s!r}]" for s in path): numbers_of(t) for path, t in leaves(target)}
+        tensors = ((p, t) for p, t in leaves(target) if isinstance(t, paddle.Tensor))
+        here = {"".join(f"[{s!r}]" for s in path): numbers_of(t) for path, t in tensors}
         if here.keys() != labels[0].keys():
             return target
         joined = {path: np.concatenate([batch[path] for batch in labels]) for path in here}

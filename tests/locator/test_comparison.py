@@ -335,6 +335,13 @@ def test_ranks_whose_optimizer_has_not_a_parameter_may_have_any_gradient_of_it()
         assert (first_difference(compared(job), twin(), twin(ROUNDING)) is None) == right
 
 
+def test_gradients_may_be_clipped_by_hand_before_the_step() -> None:
+    job, single = replicas(), twin()
+    for ranks in (job, list(single.ranks)):
+        _scaled("reduction", "gradient", 0.3)(ranks)
+    assert first_difference(compared(job), single, single) is None
+
+
 @pytest.mark.parametrize(
     ("kind", "of_another", "right"),
     [("float32", False, True), ("float32", True, False), ("int64", False, False)],
