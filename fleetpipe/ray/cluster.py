@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ from ray._private import ray_constants, ray_logging
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.exceptions import AuthenticationError, RayError
 
+from fleetpipe import systems
 from fleetpipe.errors import ConfigError
 from fleetpipe.ray import nodes
 from fleetpipe.version import __version__
@@ -73,7 +76,8 @@ def _own_cluster(resources: Mapping[str, float]) -> Iterator[None]:
         line.write(f"{token}\n".encode())
         line.flush()
         try:
-            with environment({_MODE: "token", _TOKEN: token, _WATCHER: "0"}), _on_loopback():
+            settings = environment({_MODE: "token", _TOKEN: token, _WATCHER: "0"})
+            with settings, _on_loopback(), _deaf_to_stop_signals():
                 _read_settings_again()
                 ray.init(
                     "local",
@@ -116,6 +120,28 @@ def _on_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = changed
 
 
+@contextlib.contextmanager
+def _deaf_to_stop_signals() -> Iterator[None]:
+    """Within it what begins blocks the signals that ask for an end, and handlers stay.
+
+    Schedulers send them to all processes of a job: a cluster of its own is to outlive the last
+    step. Ray's handlers shut down within whatever this process was doing, with the locks of that,
+    or end it by SIGABRT.
+    """
+    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in systems.STOP_SIGNALS}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:  # one that is not of Python
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
 def _read_settings_again() -> None:
     """Has Ray read the environment, its token too, as it does once for a process."""
     Config.initialize("")
@@ -130,7 +156,7 @@ def _join(address: str) -> None:
             if not port.isdigit():
                 raise ValueError("no port")
             socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
-        with environment(_AT_ONCE), local:
+        with environment(_AT_ONCE), local, _deaf_to_stop_signals():
             _read_settings_again()
             ray.init(address, logging_level="WARNING")
     except (OSError, ValueError, RuntimeError, RayError) as error:

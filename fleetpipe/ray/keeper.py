@@ -31,6 +31,8 @@ def main(folder: str) -> None:
     # starts has Ctrl-C blocked, and would hand that on to the script.
     systems.leave_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in systems.STOP_SIGNALS:  # which a scheduler sends to all; the script is not deaf
+        signal.signal(number, lambda *_: None)
     started: list[int] = []
     for line in sys.stdin:
         process = _start(**json.loads(line))

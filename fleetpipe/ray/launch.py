@@ -339,8 +339,9 @@ def run(options: argparse.Namespace) -> int:
         os.environ[SERVE] = str(options.serve)
     with ExitStack() as ends:
         folder = ends.enter_context(state_folder())
+        # Before the connection: a signal that comes while that begins or ends interrupts neither.
+        signals = ends.enter_context(caught())
         address = None if options.ray == "local" else options.ray
         ends.enter_context(connected(address, {"CPU": options.nproc_per_node or 1}))
         logging.getLogger("ray").setLevel(logging.ERROR)
-        signals = ends.enter_context(caught())
         return Driver(options, folder, signals).run()

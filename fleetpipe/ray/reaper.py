@@ -46,6 +46,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C in a terminal is for the job, which ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C in a terminal, and what a scheduler sends to all, is for the job, which ends this.
+    for number in (signal.SIGINT, *systems.STOP_SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
     main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -16,10 +17,12 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
 
+from fleetpipe.ray.reaper import marked
 from tests.launching import ROOT, Finished
 
 _WORKER = ROOT / "tests" / "launch" / "resume_worker.py"
 _LIMIT_SECONDS = 240
+_PACE = {"RESUME_WORKER_PAUSE": "0.3", "RESUME_WORKER_SAVES": "100"}
 _CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
@@ -76,7 +79,7 @@ def _launch(
     with subprocess.Popen(
         command,
         cwd=folder,
-        env={**_ENVIRONMENT, "RESUME_WORKER_PAUSE": "0.3", "RESUME_WORKER_SAVES": "100"},
+        env={**_ENVIRONMENT, **_PACE, "JOB_OF_THE_TEST": str(folder)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -138,6 +141,19 @@ def test_a_job_that_loses_a_rank_and_a_node_and_is_stopped_goes_on_with_its_bits
     assert code == 0, output
     assert "step 19 " not in output
     assert _bits(output) == _bits(launch(_WORKER, None, args=["24"]).logs[0]) != []
+    assert _left(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
+def test_all_processes_of_an_own_cluster_may_be_asked_to_stop(tmp_path: Path) -> None:
+    def ask(_: object) -> None:  # as systemd and scancel do
+        for process in marked(f"JOB_OF_THE_TEST={tmp_path}".encode()):
+            os.kill(process, signal.SIGTERM)
+
+    words = ("--nproc", "1", "--checkpoint_dir", "kept", str(_WORKER), "200")
+    code, output = _launch(tmp_path, "local", *words, events={"step 5 ": ask})
+    assert code == 75, output
+    assert re.search(r"asked to stop, the job saved \d+ steps and ended", output), output
     assert _left(tmp_path) == []
 
 
