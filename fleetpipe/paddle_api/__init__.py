@@ -15,6 +15,7 @@ Entered by: ``amp``, ``device``, ``kernels``, ``launcher``, ``layer``, ``loading
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -22,7 +23,11 @@ from types import ModuleType
 from fleetpipe.errors import PaddleNotFound
 
 try:
-    import paddle
+    with warnings.catch_warnings():
+        # Paddle's own import warns: made an error (python -W error), that would end here.
+        if any(action == "error" for action, *_ in warnings.filters):
+            warnings.simplefilter("default")
+        import paddle
 except ModuleNotFoundError as error:
     if error.name != "paddle":
         raise

@@ -54,6 +54,13 @@ PipelineLayer(layers, topology=fleet.get_hybrid_communicate_group().topology())
 """
 
 
+def test_warnings_may_be_errors() -> None:
+    imports = "from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer"
+    script = "from fleetpipe import fleet\n" + STOCK.format(imports=imports)
+    done = command(sys.executable, "-W", "error", "-c", script)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("ranks", "told"), [(None, "from fleetpipe import fleet, for"), (2, "that of paddle.distrib")]
 )
