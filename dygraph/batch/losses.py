@@ -150,6 +150,10 @@ def weighted(loss: Tensor, weight: Fraction) -> Tensor:
     return loss
 
 
+#: What Paddle says of a tensor without memory.
+_WITHOUT_MEMORY = ("holder_ should not be null", "> memory_size():0")
+
+
 def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
     try:
         loss = criterion(output, label)
@@ -159,6 +163,14 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
     except Exception as error:
         if gradients.is_refusal(error):
             raise gradients.refusal(error, "the loss function", output) from error
+        if any(text in str(error) for text in _WITHOUT_MEMORY):
+            raise BoundaryError(
+                "the loss function uses a parameter that lies on another rank",
+                where="last stage",
+                cause="it is a method of the model, or refers to one of its layers",
+                fix="compute with the parameter in the model's forward, and return what the loss "
+                "takes; or make the loss a Layer with parameters of its own",
+            ) from error
         head = "; behind a VocabularyHead, one that begins with vocabulary_cross_entropy"
         raise BoundaryError(
             "the loss function cannot take the model's output and the label",

@@ -25,6 +25,7 @@ from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import PipelinePlan
@@ -123,7 +124,8 @@ def pipeline(
     stages = requested_stages(num_stages, num_chunks, job)
     rows = ROWS if job is None else PipelineConfig.from_strategy(user_strategy()).micro_batch_size
     no_classes = classes_of(plain_model(model), no_split)
-    with _head_in_place(model, vocabulary_head, stages.ranks, chunks, plan) as head:
+    of_head = _head_in_place(model, vocabulary_head, stages.ranks, chunks, plan)
+    with paddle.enable_grad(), of_head as head:
         capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
         if verify:
             require_same_calls(capturing)

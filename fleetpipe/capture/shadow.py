@@ -31,7 +31,7 @@ from fleetpipe.dygraph import PipelineParallel, random_keys
 from fleetpipe.dygraph.backward.adding import is_watched
 from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.gradients import dense, drop_gradients
+from fleetpipe.dygraph.gradients import dense, drop_gradients, set_gradient
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.job.job import all_ranks
@@ -100,6 +100,7 @@ class Shadow:
         reference = self._prepared(batch.optimizer)
         batches_here, everyone = self._pipeline.share(batch.data)
         keys = copy.copy(batch.keys)
+        held = {name: grad.clone() for name, grad in self._gradients().items() if grad is not None}
         loss, failure = None, None
         try:
             with as_the_next_batch(keys):
@@ -111,7 +112,14 @@ class Shadow:
         if self._failure == _NO_MEMORY:
             self._given_up(_NO_MEMORY)
             return
-        held = {name: grad.clone() for name, grad in self._gradients().items() if grad is not None}
+        added = [n for n, grad in self._gradients().items() if not same_bits(grad, held.get(n))]
+        for name in added:
+            parameter = self._pipe.state.own_parameters()[name]
+            drop_gradients([parameter])
+            if name in held:
+                set_gradient(parameter, held[name])
+        if self._given_up(f"the loss uses {added[0]} of the model" if added else None):
+            return
         self._batch = _Batch(
             batches_here.inputs, keys, loss, batch.optimizer, everyone, batch.weights, held
         )

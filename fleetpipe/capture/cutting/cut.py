@@ -12,7 +12,7 @@ from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec, borders_of
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.capture.tracing.value import Capture
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, PartitionError
 from fleetpipe.job.job import current_job
 from fleetpipe.profiling import PipelinePlan
 
@@ -71,6 +71,15 @@ def cut_of(
         )
     evaluation = capturing(look, False)
     named, _ = places(training, evaluation)
+    if len(named) < stages - 1:
+        raise PartitionError(
+            f"{stages} stages need {stages - 1} places to cut at",
+            got=f"{len(named)} places",
+            cause="a place is before or after the call of a sublayer, as self.block(x); "
+            "self.block.forward(x) is no call of it",
+            fix="call sublayers so, or use fewer ranks or chunks; fleetpipe.explain(model, "
+            "example) shows what is called",
+        )
     profile = agreed(current_job(), lambda: measured(capturing, training, named))
     choice = chosen(profile, named, stages, memory_cap)
     return Cut(choice.borders, choice)

@@ -68,7 +68,10 @@ class AtCall(NamedTuple):
             raise ConfigError(
                 f"split_spec cuts {self}, where the model's forward does not come",
                 got=nearest_path(self.path, paths),
-                cause=within[0] if within else "its forward is called by no other",
+                cause=within[0]
+                if within
+                else "its forward is called by no other, or as self.block.forward(x), which is no "
+                "call of the layer",
                 fix="name a sublayer that fleetpipe.explain(model, example) shows",
             )
         first, last = inside

@@ -14,7 +14,7 @@ from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.signature import PLAIN, signature_of
 from fleetpipe.capture.tracing.value import Capture, Node, Owned, Ref, arguments, like
-from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients
 from fleetpipe.dygraph.observe import layer_meter
 from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.paddle_api import paddle
@@ -62,7 +62,10 @@ def measured(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Pro
     def run(number: int, value: Nest) -> Nest:
         borrowed = [tensor for tensor in uses[number] if not has_memory(tensor)]
         with lent(borrowed):
-            output = meter.run_of(number)(value, None)
+            try:
+                output = meter.run_of(number)(value, None)
+            except Exception as error:
+                raise cause_of_backward(error)  # noqa: B904 (the error itself, or its cause)
             drop_gradients(borrowed)
         return output
 

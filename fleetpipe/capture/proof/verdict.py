@@ -19,7 +19,10 @@ from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.errors import CaptureError
 
-_INTO_A_SUBLAYER = "put that code into a sublayer, or its layer's class into no_split"
+_INTO_A_SUBLAYER = (
+    "put that code into a sublayer, or its layer's class into no_split; where it is in one, "
+    "keep what it counts in a buffer, written by set_value or paddle.assign"
+)
 
 
 def refuted(

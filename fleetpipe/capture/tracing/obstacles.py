@@ -66,6 +66,15 @@ def kept(name: str) -> Obstacle:
     )
 
 
+def kept_by(path: str, name: str) -> Obstacle:
+    """Returns that code takes a tensor that a sublayer, by its name, has as an attribute."""
+    return Obstacle(
+        f"uses a tensor that {path} keeps as {name!r}",
+        f"{path} is one node, and a stage hands on what it returns",
+        f"return it from {path} too, beside its output",
+    )
+
+
 def returned(name: str) -> Obstacle:
     """Returns that a sublayer, by its name, returns a number that depends on the batch."""
     return Obstacle(

@@ -409,7 +409,13 @@ class _Tracer(Walk):
         if owned is not None:
             return owned
         if not tensor.stop_gradient:
-            self._refuse(obstacles.UNKNOWN)
+            keepers = (
+                obstacles.kept_by(path, name)
+                for path, layer in self._model.named_sublayers()
+                for name, value in (*vars(layer).items(), *buffers_in(layer).items())
+                if value is tensor
+            )
+            self._refuse(next(keepers, obstacles.UNKNOWN))
         return tensor
 
     def _is_constant(self, tensor: Tensor) -> bool:

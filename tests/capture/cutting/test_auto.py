@@ -18,7 +18,7 @@ from fleetpipe.capture.cutting.node_meter import measured
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.dygraph.observe.profile import TYPICAL
-from fleetpipe.errors import ConfigError, PartitionError
+from fleetpipe.errors import BoundaryError, ConfigError, PartitionError
 from fleetpipe.profiling import LayerCost, Profile
 from tests.capture.beside import images, require_bits
 from tests.capture.models import UNet
@@ -201,6 +201,45 @@ def test_auto_is_what_a_pipeline_does_by_default() -> None:
     done = require_bits(UNet, images(8, 16), loss_fn=lambda out, _: out.mean(), steps=1)
     assert done.pipe.choice.bottleneck >= done.pipe.choice.bound
     assert "no cut below" in str(done.pipe.choice)
+
+
+class Before(nn.Layer):  # type: ignore[misc]
+    """A layer that takes what the one before has kept."""
+
+    def __init__(self, before: Any = None) -> None:
+        super().__init__()
+        self.linear, self.before = nn.Linear(3, 3), [before]
+
+    def forward(self, x: Any) -> Any:
+        self.kept = self.linear(x)
+        return self.kept if self.before[0] is None else self.kept + self.before[0].kept
+
+
+class Forwards(Norms):
+    """Calls the forwards of its layers."""
+
+    def forward(self, x: Any) -> Any:
+        return self.b.forward(self.a.forward(x))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "text"),
+    [
+        (lambda: (first := Before(), Before(first)), BoundaryError, "keeps a tensor beside"),
+        (lambda: (Forwards(),), PartitionError, "self.block.forward.x. is no call of it"),
+    ],
+)
+def test_a_model_that_cannot_be_measured_or_cut_is_refused_with_its_cause(
+    build: Callable[[], Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        fleetpipe.pipeline(nn.Sequential(*build()), paddle.ones([2, 3]), num_stages=2)
+
+
+def test_gradients_may_be_off_where_a_pipeline_is_made() -> None:
+    with paddle.no_grad():
+        pipe = fleetpipe.pipeline(Norms(), paddle.rand([2, 3]), num_stages=2)
+    assert pipe.proof.gradients == 8
 
 
 def test_auto_needs_to_know_of_how_many_stages() -> None:

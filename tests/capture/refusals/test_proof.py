@@ -172,6 +172,30 @@ def test_what_layers_keep_on_the_side_of_python_is_as_before() -> None:
     assert counting.generator.random() == drawn
 
 
+class Calls:
+    """Counts, as an object of the user's."""
+
+    number = 0
+
+
+class CountingElsewhere(Counting):
+    """Counts in an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Calls()
+
+    def forward(self, x: Any) -> Any:
+        self.counter.number += 1
+        return self.linear(x) * (1 + 0.5**self.counter.number)
+
+
+def test_a_node_that_counts_elsewhere_is_told_to_use_a_buffer() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), CountingElsewhere(), nn.Linear(3, 3))
+    with pytest.raises(CaptureError, match="in a buffer, written by"):
+        proof(model, X, ["2"], no_split=[CountingElsewhere])
+
+
 def test_a_second_micro_batch_that_goes_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     run = CapturedStages.function
 

@@ -55,6 +55,38 @@ def wrapped(build: Any = Gated, **options: Any) -> tuple[Any, Any, Any]:
     return pipe, fleet.distributed_model(pipe), fleet.distributed_optimizer(adam)
 
 
+class OwnLoss(Gated):
+    """Has its loss as a method, with a parameter of its own and another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.create_parameter([4])
+
+    def loss(self, output: Any, label: Any) -> Any:
+        return ((output * self.scale + self.first.bias - label) ** 2).mean()
+
+
+def test_a_loss_that_uses_parameters_of_the_model_trains_without_a_shadow(
+    caplog: LogCapture,
+) -> None:
+    losses = []
+    for verify in ("first", False):
+        paddle.seed(0)
+        model = OwnLoss()
+        _, pipe, optimizer = wrapped([model].pop, loss_fn=model.loss, verify=verify)
+        losses.append([float(pipe.train_batch(data(step), optimizer)) for step in range(3)])
+    assert losses[0] == losses[1]
+    assert "the loss uses" in caplog.text
+
+
+def test_a_loss_that_uses_a_parameter_of_another_rank_is_refused() -> None:
+    with paddle.LazyGuard():
+        elsewhere = nn.Linear(4, 4)
+    _, model, optimizer = wrapped(loss_fn=lambda out, _: elsewhere(out).mean(), verify=False)
+    with pytest.raises(BoundaryError, match="uses a parameter that lies on another rank"):
+        model.train_batch(data(0), optimizer)
+
+
 def test_it_ends_after_two_batches_and_says_what_it_cost(caplog: LogCapture) -> None:
     log.once.cache_clear()  # an earlier test may have taken just as long, and said so
     _, model, optimizer = wrapped()

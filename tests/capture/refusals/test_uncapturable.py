@@ -32,7 +32,7 @@ class Net(nn.Layer):  # type: ignore[misc]
         self.first, self.second, self.last = (nn.Linear(3, 3) for _ in range(3))
         self.code = Within(code) if sublayers else code
         self.calls, self.seen = 0, []  # type: ignore[var-annotated]
-        self.counts = Counts()
+        self.counts, self.keeps = Counts(), Keeps()
 
     def forward(self, x: Any) -> Any:
         x = self.second(self.first(x).tanh())
@@ -50,11 +50,23 @@ class Within(nn.Layer):  # type: ignore[misc]
         return self.code(self, self.second(x))
 
 
+class Keeps(nn.Layer):  # type: ignore[misc]
+    """Has a tensor beside what it returns."""
+
+    def forward(self, x: Any) -> Any:
+        self.most = x.max()
+        return x.tanh()
+
+
 class Counts(nn.Layer):  # type: ignore[misc]
     """Makes a number of Python's of a tensor."""
 
     def forward(self, x: Any) -> Any:
         return bool(x.sum() > 0)
+
+
+def takes_what_a_sublayer_keeps(self: Any, x: Any) -> Any:
+    return x * self.keeps(x).mean() + self.keeps.most
 
 
 def branches(self: Any, x: Any) -> Any:
@@ -201,6 +213,7 @@ REFUSED: list[tuple[Callable[[Any, Any], Any], int, str, str]] = [
     (counts_its_calls, 2, OTHERWISE, PYTHONS),
     (keeps_a_tensor, 1, "the forward of Net keeps a tensor as 'before'", "paddle.assign"),
     (computes_gradients, 4, "the forward of Net computes gradients", WITHIN),
+    (takes_what_a_sublayer_keeps, 1, "keeps keeps as 'most'", "return it from keeps too"),
     (makes_a_layer, 1, "that came from no operation of Paddle's", "parameters in __init__"),
 ]
 
