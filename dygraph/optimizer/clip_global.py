@@ -16,13 +16,19 @@ from typing import NamedTuple, Optional
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
+from fleetpipe.dygraph.optimizer.own_clips import is_own, require_by_gradient
 from fleetpipe.dygraph.tensor_parallel.groups import members_of, model_parallel_group, total
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Gathering, Group
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.optimizer import GLOBAL_NORM_CLIPS, clip_places, squared_norm
+from fleetpipe.paddle_api.optimizer import (
+    GLOBAL_NORM_CLIPS,
+    clip_places,
+    optimized_parameters,
+    squared_norm,
+)
 
 _HALVES = ("float16", "bfloat16")
 #: The order of what another rank counts: a copy of a tied weight.
@@ -252,13 +258,19 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
     And a ``SlicedNormClip`` for a ``ClipGradByNorm``, where layers are cut.
 
     That is in the optimizer that others wrap, and in each of its parameter groups; so it works
-    whichever of them is told to step. What has one already keeps it.
+    whichever of them is told to step. What has one already keeps it, and a script's own clip stays.
+
+    Raises:
+        ConfigError: A script's own clip computes with the gradients of one rank, not of all.
     """
     clips: dict[int, GlobalNormClip] = {}
     job = current_job()
     for place in clip_places(optimizer):
         stock = place.clip
-        if isinstance(stock, GLOBAL_NORM_CLIPS):
+        if is_own(stock):
+            if job is not None and not job.local and job.degrees.split("pp", "mp", "sharding") > 1:
+                require_by_gradient(stock, optimized_parameters(optimizer))
+        elif isinstance(stock, GLOBAL_NORM_CLIPS):
             if isinstance(stock, GlobalNormClip):
                 clips.setdefault(id(stock), stock)
             elif id(stock) not in clips:

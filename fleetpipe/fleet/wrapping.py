@@ -19,7 +19,7 @@ from fleetpipe.fleet.lifecycle import begin_static
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
-from fleetpipe.paddle_api.layer import wrapped_layer
+from fleetpipe.paddle_api.layer import without_reentrance, wrapped_layer
 from fleetpipe.paddle_api.topology import install_topology, user_strategy
 from fleetpipe.paddle_types import DistributedStrategy, GradScaler, Layer, Optimizer
 from fleetpipe.static import StaticOptimizer, refuse_stages
@@ -87,7 +87,7 @@ def distributed_model(model: Any) -> Any:
     with job.guarded(lambda: "wrapping the model"):
         # Gloo gives up after 30 s: nobody enters it before all ranks are here.
         job.require_agreement({"the model to wrap": type(model).__name__})
-        return paddle_fleet.distributed_model(model)
+        return without_reentrance(paddle_fleet.distributed_model(model))
 
 
 def _decorated(model: PipelineLayer) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from paddle.incubate.distributed.models.moe import moe_layer as _moe_layer
@@ -11,6 +13,7 @@ from paddle.incubate.distributed.models.moe.gate import naive_gate as _naive_gat
 from paddle.jit.dy2static.program_translator import StaticFunction
 
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.tensor import has_memory
 
 MoELayer: type[Layer] = _moe_layer.MoELayer
@@ -131,3 +134,34 @@ def replace_in_moe(**functions: Callable[..., Any]) -> None:
     for module in _paddle_moe:
         for name in functions.keys() & vars(module).keys():
             setattr(module, name, functions[name])
+
+
+class RecomputingDataParallel(paddle.DataParallel):
+    """Recomputes by hooks of saved tensors, which is ``use_reentrant=False``.
+
+    A PyLayer runs a backward within the backward. DataParallel takes the end of that for the end of
+    all: gradients that come later are never averaged, and the weights of replicas part.
+    """
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Calls the layers."""
+        module = importlib.import_module("paddle.distributed.fleet.recompute.recompute")
+        by_hooks = module._recompute_without_reentrant
+
+        def apply(function: Callable[..., Any], preserve: bool, *arguments: Any) -> Any:
+            if hasattr(module, "custom_state_manager"):
+                _offloaded, get_state, set_state, *rest = arguments
+                return by_hooks(function, get_state, set_state, preserve, *rest)
+            # 2.6.2 keeps the generator's state for kinds of device that it lists alone.
+            with replaced((paddle.device, "get_all_custom_device_type", lambda: ["cpu"])):
+                return by_hooks(function, preserve, *arguments)
+
+        with replaced((module, "RecomputeFunction", SimpleNamespace(apply=apply))):
+            return super().forward(*inputs, **options)
+
+
+def without_reentrance(model: Layer) -> Layer:
+    """Has recompute within a model be right under ``DataParallel``, where it is wrapped in one."""
+    if type(model) is paddle.DataParallel:
+        model.__class__ = RecomputingDataParallel
+    return model

@@ -38,10 +38,27 @@ def groups(named: Named, empty: bool, *options: dict[str, Any]) -> list[Any]:
     return [group for group in both if group["params"] or empty]
 
 
+class EachByItself(nn.ClipGradByGlobalNorm):
+    """A script's own clip that looks at one gradient at a time."""
+
+    def _dygraph_clip(self, params_grads: list[Any]) -> list[Any]:
+        return [(p, g / (1 + g.abs().max())) for p, g in params_grads]
+
+
+class Halved(nn.ClipGradByGlobalNorm):
+    """A script's own clip by the norm of all gradients."""
+
+    def _dygraph_clip(self, params_grads: list[Any]) -> list[Any]:
+        return [(p, g / 2) for p, g in super()._dygraph_clip(params_grads)]
+
+
 Make = Callable[[Named], Any]
 HALF, TENTH = {"learning_rate": 0.5}, {"learning_rate": 0.1}
 MAKE: dict[str, Make] = {
     "all": lambda n: optimizers.SGD(0.2, parameters=[*n.values()], grad_clip=Clip(0.3)),
+    "a clip of the script's": lambda n: optimizers.SGD(
+        0.2, parameters=[*n.values()], grad_clip=EachByItself(0.1)
+    ),
     "no clip": lambda n: optimizers.Lamb(0.1, parameters=[*n.values()]),
     "first frozen": lambda n: optimizers.AdamW(
         0.05, parameters=frozen(n, "0", "2"), grad_clip=Clip(0.05)
@@ -154,11 +171,12 @@ def trained(situation: tuple[str, Any, str]) -> float:
 
 
 def refusals(model: Any) -> list[str]:
-    """What an optimizer over nothing of any rank, and none at all, is told."""
+    """What an optimizer over nothing of any rank, none at all, and a clip by a norm are told."""
     told = []
-    for wrong in ([], None):
+    for wrong in ([], None, model.parameters()):
         try:
-            optimizer = None if wrong is None else optimizers.SGD(0.1, parameters=wrong)
+            clip = Halved(0.1) if wrong else None
+            optimizer = None if wrong is None else optimizers.SGD(0.1, wrong, grad_clip=clip)
             model.train_batch(batch(), fleet.distributed_optimizer(optimizer))
         except FleetPipeError as error:
             told.append(f"{type(error).__name__}: {error}")
@@ -175,12 +193,17 @@ def on_one_of_two_ranks() -> tuple[list[float], list[str]]:
 def test_ranks_with_less_to_train_step_as_one_device(on_ranks: Any) -> None:
     for apart, told in on_ranks(on_one_of_two_ranks, 2):
         assert dict(zip(map(str, SITUATIONS), apart)) == dict.fromkeys(map(str, SITUATIONS), 0.0)
-        wrong, none = told
+        wrong, none, own_clip = told
+        assert "clip of the script's own computes with the gradients of one rank" in own_clip
         assert "ConfigError: the optimizer was built on the wrong parameters" in wrong
         assert "parameters=[]" in none
 
 
-def test_one_process_has_paddles_constructors() -> None:
+def test_one_process_has_paddles_constructors_and_clips_of_a_script() -> None:
+    with job(2):
+        optimizer = optimizers.SGD(0.1, pipeline().parameters(), grad_clip=Halved(0.1))
+        fleet.distributed_optimizer(optimizer)
+        assert type(optimizer._grad_clip) is Halved
     with pytest.raises(IndexError):
         optimizers.Momentum(0.1, parameters=[])
     with job(2), pytest.raises(ConfigError, match="wrong parameters"):

@@ -25,6 +25,7 @@ from fleetpipe.fleet.meta_parallel import (
     register_global_pipeline_parallel_hook,
 )
 from fleetpipe.fleet.meta_parallel import PipelineParallelMicroStepLocations as Locations
+from fleetpipe.fleet.utils import recompute
 from tests import jobs
 from tests.pipelines import (
     ROWS,
@@ -487,6 +488,43 @@ def without_a_pipeline() -> tuple[list[float], int, bytes]:
     optimizer.step()
     fleet.shutdown()
     return losses, len(outputs), plain.weight.numpy().tobytes()
+
+
+class Recomputed(nn.Layer):
+    """Layers of which each is run again in the backward of a training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    def forward(self, value: Any, scale: float) -> Any:
+        """Runs them."""
+        for layer in self.layers:
+            value = (recompute(layer, value) if self.training else layer(value)).tanh() * scale
+        return value
+
+
+def gradients_of_recomputing_replicas() -> float:
+    """How far the gradients of two replicas of a plain model are from those of one."""
+    rank = paddle.distributed.get_rank()
+    paddle.seed(0)
+    plain = Recomputed()
+    inputs, labels = batch(4)
+    cross_entropy(plain.eval()(inputs, 2.0), labels).backward()
+    wanted = [parameter.grad.clone() for parameter in plain.parameters()]
+    plain.train()
+    plain.clear_gradients()
+    fleet.init(is_collective=True, strategy=jobs.strategy(2))
+    wrapped = fleet.distributed_model(plain)
+    rows = slice(rank * 2 * ROWS, (rank + 1) * 2 * ROWS)
+    cross_entropy(wrapped(inputs[rows], 2.0), labels[rows]).backward()
+    fleet.shutdown()
+    pairs = zip(plain.parameters(), wanted)
+    return max(float((parameter.grad - grad).abs().max()) for parameter, grad in pairs)
+
+
+def test_replicas_average_what_a_plain_model_recomputes(on_ranks: Callable[..., Any]) -> None:
+    assert max(on_ranks(gradients_of_recomputing_replicas, 2)) < 1e-7
 
 
 def test_two_replicas_without_a_pipeline(on_ranks: Callable[..., Any]) -> None:

@@ -1,0 +1,38 @@
+"""Clips of a script's own, which on ranks see the gradients of one rank alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from fleetpipe.aliases import Clip, Tensor
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
+
+
+def is_own(clip: Clip) -> bool:
+    """Whether a clip computes in another way than those of Paddle and of fleetpipe."""
+    if not isinstance(clip, paddle.nn.clip.ClipGradBase):
+        return False
+    methods = (type(clip).__call__, type(clip)._dygraph_clip)
+    return any(m.__module__.partition(".")[0] not in ("paddle", "fleetpipe") for m in methods)
+
+
+def require_by_gradient(clip: Clip, parameters: Sequence[Tensor]) -> None:
+    """Makes sure that a clip changes large gradients alike, whether it sees one or all of them.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    pairs = [(p, paddle.full_like(p, 1e4)) for p in parameters if not p.stop_gradient]
+
+    def clipped(*some: tuple[Tensor, Tensor]) -> list[bytes]:
+        results = copy.deepcopy(clip)([(p, gradient.clone()) for p, gradient in some])
+        return [gradient.numpy().tobytes() for _, gradient in results]
+
+    if clipped(*pairs) != [one for pair in pairs for one in clipped(pair)]:
+        raise ConfigError(
+            "a clip of the script's own computes with the gradients of one rank, not of all",
+            got=type(clip).__name__,
+            fix="clip with paddle.nn.ClipGradByGlobalNorm itself, or each gradient by itself",
+        )
