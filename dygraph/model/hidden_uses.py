@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +20,9 @@ from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.backward.adding import count_own_hook
 from fleetpipe.dygraph.code_names import is_of_library, variables_of
 from fleetpipe.dygraph.state.names import ModelWithParts
-from fleetpipe.errors import BoundaryError, ConfigError, listed
+from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, listed
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.tensor import is_parameter
+from fleetpipe.paddle_api.tensor import is_out_of_reach, is_parameter, out_of_reach
 
 #: Kinds that hold what a user's code puts there.
 _PLACES = (dict, list, types.CellType, type)
@@ -56,6 +57,34 @@ def _refusal(keys: str) -> BoundaryError:
     )
 
 
+@contextmanager
+def refused(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Within it parameters of other ranks' layers are out of reach: those here are never trained.
+
+    Raises:
+        ConfigError: One was used, be it without its gradient.
+    """
+    try:
+        with out_of_reach(parameters):
+            yield
+    except (RuntimeError, ValueError, FleetPipeError) as error:
+        if parameters and is_out_of_reach(error):
+            names = listed([parameter.name for parameter in parameters])
+            raise _stray(f"one of {names}") from error
+        raise
+
+
+def _stray(names: str) -> ConfigError:
+    return ConfigError(
+        "stages use parameters that are of no layer of theirs",
+        got=names,
+        cause="a function, the loss or an attribute holds a layer that is elsewhere in the list, "
+        "or nowhere: on ranks each would train a copy of its own",
+        fix="describe all uses of such a layer as SharedLayerDesc with one key; make a free "
+        "parameter that of a layer in the list",
+    )
+
+
 class HiddenUses:
     """Watches the stages of this process in one batch."""
 
@@ -78,6 +107,16 @@ class HiddenUses:
         """
         self._owners, self._names, self._rank_of = owners, names, rank_of
         reached = {rank: reachable(roots) for rank, roots in functions.items()}
+        within: dict[int, Any] = {}
+        for rank in here:
+            within.update(reached.get(rank, {}))
+        #: Trained parameters of layers of other processes that functions of this one reach.
+        self.elsewhere = [
+            value
+            for key, value in within.items()
+            if is_parameter(value) and not value.stop_gradient
+            if key in owners and not {*owners[key]} & {*here}
+        ]
         self._near: dict[int, set[int]] = {}
         self._uses: dict[int, set[int]] = {}
         self._handles: list[tuple[Tensor, Any]] = []
@@ -144,14 +183,8 @@ class HiddenUses:
             if elsewhere:
                 strays[self._names.get(key, parameter.name)] = elsewhere
         if strays:
-            raise ConfigError(
-                "stages use parameters that are of no layer of theirs",
-                got=", ".join(f"{name} on rank {min(ranks)}" for name, ranks in strays.items()),
-                cause="a function, the loss or an attribute holds a layer that is elsewhere in the "
-                "list, or nowhere: on ranks each would train a copy of its own",
-                fix="describe all uses of such a layer as SharedLayerDesc with one key; make a "
-                "free parameter that of a layer in the list",
-            )
+            places = [f"{name} on rank {min(ranks)}" for name, ranks in strays.items()]
+            raise _stray(", ".join(places))
 
     def refusal(self, error: BaseException) -> BoundaryError | None:
         """Returns what to raise in the place of an error that a stand-in has caused.

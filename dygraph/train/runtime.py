@@ -25,7 +25,7 @@ from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.layers.entries import require_sliceable
-from fleetpipe.dygraph.model.hidden_uses import HiddenUses
+from fleetpipe.dygraph.model.hidden_uses import HiddenUses, refused
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
 from fleetpipe.dygraph.observe.early_recompute import EarlyRecompute
@@ -113,6 +113,8 @@ class Runtime:
         layers.require_listed()
         self._version = -1
         self.hidden_uses: HiddenUses | None = None
+        #: Parameters of other ranks' layers that functions here reach.
+        self._elsewhere: list[Tensor] = []
         self.last_shards: Shards | None = None
         self._held: list[tuple[Tensor, Tensor]] = []
         self.sequence = job.along("sep", "cp")
@@ -380,11 +382,16 @@ class Runtime:
             self.hidden_uses = self.layers.hidden_uses()
             if self.hidden_uses is not None:
                 self.stage.watch = self.hidden_uses.enter
+                self._elsewhere = self.hidden_uses.elsewhere
         self.stage.begin(batch, first, self.hook_calls.begin(training), slices)
         self.losses = batch.losses if self.plays(self.last_owner) else None
         trace = self.trace if training else None
         try:
-            with self.job.guarded(engine.where), self._own_errors():
+            with (
+                self.job.guarded(engine.where),
+                self._own_errors(),
+                refused(self._elsewhere),
+            ):
                 if trace is not None:
                     trace.begin_step()
                 with self.job.progress.step_of(self.meter) if training else nullcontext():

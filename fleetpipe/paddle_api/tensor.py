@@ -10,7 +10,8 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Callable
 
@@ -78,6 +79,26 @@ def release_memory(tensor: Tensor) -> None:
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors lie in the same memory."""
     return bool(tensor._is_shared_buffer_with(other))
+
+
+@contextmanager
+def out_of_reach(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Within it tensors have no memory: Paddle refuses to compute with them."""
+    kept = [(tensor, paddle.empty([0], tensor.dtype)) for tensor in tensors if has_memory(tensor)]
+    for tensor, memory in kept:
+        tensor._share_buffer_to(memory)
+        release_memory(tensor)
+    try:
+        yield
+    finally:
+        for tensor, memory in kept:
+            memory._share_buffer_to(tensor)
+
+
+def is_out_of_reach(error: BaseException) -> bool:
+    """Whether an error is Paddle's of a tensor without memory."""
+    said = f"{error} {error.__cause__}"
+    return any(words in said for words in ("holds no memory", "not initialized", "has_allocation"))
 
 
 def note_write(tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet
-from fleetpipe.errors import BoundaryError, ConfigError, StateError
+from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, StateError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.pipelines import (
     batch,
@@ -86,6 +86,33 @@ def test_a_weight_of_another_rank_is_refused_before_the_step(
         with pytest.raises(ConfigError, match=r"[05]\.weight on rank [01](.|\n)*SharedLayerDesc"):
             model.train_batch(batch(), sgd(model))
         assert bits(model.layers.state_dict()) == before
+
+
+def told_of_a_later_use(way: str) -> str:
+    """What a rank is told of a later use of another's weight without its gradient."""
+    with job(2):
+        first = nn.Linear(6, 4)
+        uses: list[bool] = []
+
+        def late(x: Any) -> Any:
+            return x + first.bias.detach() if uses else x
+
+        model = pipeline([first, functional.tanh, nn.Linear(4, 4), late])
+        optimizer = sgd(model)
+        model.train_batch(batch(), optimizer)
+        uses.append(True)
+        evaluate = functools.partial(model.eval_batch, compute_loss=True)
+        run = evaluate if way == "evaluation" else model.forward_backward_pipeline
+        with pytest.raises(FleetPipeError) as refusal:
+            run(batch())
+        assert first.bias.shape == first(paddle.ones([6])).shape
+        return str(refusal.value)
+
+
+@pytest.mark.parametrize("way", ["training", "evaluation"])
+def test_a_weight_of_another_rank_is_out_of_reach_in_all_batches(on_ranks: Any, way: str) -> None:
+    for told in on_ranks(told_of_a_later_use, 2, way):
+        assert "stages use parameters that are of no layer of theirs" in told
 
 
 def test_a_layer_in_the_arguments_of_two_descriptions_is_refused() -> None:
