@@ -1,7 +1,7 @@
 """Gradients of a batch's inputs: of a trained prompt, say, or for an adversary.
 
-Inputs of a whole batch that need a gradient are cut into micro-batches with their graph, which ends
-at a stand-in of each. What these have got in the end is handed back to the script's tensors.
+Inputs that need a gradient are cut into micro-batches, or drawn, with their graph, which ends at a
+stand-in of each. What these have got in the end is handed back to the script's tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, unwrapped
 from fleetpipe.dygraph.nest import mapped
 from fleetpipe.paddle_api import paddle
 
@@ -18,7 +18,10 @@ Sources = list[tuple[Tensor, Tensor]]
 
 
 def with_gradients(data: Nest) -> tuple[Nest, Sources]:
-    """Returns a batch with stand-ins for the inputs that need a gradient, and these."""
+    """Returns a batch with stand-ins for the inputs that need a gradient, and these.
+
+    Those of an iterator come as it is drawn from.
+    """
     sources: Sources = []
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -29,10 +32,13 @@ def with_gradients(data: Nest) -> tuple[Nest, Sources]:
         sources.append((tensor, copy))
         return copy
 
-    if not isinstance(data, (list, tuple)) or len(data) != 2:
-        return data, sources
-    inputs, labels = data
-    return [mapped(stand_in, inputs), mapped(_cut_off, labels)], sources
+    def pair(value: Nest) -> Nest:
+        if not isinstance(value, (list, tuple)) or len(value) != 2:
+            return value
+        return [mapped(stand_in, value[0]), mapped(_cut_off, value[1])]
+
+    data = unwrapped(data)
+    return (map(pair, data) if is_iterator(data) else pair(data)), sources
 
 
 def without_gradients(batches: MicroBatches) -> MicroBatches:

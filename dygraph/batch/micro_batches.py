@@ -78,7 +78,7 @@ def split(data: Nest, cut: MicroBatchCut) -> MicroBatches:
                 fix="give inputs and labels the same number of rows",
             )
         return parts
-    if not hasattr(type(data), "__next__"):
+    if not is_iterator(data):
         fix = "pass [inputs, labels]"
         if isinstance(data, Mapping):
             fix = f"name both in it: [batch[..], batch[..]] of {listed(list(map(repr, data)))}"
@@ -89,7 +89,12 @@ def split(data: Nest, cut: MicroBatchCut) -> MicroBatches:
             got=type(data).__name__,
             fix=fix,
         )
-    return _draw(data, cut.steps)
+    return _draw(data, cut.steps, cut.keeps_graph)
+
+
+def is_iterator(data: Nest) -> bool:
+    """Whether micro-batches are drawn from ``data`` one by one."""
+    return hasattr(type(data), "__next__")
 
 
 def unwrapped(data: Nest) -> Nest:
@@ -149,7 +154,7 @@ def ragged_weights(value: Nest, cut: MicroBatchCut) -> list[Fraction] | None:
     return [*whole, Fraction(rows % cut.size, rows)]
 
 
-def _draw(data: Iterator[Nest], count: int) -> MicroBatches:
+def _draw(data: Iterator[Nest], count: int, keeps_graph: bool) -> MicroBatches:
     inputs, labels = [], []
     for index in range(count):
         try:
@@ -168,7 +173,7 @@ def _draw(data: Iterator[Nest], count: int) -> MicroBatches:
                 'iter((b["x"], b["y"]) for b in loader) with their names',
             )
         # Copied: the iterator may fill the same tensors again for the next item.
-        inputs.append(copied(_detached(item[0], f"inputs of micro-batch {index}")))
+        inputs.append(copied(_detached(item[0], f"inputs of micro-batch {index}", keeps_graph)))
         labels.append(copied(_detached(item[1], f"labels of micro-batch {index}")))
     return MicroBatches(inputs, labels)
 

@@ -17,7 +17,7 @@ from fleetpipe.dygraph.batch.input_gradients import (
     without_gradients,
 )
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
-from fleetpipe.dygraph.batch.micro_batches import MicroBatches, ragged_weights
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, ragged_weights
 from fleetpipe.dygraph.batch.outputs import require_count
 from fleetpipe.dygraph.batch.slicing import sliced
 from fleetpipe.dygraph.batch.stage import Batch
@@ -68,7 +68,8 @@ class TrainingBatch:
         # First, so that it does not matter which ranks' data draw random numbers too.
         self._keys = runtime.drawn_keys()
         data, self._sources = with_gradients(data)
-        batches = runtime.micro_batches(data, keeps_graph=bool(self._sources))
+        keeps_graph = bool(self._sources) or is_iterator(data)
+        batches = runtime.micro_batches(data, keeps_graph=keeps_graph)
         runtime.require_data(batches, labelled=True)
         self._beside = (without_gradients(batches), weights, loss_fn_idx)
         delayed = runtime.switches.delay_scale_loss

@@ -12,7 +12,7 @@ from tests.pipelines import ROWS, batch, model_in_job, sgd, switch
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
-@pytest.mark.parametrize("form", ["whole", "leaf", "list", "delayed"])
+@pytest.mark.parametrize("form", ["whole", "leaf", "list", "iterator", "delayed"])
 def test_inputs_that_need_a_gradient_get_it(schedule: str, form: str) -> None:
     with model_in_job(2, schedule=schedule) as model:
         single = model.layers.single_model()
@@ -27,7 +27,10 @@ def test_inputs_that_need_a_gradient_get_it(schedule: str, form: str) -> None:
         if form == "delayed":
             switch(delay_scale_loss=True)
             model = model.__class__(model.layers)
-        model.train_batch([value, labels], sgd(model))
+        data: Any = [value, labels]
+        if form == "iterator":
+            data = zip(value.split(4), labels.split(4))
+        model.train_batch(data, sgd(model))
         total = paddle.zeros([])
         plain = inputs + prompts[1]
         if form == "leaf":
