@@ -10,6 +10,8 @@ from fleetpipe.aliases import Layer
 
 #: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
 _NOT_THE_USERS = ("paddle", "fleetpipe", "numpy", "decorator")
+#: Functions of Paddle 2.6.2 that read whether indices are within bounds, and nothing else.
+_CHECKING = {"take_along_axis"}
 #: Models that Paddle brings are like a user's.
 _MODELS = "paddle.vision.models."
 
@@ -33,6 +35,16 @@ def asked_by_paddle() -> bool:
     for frame, _ in traceback.walk_stack(None):
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("fleetpipe", "numpy"):
             return not is_users(frame)
+    return False
+
+
+def only_checked() -> bool:
+    """Whether a function of Paddle's that reads numbers does so to refuse some, and not else."""
+    for frame, _ in traceback.walk_stack(None):
+        if is_users(frame):
+            return False
+        if frame.f_code.co_name in _CHECKING:
+            return True
     return False
 
 

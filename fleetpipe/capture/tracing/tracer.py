@@ -20,7 +20,12 @@ from fleetpipe.capture.tracing.draws import Draws, Generators
 from fleetpipe.capture.tracing.hooks import at_makers
 from fleetpipe.capture.tracing.mark import noting
 from fleetpipe.capture.tracing.model_snapshot import state_kept
-from fleetpipe.capture.tracing.place import asked_by_paddle, forward_place, user_place
+from fleetpipe.capture.tracing.place import (
+    asked_by_paddle,
+    forward_place,
+    only_checked,
+    user_place,
+)
 from fleetpipe.capture.tracing.signature import PLAIN
 from fleetpipe.capture.tracing.sizes import Size, Sizes, tensors_in, whole
 from fleetpipe.capture.tracing.state import RunState
@@ -238,7 +243,7 @@ class _Tracer(Walk):
         if self._inside:
             self._sizes.blind |= not (self._sizes.trying or self._sizes.fixed(args[0]))
         elif id(args[0]) in self._values:
-            if not self._sizes.fixed(args[0]):
+            if not self._sizes.fixed(args[0]) and not only_checked():
                 self._refuse(obstacles.READS)
         elif owned is not None and args[0].stop_gradient:
             reader = (self._opened[-1], obstacles.reads_state(owned.path), user_place())
