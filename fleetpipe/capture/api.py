@@ -84,8 +84,9 @@ def pipeline(
             micro-batches under the schedule, a step, evaluation; ``proof`` of what is returned says
             what was compared. Under ``LazyGuard`` only where one process has all stages.
             ``"first"``: the first two batches are trained beside the untouched model as well,
-            with the real data, loss and optimizer, on every rank that has the memory for it; a
-            difference ends the job before the parameters change. False: neither.
+            with the real data, loss and optimizer, on every rank that has the memory for it (and
+            under ``LazyGuard`` as above); a difference ends the job before the parameters change.
+            False: neither.
         vocabulary_head: The name of the ``nn.Linear`` that gives the logits, all that the model
             returns: each rank gets a part of it, which stands in its place in the model, and the
             loss is a :class:`fleetpipe.dygraph.VocabularyLoss`. ``verify`` compares what it takes.
@@ -139,11 +140,11 @@ def pipeline(
             head.require_last(*(form.trace for form in examples))
         require_one_stage([(form.trace, form.starts) for form in examples])
         forms.tell(forms.example(training=True))
-        proof = None
-        if verify and _whole(model):
+        proof, whole = None, bool(verify) and _whole(model)
+        if whole:
             schedule = None if job is None else planned_schedule(ranks, chunks, plan, cut.stages)
             proof = prove(capturing, forms, schedule)
-        shadowed = SHADOWED if verify == FIRST and head is None else 0
+        shadowed = SHADOWED if whole and verify == FIRST and head is None else 0
         findings = Findings(cut.choice, proof, plan, shadowed, head)
         return CapturedPipeline(model, forms, ranks, chunks, loss_fn, findings)
 
@@ -182,7 +183,7 @@ def _whole(model: Layer) -> bool:
     if lazy and job is not None and not job.local:
         log.once(
             _log.warning,
-            "nothing is compared before training: the model was built under LazyGuard, and no rank "
+            "nothing is compared with the plain model: it was built under LazyGuard, and no rank "
             "has all of it; it is compared where one process plays all ranks",
         )
         return False

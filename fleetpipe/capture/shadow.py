@@ -22,6 +22,7 @@ from fleetpipe.capture.proof.rounding import SHARE, Rounding, largest_of, move_b
 from fleetpipe.capture.proof.verdict import node_of
 from fleetpipe.capture.running.dependencies import Marks, attributes_of
 from fleetpipe.capture.running.host_memory import bytes_for_each_process, bytes_to_train
+from fleetpipe.capture.running.memory import release
 from fleetpipe.capture.running.plain_model import Untouched
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
@@ -37,10 +38,11 @@ from fleetpipe.errors import CaptureError
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
-from fleetpipe.paddle_api.optimizer import clips_of_a_step, groups_of, learning_rate_of
+from fleetpipe.paddle_api.operations import renew
+from fleetpipe.paddle_api.optimizer import clips_of_a_step
 from fleetpipe.paddle_api.tensor import copy_of
 from fleetpipe.parity.differences import largest_gap, same_bits
-from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch, of_same_layers
+from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch, of_model
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _log = log.logger(__name__)
@@ -86,8 +88,6 @@ class Shadow:
         self._batch: _Batch | None = None
         self._number = 0
         self._seconds = 0.0
-        #: By optimizer, what its twin was made of; None where it has none.
-        self._twins: dict[int, object] = {}
         self._has_twin = False
         #: Why the plain model could not be trained on the batch, which is no fault of the batch's.
         self._failure: str | None = None
@@ -167,8 +167,8 @@ class Shadow:
             )
         begin = time.perf_counter()
         tensors = reference.tensors().items()
-        gradients = {name: dense(t.grad, t).clone() for name, t in tensors if t.grad is not None}
-        rounding = Rounding(gradients, lambda: self._moved(reference, batch))
+        gradients = {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
+        rounding = Rounding(gradients, lambda: self._moved(reference, batch, gradients))
         off: list[str] = []
         for name, gradient in self._gradients().items():
             right, held = gradients.get(name), batch.held.get(name)
@@ -195,19 +195,13 @@ class Shadow:
             step()
             self._ended()
             return
+        begin = time.perf_counter()
+        expected = self._expected_update(reference, batch.optimizer)
         parameters = self._pipe.state.own_parameters()
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        expected = reference.tensors()
-        for name, parameter in parameters.items():
-            # Rounding in a gradient is no fault of the optimizer's, and Adam makes it large.
-            gradient, twin = self._pipeline.gradient_of(parameter), expected[name]
-            rows = dense(gradient, twin)
-            if rows is not None and not same_bits(rows, dense(twin.grad, twin)):
-                twin.grad = copy_of(gradient)
-        _take_rate(learning_rate_of(batch.optimizer.wrapped), reference.optimizer)
+        self._seconds += time.perf_counter() - begin
         step()
         begin = time.perf_counter()
-        reference.step()
         differences = []
         for name, parameter in parameters.items():
             right = expected[name]
@@ -216,12 +210,40 @@ class Shadow:
                 differences.append(f"the update of {name}")
         self._seconds += time.perf_counter() - begin
         try:
-            self._refuse(differences, [], batch)
+            self._refuse(differences, None, batch)
         except CaptureError:
             for name, parameter in parameters.items():
                 parameter.set_value(before[name])
             raise
         self._ended()
+
+    def _expected_update(self, reference: Reference, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Returns this rank's parameters as a copy of the optimizer updates the plain model's.
+
+        The copy is made of what the optimizer keeps by now, and is gone before the optimizer steps:
+        there is no memory to have both for long. Collective over the pipeline.
+        """
+        expected, own = reference.tensors(), self._pipe.state.own_parameters()
+        others = [tensor for name, tensor in expected.items() if name not in own]
+        if not clips_of_a_step(optimizer.wrapped):
+            drop_gradients(others)
+        if self._number + 1 == self._batches:
+            release(others)
+        for name, parameter in own.items():
+            # Rounding in a gradient is no fault of the optimizer's, and Adam makes it large.
+            gradient, twin = self._pipeline.gradient_of(parameter), expected[name]
+            rows = dense(gradient, twin)
+            if rows is not None and not same_bits(rows, dense(twin.grad, twin)):
+                twin.grad = copy_of(gradient)
+            renew(twin)
+        stepping = reference.twin_of(optimizer, self._pipe)
+        # Names of an optimizer's state are counted: the user's are to be those of a first one.
+        with paddle.utils.unique_name.guard():
+            stepping.step()
+        # It is in a cycle, with all that it keeps.
+        vars(stepping).clear()
+        drop_gradients(reference.model.parameters())
+        return expected
 
     def _obstacle(self, batch: BatchBeside) -> str | None:
         """Says why the plain model cannot be trained beside this batch; None where it can."""
@@ -254,37 +276,25 @@ class Shadow:
 
     def _prepared(self, optimizer: Optimizer) -> Reference:
         """Returns the plain model with the pipeline's values, before a batch. Collective."""
-        pipe = self._pipe
-        marks = attributes_of(self._forms.capturing.model, lambda *_: True)
+        pipe, capturing = self._pipe, self._forms.capturing
+        marks = attributes_of(capturing.model, lambda *_: True)
         if self._reference is None or self._copied != marks:
-            self._copied = marks
-            self._reference = of_same_layers(pipe)
-            # That of the copy before has stepped by now: no other begins where it is.
-            self._twins = dict.fromkeys(self._twins)
+            self._reference, self._copied = None, marks
+            # What no forward writes into has one memory in both, until an optimizer steps.
+            own = pipe.state.own_parameters().items()
+            shared = [tensor for name, tensor in own if name not in capturing.unopened.written]
+            model = Untouched(capturing.model, capturing.example, capturing.unopened, shared)
+            self._reference = of_model(pipe, model, None, None)
+            self._reference.takes_switches = True
         else:
             pipe.copy_to(self._reference.model)
             self._reference.take_hidden_buffers(pipe)
-        self._has_twin = self._follow(optimizer)
-        if self._has_twin:
-            self._reference.train_like(optimizer, pipe)
+        can = optimizer is not None and "step" not in vars(optimizer.wrapped)
+        self._has_twin = all(all_ranks().all_gather(can))
         drop_gradients(self._reference.model.parameters())
         self._reference.take_switches(pipe)
         self._take_modes(self._reference.model.plain)
         return self._reference
-
-    def _follow(self, optimizer: Optimizer) -> bool:
-        """Whether a copy of an optimizer steps as it does, on all ranks. Collective.
-
-        Not where it has got a group or a clip since the copy was made.
-        """
-        key, made_of = id(optimizer), None
-        if optimizer is not None:
-            sizes = [*map(len, groups_of(optimizer.wrapped))]
-            made_of = sizes, [*map(id, clips_of_a_step(optimizer.wrapped))]
-        can = self._twins[key] == made_of if key in self._twins else _can_have_a_twin(optimizer)
-        can = all(all_ranks().all_gather(can and made_of is not None))
-        self._twins[key] = made_of if can else None
-        return can
 
     def _take_modes(self, copied: Layer) -> None:
         """Has each layer of the copy be in its mode where it runs. Collective."""
@@ -297,10 +307,15 @@ class Shadow:
         for path, layer in copied.named_sublayers(include_self=True):
             layer.training = modes[path]
 
-    def _moved(self, reference: Reference, batch: _Batch) -> dict[str, Tensor]:
-        """Returns the plain gradients of parameters that are a unit in the last place off."""
+    def _moved(
+        self, reference: Reference, batch: _Batch, gradients: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Returns the plain gradients of parameters that are a unit in the last place off.
+
+        Those of the batch are other tensors afterwards: to clear a gradient empties it.
+        """
         tensors = reference.tensors()
-        before = {name: copy_of(t.grad) for name, t in tensors.items() if t.grad is not None}
+        before = {name: copy_of(tensors[name].grad) for name in gradients}
         with kept(reference.model):
             drop_gradients(tensors.values())
             move_by_a_unit(tensor for tensor in tensors.values() if not tensor.stop_gradient)
@@ -309,6 +324,7 @@ class Shadow:
             moved = {n: dense(t.grad, t).clone() for n, t in tensors.items() if t.grad is not None}
         for name, gradient in before.items():
             tensors[name].grad = gradient
+            gradients[name] = dense(tensors[name].grad, tensors[name])
         return moved
 
     def _different_loss(self, loss: Nest, right: Nest) -> list[str]:
@@ -337,9 +353,15 @@ class Shadow:
         ]
         return differences
 
-    def _refuse(self, differing: list[str], gradients: Sequence[str], batch: _Batch) -> None:
-        """Ends the batch on all ranks where one has found a difference. Collective."""
-        where = self._culprit(gradients, batch) if differing else None
+    def _refuse(self, differing: list[str], gradients: Sequence[str] | None, batch: _Batch) -> None:
+        """Ends the batch on all ranks where one has found a difference. Collective.
+
+        Args:
+            differing: What differs on this rank.
+            gradients: The parameters whose gradients do; None after a step, where no node is meant.
+            batch: The batch.
+        """
+        where = None if gradients is None or not differing else self._culprit(gradients, batch)
         parts = all_ranks().all_gather((differing, where))
         everything = [one for part, _ in parts for one in part]
         if not everything:
@@ -419,22 +441,3 @@ def _holds_on(model: Layer) -> str | None:
             if any(isinstance(cell.cell_contents, _COPIED) for cell in cells):
                 return path or type(model).__name__
     return None
-
-
-def _can_have_a_twin(optimizer: Optimizer) -> bool:
-    """Whether a copy of an optimizer steps as it does.
-
-    It does not where it has kept something from earlier steps, or has a step of its own put on it.
-    """
-    if optimizer is None or "step" in vars(optimizer.wrapped):
-        return False
-    return not optimizer.wrapped.state_dict().keys() - {"LR_Scheduler", "master_weights"}
-
-
-def _take_rate(rate: object, twin: Optimizer) -> None:
-    """Gives a twin the learning rate that the pipeline's optimizer has now."""
-    twin_rate = learning_rate_of(twin)
-    if isinstance(twin_rate, float):
-        twin.set_lr(rate)
-    else:
-        twin_rate.set_state_dict(rate.state_dict())  # type: ignore[attr-defined]

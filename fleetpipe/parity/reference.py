@@ -84,6 +84,20 @@ class Reference:
             rate = learning_rate_of(optimizer.wrapped)
             self.takes_rate = rate is learning_rate_of(self.optimizer)
             return
+        twin = self._twins.get(id(optimizer.wrapped))
+        self.optimizer = twin or self.twin_of(optimizer, pipe)
+        self._twins[id(optimizer.wrapped)] = self.optimizer
+        ours = pipe.state.own_parameters()
+        # The others come from the other ranks after each step.
+        self._holders = pipe.holders()
+        all_here = ours.keys() == {self.names[name] for name, _ in self.model.named_parameters()}
+        self._stepped_here = None if all_here else frozenset(pipe.state.local_tensors())
+
+    def twin_of(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> Optimizer:
+        """Returns a twin of the pipeline's optimizer, with what that keeps by now.
+
+        Collective over the pipeline the first time.
+        """
         ours = pipe.state.own_parameters()
         parameters = {self.names[name]: p for name, p in self.model.named_parameters()}
         for name, parameter in ours.items():
@@ -91,15 +105,8 @@ class Reference:
             parameters[name].no_sync = is_spread(parameter)
         # A global norm of the twin's is summed in the order of the model, as the pipeline's is.
         optimizer.bind(pipe)
-        twin = self._twins.get(id(optimizer.wrapped))
         with paddle.utils.unique_name.guard():
-            self.optimizer = twin or twin_optimizer(optimizer.wrapped, ours, parameters)
-        self._twins[id(optimizer.wrapped)] = self.optimizer
-        # The others come from the other ranks after each step.
-        self._holders = pipe.holders()
-        self._stepped_here = (
-            None if ours.keys() == parameters.keys() else frozenset(pipe.state.local_tensors())
-        )
+            return twin_optimizer(optimizer.wrapped, ours, parameters)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers of the model."""

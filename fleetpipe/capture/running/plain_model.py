@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
-from fleetpipe.aliases import Layer, Nest
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.signature import completed
@@ -17,7 +18,7 @@ from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import share_tables
-from fleetpipe.paddle_api.operations import intercepted
+from fleetpipe.paddle_api.operations import intercepted, set_data
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _FIRST = GlobalMicroBatch(0)
@@ -44,17 +45,23 @@ class Keyed(Walk):
 class Untouched(ModelWithParts):
     """A copy of a plain model, called as :func:`called` does under the keys of a batch."""
 
-    def __init__(self, model: Layer, example: Nest, unopened: Unopened) -> None:
+    def __init__(
+        self, model: Layer, example: Nest, unopened: Unopened, shared: Iterable[Tensor] = ()
+    ) -> None:
         """Copies a model, of which this process may have a part: the rest are zeros.
 
         Args:
             model: The model.
             example: An example of its inputs, whose plain values complete those of a batch.
             unopened: Which layers are nodes as a whole.
+            shared: Parameters whose copies have the memory of the model's own.
         """
         super().__init__()
+        copies: dict[int, Any] = {}
         with lent(model.state_dict().values()), paddle.utils.unique_name.guard():
-            copied = copy.deepcopy(model)
+            for tensor in shared:
+                set_data(copy.deepcopy(tensor, copies), tensor.detach())
+            copied = copy.deepcopy(model, copies)
         # Paddle's parameters are copied without their further attributes.
         for original, tensor in zip(model.parameters(), copied.parameters()):
             if (part := part_of(original)) is not None:
