@@ -2,6 +2,6 @@
 
 Start with ``stage.py``, which the engine runs.
 
-Entered by: ``chunk_weights``, ``companion``, ``input_gradients``, ``losses``,
+Entered by: ``chunk_weights``, ``companion``, ``input_gradients``, ``kept_for_loss``, ``losses``,
 ``micro_batches``, ``outputs``, ``row_digests``, ``slicing``, ``stage``, ``token_weights``.
 """

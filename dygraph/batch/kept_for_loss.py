@@ -37,9 +37,7 @@ def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
         BoundaryError: One of them reads a tensor that has a graph here.
     """
     for function in functions:
-        if str(getattr(function, "__module__", "")).startswith("paddle."):
-            continue
-        path, tensor = next(_kept_for(function), ("", None))
+        path, tensor = next(kept_for(function), ("", None))
         if tensor is not None:
             raise BoundaryError(
                 "the loss function reads a tensor that a layer keeps here, and it runs on the rank "
@@ -53,8 +51,10 @@ def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
             )
 
 
-def _kept_for(function: Any) -> Iterator[tuple[str, Any]]:
+def kept_for(function: Any) -> Iterator[tuple[str, Any]]:
     """Yields the tensors with a graph that the code of a function can reach, and their paths."""
+    if str(getattr(function, "__module__", "")).startswith("paddle."):
+        return
     names: set[str] = set()
     count, reached = -1, list(_reached(function, names))
     # By a name that code has an attribute is followed, which may be code with other names.

@@ -87,21 +87,23 @@ def slots_of(layer: Layer, index: int) -> list[Slot]:
     return [Slot.of(f"{index}.{name}", tensor) for name, tensor in state.items()]
 
 
-def names_in(slots: Sequence[Slot], model: Layer, plain_names: Mapping[str, str]) -> dict[str, str]:
+def names_in(
+    slots: Sequence[Slot], model: Mapping[str, Any], plain_names: Mapping[str, str]
+) -> dict[str, str]:
     """Returns the pipeline's name of each parameter and buffer of a whole model.
 
     A tensor that the model has under several names, as shared weights are, has one in the pipeline.
 
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
-        model: The whole model.
+        model: The state of the whole model.
         plain_names: The pipeline's name of each that the model which it was made of has; empty
             where it was made of none.
 
     Raises:
         CheckpointError: ``model`` does not fit the pipeline in names, or in order and shape.
     """
-    state = _state_of(model)
+    state = dict(model)
     if state.keys() == plain_names.keys():
         _matched(slots, _renamed(state, plain_names))
         return dict(plain_names)

@@ -244,9 +244,9 @@ class ModelState:
         Raises:
             CheckpointError: The model does not fit; nothing was changed.
         """
-        slots = fitting(self.slots(), model)
-        names = names_in(slots, model, self.plain_names)
-        state, target = self.gather(), model.state_dict()
+        target = self._state_in(model)
+        slots = fitting(self.slots(), target)
+        names, state = names_in(slots, target, self.plain_names), self.gather()
         values = {slot.name: slot.value_in(state) for slot in slots}
         _assign(target, {name: values[names[name]] for name in target})
 
@@ -256,7 +256,12 @@ class ModelState:
         Raises:
             CheckpointError: The model does not fit in names, or in order and shape.
         """
-        return names_in(self.slots(), model, self.plain_names)
+        return names_in(self.slots(), self._state_in(model), self.plain_names)
+
+    def _state_in(self, model: Layer) -> Mapping[str, Tensor]:
+        """Returns the state of a whole single-device model by its own names."""
+        state: Mapping[str, Tensor] = model.state_dict()
+        return state
 
     def _prefixed(self, prefixes: Mapping[str, str]) -> dict[str, str]:
         """Returns :attr:`plain_names` by the path of each entry in the plain model, by number."""

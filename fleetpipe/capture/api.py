@@ -16,6 +16,7 @@ from fleetpipe.capture.cutting.in_place import require_one_stage
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.capture.proof import planned_schedule, prove
 from fleetpipe.capture.repeatability import require_same_calls
+from fleetpipe.capture.running.host_memory import return_memory
 from fleetpipe.capture.running.memory import initialize, without_memory
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
@@ -127,7 +128,8 @@ def pipeline(
     no_classes = classes_of(plain_model(model), no_split)
     of_head = _head_in_place(model, vocabulary_head, stages.ranks, chunks, plan)
     with paddle.enable_grad(), of_head as head:
-        capturing = Capturing(model, example_of(example_inputs, rows), no_classes)
+        losses = loss_fn if isinstance(loss_fn, Sequence) else [loss_fn]
+        capturing = Capturing(model, example_of(example_inputs, rows), no_classes, losses)
         if verify:
             require_same_calls(capturing)
         names = () if head is None else head.names
@@ -146,7 +148,9 @@ def pipeline(
             proof = prove(capturing, forms, schedule)
         shadowed = SHADOWED if whole and verify == FIRST and head is None else 0
         findings = Findings(cut.choice, proof, plan, shadowed, head)
-        return CapturedPipeline(model, forms, ranks, chunks, loss_fn, findings)
+        pipe = CapturedPipeline(model, forms, ranks, chunks, loss_fn, findings)
+        return_memory()
+        return pipe
 
 
 @contextmanager

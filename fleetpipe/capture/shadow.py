@@ -10,26 +10,27 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from types import FunctionType
 from typing import NamedTuple
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
-from fleetpipe.capture.proof.comparison import kept
+from fleetpipe.capture.proof.comparison import digest_of, kept
 from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.models import copied
 from fleetpipe.capture.proof.rounding import SHARE, Rounding, largest_of, move_by_a_unit
 from fleetpipe.capture.proof.verdict import node_of
 from fleetpipe.capture.running.dependencies import Marks, attributes_of
-from fleetpipe.capture.running.host_memory import bytes_for_each_process, bytes_to_train
+from fleetpipe.capture.running.host_memory import (
+    return_memory,
+)
 from fleetpipe.capture.running.memory import release
 from fleetpipe.capture.running.plain_model import Untouched
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import losses_kept
 from fleetpipe.capture.tracing.signature import signature_of
+from fleetpipe.capture.unshadowed import obstacle
 from fleetpipe.dygraph import PipelineParallel, random_keys
-from fleetpipe.dygraph.backward.adding import is_watched
 from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.gradients import dense, drop_gradients, set_gradient
@@ -37,10 +38,10 @@ from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.layer import forward_hooks
-from fleetpipe.paddle_api.operations import renew
+from fleetpipe.paddle_api.layer import buffers_in, layer_at
+from fleetpipe.paddle_api.operations import renew, set_data
 from fleetpipe.paddle_api.optimizer import clips_of_a_step
-from fleetpipe.paddle_api.tensor import copy_of
+from fleetpipe.paddle_api.tensor import copy_of, has_memory
 from fleetpipe.parity.differences import largest_gap, same_bits
 from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch, of_model
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -48,9 +49,6 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 _log = log.logger(__name__)
 
 _NO_MEMORY = "there is no memory to train it"
-
-#: What a deep copy makes anew.
-_COPIED = (paddle.nn.Layer, paddle.Tensor, dict, list, set)
 
 
 class _Batch(NamedTuple):
@@ -88,16 +86,21 @@ class Shadow:
         self._batch: _Batch | None = None
         self._number = 0
         self._seconds = 0.0
+        #: The parameters whose memory the copy shares, by name.
+        self._shared: set[str] = set()
+        #: The buffers as the last batch has left them.
+        self._left: dict[str, bytes] = {}
         self._has_twin = False
         #: Why the plain model could not be trained on the batch, which is no fault of the batch's.
         self._failure: str | None = None
 
     def begin(self, batch: BatchBeside) -> None:
         """Trains the plain model on a batch that is about to run. Collective."""
-        if self._given_up(self._obstacle(batch)):
+        if self._given_up(obstacle(self._pipeline, self._forms, batch, self._reference is None)):
             return
         begin = time.perf_counter()
         reference = self._prepared(batch.optimizer)
+        return_memory()
         batches_here, everyone = self._pipeline.share(batch.data)
         keys = copy.copy(batch.keys)
         held = {name: grad.clone() for name, grad in self._gradients().items() if grad is not None}
@@ -181,6 +184,7 @@ class Shadow:
         differences += self._different_loss(loss, batch.loss) + self._different_state(reference)
         self._seconds += time.perf_counter() - begin
         self._refuse(differences, off, batch)
+        self._batch = batch._replace(held={})
         if batch.optimizer is None:
             self._ended()
 
@@ -215,6 +219,9 @@ class Shadow:
             for name, parameter in parameters.items():
                 parameter.set_value(before[name])
             raise
+        for name in self._shared:
+            set_data(expected[name], parameters[name].detach())
+        del before
         self._ended()
 
     def _expected_update(self, reference: Reference, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -223,56 +230,29 @@ class Shadow:
         The copy is made of what the optimizer keeps by now, and is gone before the optimizer steps:
         there is no memory to have both for long. Collective over the pipeline.
         """
-        expected, own = reference.tensors(), self._pipe.state.own_parameters()
-        others = [tensor for name, tensor in expected.items() if name not in own]
+        expected, parameters = reference.tensors(), self._pipe.state.own_parameters()
+        elsewhere = [tensor for name, tensor in expected.items() if name not in parameters]
         if not clips_of_a_step(optimizer.wrapped):
-            drop_gradients(others)
+            drop_gradients(elsewhere)
         if self._number + 1 == self._batches:
-            release(others)
-        for name, parameter in own.items():
+            release(elsewhere)
+        for name, parameter in parameters.items():
             # Rounding in a gradient is no fault of the optimizer's, and Adam makes it large.
             gradient, twin = self._pipeline.gradient_of(parameter), expected[name]
             rows = dense(gradient, twin)
             if rows is not None and not same_bits(rows, dense(twin.grad, twin)):
                 twin.grad = copy_of(gradient)
             renew(twin)
+        return_memory()
         stepping = reference.twin_of(optimizer, self._pipe)
         # Names of an optimizer's state are counted: the user's are to be those of a first one.
         with paddle.utils.unique_name.guard():
             stepping.step()
         # It is in a cycle, with all that it keeps.
-        vars(stepping).clear()
+        stepping.__dict__.clear()
         drop_gradients(reference.model.parameters())
+        return_memory()
         return expected
-
-    def _obstacle(self, batch: BatchBeside) -> str | None:
-        """Says why the plain model cannot be trained beside this batch; None where it can."""
-        pipe = self._pipe
-        if any(not p.stop_gradient for loss in pipe.loss_layers() for p in loss.parameters()):
-            return "the loss is trained too, and both would add to its gradients"
-        if any(map(is_watched, pipe.state.own_parameters().values())):
-            return "a parameter has a hook on its gradient, which a copy of it has not"
-        holder = _holds_on(self._forms.capturing.model)
-        if holder is not None:
-            return f"a function of {holder} holds on to what a copy has anew"
-        if self._pipeline.model_parallel.ranks > 1:
-            return "its layers have shards of their weights here, and a copy is not whole"
-        if self._pipeline.sequence.ranks > 1:
-            return "each rank has a part of its sequences, and adds up in another order"
-        if batch.loss_fn_idx:
-            return f"backward starts from loss function {batch.loss_fn_idx}"
-        if batch.scaler is not None and batch.scaler.is_enable():
-            return "a GradScaler scales the gradients"
-        needs = bytes_to_train(
-            self._forms.capturing.model, self._forms.example(training=True).trace
-        )
-        free = bytes_for_each_process()
-        if self._reference is None and free is not None and needs > free:
-            return (
-                f"the model needs about {needs / 2**20:,.0f} MiB on each rank, "
-                f"and this host has {free / 2**20:,.0f} MiB for each"
-            )
-        return None
 
     def _prepared(self, optimizer: Optimizer) -> Reference:
         """Returns the plain model with the pipeline's values, before a batch. Collective."""
@@ -280,21 +260,35 @@ class Shadow:
         marks = attributes_of(capturing.model, lambda *_: True)
         if self._reference is None or self._copied != marks:
             self._reference, self._copied = None, marks
-            # What no forward writes into has one memory in both, until an optimizer steps.
-            own = pipe.state.own_parameters().items()
-            shared = [tensor for name, tensor in own if name not in capturing.unopened.written]
+            # What no forward writes into has one memory in both, but while a twin steps.
+            parameters = pipe.state.own_parameters()
+            self._shared = parameters.keys() - capturing.unopened.written
+            shared = [parameters[name] for name in self._shared]
             model = Untouched(capturing.model, capturing.example, capturing.unopened, shared)
             self._reference = of_model(pipe, model, None, None)
             self._reference.takes_switches = True
         else:
             pipe.copy_to(self._reference.model)
-            self._reference.take_hidden_buffers(pipe)
-        can = optimizer is not None and "step" not in vars(optimizer.wrapped)
-        self._has_twin = all(all_ranks().all_gather(can))
+            self._take_unsaved_buffers(self._reference)
+        self._has_twin = all(all_ranks().all_gather(_can_have_a_twin(optimizer)))
         drop_gradients(self._reference.model.parameters())
         self._reference.take_switches(pipe)
         self._take_modes(self._reference.model.plain)
         return self._reference
+
+    def _take_unsaved_buffers(self, reference: Reference) -> None:
+        """Takes the buffers of no state dict that a script has changed since the last batch."""
+        for name, digest in self._buffers().items():
+            if name not in reference.names and self._left.get(name) != digest:
+                path, _, key = name.rpartition(".")
+                source, copied = self._forms.capturing.model, reference.model.plain
+                tensor: Tensor = buffers_in(layer_at(source, path))[key]
+                buffers_in(layer_at(copied, path))[key] = tensor.detach().clone()
+
+    def _buffers(self) -> dict[str, bytes]:
+        """Returns a digest of each buffer of the plain model that has memory here, by name."""
+        buffers = self._forms.capturing.model.named_buffers()
+        return {name: digest_of(tensor) for name, tensor in buffers if has_memory(tensor)}
 
     def _take_modes(self, copied: Layer) -> None:
         """Has each layer of the copy be in its mode where it runs. Collective."""
@@ -403,6 +397,7 @@ class Shadow:
     def _ended(self) -> None:
         """Counts the batch; after the last one the pipeline goes on alone."""
         self._batch = None
+        self._left = self._buffers()
         self._number += 1
         if self._number == self._batches:
             log.once(
@@ -411,6 +406,7 @@ class Shadow:
                 f"well, which took {self._seconds:.3g} s, and trained alike; that ends here",
             )
             self._end()
+        return_memory()
 
     def _end(self) -> None:
         """Lets go of the plain model: the pipeline goes on alone."""
@@ -427,17 +423,12 @@ def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
     return largest_gap(gradient, right)
 
 
-def _holds_on(model: Layer) -> str | None:
-    """Returns the layer of which a function has a closure over what is copied with a model.
+def _can_have_a_twin(optimizer: Optimizer) -> bool:
+    """Whether a copy of an optimizer steps as it does.
 
-    The function itself is not: in a copy it would reach into the model.
+    It does not where it has a step of its own put on it, or keeps the state of a part alone.
     """
-    for path, layer in model.named_sublayers(include_self=True):
-        attributes = [*vars(layer).values()]
-        for hooks in forward_hooks(layer):
-            attributes += hooks.values()
-        for value in attributes:
-            cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
-            if any(isinstance(cell.cell_contents, _COPIED) for cell in cells):
-                return path or type(model).__name__
-    return None
+    if optimizer is None or "step" in vars(optimizer.wrapped):
+        return False
+    kept = optimizer.wrapped.state_dict().keys() - {"LR_Scheduler", "master_weights"}
+    return optimizer.shards is None or not kept

@@ -162,10 +162,11 @@ class Comparison:
 
 def digests_of(moment: training.Moment) -> dict[str, bytes]:
     """Returns a digest of each tensor of a moment: of its shape, its dtype and its bits."""
-    return {name: _digest(tensor) for name, tensor in moment.tensors.items()}
+    return {name: digest_of(tensor) for name, tensor in moment.tensors.items()}
 
 
-def _digest(tensor: Tensor) -> bytes:
+def digest_of(tensor: Tensor) -> bytes:
+    """Returns a digest of a tensor's shape, its dtype and its bits."""
     numbers = np.ascontiguousarray(numbers_of(tensor))
     digest = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=16)
     digest.update(numbers.reshape(-1).view(np.uint8).data)

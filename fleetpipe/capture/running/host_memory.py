@@ -1,9 +1,11 @@
-"""Whether this host has the memory for another copy of a model that trains."""
+"""Whether this host has the memory for another copy of a model that trains, and its return."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from fleetpipe.aliases import Layer
@@ -13,6 +15,12 @@ from fleetpipe.paddle_api import paddle
 
 #: Of each parameter: its value, its gradient, two moments, and what a step is compared with.
 _COPIES = 5
+
+
+def return_memory() -> None:
+    """Returns to the system what was freed: glibc keeps all but the largest of it."""
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def bytes_to_train(model: Layer, trace: Capture) -> int:

@@ -14,12 +14,13 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.layers.entries import FIRST_SEED
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.tensor import has_memory, release_memory
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter, release_memory
 
 
 def without_memory(model: Layer) -> dict[str, Tensor]:
-    """Returns the parameters and buffers of a model that have no memory, by name."""
-    return {name: tensor for name, tensor in model.state_dict().items() if not has_memory(tensor)}
+    """Returns the parameters of a model that have no memory, by name; a buffer may be empty."""
+    state = model.state_dict().items()
+    return {name: t for name, t in state if is_parameter(t) and not has_memory(t)}
 
 
 @contextmanager
@@ -50,6 +51,6 @@ def initialize(model: Layer, parameters: Mapping[str, Tensor]) -> None:
     """
     with random_states_kept():
         for number, (name, tensor) in enumerate(model.state_dict().items()):
-            if name in parameters and not has_memory(tensor):
+            if name in parameters and is_parameter(tensor) and not has_memory(tensor):
                 paddle.seed(FIRST_SEED + number)
                 tensor.initialize()

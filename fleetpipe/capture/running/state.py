@@ -87,6 +87,11 @@ class CapturedState(ModelState):
     def _lasting_name(self, name: str) -> str:
         return name
 
+    def _state_in(self, model: Layer) -> dict[str, Tensor]:
+        """Leaves out the buffers that a forward of the model has registered."""
+        state = super()._state_in(model).items()
+        return {name: tensor for name, tensor in state if not self._is_late(name, tensor)}
+
 
 def stages_of(
     model: Layer, nodes_of: Callable[[int], Sequence[Node]], stages: int

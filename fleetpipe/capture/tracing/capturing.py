@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest
@@ -29,16 +30,25 @@ class Capturing:
         model: The model.
         example: The example.
         unopened: Which of its layers are nodes as a whole.
+        losses: The loss functions, which find nothing that the forward keeps.
     """
 
-    def __init__(self, model: Layer, example: Nest, no_split: Sequence[type] = ()) -> None:
+    def __init__(
+        self,
+        model: Layer,
+        example: Nest,
+        no_split: Sequence[type] = (),
+        losses: Sequence[Any] = (),
+    ) -> None:
         """Begins without a run.
 
         Args:
             model: The model.
             example: An example of its inputs, which is used for a batch that looks like it.
             no_split: Classes of layers that are nodes as a whole.
+            losses: The loss functions.
         """
+        self.losses = losses
         self.model = model
         self.example = example
         self.unopened = Unopened(no_split)
@@ -93,7 +103,7 @@ class Capturing:
         try:
             # As each will run: nothing in evaluation needs a gradient.
             with self.notice_if_slow(), in_mode(model, training), paddle.set_grad_enabled(training):
-                return traced(model, inputs, self.unopened)
+                return traced(model, inputs, self.unopened, self.losses)
         except FleetPipeError:
             raise
         except Exception as error:

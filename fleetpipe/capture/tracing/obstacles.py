@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.capture.tracing.place import forward_place
+from fleetpipe.dygraph.batch.kept_for_loss import kept_for
+from fleetpipe.errors import CaptureError
 
 IN_A_SUBLAYER = "put that code into a sublayer: what is within one may do anything"
 
@@ -118,3 +124,18 @@ def unseen(name: str) -> Obstacle:
         "a stage repeats operations",
         f"write into it by set_value or paddle.assign; or {IN_A_SUBLAYER}",
     )
+
+
+def require_nothing_kept(model: Layer, losses: Sequence[Any], before: Mapping[int, Tensor]) -> None:
+    """Refuses what a forward has kept for a loss, as auxiliary losses that it appends to a list."""
+    kept = (path for loss in losses for path, tensor in kept_for(loss) if id(tensor) not in before)
+    path = next(kept, None)
+    if path is not None:
+        raise CaptureError(
+            f"the loss function reads a tensor that the forward of {type(model).__name__} keeps",
+            where=forward_place(model),
+            got=path,
+            cause="it appends an auxiliary loss to a list, or keeps it in an attribute: stages "
+            "repeat operations, and keep nothing",
+            fix="return it from the forward, (output, kept), of which loss_fn gets both",
+        )

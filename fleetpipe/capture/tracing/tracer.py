@@ -41,6 +41,7 @@ from fleetpipe.capture.tracing.value import (
     parts,
 )
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
+from fleetpipe.dygraph.batch.kept_for_loss import kept_for
 from fleetpipe.dygraph.nest import leaves, mapped, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
@@ -67,7 +68,7 @@ class _Refused(BaseException):
         self.error = error
 
 
-def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Capture:
+def traced(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any] = ()) -> Capture:
     """Runs a model's forward once and returns what it called.
 
     Parameters, buffers, random states and what layers keep on Python's side are put back.
@@ -76,9 +77,11 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Capture:
         model: Any layer. It runs in the mode that it is in.
         inputs: One argument; several in a tuple; by name in a dict.
         unopened: Which layers are nodes as a whole; classes are added that could not be opened.
+        losses: The loss functions.
 
     Raises:
-        CaptureError: The model's own forward does what no node can be made of.
+        CaptureError: The model's own forward does what no node can be made of, or it keeps a
+            tensor for a loss.
     """
     generators = Generators(model)
     follows = False
@@ -86,11 +89,13 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened) -> Capture:
         # A forward may write into what it is given.
         arguments = mapped(lambda tensor: tensor.detach().clone(), inputs)
         try:
+            before = {id(tensor): tensor for loss in losses for _, tensor in kept_for(loss)}
             with state_kept(model) as written:
                 tracer = _Tracer(model, unopened)
-                before = generators.states()
+                states = generators.states()
                 trace = tracer.run(arguments, Draws(generators, tracer.drawn) if follows else None)
-                drew = generators.states() != before
+                drew = generators.states() != states
+                obstacles.require_nothing_kept(model, losses, before)
             trace = tracer.with_state(trace, written)
         except _Refused as refused:
             raise refused.error from None

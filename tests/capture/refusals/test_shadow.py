@@ -16,6 +16,7 @@ from fleetpipe import fleet, log
 from fleetpipe.capture.running import host_memory, stages
 from fleetpipe.errors import BoundaryError, CaptureError, ConfigError
 from fleetpipe.paddle_api.optimizer import learning_rate_of
+from fleetpipe.paddle_api.tensor import shares_memory
 from tests.fixtures import LogCapture, Patch
 from tests.jobs import job
 
@@ -357,10 +358,22 @@ class Auxiliary(Gated):
 AUXILIARY: list[Any] = []
 
 
+@pytest.mark.parametrize("verify", ["first", True, False])
+def test_what_a_forward_keeps_for_the_loss_is_refused(verify: Any) -> None:
+    def loss(output: Any, label: Any) -> Any:
+        return nn.functional.mse_loss(output, label) + sum(AUXILIARY)
+
+    AUXILIARY.clear()
+    with pytest.raises(CaptureError, match="reads a tensor that the forward of Auxiliary keeps"):
+        wrapped(Auxiliary, loss_fn=loss, verify=verify)
+
+
 def test_a_batch_on_which_the_plain_model_alone_fails_is_refused() -> None:
     def loss(output: Any, label: Any) -> Any:
-        total = nn.functional.mse_loss(output, label) + sum(AUXILIARY)
-        AUXILIARY.clear()
+        # No name in code says what it reads.
+        kept = globals()["auxiliary".upper()]
+        total = nn.functional.mse_loss(output, label) + sum(kept)
+        kept.clear()
         return total
 
     _, model, optimizer = wrapped(Auxiliary, loss_fn=loss)
@@ -388,3 +401,62 @@ def test_a_loss_that_counts_is_stepped_once() -> None:
     for number in range(1, 4):
         model.train_batch(data(number), optimizer)
         assert (float(loss.calls), loss.count[0]) == (4 * number, 4 * number)
+
+
+class Remembering(nn.Layer):  # type: ignore[misc]
+    """Is a node, whose forward gives it its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([4, 4])
+        self.register_buffer("before", None)
+
+    def forward(self, x: Any) -> Any:
+        h = x @ self.weight
+        output = h if self.before is None else h + 0.5 * self.before
+        self.before = h.detach()
+        return output
+
+
+class Buffered(Gated):
+    """Has a buffer without a value, one of no state dict, and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Remembering()
+        self.register_buffer("scale", paddle.ones([4]), persistable=False)
+        self.register_buffer("empty", paddle.zeros([0, 4]))
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(self.memory(x) * self.scale) + self.empty.sum()
+
+
+def test_buffers_that_no_state_dict_has_at_first_are_no_obstacle() -> None:
+    pipe, model, optimizer = wrapped(Buffered)
+    paddle.seed(0)
+    plain = Buffered()
+    rate = paddle.optimizer.lr.StepDecay(0.1, 1)
+    clip = nn.ClipGradByGlobalNorm(0.1)
+    adam = paddle.optimizer.AdamW(rate, parameters=plain.parameters(), grad_clip=clip)
+    for step in range(4):
+        for one in (pipe.plain, plain):
+            one.scale.set_value(paddle.full([4], 1.0 + step))
+        batch = data(step)
+        model.train_batch(batch, optimizer)
+        count = model.accumulate_steps
+        for inputs, labels in zip(*(one.split(count) for one in batch)):
+            (nn.functional.mse_loss(plain(inputs), labels) / count).backward()
+        adam.step()
+        adam.clear_grad()
+        state = pipe.state_dict()
+        for name, parameter in plain.named_parameters():
+            assert np.array_equal(state[name].numpy(), parameter.numpy()), (step, name)
+
+
+def test_the_copy_has_the_memory_of_the_stages() -> None:
+    pipe, model, optimizer = wrapped()
+    model.train_batch(data(0), optimizer)
+    copies = model._runtime.companion._reference.tensors()
+    parameters = pipe.state.own_parameters()
+    parameters = {name: p for name, p in parameters.items() if not p.stop_gradient}
+    assert [n for n, p in parameters.items() if shares_memory(copies[n], p)] == [*parameters]
