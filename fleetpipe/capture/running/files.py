@@ -15,23 +15,17 @@ from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.schedules import Placement
 
 
-class _ShardOnly:
-    """Tensors under their names in the whole model, with a layer's face."""
+class _ShardOnly(paddle.nn.Layer):
+    """Tensors under their names in the whole model, as a layer has them."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns them."""
-        return self._tensors
-
-    def set_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Gives them other values."""
-        for name, tensor in self._tensors.items():
-            tensor.set_value(state[name])
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        parameters_in(self).update(tensors)
 
 
 def files_of_model(
