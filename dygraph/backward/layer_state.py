@@ -7,14 +7,18 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.dygraph.backward.contents import CONTAINERS, content_of, refill
 from fleetpipe.dygraph.nest import leaf_like
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.layer import buffers_in, parameters_in, state_slots
+from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in, state_slots
 from fleetpipe.paddle_api.tensor import tensor_bytes
 
 #: The bytes of a buffer up to which it is copied in each call, whether it changes or not.
 SMALL = 2**14
+
+#: The attributes that every layer has.
+_PADDLES = vars(paddle.nn.Layer()).keys()
 
 #: Where a buffer stands: the id of a layer's table, and the name in it.
 Key = tuple[int, str]
@@ -59,7 +63,7 @@ class _Slot(NamedTuple):
 class LayerStates:
     """The attributes, buffers and statistics of layers as they are at one time.
 
-    What an attribute holds is not copied: a list that has grown meanwhile stays so.
+    Lists, dicts and sets among the attributes get back what they held, but no deeper ones.
     """
 
     def __init__(self, layers: Iterable[Layer], written: Container[Key] | None) -> None:
@@ -70,12 +74,17 @@ class LayerStates:
             written: The larger buffers that are to be copied; None for all.
         """
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []
         self._slots: list[_Slot] = []
         for layer in layers:
             tables = layer.__dict__, parameters_in(layer), buffers_in(layer)
             attributes, parameters, buffers = (table.copy() for table in tables)
             # A schedule puts another forward in for each action.
             attributes.pop("forward", None)
+            of_user = (attributes[name] for name in attributes.keys() - _PADDLES)
+            for value in (*forward_hooks(layer), *of_user):
+                if isinstance(value, CONTAINERS):
+                    self._contents.append((value, content_of(value)))
             held = {name: value for name, value in buffers.items() if not _is_computed(value)}
             self._tables += zip(tables, (attributes, parameters, held))
             for table, name in state_slots(layer):
@@ -103,7 +112,10 @@ class LayerStates:
         """
         copies = [slot.again(where) for slot in self._slots]
         now = [table.copy() for table, _ in self._tables]
+        contents = [(container, content_of(container)) for container, _ in self._contents]
         try:
+            for container, content in self._contents:
+                refill(container, content)
             for table, then in self._tables:
                 for name in table.keys() - then.keys():
                     if name != "forward" and not _is_computed(table[name]):
@@ -116,6 +128,8 @@ class LayerStates:
             for (table, _), values in zip(self._tables, now):
                 table.clear()
                 table.update(values)
+            for container, content in contents:
+                refill(container, content)
 
 
 def _slot(table: dict[str, Any], name: str, written: Container[Key] | None) -> _Slot:

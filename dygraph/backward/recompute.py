@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Callable
 
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.dygraph.backward.contents import contents_kept
 from fleetpipe.dygraph.backward.layer_state import Key, LayerStates
 from fleetpipe.dygraph.backward.own_state import changes
 from fleetpipe.dygraph.nest import copied, leaf_like, replace, tensors_of
@@ -47,13 +48,14 @@ class RecomputedPiece:
     def __init__(self, name: str, functions: Iterable[Callable[[Nest], Nest]]) -> None:
         functions = list(functions)
         self.name = name
+        self.functions = [function for function in functions if not _is_layer(function)]
         self.has_parameters = any(
             layer.parameters()
             for function in functions
             if _is_layer(function) or getattr(function, "counts_as_layer", False)
             for layer in layers_in(function)
         )
-        self._layers = [
+        self.layers = [
             part
             for function in functions
             for layer in layers_in(function)
@@ -75,7 +77,7 @@ class RecomputedPiece:
 
     def states(self) -> LayerStates:
         """Takes down what its layers are before a call."""
-        return LayerStates(self._layers, self._written.get(self._modes()))
+        return LayerStates(self.layers, self._written.get(self._modes()))
 
     def learn(self, before: LayerStates) -> None:
         """Notes which of the larger buffers a first call has written into."""
@@ -89,7 +91,7 @@ class RecomputedPiece:
         return device_kind() == "cpu" and not (self._calls > _COMPARED and self._calls % _COMPARED)
 
     def _modes(self) -> tuple[bool, ...]:
-        return tuple(layer.training for layer in self._layers)
+        return tuple(layer.training for layer in self.layers)
 
 
 class HeldInputs:
@@ -235,7 +237,8 @@ class _Rerun:
         before, _here.rerunning = _here.rerunning, True
         try:
             states = self._states.put_back(self._piece.name)
-            with random_states_kept(), states, paddle.enable_grad(), self._casts():
+            kept = contents_kept(self._piece.layers, self._piece.functions)
+            with random_states_kept(), kept, states, paddle.enable_grad(), self._casts():
                 self._random.put_back()
                 with _opened(fill, _kept if self._piece.differentiates else _refuse):
                     # Not leaves of the graph: Paddle lets nobody write into one.
@@ -307,7 +310,14 @@ def _no_backward(*_arguments: object) -> None:
 
 
 def _refuse(_packed: object) -> None:
-    raise RuntimeError("backward cannot run through the second run of a recomputed piece")
+    global _failure
+    _failure = ConfigError(
+        "backward came to what a recomputed piece computed when backward ran it again",
+        cause="a layer leaves a tensor, as an auxiliary loss, where the loss function reads it",
+        fix="return it with the output, for loss_fn to add, or set recompute_interval=0",
+    )
+    switch_gradients_on()
+    raise _failure
 
 
 class _Here(threading.local):

@@ -130,6 +130,7 @@ class HiddenUses:
                     places[key] = value
                 if rank in here and is_parameter(value) and key not in self._uses:
                     self._watch(value, here)
+        self._on_ranks = len(here) < len(functions)
         self._places = list(places.values()) if len(here) > 1 else []
         self._before = [dict(_content(place)) for place in self._places]
         self._left: dict[tuple[int, Any], _Left] = {}
@@ -193,7 +194,7 @@ class HiddenUses:
         """
         if _OfAnotherStage.__name__ in str(error):
             return _refusal(listed([str(key) for _, key in self._left]))
-        if not self._places and isinstance(error, (LookupError, AttributeError, NameError)):
+        if self._on_ranks and isinstance(error, (LookupError, AttributeError, NameError)):
             return _refusal(f"{type(error).__name__}: {error}")
         return None
 

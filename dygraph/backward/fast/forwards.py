@@ -23,6 +23,7 @@ from fleetpipe.dygraph.backward.adding import Sums, count_own_hook, is_watched
 from fleetpipe.dygraph.backward.fast import linear
 from fleetpipe.dygraph.backward.lookup import add_gradient, has_large_table, look_up, summed
 from fleetpipe.dygraph.backward.own_state import changes
+from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.kernels import reshaped
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS
@@ -177,6 +178,15 @@ class _Replacement:
             self._before.append((layer, layer.__dict__.get("forward", _MISSING)))
             layer.__dict__["forward"] = forward
 
+    def require_in_place(self) -> None:
+        """Refuses another forward of a layer that came meanwhile, and would be gone."""
+        for layer, forward in self._forwards:
+            if layer.__dict__.get("forward", forward) is not forward:
+                raise ConfigError(
+                    f"the forward of a layer was replaced while its stage ran: {type(layer)}",
+                    fix="replace it before the batch",
+                )
+
     def end(self) -> None:
         while self._before:
             layer, forward = self._before.pop()
@@ -194,6 +204,7 @@ def replaced(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
     try:
         replacement.begin()
         yield
+        replacement.require_in_place()
     finally:
         changes.remove(replacement)
         replacement.end()

@@ -9,6 +9,7 @@ import paddle
 import pytest
 from paddle import nn
 
+from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.backward.leaves import Parent
 from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd, train
@@ -108,3 +109,22 @@ def test_the_report_says_where_each_gradient_was_computed() -> None:
     assert "  1.weight: computed in I, added in I: Paddle gives it together" in lines[1]
     assert lines[3].startswith("  2.shift: computed in I, added in I: ")
     assert [line.split()[1] for line in lines[4:]] == ["0:", "1:", "2:", "3:"]
+
+
+class Patching(nn.Layer):
+    """Puts another forward in the place of its sublayer's, in the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        y, forward = self.inner(x), self.inner.forward
+        self.inner.forward = lambda x: forward(x) + x
+        return y
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_another_forward_that_comes_within_a_forward_is_refused(schedule: str) -> None:
+    with pytest.raises(ConfigError, match="replace it before the batch"):
+        train([*mlp_layers(), LayerDesc(Patching)], schedule=schedule)
