@@ -269,6 +269,8 @@ class Shadow:
             self._reference.takes_switches = True
         else:
             pipe.copy_to(self._reference.model)
+            # As a new copy does: on another rank a forward may have registered a buffer.
+            self._reference.take_hidden_buffers(pipe)
             self._take_unsaved_buffers(self._reference)
         self._has_twin = all(all_ranks().all_gather(_can_have_a_twin(optimizer)))
         drop_gradients(self._reference.model.parameters())
