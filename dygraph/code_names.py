@@ -20,6 +20,13 @@ def is_of_library(thing: object) -> bool:
     return str(module).partition(".")[0] in LIBRARIES
 
 
+def is_installed(module: str) -> bool:
+    """Whether a module is of a package that was installed, and not of the script's own."""
+    root = sys.modules.get(module.partition(".")[0])
+    file = str(getattr(root, "__file__", None) or "")
+    return "site-packages" in file or "dist-packages" in file
+
+
 @cache
 def codes_in(code: CodeType) -> tuple[CodeType, ...]:
     """Returns code, and that of the functions and comprehensions within it."""

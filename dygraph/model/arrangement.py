@@ -10,7 +10,7 @@ from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
-from fleetpipe.paddle_api.topology import user_strategy
+from fleetpipe.paddle_api.topology import has_begun, user_strategy
 from fleetpipe.profiling import LayerDegrees, PipelinePlan
 from fleetpipe.schedules import Placement, Schedule
 
@@ -183,7 +183,7 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
     stages = next(iter(numbers.values()))
     processes = meeting.world_size()
     if job is None and stages > 1 and processes > 1:
-        stock = getattr(paddle_fleet.fleet, "_hcg", None) is not None
+        stock = has_begun()
         raise StateError(
             f"a PipelineLayer of {stages} stages was built before fleet.init",
             got=f"a job of {processes} processes, none of which knows its stage",

@@ -18,7 +18,7 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.backward.adding import count_own_hook
-from fleetpipe.dygraph.code_names import is_of_library, variables_of
+from fleetpipe.dygraph.code_names import is_installed, is_of_library, variables_of
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, listed
 from fleetpipe.paddle_api import paddle
@@ -238,7 +238,7 @@ def reachable(roots: Iterable[object]) -> dict[int, object]:
     """Returns what functions and layers can get at, by id, themselves among it.
 
     Ways lead through what functions name, close over and are bound to, through attributes and
-    containers; not into libraries, but for what the script has put there.
+    containers; not into libraries and installed packages, but for what the script has put there.
     """
     values: dict[int, object] = {}
     waiting = list(roots)
@@ -276,5 +276,9 @@ def _is_closed(value: Any) -> bool:
     if isinstance(value, _HOLDERS) and not isinstance(value, type):
         return False
     named = value if isinstance(value, (type, types.FunctionType)) else type(value)
-    module = value.__name__ if isinstance(value, types.ModuleType) else named
-    return is_of_library(module) and not is_parameter(value)
+    module = (
+        value.__name__
+        if isinstance(value, types.ModuleType)
+        else getattr(named, "__module__", "builtins")
+    )
+    return (is_of_library(module) or is_installed(module)) and not is_parameter(value)

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from fleetpipe.aliases import Clip, Tensor
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import clip_methods
 
 
 def is_own(clip: Clip) -> bool:
     """Whether a clip computes in another way than those of Paddle and of fleetpipe."""
     if not isinstance(clip, paddle.nn.clip.ClipGradBase):
         return False
-    methods = (type(clip).__call__, type(clip)._dygraph_clip)
-    return any(m.__module__.partition(".")[0] not in ("paddle", "fleetpipe") for m in methods)
+    modules = (method.__module__.partition(".")[0] for method in clip_methods(clip))
+    return any(module not in ("paddle", "fleetpipe") for module in modules)
 
 
 def require_by_gradient(clip: Clip, parameters: Sequence[Tensor]) -> None:

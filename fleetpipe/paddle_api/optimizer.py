@@ -260,6 +260,11 @@ def learning_rate_of(optimizer: Optimizer) -> float | Scheduler:
     return base_optimizer(optimizer)._learning_rate
 
 
+def clip_methods(clip: Clip) -> tuple[Callable[..., Any], ...]:
+    """Returns the methods in which a class of clips computes."""
+    return type(clip).__call__, type(clip)._dygraph_clip
+
+
 def scheduler_of(optimizer: Optimizer) -> Scheduler:
     """Returns the schedule of an optimizer's learning rate; None where it is a number."""
     rate = learning_rate_of(optimizer)

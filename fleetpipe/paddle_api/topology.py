@@ -337,6 +337,11 @@ def install_topology(hcg: Topology, strategy: Strategy) -> None:
     _paddle_topology._HYBRID_PARALLEL_GROUP = hcg
 
 
+def has_begun() -> bool:
+    """Whether Paddle's own ``fleet.init``, or fleetpipe's, has begun a job."""
+    return getattr(paddle_fleet.fleet, "_hcg", None) is not None
+
+
 def user_strategy() -> Strategy:
     """Returns the strategy given to ``fleet.init`` or ``fleet.distributed_optimizer`` last.
 

@@ -247,7 +247,7 @@ def test_a_schedule_may_be_spelled_in_several_ways(spelling: str) -> None:
     [
         ({"pp_degree": 3}, 4, "do not divide the world size"),
         ({"pp_degree": 2, "dp_degree": 1}, 4, "dp_degree=2"),
-        ({"pp_degree": 2, "dp_degree": 2}, 1, "--nproc_per_node 4"),
+        ({"pp_degree": 2, "dp_degree": 2}, 1, "--nproc 4"),
         ({"pp_degree": 8}, 4, "--nproc_per_node 8"),
         ({"pp_degree": 2, "sep_degree": 3}, 4, "set sep_degree=2"),
         ({"pp_degree": 2, "ep_degree": 4}, 4, "set ep_degree=2"),

@@ -62,7 +62,7 @@ MADE: dict[str, Callable[[Path], Any]] = {
     "<MemoryTransport rank=1, ranks=2>": lambda _: transport.MemoryHub(2).endpoint(1),
     "<SoleGroup rank=0, ranks=1>": lambda _: groups.SoleGroup(),
     "<LossMonitor every=5>": lambda _: callbacks.LossMonitor(5),
-    "<MetricsLogger on_rank='first', every=1, folder=run>": callbacks.MetricsLogger,
+    "<MetricsLogger on_rank='first', every=1, folder=": callbacks.MetricsLogger,
     "<Report passed=True, bit_exact=True, steps=0": lambda _: Report({"fleetpipe": "0.1.0"}),
     "<DistributedBatchSampler batch_size=4, ": lambda _: io.DistributedBatchSampler(range(8), 4),
     "<DataLoader dataset=range(0, 8), ": lambda _: io.DataLoader(range(8), batch_size=4),

@@ -161,7 +161,7 @@ def test_an_argument_is_taken_and_used_as_the_page_says(row: Row) -> None:
     if row.status == REFUSED:
         assert find(row.subject) is StaticOptimizer.minimize
         minimize = functools.partial(_static_optimizer().minimize, None)
-        assert_refused(row, lambda: minimize(**{row.name: []}))
+        assert_refused(row, lambda: minimize(**{row.name: ["x"]}))
 
 
 def _uses(function: Any, argument: str) -> bool:

@@ -15,6 +15,7 @@ from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
 from fleetpipe.fit.callbacks.metrics_logger import MetricsLogger
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import learning_rate_of
 
 _configured: Callable[..., CallbackList] = config_callbacks
 
@@ -73,7 +74,7 @@ def _require_steps(model: Any, callbacks: list[Any]) -> None:
     Raises:
         ConfigError: It would end in a TypeError behind the first step.
     """
-    rate = getattr(model._optimizer, "_learning_rate", None)
+    rate = None if model.optimizer is None else learning_rate_of(model.optimizer.wrapped)
     if isinstance(rate, paddle.optimizer.lr.ReduceOnPlateau) and any(
         isinstance(one, paddle.callbacks.LRScheduler) and (one.by_step or one.by_epoch)
         for one in callbacks

@@ -181,7 +181,7 @@ def _new(leaf: TensorLeaf) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _template(dtype: str, shape: tuple[int, ...]) -> Tensor:
-    # Not empty: FLAGS_check_nan_inf looks at each clone, and memory may hold anything.
+    # Not empty: Paddle's check for NaN looks at each clone, and memory may hold anything.
     return paddle.zeros(shape, DTYPES[dtype])
 
 
