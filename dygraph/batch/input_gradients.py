@@ -6,7 +6,7 @@ stand-in of each. What these have got in the end is handed back to the script's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, unwrapped
@@ -38,7 +38,17 @@ def with_gradients(data: Nest) -> tuple[Nest, Sources]:
         return [mapped(stand_in, value[0]), mapped(_cut_off, value[1])]
 
     data = unwrapped(data)
-    return (map(pair, data) if is_iterator(data) else pair(data)), sources
+    return (_each(pair, data) if is_iterator(data) else pair(data)), sources
+
+
+def _each(change: Callable[[Nest], Nest], iterator: Nest) -> Iterator[Nest]:
+    """Yields what an iterator does, changed; it may have ``__next__`` and no ``__iter__``."""
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        yield change(item)
 
 
 def without_gradients(batches: MicroBatches) -> MicroBatches:

@@ -22,6 +22,8 @@ from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.meta_parallel import Initializer, assigned_shape, attribute, sharded
 from fleetpipe.paddle_api.tensor import give_memory
 
+_ZEROS = paddle.nn.initializer.Constant(0.0)
+
 
 class ParallelLayer(paddle.nn.Layer):
     """A layer whose parameters are shards of those of a dense layer.
@@ -126,10 +128,16 @@ class ShardOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without
 
     def forward(self, param: Tensor, block: object = None) -> None:
         """Fills ``param``; the whole parameter is in memory meanwhile."""
-        whole = paddle.zeros(self._shape, dtype=param.dtype)
-        # Orthogonal, Dirac and a script's own may have __call__ alone.
-        own_call = type(self._whole).__call__ is not Initializer.__call__
-        (self._whole if own_call else self._whole.forward)(whole, block)
+        # Orthogonal, Dirac and a script's own may have __call__ alone, and take a parameter alone.
+        if type(self._whole).__call__ is not Initializer.__call__:
+            with paddle.utils.unique_name.guard():
+                whole = paddle.create_parameter(
+                    self._shape, param.dtype, default_initializer=_ZEROS
+                )
+            self._whole(whole, block)
+        else:
+            whole = paddle.zeros(self._shape, dtype=param.dtype)
+            self._whole.forward(whole, block)
         give_memory(shard_of(whole, *self._place), param)
 
 

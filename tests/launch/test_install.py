@@ -61,6 +61,7 @@ def test_warnings_may_be_errors() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.skipif(paddle.__version__ < "3", reason="fleet.init of 2.6.2 fails by itself")
 @pytest.mark.parametrize(
     ("ranks", "told"), [(None, "from fleetpipe import fleet, for"), (2, "that of paddle.distrib")]
 )

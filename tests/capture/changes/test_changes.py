@@ -110,7 +110,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "hook": lambda net: net.first.register_forward_post_hook(_half),
     "hook of a leaf": lambda net: net.gate.inner.register_forward_post_hook(_half),
     "hook of the root": lambda net: net.register_forward_post_hook(_half),
-    "layer appended": lambda net: net.first.append(nn.Tanh()),
+    "layer appended": lambda net: net.first.add_sublayer("last", nn.Tanh()),
     "layer replaced": _set("gate", "dropped", nn.Sigmoid()),
     "buffer": _move,
     "frozen": _freeze,

@@ -425,7 +425,8 @@ class Buffered(Gated):
         super().__init__()
         self.memory = Remembering()
         self.register_buffer("scale", paddle.ones([4]), persistable=False)
-        self.register_buffer("empty", paddle.zeros([0, 4]))
+        # 2.6.2 has no sum of it.
+        self.register_buffer("empty", paddle.zeros([0 if paddle.__version__ >= "3" else 1, 4]))
 
     def forward(self, x: Any) -> Any:
         return super().forward(self.memory(x) * self.scale) + self.empty.sum()

