@@ -128,18 +128,18 @@ def _deaf_to_stop_signals() -> Iterator[None]:
     step. Ray's handlers shut down within whatever this process was doing, with the locks of that,
     or end it by SIGABRT.
     """
-    if threading.current_thread() is not threading.main_thread() or sys.platform == "win32":
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
-        return
-    handlers = {number: signal.getsignal(number) for number in systems.STOP_SIGNALS}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            if handler is not None:  # one that is not of Python
-                signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    else:
+        handlers = {number: signal.getsignal(number) for number in systems.STOP_SIGNALS}
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                if handler is not None:  # one that is not of Python
+                    signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _read_settings_again() -> None:
