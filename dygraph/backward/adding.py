@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Callable
 
 from fleetpipe.aliases import Context, Tensor
@@ -54,8 +55,16 @@ class Sums:
         return total if total is not None and total.is_dense() else None
 
 
-#: What crosses autograd where no value does.
-_TOKEN = paddle.zeros([1])
+@cache
+def token(stop_gradient: bool = True) -> Tensor:
+    """Returns what crosses autograd where no value does.
+
+    It is made when a backward needs it: with the first operation of a process Paddle takes some
+    hundreds of megabytes of a GPU, and commands that only import this need none.
+    """
+    made = paddle.zeros([1], "float32")
+    made.stop_gradient = stop_gradient
+    return made
 
 
 class _Sum(paddle.autograd.PyLayer):
@@ -64,7 +73,7 @@ class _Sum(paddle.autograd.PyLayer):
     @staticmethod
     def forward(ctx: Context, handed: _Handed, *_parameters: Tensor) -> Tensor:
         ctx.handed = handed
-        return _TOKEN.detach()
+        return token().detach()
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Callable, NamedTuple
 
 from fleetpipe.aliases import Context, Tensor
-from fleetpipe.dygraph.backward.adding import Sums
+from fleetpipe.dygraph.backward.adding import Sums, token
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.output_hooks import OutputHooks
 from fleetpipe.dygraph.gradients import kept_beside
@@ -112,7 +112,7 @@ class _Entry(paddle.autograd.PyLayer):
     @staticmethod
     def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
         ctx.call, ctx.tape = call, tape
-        return _TOKEN.detach()
+        return token().detach()
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class _Exit(paddle.autograd.PyLayer):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
         ctx.call.arrived = ctx.call.hooks.changed(grads)
-        return _TOKEN
+        return token()
 
 
 def _entered(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
@@ -147,7 +147,7 @@ def _entered(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
         error = kept_beside() if tape.refusals.in_backward else _computed_within(call.leaf)
         tape.refusals.error = error
         raise error
-    gradients = call.input_grads(grads) or [_TOKEN]
+    gradients = call.input_grads(grads) or [token()]
     tape.calls.append(call)
     return tuple(gradients) if len(gradients) > 1 else gradients[0]
 
@@ -179,28 +179,18 @@ def bordered(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) -> S
     """
     if depth < 2:
         apply: Callable[..., Tensor] = _Border.apply
-        left = apply(call, tape, *(entries or [_ANCHOR]))
+        # A layer without differentiable inputs, such as Embedding, needs one.
+        left = apply(call, tape, *(entries or [token(stop_gradient=False)]))
     else:
         enter: Callable[..., Tensor] = _Entry.apply
-        token = enter(call, tape, *entries)
+        crossing = enter(call, tape, *entries)
         for _ in range(depth - 2):
-            token = paddle.scale(token)
+            crossing = paddle.scale(crossing)
         leave: Callable[..., Tensor] = _Exit.apply
-        left = leave(call, token)
+        left = leave(call, crossing)
     outputs = left if isinstance(left, (tuple, list)) else [left]
     call.hooks.watch(outputs)
     return outputs
-
-
-def _one_zero(stop_gradient: bool) -> Tensor:
-    tensor = paddle.zeros([1])
-    tensor.stop_gradient = stop_gradient
-    return tensor
-
-
-#: What makes the output of a layer without differentiable inputs, such as Embedding, need one, and
-#: what crosses a border, or comes from a root, where no value does.
-_ANCHOR, _TOKEN = _one_zero(False), _one_zero(True)
 
 
 #: Bytes of an output from which it is worth the time of two more nodes not to keep it.
@@ -310,7 +300,7 @@ class _Root(paddle.autograd.PyLayer):
     @staticmethod
     def forward(ctx: Context, call: Call, _output: Tensor) -> Tensor:
         ctx.call = weakref.ref(call)
-        return _TOKEN.detach()
+        return token().detach()
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
