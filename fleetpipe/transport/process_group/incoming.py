@@ -20,15 +20,23 @@ from fleetpipe.transport.wire.structure import Structure, decode
 
 
 class Arrival(NamedTuple):
-    """A message of which the header has come, and the data has or is on its way."""
+    """A message of which the header has come, and the data has or is on its way.
+
+    Attributes:
+        structure: Its structure.
+        places: What its data is received in.
+        tasks: The transfers under way.
+    """
 
     structure: Structure
-    buffers: list[Tensor]
+    places: list[Tensor]
     tasks: list[Task]
 
 
 class Incoming:
     """Messages from one peer, of which the transfers return at once, as NCCL's do."""
+
+    _tensors = staticmethod(bridge.filled)
 
     def __init__(self, rank: int, lane: Lane) -> None:
         """Uses ``lane`` to ``rank``, this one, from its peer."""
@@ -78,9 +86,9 @@ class Incoming:
     def _accept(self, header: str) -> None:
         """Starts the transfers of the message that a header speaks of."""
         key, structure = self._read(header)
-        buffers = bridge.byte_buffers(structure.leaves)
-        tasks = [self._lane.transfer(buffer) for buffer in buffers]
-        self._arrivals.setdefault(key, deque()).append(Arrival(structure, buffers, tasks))
+        places = bridge.unfilled(structure.leaves)
+        tasks = [self._lane.transfer(carrier) for carrier in bridge.carriers(places)]
+        self._arrivals.setdefault(key, deque()).append(Arrival(structure, places, tasks))
 
     def _read(self, header: str) -> tuple[MessageKey, Structure]:
         kind, *numbers, announcement = header.split(" ", 5)
@@ -97,8 +105,8 @@ class Incoming:
             del self._arrivals[key]
         for task in arrival.tasks:
             task.wait()
-        leaves = arrival.structure.leaves
-        return arrival.structure.rebuild(bridge.from_bytes(arrival.buffers, leaves))
+        structure = arrival.structure
+        return structure.rebuild(self._tensors(arrival.places, structure.leaves))
 
     def _late(self, key: MessageKey, timeout: float) -> PipelineTimeout:
         peer = self._lane.peer
@@ -116,6 +124,8 @@ class ThreadedIncoming(Incoming):
 
     It answers the header first: the peer enters its half only then, within Gloo's 30 s.
     """
+
+    _tensors = staticmethod(bridge.from_bytes)
 
     def __init__(self, rank: int, lane: Lane) -> None:
         super().__init__(rank, lane)

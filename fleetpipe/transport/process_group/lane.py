@@ -1,4 +1,4 @@
-"""One direction between two ranks: a stream for headers, and a transfer for bytes of tensors."""
+"""One direction between two ranks: a stream for headers, and a transfer for tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Lane(NamedTuple):
     Attributes:
         peer: The other rank.
         stream: Connections of this rank, used for nothing else but this direction.
-        transfer: Starts to send, or to fill, a tensor of bytes in one dimension.
+        transfer: Starts to send, or to fill, a tensor in order: of bytes in one dimension for
+            Gloo, of a dtype that it takes for NCCL.
         interrupt: Ends a wait at ``stream`` from any thread. None where ``transfer`` returns at
             once, as NCCL's does: no thread waits there. Gloo's returns when the other side came.
     """

@@ -30,6 +30,8 @@ class Parcel(NamedTuple):
 class Outgoing:
     """Messages to one peer, of which the transfers return at once, as NCCL's do."""
 
+    _carriers = staticmethod(bridge.carriers)
+
     def __init__(self, rank: int, lane: Lane) -> None:
         """Uses ``lane`` from ``rank``, this one, to its peer."""
         self._rank = rank
@@ -55,7 +57,7 @@ class Outgoing:
             raise unfit.error(route) from None
         number, structure, announcement = self._announce(route, tree)
         header = f"{key.kind} {key.source} {key.target} {number} {key.micro_batch} {announcement}"
-        self._put(Parcel(route, header, bridge.flat_bytes(tensors), timeout))
+        self._put(Parcel(route, header, self._carriers(tensors), timeout))
         return structure.nbytes, bool(announcement)
 
     def flush(self, timeout: float) -> None:
@@ -99,6 +101,8 @@ class ThreadedOutgoing(Outgoing):
     It does so when the peer has answered that it is ready: Gloo ends every wait after 30 s, and a
     peer may well compute, or be stopped, for longer.
     """
+
+    _carriers = staticmethod(bridge.flat_bytes)
 
     def __init__(self, rank: int, lane: Lane) -> None:
         super().__init__(rank, lane)
