@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout
@@ -16,6 +18,8 @@ from fleetpipe.transport.wire.bridge import Tensor
 from fleetpipe.transport.wire.message import MessageKey, Route, check_key
 from fleetpipe.transport.wire.structure import NOTHING, Structure, Tree, encode
 from fleetpipe.transport.wire.value import Unfit, take_apart
+
+_POLL_SECONDS = 0.0005
 
 
 class Parcel(NamedTuple):
@@ -37,7 +41,8 @@ class Outgoing:
         self._rank = rank
         self._lane = lane
         self._channels: dict[tuple[Any, ...], tuple[int, Structure]] = {}
-        self._leaving: deque[tuple[Task, Tensor]] = deque()
+        self._leaving: deque[tuple[Parcel, list[Task]]] = deque()
+        self._interrupted = False
 
     def send(self, key: MessageKey, value: Value, timeout: float) -> tuple[int, bool]:
         """Hands a value over.
@@ -61,26 +66,56 @@ class Outgoing:
         return structure.nbytes, bool(announcement)
 
     def flush(self, timeout: float) -> None:
-        """Waits until all transfers have ended."""
+        """Waits until the peer has everything.
+
+        To wait for a task of NCCL's would hold up what computes, and not this process.
+
+        Raises:
+            PeerFailed: A rank of the job failed meanwhile.
+            PipelineTimeout: Something is still here after ``timeout`` seconds.
+        """
+        limit = Limit(timeout)
         self._lane.stream.flush(timeout)
-        while self._leaving:
-            self._leaving.popleft()[0].wait()
+        while not self._all_gone():
+            parcels = [parcel for parcel, _ in self._leaving]
+            if self._interrupted:
+                raise interrupted(parcels[0].route)
+            if limit.reached():
+                raise self._late(parcels, timeout)
+            time.sleep(_POLL_SECONDS)
 
     def interrupt(self) -> None:
-        """Ends every wait, from any thread; here none is this direction's own."""
+        """Ends every wait, from any thread."""
+        self._interrupted = True
 
     def close(self) -> None:
         """Ends the stream."""
         self._lane.stream.close()
 
     def _put(self, parcel: Parcel) -> None:
-        while self._leaving and self._leaving[0][0].is_completed():
-            self._leaving.popleft()
+        self._all_gone()
         self._transfer(parcel)
+
+    def _all_gone(self) -> bool:
+        """Drops what has left; tells whether that is all."""
+        while self._leaving and all(task.is_completed() for task in self._leaving[0][1]):
+            self._leaving.popleft()
+        return not self._leaving
 
     def _transfer(self, parcel: Parcel) -> None:
         self._lane.stream.send(self._lane.peer, HEADER, parcel.header)
-        self._leaving.extend((self._lane.transfer(data), data) for data in parcel.tensors)
+        if parcel.tensors:
+            self._leaving.append((parcel, [self._lane.transfer(data) for data in parcel.tensors]))
+
+    def _late(self, parcels: Sequence[Parcel], timeout: float) -> PipelineTimeout:
+        peer = self._lane.peer
+        return PipelineTimeout(
+            f"rank {self._rank} could not send to rank {peer} for {timeout:g} s",
+            where=str(parcels[0].route),
+            got=f"{len(parcels)} messages wait for rank {peer}",
+            cause=f"rank {peer} is stuck, stopped or much slower",
+            fix="see where that rank is; raise the timeout if it only needs longer",
+        )
 
     def _announce(self, route: Route, tree: Tree) -> tuple[int, Structure, str]:
         """Returns the channel's number and structure, and its announcement if it has changed."""
@@ -126,7 +161,7 @@ class ThreadedOutgoing(Outgoing):
             self._raise_failure()
             while self._waiting:
                 if limit.reached():
-                    raise self._late(timeout)
+                    raise self._late(self._waiting, timeout)
                 self._changed.wait(limit.nap())
                 self._raise_failure()
 
@@ -156,16 +191,6 @@ class ThreadedOutgoing(Outgoing):
     def _raise_failure(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _late(self, timeout: float) -> PipelineTimeout:
-        peer = self._lane.peer
-        return PipelineTimeout(
-            f"rank {self._rank} could not send to rank {peer} for {timeout:g} s",
-            where=str(self._waiting[0].route),
-            got=f"{len(self._waiting)} messages wait for rank {peer}",
-            cause=f"rank {peer} is stuck, stopped or much slower",
-            fix="see where that rank is; raise the timeout if it only needs longer",
-        )
 
     def _run(self) -> None:
         while True:

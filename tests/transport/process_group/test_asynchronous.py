@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable
 
 import paddle
 import pytest
 
-from fleetpipe.errors import BoundaryError, PipelineTimeout
+from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout
 from fleetpipe.transport import MemoryHub, ProcessGroupTransport
 from fleetpipe.transport.process_group.lane import Lane
 from tests.transport.helpers import DTYPES, LIMIT, backward, forward, same, sample
@@ -140,6 +141,26 @@ def test_sent_tensors_are_kept_until_they_have_left() -> None:
     one.send(1, forward(2), 1)
     assert len(one._outgoing[1]._leaving) == 0
     one.flush(LIMIT)
+
+
+def test_a_flush_ends_when_the_peer_has_everything() -> None:
+    wire = Wire()
+    one, other = ranks(wire)
+    value = sample("float32", [2])
+    one.send(1, forward(0), value)
+    with pytest.raises(
+        PipelineTimeout, match=r"(?s)rank 1 for 0\.05 s.*F of edge 0>1, micro-batch 0"
+    ):
+        one.flush(0.05)
+    begun = threading.Timer(0.1, other.receive, (0, forward(0), LIMIT))
+    begun.start()
+    one.flush(LIMIT)
+    assert not wire.lines[0, 1]
+    begun.join()
+    one.send(1, forward(1), value)
+    threading.Timer(0.1, one.interrupt).start()
+    with pytest.raises(PeerFailed, match="a rank of the job failed while this one waited"):
+        one.flush(LIMIT)
 
 
 def test_what_is_absent_or_may_not_cross() -> None:
