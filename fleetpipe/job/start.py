@@ -85,9 +85,12 @@ def begin_together(
             pipeline = None
             if groups:
                 members = mesh.along(mesh.coordinate(rank), ["pp"])
-                pipeline = neighbours.connect(
-                    *(connections, members, groups, store, f"{prefix}/neighbours", timeout)
-                )
+                what = "having Paddle's groups connect neighbours"
+                # Sockets say themselves who is missing, before the watch would.
+                with paddle_groups.translated(), watch.limit(2 * timeout, what, members):
+                    pipeline = neighbours.connect(
+                        *(connections, members, groups, store, f"{prefix}/neighbours", timeout)
+                    )
                 watch.on_failure(pipeline.interrupt)
     except BaseException:
         paddle_groups.share_store_again()

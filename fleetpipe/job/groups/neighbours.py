@@ -6,7 +6,7 @@ goes to one. Groups of all pairs would be as many as the square of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from fleetpipe.aliases import PaddleGroup
@@ -80,7 +80,7 @@ def connect(
     Args:
         connections: This process's, to all ranks of the job.
         members: The pipeline's ranks in the job, in order.
-        groups: Those of :func:`make_groups`.
+        groups: Those of :func:`make_groups`, in their order.
         store: The job's.
         namespace: Prefix of its keys there, new for each job.
         timeout: Seconds that any wait for another rank may last.
@@ -111,8 +111,23 @@ def connect(
         only = SocketTransport(view.rank, view.ranks, sockets, timeout=timeout, seals=seals)
         return Lane(peer, only, transfer, only.interrupt)
 
-    outgoing = {d.target: lane(d) for d in groups if d.source == view.rank}
-    incoming = {d.source: lane(d) for d in groups if d.target == view.rank}
+    lanes = {direction: lane(direction) for direction in groups if view.rank in direction}
     for sock in (sock for stream in streams for sock in stream.sockets.values()):
         sock.close()
+    if not streams:
+        _warm_up(lanes.values())
+    outgoing = {d.target: lane for d, lane in lanes.items() if d.source == view.rank}
+    incoming = {d.source: lane for d, lane in lanes.items() if d.target == view.rank}
     return ProcessGroupTransport(view, outgoing, incoming, timeout)
+
+
+def _warm_up(lanes: Iterable[Lane]) -> None:
+    """Has Paddle make the communicator of each lane, in an order that all ranks have in common.
+
+    It does so at the first transfer, where each of the two ranks waits for the other: in a batch,
+    ranks that all send first would wait for ever, and so would one for whose card a large transfer
+    is under way.
+    """
+    for lane in lanes:
+        lane.transfer(paddle.zeros([1])).wait()
+    paddle.device.synchronize()

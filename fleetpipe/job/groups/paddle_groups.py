@@ -74,7 +74,7 @@ def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iter
                 groups.append(make(ranks, **options))
         return groups[made[members] - 1]
 
-    with limited, _translated(), beginning(open_store, new_group):
+    with limited, translated(), beginning(open_store, new_group):
         yield
     # The first rank of a group serves its store: it must not leave while others make it.
     meeting.meet(store, f"fleetpipe/{number}/groups", timeout)
@@ -107,7 +107,7 @@ _SOURCES = "/paddle/"
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def translated() -> Iterator[None]:
     """Says in the place of Gloo or of Paddle's store what it means that they fail."""
     try:
         yield
@@ -117,8 +117,10 @@ def _translated() -> Iterator[None]:
         raise PeerFailed(
             "Paddle could not make its groups",
             got=str(error).strip().splitlines()[-1],
-            cause="another rank died meanwhile, or the ranks cannot reach each other",
-            fix="read the logs of the other ranks",
+            cause="another rank died meanwhile, the ranks cannot reach each other, or two of them "
+            "use one GPU, which NCCL refuses",
+            fix="read the logs of the other ranks; with one GPU, run one process, or set "
+            "fleetpipe_configs = {'transport': 'sockets'}",
         ) from error
 
 
