@@ -1,6 +1,6 @@
 """Random streams keyed by what is computed, not by where: draw of the batch, layer, micro-batch.
 
-At the start of a batch one number is drawn from Paddle's default generator. Before each
+At the start of a batch one number is drawn from Paddle's generator of the CPU. Before each
 call of a layer the generators are seeded with a mixture of that number, the layer's number in the
 whole list and the global micro-batch. So a dropout has the same mask on whatever rank, in whatever
 order and however often (recompute) it runs; what users draw themselves between batches is as if
@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.python_draws import draws_python
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.layer import is_patched
-from fleetpipe.paddle_api.random import stream_seeds, track_streams
+from fleetpipe.paddle_api.random import drawn_on_host, stream_seeds, track_streams
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 #: The values of ``fleetpipe_configs["rng"]``.
@@ -264,7 +264,7 @@ def current() -> Keys | None:
 
 
 def draw(mode: str, python: bool | None = False, part: int = 0) -> Keys | None:
-    """Draws the number of a batch from Paddle's default generator; None where mode is "fleet".
+    """Draws the number of a batch from Paddle's generator of the CPU; None where mode is "fleet".
 
     Args:
         mode: The option ``rng``.
@@ -273,8 +273,7 @@ def draw(mode: str, python: bool | None = False, part: int = 0) -> Keys | None:
     """
     if mode == FLEET:
         return None
-    drawn: Tensor = paddle.randint(0, 2**31 - 1, [1], dtype="int64")
-    number = int(drawn.item())
+    number = drawn_on_host(2**31 - 1)
     return Keys(key(number, part) if part else number, python)
 
 

@@ -18,7 +18,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.transport import MessageKey, Transport
 
 Result = TypeVar("Result")
-_PART = MessageKey("C", 0, 0, "part of a checkpoint", 0)
+_PART = MessageKey("H", 0, 0, "part of a checkpoint", 0)
 
 
 class Part(NamedTuple):
@@ -133,7 +133,7 @@ class Ranks:
             transport.flush(limit)
 
     def take(self, rank: int) -> Tensor:
-        """Returns the next part that ``rank`` sends here, as a tensor of bytes; as :meth:`give`."""
+        """Returns the next part that ``rank`` sends here: bytes, on the CPU; as :meth:`give`."""
         transport, limit = self._direct
         return transport.receive(rank, _PART, limit)
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from paddle import _C_ops
 from paddle.base import core as _core
 
-from fleetpipe.aliases import Place
+from fleetpipe.aliases import Place, Tensor
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
 
@@ -48,6 +49,15 @@ def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None
         return stream if replacement is None else replacement
 
     tracker.rng_state = rng_state
+
+
+def drawn_on_host(below: int) -> int:
+    """Returns a whole number from 0 on, drawn from the generator of the CPU as an operation would.
+
+    Where a GPU computes, its own operation would have this process wait for all that was queued.
+    """
+    drawn: Tensor = _C_ops.randint(0, below, [1], paddle.int64, paddle.CPUPlace())
+    return int(drawn.item())
 
 
 def stream_seeds() -> dict[str, int]:

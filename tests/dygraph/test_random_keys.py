@@ -221,6 +221,14 @@ def mask(draw: int, layer: int, micro_batch: int) -> list[float]:
         return found
 
 
+def test_the_number_of_a_batch_is_drawn_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    paddle.seed(5)
+    expected = [int(paddle.randint(0, 2**31 - 1, [1], dtype="int64").item()) for _ in range(2)]
+    paddle.seed(5)
+    monkeypatch.setattr(paddle, "randint", None)  # on a GPU, .item() would wait for the card
+    assert [random_keys.draw("keyed")._draw for _ in range(2)] == expected  # type: ignore[union-attr]
+
+
 def test_a_replicas_micro_batches_have_the_masks_of_their_global_numbers() -> None:
     """The runner of replica r is told micro-batch r * m + k: what the split is does not matter."""
     whole = [mask(3, 1, k) for k in range(8)]

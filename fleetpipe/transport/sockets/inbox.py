@@ -15,6 +15,7 @@ from typing import Any
 from fleetpipe.errors import TransportError
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.message import (
+    CONTROL,
     GOODBYE,
     HEADER_BYTES,
     Header,
@@ -32,7 +33,6 @@ _SMALL = 1 << 14
 _MOST_SPARE = 8
 
 _UNKNOWN = MessageKey("C", 0, 0, "", 0)
-_CONTROL = ord("C")
 
 
 class _Frame:
@@ -263,7 +263,7 @@ class Inbox:
                 return frame
 
     def _time(self, frame: _Frame) -> None:
-        if frame.header.kind != _CONTROL:
+        if frame.key.kind not in CONTROL:
             flight = (time.monotonic_ns() - frame.sent) / 1e9 - (self.delay or 0.0)
             timed = self.delay is None, -frame.header.payload, flight
             self._quickest = timed if self._quickest is None else min(self._quickest, timed)
@@ -380,5 +380,7 @@ def _filled(frame: _Frame, count: int) -> None:
 
 
 def _value(frame: _Frame) -> Any:
-    structure = frame.structure
-    return structure.rebuild(bridge.on_device(frame.tensors, structure.leaves))
+    structure, tensors = frame.structure, frame.tensors
+    if frame.key.kind != "H":
+        tensors = bridge.on_device(tensors, structure.leaves)
+    return structure.rebuild(tensors)

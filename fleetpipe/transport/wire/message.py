@@ -12,7 +12,9 @@ from fleetpipe.errors import TransportError
 
 MAGIC = b"FLTP"
 VERSION = 4
-KINDS = b"FBC"
+KINDS = b"FBCH"
+#: The kinds that no edge of stages has.
+CONTROL = ("C", "H")
 MESSAGE, GOODBYE = 1, 2
 LARGEST_NUMBER = 2**32 - 1
 LARGEST_ANNOUNCEMENT = 1 << 24
@@ -32,7 +34,8 @@ class MessageKey(NamedTuple):
     """Names a message between two ranks; several messages with one key are first-in first-out.
 
     Attributes:
-        kind: "F" for the value of an edge, "B" for its gradient, "C" for control.
+        kind: "F" for the value of an edge, "B" for its gradient, "C" for control, "H" for control
+            with tensors that stay in the host's memory.
         source: The stage that produces the value of the edge; 0 for control.
         target: The stage that consumes the value of the edge; 0 for control.
         name: The edge's name, or the purpose of a control message.
@@ -52,7 +55,7 @@ def describe(key: MessageKey) -> str:
     >>> describe(MessageKey("F", 0, 1, "", 3))
     'F of edge 0>1, micro-batch 3'
     """
-    if key.kind == "C":
+    if key.kind in CONTROL:
         return f"control message {key.name!r} number {key.micro_batch}"
     name = f":{key.name}" if key.name else ""
     return f"{key.kind} of edge {key.source}>{key.target}{name}, micro-batch {key.micro_batch}"
@@ -77,13 +80,13 @@ def check_key(key: MessageKey) -> None:
     """
     numbers = (key.source, key.target, key.micro_batch)
     if (
-        key.kind not in ("F", "B", "C")
+        key.kind not in ("F", "B", *CONTROL)
         or not isinstance(key.name, str)
         or not all(isinstance(n, int) and 0 <= n <= LARGEST_NUMBER for n in numbers)
     ):
         raise TransportError(
             "a message cannot have this key",
-            expected="kind F, B or C, a name that is a str, and numbers from 0 to 2**32 - 1",
+            expected="kind F, B, C or H, a name that is a str, and numbers from 0 to 2**32 - 1",
             got=repr(tuple(key)),
             fix="send it with a MessageKey of this form",
         )
@@ -167,7 +170,7 @@ def _unpacked(data: bytes) -> Header:
     if version != VERSION or header.frame not in (MESSAGE, GOODBYE) or header.kind not in KINDS:
         raise TransportError(
             "a frame has a header of another version",
-            expected=f"version {VERSION}, frame {MESSAGE} or {GOODBYE}, kind F, B or C",
+            expected=f"version {VERSION}, frame {MESSAGE} or {GOODBYE}, kind F, B, C or H",
             got=f"version {version}, frame {header.frame}, kind {chr(header.kind)!r}",
             fix="install the same version of fleetpipe on every host",
         )

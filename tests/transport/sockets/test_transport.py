@@ -163,7 +163,7 @@ def test_peers_that_are_none_are_refused(pair: list[Transport], peer: int) -> No
 
 def test_keys_that_are_none_are_refused(pair: list[Transport]) -> None:
     pair[0].send(1, forward(0), 1)
-    with pytest.raises(TransportError, match="kind F, B or C"):
+    with pytest.raises(TransportError, match="kind F, B, C or H"):
         pair[0].send(1, forward(0)._replace(kind="W"), 1)
 
 

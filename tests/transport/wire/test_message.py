@@ -29,7 +29,7 @@ NUMBER = st.integers(0, 2**32 - 1)
 HEADERS = st.builds(
     Header,
     frame=st.sampled_from([1, 2]),
-    kind=st.sampled_from([ord(kind) for kind in "FBC"]),
+    kind=st.sampled_from([ord(kind) for kind in "FBCH"]),
     source=NUMBER,
     target=NUMBER,
     channel=NUMBER,
@@ -47,6 +47,7 @@ PLAIN = Header(MESSAGE, ord("F"), 0, 1, 0, 1, 3, 0, 4)
         (MessageKey("F", 0, 1, "", 3), "F of edge 0>1, micro-batch 3"),
         (MessageKey("B", 0, 2, "mask", 0), "B of edge 0>2:mask, micro-batch 0"),
         (MessageKey("C", 0, 0, "loss", 7), "control message 'loss' number 7"),
+        (MessageKey("H", 0, 0, "part", 0), "control message 'part' number 0"),
     ],
 )
 def test_key_in_words(key: MessageKey, words: str) -> None:
@@ -106,7 +107,7 @@ def test_another_version_is_named() -> None:
     ],
 )
 def test_keys_that_no_frame_carries(key: MessageKey) -> None:
-    with pytest.raises(TransportError, match="kind F, B or C"):
+    with pytest.raises(TransportError, match="kind F, B, C or H"):
         check_key(key)
 
 
