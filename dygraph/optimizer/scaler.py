@@ -12,7 +12,13 @@ from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.amp import note_unscaled, replace_unscale, scale_of, scaler_counts
+from fleetpipe.paddle_api.amp import (
+    note_unscaled,
+    replace_unscale,
+    scale_of,
+    scaler_counts,
+    unscale,
+)
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.optimizer import optimized_parameters
 from fleetpipe.paddle_api.rehearsal import rehearsed
@@ -62,14 +68,8 @@ def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
     """
     if not scaler.is_enable():
         return
-    inverse = 1.0 / scale_of(scaler)
-    finite = []
-    for parameter in optimized_parameters(optimizer):
-        gradient = gradient_of(parameter)
-        if gradient is not None:
-            finite.append(paddle.isfinite(gradient).all())
-            gradient.multiply_(inverse.astype(gradient.dtype).reshape([]))
-    overflow = bool(finite) and not bool(paddle.stack(finite).all())
+    gradients = map(gradient_of, optimized_parameters(optimizer))
+    overflow = unscale((one for one in gradients if one is not None), scale_of(scaler))
     note_unscaled(scaler, optimizer, _any_rank(overflow, scaler))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from fleetpipe.aliases import Optimizer, Scaler, Tensor
+from paddle import _C_ops
+
+from fleetpipe.aliases import DType, Optimizer, Scaler, Tensor
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle
 
@@ -65,6 +67,29 @@ def scaler_counts(scaler: Scaler) -> dict[str, float]:
 def scale_of(scaler: Scaler) -> Tensor:
     """Returns the number by which a scaler, enabled, multiplies the loss: a tensor of shape [1]."""
     return scaler._scale
+
+
+def unscale(gradients: Iterable[Tensor], scale: Tensor) -> bool:
+    """Divides gradients by a scale, in place, as Paddle's own scaler does; autograd is off.
+
+    One operation for each dtype multiplies them by the inverse, which is of float32, or of float64
+    for such gradients: in float16 that of a large scale is 0. The host waits once, for the result.
+
+    Args:
+        gradients: All of them.
+        scale: What the loss was multiplied by: float32, of shape [1].
+
+    Returns:
+        Whether one of them is not finite.
+    """
+    by_dtype: dict[DType, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    overflows = []
+    for dtype, alike in by_dtype.items():
+        exact = scale.astype(dtype) if dtype == paddle.float64 else scale
+        overflows.append(_C_ops.check_finite_and_unscale_(alike, exact)[1])
+    return bool(overflows) and bool(paddle.concat(overflows).any())
 
 
 def replace_unscale(scaler: Scaler, unscale: Callable[[Scaler, Optimizer], None]) -> None:

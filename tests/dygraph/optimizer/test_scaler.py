@@ -15,6 +15,8 @@ from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionScale
 from fleetpipe import fleet, log
 from fleetpipe.dygraph.optimizer import scaler as scaling
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.paddle_api import VERSION
+from fleetpipe.paddle_api.rehearsal import end_rehearsal, rehearse
 from tests.groups import members, on_all
 from tests.pipelines import batch, bits, job, model_in_job, pipeline, sgd
 from tests.scalers import enabled_scaler, half_precision
@@ -71,6 +73,29 @@ def test_a_gradient_that_overflows_skips_the_step_and_lowers_the_scale(wrap: Any
         assert (float(loss), loss.stop_gradient) == (expected, True)  # without the scale
         assert bits(model.state_dict()) != before
         assert states(scaler) == (512.0, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_a_large_scale_is_divided_out_as_paddles_own_scaler_does(dtype: str) -> None:
+    if dtype == "float16":
+        if VERSION.startswith("2."):
+            pytest.skip("2.6.2 cannot rehearse: its casts cut digits off on a CPU")
+        rehearse(dtype)
+    parameters = [paddle.create_parameter([3], dtype) for _ in range(3)]
+    optimizer = paddle.optimizer.SGD(0.1, parameters=parameters)
+    unscaled = []
+    # Paddle's own takes float64 for float32, and fails.
+    for make in (scaling.agreeing, lambda scaler: scaler)[: 1 if dtype == "float64" else 2]:
+        for parameter in parameters:
+            parameter.grad = paddle.to_tensor([1.0, -3.0, 1024.0]).astype(dtype)
+        scaler = make(enabled_scaler(init_loss_scaling=2.0**26))
+        scaler.unscale_(optimizer)
+        unscaled.append([p.grad.numpy().tobytes() for p in parameters])
+        assert not bool(scaler._found_inf)
+        # In float16 the inverse of the scale is 0.
+        assert float(parameters[2].grad.numpy()[2]) == 2**-16
+    end_rehearsal()
+    assert unscaled[0] == unscaled[-1]
 
 
 def verdicts(found: list[bool], scales: list[float], monkeypatch: Any) -> list[Any]:
