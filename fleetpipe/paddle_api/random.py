@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from paddle import _C_ops
 from paddle.base import core as _core
 
+from fleetpipe import log
 from fleetpipe.aliases import Place, Tensor
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
+
+_log = log.logger(__name__)
 
 #: With the names that its stub hides.
 core: Any = _core
@@ -67,10 +72,13 @@ def stream_seeds() -> dict[str, int]:
 
 
 def stream_states() -> dict[str, str]:
-    """Returns the state of Paddle's generator and of each stream of its tracker, to be compared."""
+    """Returns the state of Paddle's generator and of each stream of its tracker, to be compared.
+
+    That of the device of this process, whichever of those it sees that is.
+    """
     tracked = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
     states = {DEFAULT: paddle.get_rng_state(), **tracked}
-    return {name: str([*map(generator_state, state)]) for name, state in states.items()}
+    return {name: str(device_state(state)) for name, state in states.items()}
 
 
 def generator_of(place: Place) -> Any:
@@ -87,6 +95,70 @@ def generator_state(state: Any) -> dict[str, Any]:
     engine = rest[-_ENGINE_WORDS:] if len(rest) >= _ENGINE_WORDS else []
     numbers = {"device": int(device), "seed": int(seed), "offset": int(offset)}
     return {**numbers, "engine": " ".join(engine)}
+
+
+def device_place() -> int:
+    """Returns which of the states of all devices that this process sees is that of its own."""
+    framework: Any = paddle.framework
+    place = framework._current_expected_place()
+    return place.get_device_id() if isinstance(place, core.CUDAPlace) else 0
+
+
+def device_state(states: Sequence[Any]) -> dict[str, Any]:
+    """Returns as JSON that of this process's device, which it does not number if it is a card."""
+    state = generator_state(states[device_place()])
+    return {**state, "device": min(state["device"], 0)}
+
+
+def device_states() -> list[dict[str, Any]]:
+    """Returns as JSON the state of this process's device, and of the CPU's generator beside it."""
+    state = device_state(paddle.get_rng_state())
+    beside = [] if state["device"] < 0 else [core.default_cpu_generator().get_state()]
+    return [state, *map(generator_state, beside)]
+
+
+def set_device_states(described: Sequence[Mapping[str, Any]]) -> None:
+    """Gives this process's generators states of :func:`device_states`, of whatever device."""
+    cpu = core.default_cpu_generator()
+    cpu.set_state(state_like(cpu.get_state(), described))
+    paddle.set_rng_state(with_device_state(paddle.get_rng_state(), described))
+
+
+def with_device_state(states: Sequence[Any], described: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns the states of all devices that this process sees, a saved one in its own's place."""
+    place = device_place()
+    return [*states[:place], state_like(states[place], described), *states[place + 1 :]]
+
+
+def state_like(now: Any, described: Sequence[Mapping[str, Any]]) -> Any:
+    """Returns a saved state as one for the device of another.
+
+    A CPU's has an engine of many numbers, which a card's cannot have: that counts what was drawn
+    from a seed. Where none was saved on such a device the stream begins anew, with a seed that is
+    made of what was saved: the same each time, and another where that was another.
+
+    Args:
+        now: A state of the device.
+        described: Of :func:`generator_state`, on one or several devices.
+    """
+    here = generator_state(now)["device"]
+    alike = [one for one in described if (one["device"] < 0) == (here < 0)]
+    if alike:
+        return generator_from({**alike[0], "device": here})
+    log.once(
+        _log.warning,
+        "the state of a CPU's generator cannot go on as that of a card, nor the other way round: "
+        "what the script draws there itself is not what an uninterrupted run draws",
+    )
+    text = json.dumps([*described], sort_keys=True).encode()
+    seed = int(hashlib.blake2b(text, digest_size=7).hexdigest(), 16)
+    if here >= 0:
+        return generator_from({"device": here, "seed": seed, "offset": 0, "engine": ""})
+    cpu = core.default_cpu_generator()
+    before = cpu.get_state()
+    state = cpu.manual_seed(seed).get_state()
+    cpu.set_state(before)
+    return state
 
 
 def generator_states() -> list[dict[str, Any]]:

@@ -23,7 +23,15 @@ from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.optimizer import learning_rate_of, scheduler_of
-from fleetpipe.paddle_api.random import generator_from, generator_state
+from fleetpipe.paddle_api.random import (
+    device_place,
+    device_state,
+    device_states,
+    generator_state,
+    set_device_states,
+    state_like,
+    with_device_state,
+)
 
 FILE = "state.json"
 #: A value of JSON.
@@ -219,10 +227,9 @@ def random_states(streams: StageStreams | None = None) -> Json:
     name, keys, *rest = numpy_state
     version, numbers, next_gauss = random.getstate()
     states = {
-        "paddle": [generator_state(state) for state in paddle.get_rng_state()],
+        "paddle": device_states(),
         "streams": {
-            name: [generator_state(state) for state in states]
-            for name, states in _tracker().get_states_tracker().items()
+            name: [device_state(states)] for name, states in _tracker().get_states_tracker().items()
         },
         "numpy": [name, keys.tolist(), *rest],
         "python": [version, list(numbers), next_gauss],
@@ -235,11 +242,11 @@ def random_states(streams: StageStreams | None = None) -> Json:
 
 def set_random_states(states: Json) -> None:
     """Makes states of :func:`random_states` those of now; of streams, the ones that are here."""
-    paddle.set_rng_state([generator_from(state) for state in states["paddle"]])
+    set_device_states(states["paddle"])
     tracker = _tracker()
     streams = tracker.get_states_tracker()
     for name in streams.keys() & states["streams"].keys():
-        streams[name] = [generator_from(state) for state in states["streams"][name]]
+        streams[name] = with_device_state(streams[name], states["streams"][name])
     tracker.set_states_tracker(streams)
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype="uint32"), *rest))
@@ -257,7 +264,8 @@ def _streams_in(states: Json, streams: StageStreams) -> dict[int, Any]:
     saved = states.get("program")
     if saved is None or saved["stages"] != streams.stages:
         return {}
-    return {int(s): generator_from(state) for s, state in saved["others"].items()}
+    now = paddle.get_rng_state()[device_place()]
+    return {int(s): state_like(now, [state]) for s, state in saved["others"].items()}
 
 
 def _tracker() -> Any:
