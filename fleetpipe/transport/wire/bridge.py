@@ -158,10 +158,19 @@ def carriers(tensors: list[Tensor]) -> list[Tensor]:
     """Returns what NCCL sends, or fills, of each tensor that has data: where it is, in order.
 
     That is the tensor, or its bytes where NCCL does not take its dtype. (To see bytes as a wider
-    dtype, once they are there, ends 2.6.2.)
+    dtype, once they are there, ends 2.6.2.) Of one in the host's memory it is a copy.
     """
-    whole = [tensor.detach().contiguous() for tensor in tensors if 0 not in tensor.shape]
+    whole = [_on_card(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
     return [tensor if tensor.dtype in _OF_NCCL else flat_bytes([tensor])[0] for tensor in whole]
+
+
+def _on_card(tensor: Tensor) -> Tensor:
+    """Returns a tensor in order and on the device that computes: itself where it is so."""
+    by_host = tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place()
+    if by_host and device_kind() != "cpu":
+        # 2.6.2 moves the tensor itself, and so the one that this is detached from.
+        tensor = tensor.clone().to(paddle.device.get_device())
+    return tensor.contiguous()
 
 
 @_in_dynamic_mode
