@@ -25,6 +25,7 @@ from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.optimizer import (
     HybridParallelOptimizer,
     base_optimizer,
@@ -316,8 +317,8 @@ class PipelineOptimizer(FleetsType):
             nothing()
         job = current_job()
         if job is not None and self._clips:
-            # Read where somebody looks: on a GPU that waits for the step.
-            job.progress.gradient_norm = partial(total_norm, norms_of(self._clips))
+            norm = partial(total_norm, norms_of(self._clips))
+            job.progress.tell_norm(norm, waits=device_kind() != "cpu")
         return stepped
 
     def _clip_nothing(self, clips: Sequence[Clip]) -> None:

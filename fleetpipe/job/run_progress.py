@@ -17,6 +17,8 @@ from fleetpipe.watch.records import MOST_ROWS, RankRecord, StepRow
 
 #: Steps whose mean is the time of a step.
 _STEPS = 10
+#: Seconds between two looks at a gradient norm that is on a card.
+_NORM_SECONDS = 1.0
 
 
 class Meter(Protocol):
@@ -59,6 +61,7 @@ class RunProgress:
         self.memory: Callable[[], int] = lambda: 0
         self.memory_limit = sys.maxsize
         self.gradient_norm: Callable[[], float | None] = lambda: None
+        self._norm_due = 0.0
         self.folders: list[Path] = []
         self.stages: tuple[int, ...] = ()
         self.replica = self.shard = self.samples = self.held = self.step = 0
@@ -76,6 +79,21 @@ class RunProgress:
     def expect(self, step: int, steps: int | None) -> None:
         """Says that the run has so many steps behind it, and how many it has in all."""
         self.step, self.steps = step, steps
+
+    def tell_norm(self, read: Callable[[], float | None], waits: bool) -> None:
+        """Says what reads the gradient norm of a step that has run.
+
+        Args:
+            read: Returns it.
+            waits: Whether it waits for a card, as the watch's thread must not, which asks for it:
+                then this thread reads one now and then.
+        """
+        if not waits:
+            self.gradient_norm = read
+        elif time.monotonic() >= self._norm_due:
+            norm = read()
+            self.gradient_norm = lambda: norm
+            self._norm_due = time.monotonic() + _NORM_SECONDS
 
     @contextmanager
     def step_of(self, meter: Meter) -> Iterator[None]:

@@ -50,9 +50,10 @@ def device_id() -> int:
 
 
 def allocated_bytes() -> int:
-    """Returns how many bytes of tensors are alive on the current device."""
+    """Returns how many bytes of tensors are alive on this process's device, from any thread."""
     if device_kind() == "gpu":
-        return int(paddle.device.cuda.memory_allocated())
+        # Unless told, each thread is asked for its own device, which is the first of the host.
+        return int(paddle.device.cuda.memory_allocated(paddle.device.get_device()))
     return int(core.host_memory_stat_current_value("Allocated", 0))
 
 

@@ -26,3 +26,24 @@ def test_a_save_that_ends_while_a_record_is_made_has_no_age_below_zero(
     record = progress.record(0, "F0.0", with_rows=True)
     assert (record.saved, record.saved_age) == (1, 1.0)
     assert progress.record(0, "F0.0", with_rows=False).saved == 2
+
+
+def test_a_norm_on_a_card_is_read_now_and_then_and_never_by_who_asks(monkeypatch: Patch) -> None:
+    progress = RunProgress()
+    read: list[float] = []
+
+    def told(now: float, waits: bool) -> tuple[float | None, bool]:
+        def norm() -> float:
+            read.append(now)
+            return now
+
+        monkeypatch.setattr(run_progress.time, "monotonic", lambda: now)
+        progress.tell_norm(norm, waits)
+        before = len(read)
+        shown = progress.record(0, "", with_rows=False).gradient_norm
+        return shown, len(read) > before
+
+    assert told(100.0, waits=False) == (100, True)
+    seen = [told(now, waits=True) for now in (101.0, 101.5, 102.5)]
+    assert seen == [(101, False), (101, False), (102.5, False)]
+    assert read == [100, 101, 102.5]

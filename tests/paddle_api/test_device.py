@@ -1,0 +1,18 @@
+"""What is asked of a card is asked of this process's own."""
+
+from __future__ import annotations
+
+import paddle
+import pytest
+
+from fleetpipe.paddle_api.device import process_bytes
+
+
+def test_any_thread_is_told_of_the_memory_of_this_processs_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Unless it is told a device, Paddle asks for the thread's, in a new thread the first one.
+    by_device = {None: 0, "gpu:0": 0, "gpu:3": 7 << 20}
+    monkeypatch.setattr(paddle.device, "get_device", lambda: "gpu:3")
+    monkeypatch.setattr(paddle.device.cuda, "memory_allocated", lambda of=None: by_device[of])
+    assert process_bytes() == 7 << 20
