@@ -341,8 +341,8 @@ class PipelineLayer(ModelWithParts):
             ConfigError: See :meth:`follow`.
         """
         self.follow()
-        layers: list[Layer] = paddle.nn.Layer.sublayers(self._with_modes)
-        was_training = self._with_modes.training
+        layers: list[Layer] = paddle.nn.Layer.sublayers(self.with_modes)
+        was_training = self.with_modes.training
         evaluating = [layer for layer in layers if not layer.training]
         if training and (not was_training or not evaluating):
             self.train()
@@ -354,7 +354,7 @@ class PipelineLayer(ModelWithParts):
             self._evaluating = () if training else evaluating
 
     @property
-    def _with_modes(self) -> Layer:
+    def with_modes(self) -> Layer:
         """What a script puts into training and evaluation, and layers of it by themselves."""
         return self
 

@@ -14,13 +14,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 
+from fleetpipe.dygraph.backward.contents import contents_kept
+from fleetpipe.dygraph.backward.layer_state import LayerStates
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, slices_in
-from fleetpipe.dygraph.gradients import drop_gradients
+from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import layer_meter, measuring
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api.tensor import copy_of
 from fleetpipe.profiling import LayerCost, LayerDegrees, Link, Profile, Transfer
 from fleetpipe.schedules import Placement
 
@@ -43,8 +46,7 @@ def measure(
 ) -> Profile:
     """Runs some batches and returns what their parts cost, on every rank the same.
 
-    Collective over the job. Parameters, running statistics and the random state are as before
-    afterwards; gradients are cleared.
+    Collective over the job. The model, its gradients and the random states stay as they are.
 
     Args:
         layers: The model.
@@ -204,13 +206,20 @@ def _scaled(samples: list[layer_meter.Sample], **measured: float) -> list[layer_
 
 @contextmanager
 def _state_kept(layers: PipelineLayer) -> Iterator[None]:
-    """Puts buffers and random states back afterwards; drops gradients."""
-    values = {name: tensor.clone() for name, tensor in layers.state.local_tensors().items()}
-    layers.begin(training=True)
+    """Puts all that there is in the model, its gradients and random states back afterwards."""
+    parameters = layers.trained_parameters()
+    gradients = [(p, copy_of(g)) for p in parameters if (g := gradient_of(p)) is not None]
+    values = [(p, p.clone()) for p in layers.state.own_parameters().values()]
+    parts = [p for one in (layers, layers.with_modes) for p in one.sublayers(include_self=True)]
+    states = LayerStates(parts, None).put_back("profiling")
+    drop_gradients(parameters)
     try:
-        with random_states_kept():
+        with random_states_kept(), contents_kept(parts, layers.loss_functions()), states:
+            layers.begin(training=True)
             yield
     finally:
-        for name, tensor in layers.state.local_tensors().items():
-            tensor.set_value(values[name])
-        drop_gradients(layers.trained_parameters())
+        for parameter, value in values:
+            parameter.set_value(value)
+        drop_gradients(parameters)
+        for parameter, gradient in gradients:
+            set_gradient(parameter, gradient)

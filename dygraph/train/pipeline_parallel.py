@@ -240,7 +240,7 @@ class PipelineParallel(PipelineFace):
     def profile(self, data: Batch, path: str | Path | None = None) -> Profile:
         """Measures what each layer, and each action of each stage, costs. Collective.
 
-        Parameters stay as they are; gradients are cleared.
+        The model, its gradients and the random states stay as they are.
 
         Args:
             data: As for :meth:`train_batch`.

@@ -192,7 +192,8 @@ class CapturedPipeline(PipelineLayer):
         self._follow()
 
     @property
-    def _with_modes(self) -> Layer:
+    def with_modes(self) -> Layer:
+        """The plain model."""
         return self.plain
 
     def follow(self) -> None:
