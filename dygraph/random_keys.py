@@ -27,7 +27,7 @@ from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.layer import is_patched
-from fleetpipe.paddle_api.random import drawn_on_host, stream_seeds, track_streams
+from fleetpipe.paddle_api.random import drawn_on_host, generators, stream_seeds, track_streams
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 #: The values of ``fleetpipe_configs["rng"]``.
@@ -332,14 +332,12 @@ class GeneratorStates:
     """The states of Paddle's generators: of the current device, and of the CPU beside a GPU."""
 
     def __init__(self) -> None:
-        self._states: dict[str | None, Any] = {None: paddle.get_rng_state()}
-        if device_kind() != "cpu":
-            self._states["cpu"] = paddle.get_rng_state("cpu")
+        self._states = [(generator, generator.get_state()) for generator in generators()]
 
     def put_back(self) -> None:
         """Gives the generators the states that they had."""
-        for device, states in self._states.items():
-            paddle.set_rng_state(states, device)
+        for generator, state in self._states:
+            generator.set_state(state)
 
 
 class PythonStates:

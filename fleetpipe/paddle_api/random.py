@@ -88,6 +88,16 @@ def generator_of(place: Place) -> Any:
     return core.default_cpu_generator()
 
 
+def generators() -> list[Any]:
+    """Returns the generators that this process draws from: the device's, and the CPU's beside it.
+
+    2.6.2's ``paddle.set_rng_state`` takes no name of a device, so that they are asked themselves.
+    """
+    by_cpu = core.default_cpu_generator()
+    by_device = generator_of(paddle.framework._current_expected_place())
+    return [by_cpu] if by_device is by_cpu else [by_device, by_cpu]
+
+
 def generator_state(state: Any) -> dict[str, Any]:
     """Returns a state of a generator as JSON: 2.6.2 pickles too little of it, and prints all."""
     device, seed, offset, *rest = str(state).split()
