@@ -1,6 +1,6 @@
 """Which device runs, what memory it has in use, and the mode in which tensors can be made.
 
-Alike in 2.6.2 and 3.3.x, but for :func:`restart_peak`: 2.6.2 has nothing to restart on a CPU.
+Alike in 2.6.2 and 3.3.x, but for :func:`restart_peak`: 2.6.2 can restart a peak on no device.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def device_id() -> int:
     return int(getattr(environment(), "device_id", 0))
 
 
+def cards() -> int:
+    """Returns how many GPUs this process may use; 0 where it computes on something else."""
+    return int(paddle.device.cuda.device_count()) if device_kind() == "gpu" else 0
+
+
 def allocated_bytes() -> int:
     """Returns how many bytes of tensors are alive on this process's device, from any thread."""
     if device_kind() == "gpu":
@@ -59,22 +64,28 @@ def allocated_bytes() -> int:
 
 def restart_peak() -> None:
     """Has :func:`peak_bytes` count from now on."""
+    if not _restarts():
+        return
     if device_kind() == "gpu":
         paddle.device.cuda.reset_max_memory_allocated()
-    elif hasattr(core, "host_memory_stat_reset_peak_value"):
+    else:
         core.host_memory_stat_reset_peak_value("Allocated", 0)
 
 
 def peak_bytes() -> int:
     """Returns the most bytes of tensors that were alive at once since :func:`restart_peak`.
 
-    On 2.6.2, where nothing can restart it on a CPU, it is what is alive now.
+    On 2.6.2, where nothing restarts it, it is what is alive now.
     """
+    if not _restarts():
+        return allocated_bytes()
     if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())
-    if not hasattr(core, "host_memory_stat_reset_peak_value"):
-        return allocated_bytes()
     return int(core.host_memory_stat_peak_value("Allocated", 0))
+
+
+def _restarts() -> bool:
+    return hasattr(core, "host_memory_stat_reset_peak_value")
 
 
 def memory_limit() -> int:
