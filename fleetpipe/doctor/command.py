@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +117,27 @@ def _device(paddle: Any) -> Finding:
 def _card(paddle: Any, device: str) -> Finding:
     """Compares the card's compute capability with those that the wheel was compiled for."""
     major, minor = paddle.device.cuda.get_device_capability()
-    archs: Callable[[], Any] = getattr(paddle.version, "cuda_archs", list)
+    archs: Callable[[], Any] = getattr(paddle.version, "cuda_archs", lambda: _archs_of(paddle))
     count = paddle.device.cuda.device_count()
     name = paddle.device.cuda.get_device_name()
     text = f"{count} x {name}, compute capability {major}.{minor}; this process has {device}"
     built = sorted(int(arch) for arch in archs() or [])
-    if built and not any(arch // 10 == major and arch % 10 <= minor for arch in built):
-        text += f"; the wheel is compiled for {built}"
-        return Finding("device", WRONG, text, "install a paddlepaddle-gpu for this card")
+    if not built:
+        fix = "try an operation on it: python -c 'import paddle; print(paddle.ones([2]) + 1)'"
+        return Finding("device", NOTE, f"{text}; what the wheel is compiled for is unknown", fix)
+    text += f"; the wheel is compiled for {', '.join(f'{arch / 10:.1f}' for arch in built)}"
+    if not any(arch // 10 == major and arch % 10 <= minor for arch in built):
+        return Finding("device", WRONG, text, _OTHER_WHEEL)
     return Finding("device", OK, text)
+
+
+_OTHER_WHEEL = (
+    "install a paddlepaddle-gpu for this card: PyPI's are for 6.1 to 8.9, and Paddle's own index has "
+    "newer ones; docs/gpu.md says where"
+)
+#: What is in wheels that do not say it, read in their libraries: by version and CUDA's.
+_ARCHS = {("2.6.2", "11.8"): (61, 70, 75, 80, 86)}
+
+
+def _archs_of(paddle: Any) -> Sequence[int]:
+    return _ARCHS.get((paddle.version.full_version, paddle.version.cuda()), ())

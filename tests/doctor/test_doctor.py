@@ -70,22 +70,32 @@ def test_a_check_that_fails_is_wrong() -> None:
     assert finding.text == "IndexError: pop from empty list"
 
 
-def card(capability: tuple[int, int], archs: list[int]) -> Any:
+def card(capability: tuple[int, int], archs: list[int] | None) -> Any:
     cuda = SimpleNamespace(
         get_device_capability=lambda: capability,
         device_count=lambda: 2,
         get_device_name=lambda: "Card",
     )
-    version = SimpleNamespace(cuda_archs=lambda: archs)
+    version = SimpleNamespace(full_version="2.6.2", cuda=lambda: "11.8")
+    if archs is not None:
+        version.cuda_archs = lambda: archs
     return SimpleNamespace(device=SimpleNamespace(cuda=cuda), version=version)
 
 
 @pytest.mark.parametrize(
     ("capability", "archs", "state"),
-    [((8, 6), [70, 80, 90], OK), ((12, 0), [70, 80, 90], WRONG), ((9, 0), [], OK)],
+    [
+        ((8, 6), [70, 80, 90], OK),
+        ((12, 0), [70, 80, 90], WRONG),
+        ((9, 0), [], NOTE),
+        # The wheel of PyPI does not say it: it has no code for an H100, or for a P100.
+        ((8, 9), None, OK),
+        ((9, 0), None, WRONG),
+        ((6, 0), None, WRONG),
+    ],
 )
 def test_a_card_is_compared_with_the_wheel(
-    capability: tuple[int, int], archs: list[int], state: str
+    capability: tuple[int, int], archs: list[int] | None, state: str
 ) -> None:
     finding = command._card(card(capability, archs), "gpu:0")
     assert finding.state == state
