@@ -132,8 +132,8 @@ def _card(paddle: Any, device: str) -> Finding:
 
 
 _OTHER_WHEEL = (
-    "install a paddlepaddle-gpu for this card: PyPI's are for 6.1 to 8.9, and Paddle's own index has "
-    "newer ones; docs/gpu.md says where"
+    "install a paddlepaddle-gpu for this card: PyPI's are for 6.1 to 8.9, and Paddle's own index "
+    "has newer ones; docs/gpu.md says where"
 )
 #: What is in wheels that do not say it, read in their libraries: by version and CUDA's.
 _ARCHS = {("2.6.2", "11.8"): (61, 70, 75, 80, 86)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -37,20 +38,32 @@ def findings(ranks: int) -> list[Finding]:
         systems.require_ranks()
     except UsageError as error:
         return [Finding("ranks", NOTE, str(error))]
+    from fleetpipe.paddle_api.device import cards
+
+    share = 0 < cards() < ranks
     with tempfile.TemporaryDirectory(prefix="fleetpipe-doctor-") as folder:
-        results, words = _run(ranks, Path(folder))
-    listed = [_of_transport(name, results, words) for name in (SOCKETS, PROCESS_GROUP)]
+        results, words = _run(ranks, Path(folder), {_TRANSPORT: SOCKETS} if share else {})
+    listed = [_of_transport(SOCKETS, results, words)]
+    listed += [_OF_ONE_CARD if share else _of_transport(PROCESS_GROUP, results, words)]
     return [*listed, _of_parity(ranks, results, words)]
 
 
-def _run(ranks: int, folder: Path) -> tuple[dict[str, Any], str]:
+_TRANSPORT = "FLEETPIPE_TRANSPORT"
+_OF_ONE_CARD = Finding(
+    *(PROCESS_GROUP, NOTE, "there are fewer cards than ranks, and NCCL refuses two on one card"),
+    "train in one process, which plays all ranks: python train.py; or share the cards over "
+    f"sockets, through the host's memory: {_TRANSPORT}={SOCKETS} fleetpipe run --nproc N",
+)
+
+
+def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """Runs the worker on every rank; returns its results, as far as it came, and its last words."""
     file, logs = folder / "results.json", folder / "log"
     command = [sys.executable, "-m", "fleetpipe", "run", "--nproc", str(ranks)]
     command += ["--log-dir", str(logs), "--log-level", "ERROR", str(_WORKER), str(file)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environment = {**os.environ, **more}
+    process = subprocess.Popen(command, **quiet, env=environment, start_new_session=True)
     ended = ""
     try:
         process.wait(LIMIT_SECONDS)

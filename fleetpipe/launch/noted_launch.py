@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from fleetpipe.errors import UsageError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
 from fleetpipe.paddle_api import launcher
+from fleetpipe.transport.base import SOCKETS
 
 
 def launch() -> None:
@@ -21,12 +24,35 @@ def launch() -> None:
             it; else with 0.
     """
     home = Path(os.environ[attempt_files.FOLDER])
-    launcher.launch(
-        started=functools.partial(attempt_files.note_start, home),
-        ended=functools.partial(attempt_files.note_end, home),
-        exit_code=functools.partial(_exit_code, home),
-        explained=functools.partial(_is_explained, home),
-    )
+    try:
+        launcher.launch(
+            started=functools.partial(attempt_files.note_start, home),
+            ended=functools.partial(attempt_files.note_end, home),
+            exit_code=functools.partial(_exit_code, home),
+            explained=functools.partial(_is_explained, home),
+            share=require_sockets,
+        )
+    except UsageError as error:
+        sys.stderr.write(f"fleetpipe: {error}\n")
+        raise SystemExit(2) from error
+
+
+def require_sockets(ranks: int, cards: int) -> None:
+    """Refuses ranks that share cards, unless the environment has them send over sockets.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if os.environ.get("FLEETPIPE_TRANSPORT") != SOCKETS:
+        raise UsageError(
+            "there are fewer cards than ranks, and NCCL refuses two ranks on one card",
+            where="on this host",
+            expected=f"{ranks} cards, or fewer ranks",
+            got=f"{cards} in sight; see CUDA_VISIBLE_DEVICES",
+            fix="python train.py plays all ranks in one process, on one card. Or share the cards, "
+            f"with all values through the host's memory: FLEETPIPE_TRANSPORT={SOCKETS}; or train "
+            "on CPUs: CUDA_VISIBLE_DEVICES=",
+        )
 
 
 def _is_explained(home: Path) -> bool:

@@ -3,7 +3,7 @@
 On a machine without GPUs it takes for one whatever ``CUDA_VISIBLE_DEVICES`` names, and dies where
 these are fewer than the ranks. It ends with the code of the lowest rank that failed, which may be
 the signal by which it ended that rank itself because another had failed. And it looks only once a
-second at whether one has.
+second at whether one has. Ranks for which there are no cards end it by an IndexError.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _Device: Any = _device.Device
 _Pod: Any = _pod.Pod
 _Container: Any = _container.Container
 _Controller: Any = _controller.ControllerBase
+_Collective: Any = _controller.Controller
 
 
 def launch(
@@ -36,6 +37,7 @@ def launch(
     ended: Callable[[int, int], None],
     exit_code: Callable[[Mapping[int, int]], int],
     explained: Callable[[], bool],
+    share: Callable[[int, int], None],
 ) -> None:
     """Runs Paddle's launcher with the arguments of this process, which it ends.
 
@@ -46,6 +48,8 @@ def launch(
             them.
         explained: Returns whether a rank has said why it failed: then the launcher shows no end of
             a log again.
+        share: Called with a number of ranks and a smaller one of cards, before any rank starts.
+            Raises an error where the ranks may not share them.
 
     Raises:
         SystemExit: With that code.
@@ -76,12 +80,13 @@ def launch(
     _Pod.watch = functools.partialmethod(_watch, interval=_LOOK_SECONDS)
     _Device.parse_device = _present_device
     _Controller.signal_handler = _on_signal
+    _Collective.pod_replicas = functools.partialmethod(_ranks_of_host, share=share)
     _launch()
 
 
 _deploy, _watch, _named_device = _Pod.deploy, _Pod.watch, _Device.parse_device
 _tail = _Container.tail
-_stock_on_signal = _Controller.signal_handler
+_stock_on_signal, _stock_replicas = _Controller.signal_handler, _Collective.pod_replicas
 
 
 class _Cpu(_Device):  # type: ignore[misc]
@@ -94,6 +99,19 @@ class _Cpu(_Device):  # type: ignore[misc]
 def _present_device() -> Any:
     named = _named_device()
     return named if device_kind() != "cpu" else _Cpu(_device.DeviceType.CPU, labels=named.labels)
+
+
+def _ranks_of_host(controller: Any, share: Callable[[int, int], None]) -> int:
+    """Returns how many ranks start here. They take the cards in turn where these are fewer."""
+    ranks, context = int(_stock_replicas(controller)), controller.ctx
+    device = context.node.device
+    cards = device.get_selected_devices(context.args.devices)
+    if 0 < len(cards) < ranks:
+        share(ranks, len(cards))
+        turns = [cards[rank % len(cards)] for rank in range(ranks)]
+        device.get_selected_devices = lambda devices: turns
+        context.envs["PADDLE_DISTRI_BACKEND"] = "gloo"
+    return ranks
 
 
 def _on_signal(controller: Any, number: int, frame: Any) -> None:

@@ -25,7 +25,15 @@ from paddle.distributed.fleet.base import topology as _topology
 
 from fleetpipe.aliases import PaddleGroup, PaddleStore, Strategy, Topology
 from fleetpipe.paddle_api import paddle, paddle_fleet
-from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.device import device_kind, used_here
+
+
+def meets_by_host() -> bool:
+    """Whether the ranks' groups go through the memory of hosts: on CPUs, and on a shared card.
+
+    The launcher has ranks that share a card meet over Gloo, since NCCL refuses them.
+    """
+    return device_kind() == "cpu" or os.environ.get("PADDLE_DISTRI_BACKEND") == "gloo"
 
 
 def choose_backend() -> None:
@@ -235,9 +243,10 @@ def has_gloo() -> bool:
 def make_without_gloo(create: Callable[..., PaddleGroup]) -> None:
     """Has ``create(store, rank, ranks, group_id)`` make the groups that Gloo would have made.
 
-    Does nothing where this Paddle has Gloo: the wheels for macOS and Windows do not.
+    Does nothing where Gloo can: the wheels for macOS and Windows have none, and it takes no tensors
+    that lie in a card.
     """
-    if not has_gloo():
+    if not has_gloo() or device_kind() != "cpu":
         vars(core)["ProcessGroupGloo"] = SimpleNamespace(create=create)
 
 
@@ -293,8 +302,10 @@ def beginning(
     """
     stock_store, stock_group = core.create_or_get_global_tcp_store, paddle.distributed.new_group
     stock_check = _paddle_topology.check_nccl_version_for_p2p
-    if device_kind() == "cpu":
-        # A Paddle that was built for GPUs looks for a library that CPUs do not need.
+    # Paddle's start over Gloo would leave the device for the CPU.
+    return_to_device = used_here()
+    if meets_by_host():
+        # A Paddle that was built for GPUs looks for a library that these ranks do not need.
         _paddle_topology.check_nccl_version_for_p2p = lambda: None
     core.create_or_get_global_tcp_store = open_store
     paddle.distributed.new_group = functools.partial(new_group, stock_group)
@@ -303,6 +314,7 @@ def beginning(
     finally:
         core.create_or_get_global_tcp_store = stock_store
         paddle.distributed.new_group = stock_group
+        return_to_device()
         _paddle_topology.check_nccl_version_for_p2p = stock_check
 
 

@@ -1,4 +1,4 @@
-"""A CPU that says it is a GPU: every branch of fleetpipe for GPUs runs, and Paddle computes on the CPU.
+"""A CPU that says it is a GPU: all branches of fleetpipe for GPUs run, and the CPU computes.
 
 Nothing that this Paddle lacks is stood in for. Tests of tests/gpu pretend by a fixture. As a plugin
 of pytest (``-p tests.gpu.pretending``) this has any tests pretend, from their first import on.

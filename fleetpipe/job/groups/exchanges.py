@@ -4,7 +4,8 @@
 ranks' own connections: parts straight from member to member, sums in the members' order. What has
 ``use_calc_stream=True`` is the same operation without it: CPUs have no streams.
 
-Where Paddle's wheel has no Gloo (3.3.1 for macOS) ``OwnGroup`` is what it calls a process group.
+Where Paddle's wheel has no Gloo (3.3.1 for macOS), and for tensors in a card that ranks share,
+which Gloo does not take, ``OwnGroup`` is what it calls a process group.
 Results are those of Gloo but for the order of a sum: member by member.
 """
 

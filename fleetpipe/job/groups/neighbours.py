@@ -15,7 +15,7 @@ from fleetpipe.job import attempt_files, meeting
 from fleetpipe.mesh.axes import Mesh
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.topology import has_gloo, transfers
+from fleetpipe.paddle_api.topology import has_gloo, meets_by_host, transfers
 from fleetpipe.transport import ProcessGroupTransport, SocketTransport, Store, View
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 from fleetpipe.transport.joining.connections import Joined, join
@@ -31,11 +31,18 @@ class Direction(NamedTuple):
 
 def default_transport() -> str:
     """Returns what tensors of a job's pipelines go over where nobody chose: by the device."""
-    return SOCKETS if device_kind() == "cpu" else PROCESS_GROUP
+    return SOCKETS if meets_by_host() else PROCESS_GROUP
 
 
 def refuse_without_gloo(transport: str) -> None:
-    """Refuses process groups where this Paddle has none that sends."""
+    """Refuses process groups where there are none that send."""
+    if transport == PROCESS_GROUP and device_kind() != "cpu" and meets_by_host():
+        raise ConfigError(
+            "ranks that share a card have no process groups that send",
+            cause="NCCL refuses two ranks on one card, and Gloo sends nothing that lies in one",
+            fix="leave fleetpipe_configs['transport'] out, or 'sockets'; where each rank has a "
+            "card of its own, unset PADDLE_DISTRI_BACKEND",
+        )
     usable = has_gloo() and paddle.version.major != "2"
     if transport == PROCESS_GROUP and device_kind() == "cpu" and not usable:
         raise ConfigError(
