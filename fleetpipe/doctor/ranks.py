@@ -61,9 +61,13 @@ def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, A
     file, logs = folder / "results.json", folder / "log"
     command = [sys.executable, "-m", "fleetpipe", "run", "--nproc", str(ranks)]
     command += ["--log-dir", str(logs), "--log-level", "ERROR", str(_WORKER), str(file)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    environment = {**os.environ, **more}
-    process = subprocess.Popen(command, **quiet, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **more},
+        start_new_session=True,
+    )
     ended = ""
     try:
         process.wait(LIMIT_SECONDS)

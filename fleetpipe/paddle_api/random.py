@@ -93,8 +93,9 @@ def generators() -> list[Any]:
 
     2.6.2's ``paddle.set_rng_state`` takes no name of a device, so that they are asked themselves.
     """
+    framework: Any = paddle.framework
     by_cpu = core.default_cpu_generator()
-    by_device = generator_of(paddle.framework._current_expected_place())
+    by_device = generator_of(framework._current_expected_place())
     return [by_cpu] if by_device is by_cpu else [by_device, by_cpu]
 
 
