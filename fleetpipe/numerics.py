@@ -1,4 +1,4 @@
-"""What decides the bits of a product on a CPU, and the setting that makes AMD CPUs fast.
+"""What decides the bits of a result, and the setting that makes AMD CPUs fast.
 
 The CPU wheels of Paddle bundle an MKL of 2019 that takes a slow path on AMD processors unless
 ``MKL_DEBUG_CPU_TYPE=5`` stands in the environment before the first product. The setting changes
@@ -8,9 +8,18 @@ the last bits of results, so a model and its reference must both run under it.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "MKL_CBWR")
+_OF_GPUS = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+#: With these flags of Paddle's a GPU adds up in one order in cuDNN's kernels and in the gradient of
+#: Embedding. Paddle refuses to search kernels by their time beside.
+_REPEATING = {
+    "FLAGS_cudnn_deterministic": True,
+    "FLAGS_cudnn_exhaustive_search": False,
+    "FLAGS_embedding_deterministic": 1,
+}
 
 
 def prepare() -> None:
@@ -25,6 +34,21 @@ def prepare() -> None:
         os.environ["MKL_DEBUG_CPU_TYPE"] = "5"
 
 
+def repeat_bits() -> None:
+    """Has a GPU repeat its bits as far as Paddle can; a CPU does by itself.
+
+    cuBLAS reads its variable when it is first used.
+    """
+    import paddle
+
+    if paddle.device.get_device() == "cpu":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for name, value in _REPEATING.items():
+        with suppress(ValueError):  # of a Paddle that does not have it
+            paddle.set_flags({name: value})
+
+
 def environment() -> dict[str, str]:
     """Returns the settings that change the bits of a result; unset ones are empty strings."""
     return {name: os.environ.get(name, "") for name in _VARIABLES}
@@ -34,11 +58,12 @@ def settings() -> dict[str, str]:
     """Returns everything that decides the bits of a result on this machine."""
     import paddle
 
-    return {
-        "paddle": paddle.version.full_version,
-        "device": paddle.device.get_device().split(":")[0],
-        **environment(),
-    }
+    device = paddle.device.get_device().split(":")[0]
+    more = {} if device == "cpu" else {name: os.environ.get(name, "") for name in _OF_GPUS}
+    for name in _REPEATING if more else ():
+        with suppress(ValueError):
+            more |= {name: str(value) for name, value in paddle.get_flags([name]).items()}
+    return {"paddle": paddle.version.full_version, "device": device, **environment(), **more}
 
 
 def is_amd_with_avx2(description: str) -> bool:

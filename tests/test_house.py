@@ -61,7 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dygraph/__init__",),
     (
         "parity/__init__ parity/cutting parity/differences parity/edges"
-        " parity/evaluation parity/outputs parity/reference"
+        " parity/evaluation parity/outputs parity/reference parity/repetition"
         " parity/report parity/session parity/stepping",
     ),
     ("capture",),

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fleetpipe import numerics
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.losses import Losses
@@ -42,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The script's own exit code; 0 once as many steps as were wanted are recorded.
     """
+    numerics.repeat_bits()
     setting = Setting(**json.loads(os.environ[SETTING]))
     rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     recorder = Recorder(Path(setting.folder), setting.steps, rank)

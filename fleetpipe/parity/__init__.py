@@ -4,7 +4,8 @@
 script that stays as it is. Both make a ``session``, which compares one step after another:
 
 1. ``cutting`` cuts the batch a second time, and the micro-batches of both sides are compared;
-2. the ``reference``, the model on one device, runs forward and backward on its own;
+2. the ``reference``, the model on one device, runs forward and backward on its own; on a GPU twice,
+   as ``repetition`` measures what the device does not repeat;
 3. the pipeline trains, while ``outputs`` keeps what layers return (of the reference too), ``edges``
    the gradients between stages, and the session looks where sums have another order;
 4. in the place of the pipeline's optimizer ``stepping`` compares the gradients, then steps both

@@ -11,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from fleetpipe import numerics
 from fleetpipe.aliases import Nest, Scaler, Scheduler
 from fleetpipe.arguments import using
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
@@ -44,6 +45,7 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
     Raises:
         UsageError: It has no batch of a pipeline, or one that cannot be compared.
     """
+    numerics.repeat_bits()  # before the script uses cuBLAS
     sessions: dict[int, Session] = {}
     originals = Calls(*(getattr(PipelineParallel, name) for name in Calls._fields))
 

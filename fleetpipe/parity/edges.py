@@ -158,7 +158,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
 
         return mapped(copy, value)
 
-    with _state_kept(model), model.changed_before(list(borders), copied):
+    with state_kept(model), model.changed_before(list(borders), copied):
         yield kept
 
 
@@ -221,10 +221,10 @@ def _compare(
     difference = compare("gradient", name, step, ours, expected)
     if difference is None or difference.absolute == 0:
         return None
-    return difference if difference.relative > _ROUNDING * _unit(expected) else None
+    return difference if difference.relative > _ROUNDING * unit(expected) else None
 
 
-def _unit(tensor: Tensor) -> float:
+def unit(tensor: Tensor) -> float:
     """Returns the last place of a tensor's dtype, of 1."""
     name = str(tensor.dtype).rpartition(".")[2]
     return 2.0**-7 if name == "bfloat16" else float(np.finfo(name).eps)
@@ -235,7 +235,7 @@ def _tensors(value: Nest) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _state_kept(model: Layer) -> Iterator[None]:
+def state_kept(model: Layer) -> Iterator[None]:
     """Gives the parameters back their gradients, and the layers their buffers, in the end."""
     grads = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     buffers = [

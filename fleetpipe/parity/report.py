@@ -9,6 +9,10 @@ from typing import Any
 from fleetpipe.parity.differences import QUANTITIES, Difference
 from fleetpipe.representation import shows
 
+#: How much more than the spread of two runs passes where a device does not repeat its bits, as two
+#: are a small sample; and the most that does: what differs by more tells nothing of a pipeline.
+MARGIN, _LARGEST = 16.0, 0.1
+
 
 @shows("passed", "bit_exact", "steps", "evaluations", "tolerance")
 @dataclass
@@ -23,6 +27,9 @@ class Report:
         tolerance: Largest relative difference that passes; 0 asks for the same bits.
         evaluations: Number of compared calls of ``eval_batch`` and ``predict_batch``.
         orders: Why the pipeline may add gradients up in another order than one graph does.
+        spread: By place, how far two runs of the reference are apart, or the dtype's last place;
+            empty where all have the same bits.
+        largest_spread: The largest, and its place.
     """
 
     holds_for: dict[str, str]
@@ -32,6 +39,8 @@ class Report:
     tolerance: float = 0.0
     evaluations: int = 0
     orders: list[str] = field(default_factory=list)
+    spread: dict[str, float] = field(default_factory=dict)
+    largest_spread: tuple[float, str] = (0.0, "")
 
     @property
     def steps(self) -> int:
@@ -46,11 +55,16 @@ class Report:
     @property
     def failures(self) -> list[Difference]:
         """The differences beyond the tolerance."""
-        return [
-            difference
-            for difference in self.differences
-            if not difference.relative <= self.tolerance
-        ]
+        return [one for one in self.differences if not one.relative <= self.limit(one)]
+
+    def limit(self, difference: Difference) -> float:
+        """Returns the largest relative difference that passes where one is."""
+        if not self.spread:
+            return self.tolerance
+        # Of the norm, of edges and of what a step leaves nothing is measured.
+        place = place_of(difference.quantity, difference.name)
+        size = self.spread.get(place, self.largest_spread[0])
+        return max(self.tolerance, min(MARGIN * size, _LARGEST))
 
     @property
     def first_of_a_layer(self) -> Difference | None:
@@ -85,6 +99,7 @@ class Report:
             "passed": self.passed,
             "tolerance": self.tolerance,
             "orders": self.orders,
+            "spread": self.spread,
             "first_difference": str(self.failures[0]) if self.failures else None,
             "first_layer": str(self.first_of_a_layer) if self.first_of_a_layer else None,
             "holds_for": self.holds_for,
@@ -95,12 +110,19 @@ class Report:
         settings = ", ".join(f"{name}={value or 'unset'}" for name, value in self.holds_for.items())
         calls = f" and {self.evaluations} evaluations" if self.evaluations else ""
         lines = [f"parity: compared {self.steps} steps{calls} under {settings}"]
+        if self.spread:
+            size, place = self.largest_spread
+            lines.append(
+                f"parity: this device does not repeat its bits: two runs on it alone differ by up "
+                f"to {size:.2g} (relative; {place}); each passes within {MARGIN:g} times its own"
+            )
         if not self.differences:
             return "\n".join([*lines, "parity: bit-exact (losses, gradients and parameters)"])
         lines += [f"parity: sums have another order: {order}" for order in self.orders]
         if self.passed:
             worst = max(difference.relative for difference in self.differences)
-            within = f"parity: equal within {self.tolerance:g} (relative; largest {worst:.2g})"
+            limit = "what this device repeats" if self.spread else f"{self.tolerance:g}"
+            within = f"parity: equal within {limit} (relative; largest {worst:.2g})"
             return "\n".join([*lines, within])
         lines.append(f"parity: first difference: {self.failures[0]}")
         if self.first_of_a_layer not in (None, self.failures[0]):
@@ -115,6 +137,12 @@ class Report:
 
     def _of(self, *quantities: str) -> list[Difference]:
         return [difference for difference in self.differences if difference.quantity in quantities]
+
+
+def place_of(quantity: str, name: str) -> str:
+    """Returns what a difference is of, whichever call of a layer that is."""
+    layer = name.partition(",")[0]
+    return f"{quantity} of {layer}" if layer else quantity
 
 
 def in_order(differences: Sequence[Difference], layers: Sequence[str]) -> list[Difference]:

@@ -22,6 +22,7 @@ from fleetpipe.parity.differences import Difference, compare_numbers, compare_va
 from fleetpipe.parity.evaluation import Evaluations
 from fleetpipe.parity.outputs import compare_outputs, recorded, recorded_here
 from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch
+from fleetpipe.parity.repetition import Repetition
 from fleetpipe.parity.report import Report, in_order
 from fleetpipe.parity.stepping import ComparingOptimizer, Rates, Squares, compare_state
 from fleetpipe.representation import shows
@@ -73,8 +74,10 @@ class Session:
         self._names = _places(pipeline.layers)
         self._watch = edges.EdgeWatch()
         pipeline.observe(self._watch)
+        numerics.repeat_bits()
         self.report = Report(numerics.settings(), tolerance=tolerance)
         self._orders = Orders(pipeline, self.report)
+        self._repetition = Repetition(reference, self.report)
         self._evaluations = Evaluations(pipeline, reference)
 
     def train_with(self, optimizer: dygraph.PipelineOptimizer) -> None:
@@ -110,8 +113,12 @@ class Session:
         reference.take_switches(layers)
         rates = Rates(self._optimizer, reference.optimizer, lr_scheduler, reference.takes_rate)
         keys = self._pipeline.next_keys()
-        with as_the_next_batch(keys), recorded(reference.model, reference.names) as expected:
-            single = self._beside.train(everyone, weights, return_micro_batch_loss)
+        drawing = functools.partial(as_the_next_batch, keys)
+        train = functools.partial(self._beside.train, everyone, weights, return_micro_batch_loss)
+        first = self._repetition.run(train, drawing)
+        with drawing(), recorded(reference.model, reference.names) as expected:
+            single = train()
+        self._repetition.compare(first, expected, single)
         with (
             self._watch.watching(
                 self._first_micro_batch * self._pipeline.schedule.slices
@@ -122,9 +129,8 @@ class Session:
             diagnose = functools.partial(
                 self._before_the_update, rates, arrived, batches_here, weights, keys
             )
-            rounding = max(self.report.tolerance, ROUNDING)
             watched = ComparingOptimizer(
-                self._optimizer, reference, layers, step, rounding, diagnose
+                self._optimizer, reference, layers, step, self._is_rounding, diagnose
             )
             # A function of the user's own takes no more than the four.
             options = {"return_micro_batch_loss": return_micro_batch_loss, "weights": weights}
@@ -193,7 +199,7 @@ class Session:
         """Compares learning rates and, where gradients differ, what the edges brought."""
         step, model = self.report.steps, self._reference.model
         differences = rates.used(step)
-        wrong = any(not d.relative <= self.report.tolerance for d in gradients)
+        wrong = any(not d.relative <= self.report.limit(d) for d in gradients)
         # Only under keys do layers draw the same once more; edges carry no whole sequences.
         whole = self._pipeline.sequence.ranks == 1
         if not (wrong and whole and keys is not None and isinstance(model, dygraph.SingleModel)):
@@ -204,6 +210,9 @@ class Session:
         with as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
             self._beside.accumulate(batches, weights, first)
         return differences + edges.differences(arrived, expected, first * slices, step, slices)
+
+    def _is_rounding(self, gradient: Difference) -> bool:
+        return gradient.relative <= max(self.report.limit(gradient), ROUNDING)
 
     def _gather(self, differences: list[Difference], squares: Squares) -> None:
         """Puts the findings of all ranks together, and compares the norm of all gradients."""

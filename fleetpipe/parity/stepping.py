@@ -87,7 +87,7 @@ class ComparingOptimizer(PipelineOptimizer):
         reference: Reference,
         layers: PipelineLayer,
         step: int,
-        rounding: float,
+        is_rounding: Callable[[Difference], bool],
         before: Callable[[list[Difference]], list[Difference]],
     ) -> None:
         """Wraps the pipeline's optimizer for one step.
@@ -97,8 +97,8 @@ class ComparingOptimizer(PipelineOptimizer):
             reference: The single-device side, with the gradients of the batch.
             layers: The ``PipelineLayer``.
             step: The training step.
-            rounding: Relative difference up to which a gradient of the pipeline's is a right one,
-                with which the reference steps too.
+            is_rounding: Whether a gradient of the pipeline's that differs is right, so that the
+                reference steps with it too.
             before: Takes the gradients that differ, and returns what else does before the step.
         """
         super().__init__(optimizer.wrapped)
@@ -108,7 +108,7 @@ class ComparingOptimizer(PipelineOptimizer):
         self._reference = reference
         self._parameters = layers.state.own_parameters()
         self._number = step
-        self._rounding = rounding
+        self._is_rounding = is_rounding
         self._before = before
 
     def bind(self, layers: PipelineLayer, post_validation: bool = False) -> None:
@@ -124,7 +124,7 @@ class ComparingOptimizer(PipelineOptimizer):
             difference = compare("gradient", name, self._number, grad, expected)
             if difference:
                 self.differences.append(difference)
-                if grad is not None and difference.relative <= self._rounding:
+                if grad is not None and self._is_rounding(difference):
                     # Where it is next to nothing, Adam makes as much of the last bits as of a sign:
                     # the reference takes the step that these gradients ask for.
                     reference[name].grad = grad.detach().clone()
