@@ -31,7 +31,7 @@ from fleetpipe.dygraph.nest import (
 )
 from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.device import allocated_bytes, peak_bytes, restart_peak
+from fleetpipe.paddle_api.device import allocated_bytes, device_clock, peak_bytes, restart_peak
 from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.profiling import LayerCost
@@ -189,7 +189,8 @@ class _Meter:
     ) -> None:
         # Whether its backward is split too, and whether gradients come back for what it keeps.
         self._splits, self._awaited = splits, awaited
-        self._now = _clock()
+        # Of processor time, where that computes: other load does not count.
+        self._now = device_clock(time.thread_time)
         self._piece = RecomputedPiece("", [function])
         self._split = SplitBackward(_PARTED, lambda _: layer)
         self._fused = SplitBackward(_WHOLE, lambda _: layer)
@@ -288,21 +289,6 @@ class _Meter:
             # Its hooks go. Later samples are of one batch: the first gradient of one is slower.
             split.end()
         return forward, input_grad, weight_grad, held, waiting
-
-
-def _clock() -> Callable[[], float]:
-    """Returns a clock of the seconds for which this thread had a processor.
-
-    Other load does not count. Where kernels run elsewhere it is the time, once they are done.
-    """
-    if paddle.device.get_device() == "cpu":
-        return time.thread_time
-
-    def clock() -> float:
-        paddle.device.synchronize()
-        return time.perf_counter()
-
-    return clock
 
 
 def _not_kept(run: Callable[[Nest], Nest], value: Nest) -> int:

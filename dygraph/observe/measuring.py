@@ -32,6 +32,7 @@ from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.engine.trace import Trace
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
+from fleetpipe.paddle_api.device import device_clock, device_kind
 from fleetpipe.schedules import Action, Free, Op, Placement, Recv, Schedule, Send, forward_only
 from fleetpipe.schedules.action import numbers
 from fleetpipe.schedules.forms.events import Event
@@ -306,13 +307,13 @@ def computing_together(job: Job) -> Group:
 def clock_for(job: Job) -> Callable[[], float]:
     """Returns what measures actions; collective over the job.
 
-    Where a host has fewer processors than ranks, that is the processor time of the thread: by the
-    clock, ranks would wait for each other's processors.
+    Where a host has fewer processors than ranks that compute on them, that is the processor time of
+    the thread: by the clock, ranks would wait for each other's processors.
     """
     ranks = job.everyone().all_gather((host_name(), systems.processors()))
     hosts = Counter(host for host, _ in ranks)
     shared = any(hosts[host] > processors for host, processors in ranks)
-    return time.thread_time if shared else time.perf_counter
+    return time.thread_time if shared and device_kind() == "cpu" else device_clock()
 
 
 def latencies(events: Iterable[Event]) -> list[float]:

@@ -1,12 +1,10 @@
 """Times forwards, backwards, transfers and reductions for ``pp_configs.enable_timer``.
 
-The timers are called and named as Fleet's; they read the clock and call nothing of CUDA. On a GPU,
-where work is queued, a time is that of queueing it.
+The timers are called and named as Fleet's, and wait for a GPU as Fleet's do.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +12,7 @@ from fleetpipe import log
 from fleetpipe.engine.observer import Instruction, Played
 from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import StateError
+from fleetpipe.paddle_api.device import device_clock
 from fleetpipe.schedules import Action, Op, Recv, Send
 
 _log = log.logger(__name__)
@@ -29,6 +28,7 @@ class Timer:
         self.name = name
         self._elapsed = 0.0
         self._started: float | None = None
+        self._clock = device_clock()
 
     @property
     def running(self) -> bool:
@@ -43,7 +43,7 @@ class Timer:
         """
         if self.running:
             raise StateError(f"the timer {self.name} has been started already", fix="stop it first")
-        self._started = time.perf_counter()
+        self._started = self._clock()
 
     def stop(self) -> None:
         """Stops.
@@ -53,7 +53,7 @@ class Timer:
         """
         if self._started is None:
             raise StateError(f"the timer {self.name} has not been started", fix="start it first")
-        self.add(time.perf_counter() - self._started)
+        self.add(self._clock() - self._started)
         self._started = None
 
     def add(self, seconds: float) -> None:
@@ -117,7 +117,7 @@ class TimedActions:
     """An observer of the engine that times its actions and the transfers between stages."""
 
     def __init__(self, timers: Timers) -> None:
-        self._timers = timers
+        self._timers, self._clock = timers, device_clock()
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`."""
@@ -131,4 +131,4 @@ class TimedActions:
         def add(begin: float, end: float) -> None:
             self._timers(name).add(end - begin)
 
-        return Stopwatch(instruction, add)
+        return Stopwatch(instruction, add, self._clock)

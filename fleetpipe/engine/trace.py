@@ -1,7 +1,8 @@
 """Records every action and transfer of real steps, gathers them on rank 0, and draws them.
 
 What is recorded has the form of a simulated schedule's events, so that the same trace and the same
-picture show both: measured beside predicted.
+picture show both: measured beside predicted. On a GPU an operation of a recorded step ends when the
+GPU has computed it, for which the rank waits: a trace says so.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from fleetpipe.errors import PackageNotFound
 from fleetpipe.extras import INSTALLED_BY
 from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.turns import here
+from fleetpipe.paddle_api.device import device_clock, device_kind
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
-from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, write_trace
+from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, caveat, write_trace
 from fleetpipe.schedules.forms.events import Event, events_of, figures_of, median_step
 from fleetpipe.schedules.forms.panel import Panel, panel_of
 from fleetpipe.schedules.forms.picture import draw
@@ -88,6 +90,8 @@ class Trace:
         self._steps: deque[list[Event]] = deque(maxlen=most_steps)
         self._numbers: deque[int] = deque(maxlen=most_steps)
         self._count = 0
+        self._recording = False
+        self._now = device_clock()
         self._offset, self.clock_error = _clock(group)
 
     @classmethod
@@ -130,19 +134,22 @@ class Trace:
         def record(begin: float, end: float) -> None:
             records.append((name, begin, end, here.waited))
 
-        return Stopwatch(begun, record)
+        recorded = Stopwatch(begun, record, self._now)
+        return lambda: recorded() if self._recording else instruction()
 
     def begin_step(self) -> None:
-        """Forgets what was recorded outside of a training step."""
+        """Records from now on; forgets a step that did not end."""
+        self._recording = True
         for records in self._records.values():
             records.clear()
 
     def end_step(self, number: int | None = None) -> None:
-        """Gathers the step's events on rank 0. Collective.
+        """Gathers the step's events on rank 0, and records no more. Collective.
 
         Args:
             number: Of the step in its run, from 1; None: how many were recorded by then.
         """
+        self._recording = False
         shifted = {
             str(rank): [
                 (name, start - self._offset, end - self._offset, waited)
@@ -190,7 +197,8 @@ class Trace:
         microseconds = dict.fromkeys(tracks, MICROSECONDS_PER_SECOND)
         placement = self._schedule.placement
         path, numbers = self._folder / "trace.json", list(self._numbers)
-        write_trace(path, tracks, placement, microseconds=microseconds, steps=numbers)
+        kind = device_kind()
+        write_trace(path, tracks, placement, microseconds=microseconds, steps=numbers, device=kind)
         rate = figures_of(step).bubble_rate
         title = f"measured: step {numbers[chosen]} · bubble {rate:.2%}"
         beside = panel_of(predicted, "s", "predicted")
@@ -201,8 +209,8 @@ class Trace:
             f"{rate:.4f} measured{' after the first step' * cold}, "
             f"{predicted.bubble_rate:.4f} predicted from the median cost of each action; "
             f"clocks agree within {self.clock_error * 1e6:.0f} us"
-            + f"; no pictures: they need matplotlib ({INSTALLED_BY['matplotlib']})"
-            * (not drawn)
+            + f"; no pictures: they need matplotlib ({INSTALLED_BY['matplotlib']})" * (not drawn)
+            + f". {caveat(kind)}" * (kind != "cpu")
         )
 
     def _draw(self, pictures: Mapping[str, list[Panel]]) -> bool:

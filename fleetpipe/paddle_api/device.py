@@ -5,6 +5,7 @@ Alike in 2.6.2 and 3.3.x, but for :func:`restart_peak`: 2.6.2 can restart a peak
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -24,6 +25,38 @@ def device_kind() -> str:
     """
     device: str = paddle.device.get_device()
     return device.partition(":")[0]
+
+
+def synchronize() -> None:
+    """Waits until what this process has given the device to compute is done.
+
+    On a CPU it is when a call returns. Transfers have streams of their own and are not waited for:
+    what is sent may lie there until a peer takes it.
+    """
+    if device_kind() == "cpu":
+        return
+    try:
+        stream = paddle.device.current_stream()
+    except TypeError:  # 2.6.2 knows no streams of an XPU
+        paddle.device.synchronize()
+    else:
+        stream.synchronize()
+
+
+def device_clock(clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
+    """Returns a clock for what a device computes: on a CPU ``clock``.
+
+    A call only queues the work of a GPU: there it waits until that is done, and then reads the
+    time. So it stands where somebody wants a figure, and in no step where nobody does.
+    """
+    if device_kind() == "cpu":
+        return clock
+
+    def synchronized() -> float:
+        synchronize()
+        return time.perf_counter()
+
+    return synchronized
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.schedules import Placement, Schedule
-from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, steps_of
+from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, caveat, device_of, steps_of
 from fleetpipe.schedules.forms.events import Event, events_of, median_step
 
 _TRACKS = ("predicted", "measured")
@@ -30,6 +30,7 @@ class Pipeline:
         numbers: The numbers of these steps in the run.
         unit: Of the times: ``"s"``, or nothing where they are costs of 1.
         peaks: Most forwards that the schedule has each rank hold; empty where it is not known.
+        caveat: What is to be said of the traced steps.
     """
 
     placement: Placement
@@ -38,6 +39,7 @@ class Pipeline:
     numbers: Sequence[int] = ()
     unit: str = ""
     peaks: tuple[float, ...] = ()
+    caveat: str = ""
 
     @property
     def measured(self) -> list[Event]:
@@ -73,6 +75,7 @@ def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
         steps_of(document, len(steps)),
         unit="s",
         peaks=peaks,
+        caveat=caveat(device_of(document)),
     )
 
 

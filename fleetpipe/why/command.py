@@ -15,6 +15,7 @@ from fleetpipe.arguments import new_file, using
 from fleetpipe.report.drawing import Drawing, laid_out
 from fleetpipe.report.page import templates_of
 from fleetpipe.report.timelines import placement_of
+from fleetpipe.schedules.forms.chrome import caveat, device_of
 from fleetpipe.schedules.forms.events import Event
 from fleetpipe.schedules.forms.panel import Panel
 from fleetpipe.version import __version__
@@ -61,24 +62,26 @@ def run(options: argparse.Namespace) -> int:
     path = options.trace / "trace.json" if options.trace.is_dir() else options.trace
     with using("TRACE", path, "a trace"):
         operations = (read_columns if options.columns else read_trace)(path)
+        device = "cpu" if options.columns else device_of(json.loads(path.read_text("utf-8")))
     steps = steps_of(operations, one_thread=not options.columns)
     slowdown, schedules = slowdown_of(steps), alternatives(steps)
+    sentence = f"{_sentence(slowdown)} {caveat(device)}".rstrip()
     if options.output is not None:
         with using("--output", options.output, "a file that can be written"):
-            text = page(steps, slowdown, _sentence(slowdown))
+            text = page(steps, slowdown, sentence)
             options.output.write_text(text, encoding="utf-8")
     if options.json:
-        listed = {"schedules": [one._asdict() for one in schedules]}
+        listed = {"device": device, "schedules": [one._asdict() for one in schedules]}
         sys.stdout.write(json.dumps({**slowdown.as_json(), **listed}) + "\n")
     else:
-        sys.stdout.writelines(f"{line}\n" for line in _lines(slowdown, schedules))
+        sys.stdout.writelines(f"{line}\n" for line in _lines(sentence, slowdown, schedules))
     return 0
 
 
-def _lines(slowdown: Slowdown, schedules: list[Alternative]) -> Iterator[str]:
+def _lines(sentence: str, slowdown: Slowdown, schedules: list[Alternative]) -> Iterator[str]:
     measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
     steps = len(slowdown.step_times)
-    yield _sentence(slowdown)
+    yield sentence
     yield ""
     yield f"steps                     {steps}, {len(slowdown.ranks)} ranks"
     yield f"mean step, measured       {measured / steps:.6g} s"

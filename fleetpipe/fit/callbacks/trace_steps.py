@@ -53,8 +53,8 @@ class TraceSteps(rank_policy.Callback):
             self.model.pipeline.observe(self._trace)
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
-        """Forgets what was recorded before."""
-        if self._trace is not None:
+        """Records the batch, where it is wanted."""
+        if self._trace is not None and self.model.global_step + 1 in self._steps:
             self._trace.begin_step()
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:

@@ -38,9 +38,12 @@ def write_trace(
     edges: Iterable[Edge] | None = None,
     microseconds: Mapping[str, float] | None = None,
     steps: Sequence[int] = (),
+    device: str = "",
 ) -> None:
     """Writes :func:`chrome_trace` to a file."""
-    document = chrome_trace(tracks, placement, edges=edges, microseconds=microseconds, steps=steps)
+    document = chrome_trace(
+        tracks, placement, edges=edges, microseconds=microseconds, steps=steps, device=device
+    )
     Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
@@ -51,6 +54,7 @@ def chrome_trace(
     edges: Iterable[Edge] | None = None,
     microseconds: Mapping[str, float] | None = None,
     steps: Sequence[int] = (),
+    device: str = "",
 ) -> dict[str, object]:
     """Returns events in the Trace Event Format: a process for each rank, an "X" for each event.
 
@@ -63,6 +67,7 @@ def chrome_trace(
         microseconds: For each track the microseconds in one unit of its times; by default 1000,
             which suits simulated ones. Measured ones, in seconds, take 1e6.
         steps: The numbers of the measured steps in their run, in order; see :func:`steps_of`.
+        device: What they ran on, ``"cpu"`` or ``"gpu"``; see :func:`device_of`.
 
     Returns:
         A value for :func:`json.dumps`.
@@ -82,6 +87,8 @@ def chrome_trace(
     }
     if steps:
         other["steps"] = [*steps]
+    if device:
+        other["device"] = device
     return {"traceEvents": records, "displayTimeUnit": "ms", "otherData": other}
 
 
@@ -100,6 +107,23 @@ def steps_of(document: Mapping[str, Any], count: int, first: int = 1) -> Sequenc
         if whole and len(set(numbers)) == count:
             return numbers
     return range(first, first + count)
+
+
+def device_of(document: Mapping[str, Any]) -> str:
+    """Returns what the measured steps of a trace ran on; a CPU where the trace does not say it."""
+    other = document.get("otherData")
+    device = other.get("device") if isinstance(other, dict) else None
+    return device if isinstance(device, str) and device.isidentifier() else "cpu"
+
+
+def caveat(device: str) -> str:
+    """Returns what is to be said of steps that were measured on a device; nothing on a CPU."""
+    if device == "cpu":
+        return ""
+    return (
+        f"On a {device} each action waited until its work was done: these steps took longer than "
+        "others, and no transfer hid behind an action."
+    )
 
 
 class _Track:

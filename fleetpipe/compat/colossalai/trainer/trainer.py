@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from fleetpipe.dygraph.batch.outputs import joined
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.fit.model import Model
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_clock
 
 
 class Seen:
@@ -140,11 +140,11 @@ class TrainerHookCalls(paddle.callbacks.Callback):
     def _begin(self, mode: str) -> None:
         self._call(f"before_{mode.lower()}_iter")
         self._timer.start(f"{mode}-step")
-        self._begun = time.perf_counter()
+        self._begun = device_clock()()
 
     def _end(self, mode: str, logs: Any) -> None:
         trainer = self._trainer
-        trainer.step_seconds = time.perf_counter() - self._begun
+        trainer.step_seconds = device_clock()() - self._begun
         trainer.batch_size = logs["batch_size"]
         self._timer.stop(f"{mode}-step", keep_in_history=True)
         output, label = self._seen.take()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 from fleetpipe.errors import StateError, nearest
-from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.device import device_clock
 
 
 class Timer:
@@ -26,9 +24,7 @@ class Timer:
     @property
     def current_time(self) -> float:
         """Now, in seconds, after all that was given to the device has run."""
-        if device_kind() != "cpu":
-            paddle.device.synchronize()
-        return time.perf_counter()
+        return device_clock()()
 
     def start(self) -> None:
         """Begins to take a time."""
