@@ -44,6 +44,7 @@ from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import agreement, meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import synchronizing
 from fleetpipe.paddle_api.meta_parallel import RecomputeStore
 from fleetpipe.paddle_api.optimizer import squared_norm
 from fleetpipe.schedules import Plan, Schedule
@@ -557,7 +558,8 @@ class Runtime:
         early = EarlyRecompute() if self._waits_filled else None
         observers = (self.guards, issued, early, self.trace, chaos)
         training = [observer for observer in observers if observer is not None]
-        self.meter = StepMeter(self._plan, self.job.pipeline_ranks(), not self.job.local)
+        ranks = self.job.pipeline_ranks()
+        self.meter = StepMeter(self._plan, ranks, not self.job.local, synchronizing())
         costs = self.config.costs
         self.job.describe_steps(
             (s for s in range(placement.stages) if self.plays(placement.rank_of(s))),

@@ -2,6 +2,9 @@
 
 It reads the clock a few times in a step, however many actions that has, and around each wait.
 
+A GPU computes behind the host, whose clock sees what is handed to it and not what that takes. There
+one step in ``EVERY`` is measured, and in that the host waits for the GPU each time.
+
 A machine that others use may take 1.5 times as long for the same work for a while. So a small piece
 of work that is always the same, the probe, is timed behind some of the actions: how much longer
 they take than it does is how much more they compute.
@@ -12,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.mesh.turns import here
@@ -24,12 +27,16 @@ from fleetpipe.systems import ProcessorQueue
 #: Most probes of a step, and the additions of each, which take some 2 microseconds.
 PROBES, _ADDITIONS = 8, 30
 
+#: On a GPU, of how many steps one is measured.
+EVERY = 10
+
 
 class StepTimes(NamedTuple):
-    """What a step took on this process, in seconds.
+    """What a step took on this process, in seconds; ``cpu``, ``wall`` or ``data`` 0: not measured.
 
     Attributes:
-        cpu: Processor time of its thread, from the begin to the end of the last action.
+        cpu: Processor time of its thread, from the begin to the end of the last action. On a GPU,
+            which another thread does not keep from computing, it is ``wall``.
         wall: The same by the clock, without what it waited for messages, or for a processor.
         data: What passed before, since the step before, without what it waited for a processor.
         limited: Since the step before, in which the limit of the container let it not run.
@@ -61,18 +68,28 @@ class _Moment(NamedTuple):
 class StepMeter:
     """An observer of the engine, for the ranks that this process plays."""
 
-    def __init__(self, plan: Plan, ranks: Sequence[int], probes: bool = True) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        ranks: Sequence[int],
+        probes: bool = True,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
         """Begins with nothing.
 
         Args:
             plan: What runs.
             ranks: The ranks of the job that are those of the pipeline.
             probes: Whether to run probes; nobody needs them where one process plays all ranks.
+            synchronize: Waits until a GPU has computed what it was given; None on a CPU.
         """
         self._ranks = ranks
         self._placement = plan.placement
         actions = [_actions(row) for row in plan.ops]
         self._last = [row[-1] if row else None for row in actions]
+        self._synchronize, self._on_cpu = synchronize, synchronize is None
+        # A probe is of the processor.
+        probes = probes and self._on_cpu
         self._probed = [row[:: -(-len(row) // PROBES) or 1] if probes else [] for row in actions]
         self._probes: list[float] = []
         self._probing = 0.0
@@ -81,6 +98,9 @@ class StepMeter:
         self._begun = self._ended = _Moment(0.0, 0.0, 0.0, 0.0)
         self._done: _Moment | None = None
         self._awaited: dict[int, int] = {}
+        self._count = 0
+        #: Whether this is a step in which the host waits for its GPU.
+        self._waits = False
 
     def begin(self) -> None:
         """Begins a step."""
@@ -90,18 +110,34 @@ class StepMeter:
         self._awaited = {}
         self._probes = []
         self._begun = self._ended = now = self._now()
-        self._data = 0.0 if self._done is None else now.active(self._done)
+        # On a GPU only where the step before has ended with what it queued.
+        ended = self._done if self._on_cpu or self._waits else None
+        self._data = 0.0 if ended is None else now.active(ended)
+        if not self._on_cpu:
+            self._waits = self._count % EVERY == 0
+            self._count += 1
+            self._wait()
+            self._begun = self._now()
 
     def take(self) -> StepTimes:
         """Returns what the step took since :meth:`begin`."""
+        self._wait()
         before, self._done = self._done or self._begun, self._now()
         # Where several processors were taken away, the group's time is longer than the thread's.
         limited = min(self._done.limited - before.limited, self._done.queued - before.queued)
+        if not self._on_cpu:
+            took = max(0.0, self._ended.wall - self._begun.wall - self._waited) * self._waits
+            return StepTimes(took, took, self._data, limited, self._awaited, 0.0)
         cpu = self._ended.cpu - self._begun.cpu
         # Some of the time in the queue may have been a wait for a message too.
         wall = max(cpu, self._ended.active(self._begun) - self._waited)
         probe = median(self._probes or [0.0])
         return StepTimes(cpu, wall, self._data, limited, self._awaited, probe)
+
+    def _wait(self) -> None:
+        """Waits until what is behind this moment is computed, where the step is measured so."""
+        if self._waits and self._synchronize is not None:
+            self._synchronize()
 
     def _now(self) -> _Moment:
         queued = limited = 0.0
@@ -127,8 +163,10 @@ class StepMeter:
             nonlocal since
             blocked = instruction()
             if blocked is not None:
+                self._wait()
                 since = time.monotonic()
             elif since is not None:
+                self._wait()
                 self._waited += time.monotonic() - since
                 self._awaited[peer] = self._awaited.get(peer, 0) + 1
                 since = None
@@ -139,6 +177,7 @@ class StepMeter:
     def _ending(self, instruction: Instruction) -> Instruction:
         def ended() -> Blocked | None:
             blocked = instruction()
+            self._wait()
             self._ended = self._now()
             return blocked
 

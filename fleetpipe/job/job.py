@@ -25,7 +25,7 @@ from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import COPIES, REPLICA, SHARDS, Coordinate, Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
-from fleetpipe.paddle_api.device import memory_limit, process_bytes
+from fleetpipe.paddle_api.device import memory_limit, process_bytes, synchronize
 from fleetpipe.transport import (
     MemoryHub,
     ProcessGroupTransport,
@@ -119,6 +119,7 @@ class Job:
         self.keeps_board = self.scatters_gradients = False
         self.progress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
+        self.progress.synchronize = synchronize
         if connections is not None:
             self.progress.awaited = self._awaited
             self.progress.queues = connections.queues

@@ -40,6 +40,7 @@ class RunProgress:
         flights: Says by rank how long the quickest message since the last call was on its way.
         queues: Says how many messages and bytes it has not taken, and not sent.
         memory: Says how many bytes it holds.
+        synchronize: Waits until its device has computed what it was given.
         memory_limit: Bytes that it may hold.
         gradient_norm: Says what it was in the last step; None where nobody does.
         folders: Where the run is recorded.
@@ -59,6 +60,7 @@ class RunProgress:
         self.flights: Callable[[], dict[int, float]] = dict
         self.queues: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.memory: Callable[[], int] = lambda: 0
+        self.synchronize: Callable[[], None] = lambda: None
         self.memory_limit = sys.maxsize
         self.gradient_norm: Callable[[], float | None] = lambda: None
         self._norm_due = 0.0
@@ -122,7 +124,8 @@ class RunProgress:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Within it, a step is saved."""
+        """Within it, a step is saved. What a GPU has to compute before is no part of that."""
+        self.synchronize()
         self._queue = self._queue or ProcessorQueue()
         begin, queued = time.monotonic(), self._queue.seconds()
         yield
@@ -136,7 +139,9 @@ class RunProgress:
         # Each once, and before the clock: the main thread goes on meanwhile, and no age is below 0.
         ended, saved, last = self._ended, self._saved, list(self._last)
         now = time.monotonic()
-        spans = sum(row.span for row in last)
+        step_time = sum(row.span for row in last) / len(last) if last else 0.0
+        # Not each step is measured, on a GPU.
+        walls = [row.wall for row in last if row.wall]
         rows: tuple[StepRow, ...] = ()
         if with_rows:
             rows = tuple(self._rows.popleft() for _ in range(len(self._rows)))
@@ -152,8 +157,8 @@ class RunProgress:
             step=self.step,
             steps=self.steps,
             step_age=None if ended is None else now - ended,
-            step_time=spans / len(last) if last else 0.0,
-            busy=min(1.0, sum(row.wall for row in last) / spans) if spans else 0.0,
+            step_time=step_time,
+            busy=min(1.0, sum(walls) / len(walls) / step_time) if walls and step_time else 0.0,
             samples=self.samples,
             memory=self.memory(),
             memory_limit=None if self.memory_limit == sys.maxsize else self.memory_limit,

@@ -43,6 +43,11 @@ def synchronize() -> None:
         stream.synchronize()
 
 
+def synchronizing() -> Callable[[], None] | None:
+    """Returns :func:`synchronize` where it may wait; None on a CPU."""
+    return None if device_kind() == "cpu" else synchronize
+
+
 def device_clock(clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
     """Returns a clock for what a device computes: on a CPU ``clock``.
 

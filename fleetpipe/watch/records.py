@@ -17,7 +17,7 @@ SOURCE = Source("this is no record of a rank", ConfigError, "give all ranks the 
 
 
 class StepRow(NamedTuple):
-    """How long the parts of a step took on one rank, in seconds.
+    """How long the parts of a step took on one rank, in seconds; 0 for what was not measured.
 
     Attributes:
         step: Its number, from 0.

@@ -241,7 +241,8 @@ class SlowRanks:
                 for rank, probe in probes.items():
                     figures[rank] /= probe
                     costs[rank] /= probe
-            if name not in ("save", "probe") or all(figures.values()):
+            # 0 is not measured; but only where it is so of all ranks there may be no data to load.
+            if (any if name == "data" else all)(figures.values()):
                 comparison.add(figures, costs)
         self._compare_links(step, span)
         for rank, row in step.items():

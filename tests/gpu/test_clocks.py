@@ -17,7 +17,13 @@ from paddle import nn
 
 from fleetpipe.cli import main
 from fleetpipe.dygraph.observe.timers import Timers
+from fleetpipe.engine.observer import Blocked
+from fleetpipe.engine.step_meter import EVERY, StepMeter, StepTimes
+from fleetpipe.fit.callbacks.throughput import ThroughputMonitor
+from fleetpipe.job.run_progress import RunProgress
+from fleetpipe.paddle_api.device import synchronize
 from fleetpipe.report.timelines import pipeline_of
+from fleetpipe.schedules import Action, Recv, build
 from fleetpipe.systems import ProcessorQueue
 from tests.fixtures import LogCapture, Patch
 from tests.pipelines import FEATURES, batch, model_in_job, sgd
@@ -106,6 +112,17 @@ def test_a_trace_has_what_actions_take_and_says_how(
         assert "On a gpu each action waited until its work was done" in text
 
 
+def test_a_step_that_nobody_measures_waits_for_nothing(device: LateDevice) -> None:
+    with late_model(device) as model:
+        optimizer, waits = sgd(model), []
+        for _ in range(EVERY + 2):
+            model.train_batch(batch(2), optimizer)
+            waits.append(device.waits)
+            device.waits = 0
+    # Where the step begins and ends, and at the last action of each rank.
+    assert waits == [4, *[0] * (EVERY - 1), 4, 0]
+
+
 def test_timers_wait_as_fleets_do(device: LateDevice) -> None:
     timer = Timers()("mine")
     device.queued = 2.0
@@ -113,3 +130,78 @@ def test_timers_wait_as_fleets_do(device: LateDevice) -> None:
     device.queued = 3.0
     timer.stop()
     assert timer.elapsed() == 3.0
+
+
+def test_one_step_of_some_is_measured(device: LateDevice) -> None:
+    plan = build("1F1B", ranks=2, micro_batches=2).lower()
+    meter = StepMeter(plan, [0, 1], synchronize=device.synchronize)
+    progress, blocked = RunProgress(), [True]
+
+    class Played:
+        rank, values = 1, {}  # type: ignore[var-annotated]
+
+    def compute() -> None:
+        device.queued += 1.0
+
+    def receive() -> Blocked | None:
+        """The host waits for a header, and the device for the data that it orders then."""
+        blocked[0] = not blocked[0]
+        if blocked[0]:
+            device.queued += 7.0
+            return None
+        return Blocked(0, None)  # type: ignore[arg-type]
+
+    ops = [op for op in plan.ops[1] if isinstance(op, (Action, Recv))]
+    program = [meter.wrap(Played(), op, receive if isinstance(op, Recv) else compute) for op in ops]
+    steps: list[StepTimes] = []
+
+    class Kept:
+        begin = meter.begin
+
+        def take(self) -> StepTimes:
+            steps.append(meter.take())
+            return steps[-1]
+
+    for _ in range(EVERY + 2):
+        with progress.step_of(Kept()):
+            for instruction in program:
+                while instruction() is not None:
+                    pass
+        device.now += 0.5
+    for number, step in enumerate(steps):
+        measured = number % EVERY == 0
+        assert (step.cpu, step.probe) == (step.wall, 0)
+        assert step.wall == (4.0 if measured else 0.0)
+        assert step.data == (0.5 if number % EVERY == 1 else 0.0)
+    # Without the two waits of seven in the one step of the last ten that is measured.
+    record = progress.record(0, "", with_rows=False)
+    assert record.busy * record.step_time == pytest.approx(4.0)
+
+
+def test_a_save_does_not_take_what_the_device_still_computes(device: LateDevice) -> None:
+    progress = RunProgress()
+    progress.synchronize = synchronize
+    device.queued = 5.0
+    with progress.saving(1):
+        device.synchronize()
+    assert progress._save == 0.0
+
+
+def test_throughput_counts_what_is_computed_and_no_shares_of_the_host(device: LateDevice) -> None:
+    monitor = ThroughputMonitor(log_freq=1, verbose=0)
+
+    class Model:
+        pipeline = type("Pipeline", (), {"peak_held": {0: 2}})
+
+        @staticmethod
+        def gather(one: Any) -> list[Any]:
+            return [one, one]
+
+    monitor.set_model(Model())
+    monitor.on_train_begin()
+    monitor.on_epoch_begin(0)
+    device.queued = 5.0
+    monitor.on_train_batch_end(0, {"batch_size": 1})
+    assert monitor.figures["samples_per_second"] == 0.2
+    assert "bubble_rate" not in monitor.figures
+    assert "busy_share_by_rank" not in monitor.by_rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,16 @@ def longer(names: Sequence[str], factor: float, rank: int = 2, since: int = 100)
         return row._replace(**{name: getattr(row, name) * factor for name in names})
 
     return change
+
+
+@pytest.mark.parametrize(("factor", "slow"), [(1.5, {(2, "compute")}), (1.0, set())])
+def test_of_steps_of_which_one_in_ten_is_measured_those_count(factor: float, slow: Any) -> None:
+    def measured(step: int, rank: int, row: StepRow) -> StepRow:
+        row = longer(["cpu", "wall"], factor, since=500)(step, rank, row)._replace(probe=0.0)
+        row = row._replace(data=row.data if step % 10 == 1 else 0.0)
+        return row if step % 10 == 0 else row._replace(cpu=0.0, wall=0.0)
+
+    assert set(named(1000, measured)) == slow
 
 
 @pytest.mark.parametrize(("places", "noise"), [(ALONE, 0.08), (ALONE, 0.2), (REPLICAS, 0.08)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from typing import Any
 
@@ -11,7 +10,7 @@ from fleetpipe.engine.observer import Instruction, Played
 from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.device import device_clock, device_kind
 from fleetpipe.schedules import Action, Op
 
 #: Figures that are lists: one number for each rank of the pipeline, one for each process.
@@ -61,12 +60,12 @@ class ThroughputMonitor(rank_policy.Callback):
 
     Attributes:
         figures: The last figures: ``samples_per_second``, ``tokens_per_second`` (with
-            ``tokens_per_sample``), ``bubble_rate`` (on several ranks) and ``peak_held``.
+            ``tokens_per_sample``), ``bubble_rate`` (where there is a busy share) and ``peak_held``.
         by_rank: Likewise, in lists: ``held_by_rank``, the most forwards that each rank of the
             pipeline held; ``busy_share_by_rank``, the share of the step in which each computed (on
-            several ranks; of replicas the busiest); and ``peak_memory_by_process``, bytes of each
-            process of the job: on a GPU what Paddle allocated at most, else the most resident
-            memory, libraries included.
+            several ranks; of replicas the busiest; not on a GPU, where a trace has it); and
+            ``peak_memory_by_process``, bytes of each process of the job: on a GPU what Paddle
+            allocated at most, else the most resident memory, libraries included.
     """
 
     def __init__(
@@ -84,6 +83,7 @@ class ThroughputMonitor(rank_policy.Callback):
         self._tokens = tokens_per_sample
         self._verbose = verbose
         self._busy = Busy()
+        self._now = device_clock()
         self._watching = False
         self._samples = 0
         self._batches = 0
@@ -93,14 +93,14 @@ class ThroughputMonitor(rank_policy.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins to watch the engine."""
-        if not self._watching:
+        if not self._watching and device_kind() == "cpu":
             self.model.pipeline.observe(self._busy)
             self._watching = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to count."""
         self._samples = self._batches = 0
-        self._since = time.perf_counter()
+        self._since = self._now()
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         """Counts the batch. Collective over the job every ``log_freq`` batches."""
@@ -113,11 +113,11 @@ class ThroughputMonitor(rank_policy.Callback):
                 figures = (f"{name} {value:.4g}" for name, value in self.figures.items())
                 rank_policy.say(f"step {step + 1}: {', '.join(figures)}")
             self._samples = self._batches = 0
-            self._since = time.perf_counter()
+            self._since = self._now()
         logs.update(self.figures, **self.by_rank)
 
     def _measure(self) -> None:
-        rate = self._samples / (time.perf_counter() - self._since)
+        rate = self._samples / (self._now() - self._since)
         self.figures = {"samples_per_second": rate}
         if self._tokens:
             self.figures["tokens_per_second"] = rate * self._tokens
@@ -133,8 +133,8 @@ class ThroughputMonitor(rank_policy.Callback):
             "held_by_rank": [most[rank] for rank in sorted(most)],
             "peak_memory_by_process": [memory for _, _, memory in gathered],
         }
-        if len(gathered) > 1:
-            times = [each for taken, _, _ in gathered for each in taken]
+        times = [each for taken, _, _ in gathered for each in taken]
+        if len(gathered) > 1 and times:
             span = max(seconds for _, seconds, _ in times)
             busy: defaultdict[int, float] = defaultdict(float)
             for rank, _, seconds in times:
