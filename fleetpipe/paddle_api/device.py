@@ -31,7 +31,8 @@ def synchronize() -> None:
     """Waits until what this process has given the device to compute is done.
 
     On a CPU it is when a call returns. Transfers have streams of their own and are not waited for:
-    what is sent may lie there until a peer takes it.
+    what is sent may lie there until a peer takes it. Other threads run meanwhile, as they would not
+    in Paddle's own ``synchronize()``: what is computed may wait for a peer that is gone.
     """
     if device_kind() == "cpu":
         return
@@ -40,7 +41,8 @@ def synchronize() -> None:
     except TypeError:  # 2.6.2 knows no streams of an XPU
         paddle.device.synchronize()
     else:
-        stream.synchronize()
+        while not stream.query():
+            time.sleep(0)
 
 
 def synchronizing() -> Callable[[], None] | None:

@@ -33,15 +33,16 @@ QUICK, SLOW = 1.0, 3.0
 
 
 class LateDevice:
-    """Has done its work when somebody has waited for it."""
+    """A device, and its stream, that has done its work once somebody has asked about it."""
 
     def __init__(self) -> None:
         self.now, self.queued, self.waits = 0.0, 0.0, 0
 
-    def synchronize(self) -> None:
-        """Stands for ``paddle.device.current_stream()`` and its method of this name."""
-        self.waits += 1
+    def query(self) -> bool:
+        """Whether everything has been done, as ``paddle.device.current_stream().query()``."""
+        done, self.waits = not self.queued, self.waits + 1
         self.now, self.queued = self.now + self.queued, 0.0
+        return done
 
 
 @pytest.fixture
@@ -104,11 +105,14 @@ def test_a_trace_has_what_actions_take_and_says_how(
     taken = {event.name: event.end - event.start for event in pipeline.measured}
     for name, seconds in {"F0.1": QUICK, "F1.1": SLOW, "B1.1": 2 * SLOW, "B0.1": 2 * QUICK}.items():
         assert taken[name] == pytest.approx(seconds), name
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    capsys.readouterr()
     assert main(["why", str(tmp_path)]) == 0
     assert main(["why", "--json", str(tmp_path)]) == 0
     sentence, *_, figures = capsys.readouterr().out.splitlines()
     assert json.loads(figures)["device"] == "gpu"
-    for text in (caplog.text, pipeline.caveat, sentence):
+    for text in (caplog.text, page.read_text(encoding="utf-8"), sentence):
         assert "On a gpu each action waited until its work was done" in text
 
 
@@ -119,8 +123,9 @@ def test_a_step_that_nobody_measures_waits_for_nothing(device: LateDevice) -> No
             model.train_batch(batch(2), optimizer)
             waits.append(device.waits)
             device.waits = 0
-    # Where the step begins and ends, and at the last action of each rank.
-    assert waits == [4, *[0] * (EVERY - 1), 4, 0]
+    # Where the step ends, at the last action of each of two ranks until that is done, and where it
+    # begins until what the steps before have left is.
+    assert waits == [6, *[0] * (EVERY - 1), 7, 0]
 
 
 def test_timers_wait_as_fleets_do(device: LateDevice) -> None:
@@ -134,7 +139,7 @@ def test_timers_wait_as_fleets_do(device: LateDevice) -> None:
 
 def test_one_step_of_some_is_measured(device: LateDevice) -> None:
     plan = build("1F1B", ranks=2, micro_batches=2).lower()
-    meter = StepMeter(plan, [0, 1], synchronize=device.synchronize)
+    meter = StepMeter(plan, [0, 1], synchronize=synchronize)
     progress, blocked = RunProgress(), [True]
 
     class Played:
@@ -183,7 +188,7 @@ def test_a_save_does_not_take_what_the_device_still_computes(device: LateDevice)
     progress.synchronize = synchronize
     device.queued = 5.0
     with progress.saving(1):
-        device.synchronize()
+        synchronize()
     assert progress._save == 0.0
 
 
