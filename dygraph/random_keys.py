@@ -25,7 +25,6 @@ from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.python_draws import draws_python
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle, paddle_fleet
-from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.layer import is_patched
 from fleetpipe.paddle_api.random import drawn_on_host, generators, stream_seeds, track_streams
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -175,7 +174,7 @@ class Keys:
         self._common: frozenset[str] = frozenset()
         self._call: tuple[int, GlobalMicroBatch] | None = None
         self._streams: dict[str, GeneratorStates] = {}
-        self._generator: Any = None
+        self._generators: list[Any] = []
         self._outside: PythonStates | None = None
 
     def agree(self, group: Group) -> None:
@@ -248,11 +247,9 @@ class Keys:
         if self.python or self._outside is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
-        if self._generator is not None:
-            self._generator.manual_seed(seed)
-        else:
-            generator = paddle.seed(seed)
-            self._generator = generator if device_kind() == "cpu" else None
+        self._generators = self._generators or generators()
+        for generator in self._generators:
+            generator.manual_seed(seed)
 
 
 _keys: Keys | None = None
