@@ -390,6 +390,7 @@ class Runtime:
         try:
             with (
                 self.job.guarded(engine.where),
+                self.job.limited_by_card(),
                 self._own_errors(),
                 refused(self._elsewhere),
             ):

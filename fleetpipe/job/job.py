@@ -25,7 +25,7 @@ from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import COPIES, REPLICA, SHARDS, Coordinate, Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
-from fleetpipe.paddle_api.device import memory_limit, process_bytes, synchronize
+from fleetpipe.paddle_api.device import device_kind, memory_limit, process_bytes, synchronize
 from fleetpipe.transport import (
     MemoryHub,
     ProcessGroupTransport,
@@ -383,6 +383,17 @@ class Job:
             self.progress.action = where
             return nullcontext()
         return self._watch.guarding(lambda: self._describe(where()))
+
+    def limited_by_card(self) -> AbstractContextManager[None]:
+        """Within it, a process that stays at one operation for too long is ended, and says where.
+
+        A wait for a card has no limit of its own. A read of a tensor waits for what is sent, too:
+        where two ranks read before they take what the other one sends, neither goes on.
+        """
+        if self._watch is None or device_kind() == "cpu":
+            return nullcontext()
+        # Waits for messages end before, with their own words.
+        return self._watch.limit(2 * self.timeout, "", self.pipeline_ranks())
 
     def require_agreement(self, facts: Mapping[str, str]) -> None:
         """Makes sure that all ranks say the same of themselves. Collective over the job.

@@ -210,7 +210,7 @@ class StaticPipeline:
             compiled.stage.begin(batch.put, first)
             if self._recipe.trace is not None:
                 self._recipe.trace.begin_step()
-            with self._job.progress.step_of(compiled.meter):
+            with self._job.limited_by_card(), self._job.progress.step_of(compiled.meter):
                 compiled.engine.run({"REDUCE": compiled.reduce, "STEP": compiled.step}, first)
             if self._recipe.trace is not None:
                 self._recipe.trace.end_step(self._job.progress.step)

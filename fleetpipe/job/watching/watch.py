@@ -50,12 +50,11 @@ _STDERR = 2
 
 
 class _Limit(NamedTuple):
-    """What the main thread does where no exception reaches it, and until when it may."""
+    """What the main thread does where no exception reaches it, and how long it may."""
 
     seconds: float
     what: str
     ranks: tuple[int, ...]
-    deadline: float
 
 
 class Watch:
@@ -84,6 +83,8 @@ class Watch:
         self.failure: Failure | None = None
         self.progress = RunProgress()
         self._limit: _Limit | None = None
+        self._timed: _Limit | None = None
+        self._timed_status, self._timed_since = "", 0.0
         self._interrupts: list[Callable[[], None]] = []
         self._lock = threading.RLock()
         self._noticed = False
@@ -155,22 +156,21 @@ class Watch:
         """Within it the thread gives up for a main thread that waits where nothing interrupts it.
 
         The other ranks are told, and this process is ended a moment later. A limit around this one
-        begins anew at its end.
+        begins anew at its end, and each where the process says that it does something else.
 
         Args:
             seconds: How long this may take.
-            what: What the main thread does, for the messages of all.
+            what: What the main thread does, for the messages of all; "" where its action says all.
             ranks: The ranks that it may be waiting for.
         """
         around = self._limit
         peers = tuple(rank for rank in ranks if rank != self.rank)
-        self._limit = _Limit(seconds, what, peers, time.monotonic() + seconds)
+        self._limit = _Limit(seconds, what, peers)
         try:
             yield
         finally:
-            if around is not None:
-                around = around._replace(deadline=time.monotonic() + around.seconds)
-            self._limit = around
+            # Another object: it begins anew.
+            self._limit = None if around is None else around._replace()
 
     def give_up(self, error: BaseException) -> None:
         """Tells all other ranks that this one fails, with the error and its traceback."""
@@ -244,7 +244,8 @@ class Watch:
     def _status(self) -> str:
         try:
             limit = self._limit
-            return self.progress.action() + ("" if limit is None else f": {limit.what}")
+            what = "" if limit is None else limit.what
+            return self.progress.action() + (what and f": {what}")
         except Exception as error:
             return f"unknown ({error!r})"
 
@@ -253,13 +254,18 @@ class Watch:
         return [f"  {peer.whereabouts()}" for peer in self._peers.values()]
 
     def _give_up_if_late(self) -> None:
-        limit = self._limit
-        if limit is None or self.failure is not None or time.monotonic() < limit.deadline:
+        limit, now = self._limit, time.monotonic()
+        if limit is None or self.failure is not None:
+            return
+        status = self._status()
+        if limit is not self._timed or status != self._timed_status:
+            self._timed, self._timed_status, self._timed_since = limit, status, now
+        if now - self._timed_since < limit.seconds:
             return
         silent = [rank for rank in limit.ranks if self._peers[rank].silent]
         ranks = silent or list(limit.ranks)
         who = f"ranks {ranks}" if ranks[1:] else f"rank {ranks[0]}"
-        text = f"rank {self.rank} waited {limit.seconds:g} s for {who}: {limit.what}"
+        text = f"rank {self.rank} waited {limit.seconds:g} s for {who}: {limit.what or status}"
         late = PipelineTimeout("\n".join([text, *self._whereabouts()]))
         self._fail(Failure.of(self.rank, late))
 

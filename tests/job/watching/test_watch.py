@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -222,6 +223,18 @@ def test_a_limit_begins_anew_where_one_within_it_ends(begin: Begin) -> None:
         time.sleep(0.2)
     time.sleep(0.7)
     assert first.failure is second.failure is None
+
+
+def test_a_limit_begins_anew_where_the_process_goes_on(begin: Begin, exits: list[int]) -> None:
+    first, second = begin(2)
+    with first.limit(0.5, "", [1]):
+        for number in range(4):
+            first.progress.action = functools.partial("operation F0.{}".format, number)
+            time.sleep(0.3)
+        assert first.failure is None
+        assert soon(lambda: second.failure)
+    with pytest.raises(PipelineTimeout, match=r"waited 0\.5 s for rank 1: operation F0\.3"):
+        second.check()
 
 
 def test_a_process_that_does_not_notice_is_ended_with_one_line(
