@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle import _C_ops
 
@@ -19,6 +19,25 @@ def casts_automatically() -> bool:
     framework: ModuleType = paddle.framework
     # O0 is 0. To ask for the name takes twice as long, and this is asked for each Linear.
     return bool(int(framework._dygraph_tracer()._amp_level))
+
+
+class Casts(NamedTuple):
+    """Automatic casts: their level, the dtype of half precision, and the lists of operations."""
+
+    level: str
+    dtype: DType
+    white: frozenset[str]
+    black: frozenset[str]
+
+
+def casts_of_now() -> Casts | None:
+    """Returns the automatic casts of now; None without."""
+    framework: ModuleType = paddle.framework
+    tracer = framework._dygraph_tracer()
+    if not int(tracer._amp_level):
+        return None
+    dtype: DType = getattr(paddle, tracer._amp_dtype)
+    return Casts(tracer._amp_level.name, dtype, *map(frozenset, tracer._get_amp_op_list()))
 
 
 def automatic_casts() -> Callable[[], AbstractContextManager[object]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import paddle
 import pytest
 from paddle import nn
 
 from fleetpipe.dygraph.backward import product
+from fleetpipe.paddle_api import VERSION
+from fleetpipe.paddle_api.rehearsal import end_rehearsal, rehearse
 from tests.dygraph.backward.leaves import Steps, grads_of, numbers, score
 
 MICRO_BATCHES = 3
@@ -33,6 +34,13 @@ def _ways_forgotten() -> Iterator[None]:
     product._tried.clear()
     yield
     product._tried.clear()
+    end_rehearsal()
+
+
+def way_of(shape: tuple[int, ...], outputs: int) -> Any:
+    """How a Linear of float32 with a bias is made of products."""
+    operands = [paddle.zeros(size) for size in (shape, (shape[-1], outputs), (outputs,))]
+    return product._way(operands, paddle.float32, None)
 
 
 def two(make: Callable[[], Any]) -> tuple[Any, Steps]:
@@ -89,18 +97,63 @@ def test_a_bias_of_another_shape_is_left_to_autograd(shape: list[int]) -> None:
 def test_small_weights_are_tried_until_no_chance_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(product, "_try", lambda *args: seeds.append(args[-1]) is None)
-    assert product._ones((2, 8), 8, True, np.float32) is not None
+    assert way_of((2, 8), 8) is not None
     assert seeds == [0, 1, 2, 3, 4]
 
 
-def test_a_product_of_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = product._product
-    monkeypatch.setattr(product, "_product", lambda *both: original(*both).scale_(1 + 2**-20))
+@pytest.mark.parametrize("of_bias", [False, True])
+def test_a_product_of_other_bits_is_not_used(
+    of_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = product.product
+
+    def other(left: Any, right: Any, **transposed: bool) -> Any:
+        changes = (left.ndim == 1) if of_bias else "left_transposed" in transposed
+        return original(left, right, **transposed).scale_(1 + 2**-20 * changes)
+
+    monkeypatch.setattr(product, "product", other)
     plain, steps = two(lambda: nn.Linear(16, 16))
     for number in range(2):
         batch(plain, steps, (8, 16), 10 * number)
     assert grads_of(steps.layer) == grads_of(plain)
-    assert product._ones((8, 16), 16, True, np.float32) is None
+    # The weight's is still a product where the bias's alone cannot be one.
+    way = way_of((8, 16), 16)
+    assert (way is None) == (not of_bias)
+    assert way is None or way.ones is None
+
+
+@pytest.mark.skipif(VERSION.startswith("2."), reason="2.6.2 cannot rehearse half precision")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kept", [[], ["fused_gemm_epilogue"]])
+def test_half_precision_has_the_bits_of_autograd(level: str, dtype: str, kept: list[str]) -> None:
+    def make() -> Any:
+        linear = nn.Linear(64, 48)
+        return paddle.amp.decorate(linear, level=level, dtype=dtype) if level == "O2" else linear
+
+    rehearse(dtype)
+    plain, steps = two(make)
+    with paddle.amp.auto_cast(custom_black_list=kept, level=level, dtype=dtype):
+        for number in range(2):
+            batch(plain, steps, (2, 4, 64), 10 * number)
+    assert grads_of(steps.layer) == grads_of(plain)
+    (tried,) = product._tried.values()
+    assert [way is None for way in tried.values()] == [bool(kept)]
+
+
+@pytest.mark.skipif(VERSION.startswith("2."), reason="2.6.2 cannot rehearse half precision")
+def test_a_call_without_casts_has_a_backward_without_casts() -> None:
+    rehearse("bfloat16")
+    plain, steps = two(lambda: nn.Linear(16, 16))
+    with paddle.amp.auto_cast(level="O1", dtype="bfloat16"):
+        for x in (numbers(8, 16, seed=1), numbers(8, 16, seed=2)):
+            with paddle.amp.auto_cast(enable=False):
+                outputs = plain(x), steps.forward(0, x)
+            score(outputs[0]).backward()
+            steps.input_grads(0, score(outputs[1]))
+            steps.weight_grads(0)
+        steps.split.end()
+    assert grads_of(steps.layer) == grads_of(plain)
 
 
 def test_a_hook_sees_every_gradient_from_when_it_is_there() -> None:
