@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import paddle
@@ -16,11 +17,11 @@ import pytest
 from paddle import nn
 
 from fleetpipe.cli import main
-from fleetpipe.dygraph.observe.timers import Timers
+from fleetpipe.dygraph.observe.timers import Timer
 from fleetpipe.engine.observer import Blocked
-from fleetpipe.engine.step_meter import EVERY, StepMeter, StepTimes
+from fleetpipe.engine.step_meter import EVERY, StepMeter
 from fleetpipe.fit.callbacks.throughput import ThroughputMonitor
-from fleetpipe.job.run_progress import RunProgress
+from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.device import synchronize
 from fleetpipe.report.timelines import pipeline_of
 from fleetpipe.schedules import Action, Recv, build
@@ -55,35 +56,30 @@ def device(monkeypatch: Patch) -> LateDevice:
     return late
 
 
-class Works(nn.Linear):  # type: ignore[misc]
-    """A layer that takes a while on a device."""
-
-    def __init__(self, device: LateDevice, seconds: float) -> None:
-        super().__init__(FEATURES, FEATURES)
-        self._device, self._seconds = device, seconds
-
-    def forward(self, x: Any) -> Any:
-        def queue(factor: int) -> None:
-            self._device.queued += factor * self._seconds
-
-        class Queued(paddle.autograd.PyLayer):  # type: ignore[misc]
-            @staticmethod
-            def forward(_: Any, y: Any) -> Any:
-                queue(1)
-                return y.clone()
-
-            @staticmethod
-            def backward(_: Any, grad: Any) -> Any:
-                queue(2)
-                return grad
-
-        return Queued.apply(super().forward(x))
-
-
 def late_model(device: LateDevice, **options: Any) -> Any:
     """A pipeline of two ranks in this process, whose second stage takes three times as long."""
-    layers = [Works(device, QUICK), Works(device, SLOW)]
-    return model_in_job(2, 2, layers=layers, seg_method=[0, 1], **options)
+
+    class Works(nn.Linear):  # type: ignore[misc]
+        def __init__(self, seconds: float) -> None:
+            super().__init__(FEATURES, FEATURES)
+            self.seconds = seconds
+
+        def forward(self, x: Any) -> Any:
+            return Queued.apply(super().forward(x), self.seconds)
+
+    class Queued(paddle.autograd.PyLayer):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, y: Any, seconds: float) -> Any:
+            ctx.seconds = seconds
+            device.queued += seconds
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            device.queued += 2 * ctx.seconds
+            return grad
+
+    return model_in_job(2, 2, layers=[Works(QUICK), Works(SLOW)], seg_method=[0, 1], **options)
 
 
 def test_a_profile_has_what_stages_take(device: LateDevice) -> None:
@@ -116,97 +112,71 @@ def test_a_trace_has_what_actions_take_and_says_how(
         assert "On a gpu each action waited until its work was done" in text
 
 
-def test_a_step_that_nobody_measures_waits_for_nothing(device: LateDevice) -> None:
+def test_one_step_of_some_is_measured_and_the_others_wait_for_nothing(device: LateDevice) -> None:
     with late_model(device) as model:
-        optimizer, waits = sgd(model), []
+        running, optimizer, waits = current_job(), sgd(model), []
+        assert running is not None
         for _ in range(EVERY + 2):
             model.train_batch(batch(2), optimizer)
             waits.append(device.waits)
-            device.waits = 0
+            device.waits, device.now = 0, device.now + 0.5
+        record = running.progress.record(0, "", with_rows=True)
     # Where the step ends, at the last action of each of two ranks until that is done, and where it
     # begins until what the steps before have left is.
     assert waits == [6, *[0] * (EVERY - 1), 7, 0]
+    work = 2 * 3 * (QUICK + SLOW)
+    for row in record.rows:
+        assert row.cpu == row.wall == (work if row.step == EVERY else 0), row
+        assert row.data == (0.5 if row.step % EVERY == 1 else 0), row
+    assert record.busy * record.step_time == pytest.approx(work)
 
 
-def test_timers_wait_as_fleets_do(device: LateDevice) -> None:
-    timer = Timers()("mine")
+def test_what_a_device_waits_for_is_no_computing(device: LateDevice) -> None:
+    plan = build("1F1B", ranks=2, micro_batches=1).lower()
+    meter = StepMeter(plan, [0, 1], synchronize=synchronize)
+    headers = iter([Blocked(0, None), None])  # type: ignore[arg-type]
+
+    def run(seconds: float, blocked: Blocked | None = None) -> Blocked | None:
+        device.queued += seconds
+        return blocked
+
+    rank: Any = SimpleNamespace(rank=1, values={})
+    receive, *actions = (op for op in plan.ops[1] if isinstance(op, (Action, Recv)))
+    # Without a header the host waits from when all that is queued is done, until the data is there.
+    received = meter.wrap(rank, receive, lambda: run(7.0, next(headers)))
+    meter.begin()
+    run(2.0)
+    assert received() is not None
+    assert received() is None
+    for action in actions:
+        meter.wrap(rank, action, lambda: run(1.0))()
+    # What was queued before that wait, and two actions; not the seven that it took.
+    assert meter.take().wall == 2.0 + 7.0 + 2.0
+
+
+def test_other_figures_wait_for_the_device(device: LateDevice) -> None:
+    timer, monitor = Timer("mine"), ThroughputMonitor(log_freq=1, verbose=0)
+    monitor.set_model(SimpleNamespace(pipeline=SimpleNamespace(peak_held={0: 2}), gather=twice))
+    monitor.on_train_begin()
+    monitor.on_epoch_begin(0)
     device.queued = 2.0
     timer.start()
     device.queued = 3.0
     timer.stop()
-    assert timer.elapsed() == 3.0
-
-
-def test_one_step_of_some_is_measured(device: LateDevice) -> None:
-    plan = build("1F1B", ranks=2, micro_batches=2).lower()
-    meter = StepMeter(plan, [0, 1], synchronize=synchronize)
-    progress, blocked = RunProgress(), [True]
-
-    class Played:
-        rank, values = 1, {}  # type: ignore[var-annotated]
-
-    def compute() -> None:
-        device.queued += 1.0
-
-    def receive() -> Blocked | None:
-        """The host waits for a header, and the device for the data that it orders then."""
-        blocked[0] = not blocked[0]
-        if blocked[0]:
-            device.queued += 7.0
-            return None
-        return Blocked(0, None)  # type: ignore[arg-type]
-
-    ops = [op for op in plan.ops[1] if isinstance(op, (Action, Recv))]
-    program = [meter.wrap(Played(), op, receive if isinstance(op, Recv) else compute) for op in ops]
-    steps: list[StepTimes] = []
-
-    class Kept:
-        begin = meter.begin
-
-        def take(self) -> StepTimes:
-            steps.append(meter.take())
-            return steps[-1]
-
-    for _ in range(EVERY + 2):
-        with progress.step_of(Kept()):
-            for instruction in program:
-                while instruction() is not None:
-                    pass
-        device.now += 0.5
-    for number, step in enumerate(steps):
-        measured = number % EVERY == 0
-        assert (step.cpu, step.probe) == (step.wall, 0)
-        assert step.wall == (4.0 if measured else 0.0)
-        assert step.data == (0.5 if number % EVERY == 1 else 0.0)
-    # Without the two waits of seven in the one step of the last ten that is measured.
-    record = progress.record(0, "", with_rows=False)
-    assert record.busy * record.step_time == pytest.approx(4.0)
-
-
-def test_a_save_does_not_take_what_the_device_still_computes(device: LateDevice) -> None:
-    progress = RunProgress()
-    progress.synchronize = synchronize
-    device.queued = 5.0
-    with progress.saving(1):
-        synchronize()
-    assert progress._save == 0.0
-
-
-def test_throughput_counts_what_is_computed_and_no_shares_of_the_host(device: LateDevice) -> None:
-    monitor = ThroughputMonitor(log_freq=1, verbose=0)
-
-    class Model:
-        pipeline = type("Pipeline", (), {"peak_held": {0: 2}})
-
-        @staticmethod
-        def gather(one: Any) -> list[Any]:
-            return [one, one]
-
-    monitor.set_model(Model())
-    monitor.on_train_begin()
-    monitor.on_epoch_begin(0)
-    device.queued = 5.0
     monitor.on_train_batch_end(0, {"batch_size": 1})
+    assert timer.elapsed() == 3.0
     assert monitor.figures["samples_per_second"] == 0.2
+    # A host's clock cannot know them.
     assert "bubble_rate" not in monitor.figures
     assert "busy_share_by_rank" not in monitor.by_rank
+    with model_in_job(2):
+        running = current_job()
+        assert running is not None
+        device.queued = 5.0
+        with running.progress.saving(1):
+            synchronize()
+        assert running.progress._save == 0.0
+
+
+def twice(one: Any) -> list[Any]:
+    return [one, one]
