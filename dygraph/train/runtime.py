@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
 from typing import Callable
@@ -448,15 +448,18 @@ class Runtime:
 
         An average over replicas leaves what is alike on them as it is, and needs none of that.
         """
-        self._held = []
         averages = self._sole or self.scale == "avg"
-        for parameter in self.layers.trained_parameters():
-            gradient = gradient_of(parameter)
-            if gradient is None or (averages and not _is_summed(parameter)):
-                continue
-            if bool(squared_norm(gradient) != 0):
-                self._held.append((parameter, gradient.clone()))
-                drop_gradients([parameter])
+        left = [
+            (parameter, gradient)
+            for parameter in self.layers.trained_parameters()
+            if (gradient := gradient_of(parameter)) is not None
+            and not (averages and not _is_summed(parameter))
+        ]
+        # Read at once: a card's host waits for each.
+        numbers = [squared_norm(gradient).reshape([]) != 0 for _, gradient in left]
+        kept: Iterable[bool] = paddle.stack(numbers).numpy() if left else ()
+        self._held = [(p, gradient.clone()) for (p, gradient), keep in zip(left, kept) if keep]
+        drop_gradients([parameter for parameter, _ in self._held])
 
     @paddle.no_grad()
     def reduce_gradients(self) -> None:

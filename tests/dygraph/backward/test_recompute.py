@@ -319,8 +319,8 @@ class Keeping(nn.Layer):
         elif self.way == "list":
             self.seen.append(y.detach())
             y = y * len(self.seen)
-        elif self.way == "generator":
-            y = y * float(self.own.random())
+        elif self.way in ("generator", "noise"):
+            y = y * (float(self.own.random()) * (1 if self.way == "generator" else 1e-6) + 1)
         elif self.way == "anew":
             self.centre = self.centre + y.detach().mean()
         elif self.way == "early" or self.calls > 6:
@@ -349,6 +349,13 @@ def test_what_layers_keep_is_as_in_the_forward(way: str, schedule: str, interval
 def test_what_cannot_be_as_in_the_forward_is_refused(way: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         keep(way, 1)
+
+
+def test_on_a_card_only_other_last_bits_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "device_kind", lambda: "gpu")
+    assert keep("noise", 1)
+    with pytest.raises(ConfigError, match="other numbers"):
+        keep("generator", 1)
 
 
 class Record:
