@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Callable, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from fleetpipe.aliases import DType, Nest, Tensor
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.amp import casts_automatically, casts_of_now
+from fleetpipe.paddle_api.amp import casts_of_now, uncast
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.kernels import linear, product, reshaped
 from fleetpipe.paddle_api.rehearsal import rehearsed
@@ -111,7 +110,7 @@ class ProductCall(Call):
             return []
         if grad is None:
             return [paddle.zeros_like(taken, self._dtype)]
-        with _uncast():
+        with uncast():  # as autograd runs
             return [_as(_back(grad, self._then, self._product.way), self._dtype)]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
@@ -121,7 +120,7 @@ class ProductCall(Call):
         if grad is None:
             return []
         weight, bias, trained, way = self._product
-        with _uncast():
+        with uncast():
             of_weight = weight, _as(_product(taken, grad, way), weight.dtype)
             if len(trained) == 1:
                 return [of_weight]
@@ -157,9 +156,10 @@ def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]
         return None
     casts, dtype, of_weight = casts_of_now(), x.dtype, weight.dtype
     if casts is not None:
-        if not {dtype, of_weight} <= {casts.dtype, paddle.float32}:
+        half: DType = getattr(paddle, casts.dtype)
+        if not {dtype, of_weight} <= {half, paddle.float32}:
             return None
-        dtype = casts.dtype
+        dtype = half
     elif dtype != of_weight:
         return None
     if dtype not in _WIDE and (dtype not in _HALF or (device_kind() == "cpu" and not rehearsed())):
@@ -221,17 +221,12 @@ def _try(operands: Sequence[Tensor], way: Way, seed: int = 0) -> bool:
         output = plain(*like)
         grad = drawn(output.shape, output.dtype).detach()
         expected = paddle.grad(output, like, grad)
-    with paddle.no_grad(), _uncast():
+    with paddle.no_grad(), uncast():
         x, weight = like[:2]
         made = [_back(grad, weight, way), _product(_as(x, way.dtype), grad, way)]
         made += [_column_sums(grad, way)] * (len(like) == 3)
         pairs = zip(made, expected)
         return all(bool((_as(one, other.dtype) == other).all()) for one, other in pairs)
-
-
-def _uncast() -> AbstractContextManager[object]:
-    """Returns a context without automatic casts, which autograd's own operations do not have."""
-    return paddle.amp.auto_cast(enable=False) if casts_automatically() else nullcontext()
 
 
 def _as(tensor: Tensor, dtype: DType) -> Tensor:

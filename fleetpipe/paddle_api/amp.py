@@ -25,37 +25,34 @@ class Casts(NamedTuple):
     """Automatic casts: their level, the dtype of half precision, and the lists of operations."""
 
     level: str
-    dtype: DType
+    dtype: str
     white: frozenset[str]
     black: frozenset[str]
 
 
 def casts_of_now() -> Casts | None:
     """Returns the automatic casts of now; None without."""
+    if not casts_automatically():
+        return None
     framework: ModuleType = paddle.framework
     tracer = framework._dygraph_tracer()
-    if not int(tracer._amp_level):
-        return None
-    dtype: DType = getattr(paddle, tracer._amp_dtype)
-    return Casts(tracer._amp_level.name, dtype, *map(frozenset, tracer._get_amp_op_list()))
+    lists = map(frozenset, tracer._get_amp_op_list())
+    return Casts(tracer._amp_level.name, tracer._amp_dtype, *lists)
+
+
+def uncast() -> AbstractContextManager[object]:
+    """Returns a context without automatic casts."""
+    return paddle.amp.auto_cast(enable=False) if casts_automatically() else nullcontext()
 
 
 def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
     """Returns what makes the context in which tensors are cast automatically as they are now."""
-    framework: ModuleType = paddle.framework
-    tracer = framework._dygraph_tracer()
-    level, dtype = tracer._amp_level.name, tracer._amp_dtype
-    lists = [set(names) for names in tracer._get_amp_op_list()]
-
-    def context() -> AbstractContextManager[object]:
-        if level == "O0" == tracer._amp_level.name:
-            return nullcontext()
-        if level == "O0":
-            return paddle.amp.auto_cast(enable=False)
-        white, black = lists
-        return paddle.amp.auto_cast(True, white, black, level, dtype)
-
-    return context
+    casts = casts_of_now()
+    if casts is None:
+        return uncast
+    level, dtype, white, black = casts
+    auto_cast: Callable[..., AbstractContextManager[object]] = paddle.amp.auto_cast
+    return lambda: auto_cast(True, set(white), set(black), level, dtype)
 
 
 def checked_amp(
