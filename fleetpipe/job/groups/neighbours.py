@@ -6,6 +6,7 @@ goes to one. Groups of all pairs would be as many as the square of the ranks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from fleetpipe.transport import ProcessGroupTransport, SocketTransport, Store, V
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 from fleetpipe.transport.joining.connections import Joined, join
 from fleetpipe.transport.process_group.lane import Lane
+
+_POLL_SECONDS = 0.001
 
 
 class Direction(NamedTuple):
@@ -136,5 +139,7 @@ def _warm_up(lanes: Iterable[Lane]) -> None:
     is under way.
     """
     for lane in lanes:
-        lane.transfer(paddle.zeros([1])).wait()
-    paddle.device.synchronize()
+        sent = paddle.zeros([1])
+        task = lane.transfer(sent)
+        while not task.is_completed():
+            time.sleep(_POLL_SECONDS)

@@ -7,16 +7,20 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import paddle
 import pytest
 
 from fleetpipe.job.groups import neighbours
 from fleetpipe.job.groups.neighbours import directions
-from fleetpipe.transport import ProcessGroupTransport, SocketTransport
+from fleetpipe.transport import SocketTransport
 from tests.transport.conftest import sockets as sockets
 from tests.transport.helpers import LIMIT, ThreadStore, forward, same, sample
 
+#: A transfer that is over.
+DONE = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 #: Seconds after which a rank gives up whose peer does not come.
 PATIENCE = 1.0
 
@@ -29,17 +33,17 @@ class Communicator:
         self._made: set[int] = set()
         self._sent: queue.Queue[paddle.Tensor] = queue.Queue()
 
-    def isend(self, tensor: paddle.Tensor) -> Task:
+    def isend(self, tensor: paddle.Tensor) -> Any:
         self._begin()
         self._sent.put(tensor)
-        return Task()
+        return DONE
 
-    def irecv(self, tensor: paddle.Tensor) -> Task:
+    def irecv(self, tensor: paddle.Tensor) -> Any:
         self._begin()
         source = self._sent.get(timeout=PATIENCE)
         nbytes = int(source.size) * source.element_size()
         ctypes.memmove(tensor.data_ptr(), source.data_ptr(), nbytes)
-        return Task()
+        return DONE
 
     def _begin(self) -> None:
         if threading.get_ident() not in self._made:
@@ -47,23 +51,11 @@ class Communicator:
             self._made.add(threading.get_ident())
 
 
-class Task:
-    """A transfer that is over."""
-
-    def wait(self) -> None:
-        """Waits for nothing."""
-
-    def is_completed(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_ranks_that_all_send_first_do_not_wait_for_each_other(
     count: int, sockets: Callable[..., list[SocketTransport]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synchronized = []
     monkeypatch.setattr(neighbours, "device_kind", lambda: "gpu")
-    monkeypatch.setattr(paddle.device, "synchronize", lambda: synchronized.append(None))
     monkeypatch.setattr(neighbours, "transfers", lambda made, _: (made.isend, made.irecv))
     groups = {direction: Communicator() for direction in directions(count)}
     connections, store = sockets(count), ThreadStore()
@@ -72,8 +64,6 @@ def test_ranks_that_all_send_first_do_not_wait_for_each_other(
     def run(rank: int) -> bool:
         members, here = range(count), connections[rank]
         transport = neighbours.connect(here, members, groups, store, "test", LIMIT)
-        assert isinstance(transport, ProcessGroupTransport)
-        assert len(synchronized) >= 1
         peers = {(rank + step) % count for step in (1, -1)} - {rank}
         everyone.wait(LIMIT)
         for peer in peers:
