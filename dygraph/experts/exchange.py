@@ -18,6 +18,7 @@ from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import to_host
 from fleetpipe.paddle_api.topology import group_of_ring
 
 #: By member, how many tokens there are for each expert of one member.
@@ -114,7 +115,7 @@ def _by_member(counts: Tensor, group: Group) -> list[list[int]]:
             got=f"{counts.shape[0]} counts",
             fix="give every member the same number of experts",
         )
-    by_member: list[list[int]] = counts.reshape([group.ranks, -1]).tolist()
+    by_member: list[list[int]] = to_host(counts).reshape([group.ranks, -1]).tolist()
     return by_member
 
 

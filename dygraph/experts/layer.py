@@ -12,6 +12,7 @@ from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.kernels import CAN_GATHER_NOTHING
+from fleetpipe.paddle_api.tensor import to_host
 
 
 class ExpertList(paddle.nn.LayerList):
@@ -125,7 +126,7 @@ class Experts(paddle.nn.Layer):
 
     def _run(self, arrived: Tensor, counts_in: Tensor) -> Tensor:
         outputs, start = [], 0
-        by_expert = counts_in.reshape([self._group.ranks, -1]).t().tolist()
+        by_expert = to_host(counts_in).reshape([self._group.ranks, -1]).t().tolist()
         for expert, counts in zip(self.experts, by_expert):
             for count in counts:
                 if count:

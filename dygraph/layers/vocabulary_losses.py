@@ -10,6 +10,7 @@ from fleetpipe.dygraph.layers.vocabulary import DeferredLogits
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.kernels import mean_leaves_out_below_zero
+from fleetpipe.paddle_api.tensor import to_host
 from fleetpipe.representation import shows
 
 
@@ -56,7 +57,7 @@ def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -1
     labels = label.reshape([-1])
     counted = labels != ignore_index
     unknown = paddle.logical_and(counted, here.detach().sum(axis=0) == 0)
-    if bool(unknown.any()):
+    if bool(to_host(unknown.any())):
         raise BoundaryError(
             "a label is no class of the VocabularyHead",
             expected=f"0 to vocabulary - 1, or ignore_index={ignore_index}",

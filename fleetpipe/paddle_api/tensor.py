@@ -20,6 +20,7 @@ from paddle.base import framework as _framework
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import synchronize
 
 _Tensor: Any = core.eager.Tensor
 _eager: Any = core.eager
@@ -41,6 +42,26 @@ def tensor_bytes(tensor: Tensor) -> int:
     """Returns the bytes of a tensor's numbers."""
     # Not tensor.size: Paddle asks NumPy for that, which takes as long as a small layer.
     return int(math.prod(tensor.shape)) * int(tensor.element_size())
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Returns a copy in the host's memory, when all that it is computed from is.
+
+    ``cpu()`` waits for every stream of a card: for what is sent, too, until a peer takes it.
+    """
+    copied: Tensor = tensor._copy_to(core.CPUPlace(), False)
+    synchronize()
+    return copied
+
+
+def to_device(tensor: Tensor) -> Tensor:
+    """Returns a copy on the device that computes, before what is computed next.
+
+    ``to()`` waits for every stream of a card, and on 2.6.2 moves the tensor that it is asked of.
+    """
+    framework: ModuleType = paddle.framework
+    copied: Tensor = tensor._copy_to(framework._current_expected_place(), False)
+    return copied
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import paddle
 import pytest
 
+from fleetpipe.paddle_api import tensor
 from fleetpipe.paddle_api.device import process_bytes
+from fleetpipe.paddle_api.tensor import to_host
 
 
 def test_any_thread_is_told_of_the_memory_of_this_processs_card(
@@ -16,3 +21,13 @@ def test_any_thread_is_told_of_the_memory_of_this_processs_card(
     monkeypatch.setattr(paddle.device, "get_device", lambda: "gpu:3")
     monkeypatch.setattr(paddle.device.cuda, "memory_allocated", lambda of=None: by_device[of])
     assert process_bytes() == 7 << 20
+
+
+def test_a_copy_for_the_host_waits_for_what_is_computed_and_for_no_other_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[object] = []
+    of_card: Any = SimpleNamespace(_copy_to=lambda _, blocking: calls.append(blocking))
+    monkeypatch.setattr(tensor, "synchronize", lambda: calls.append("waited"))
+    to_host(of_card)
+    assert calls == [False, "waited"]

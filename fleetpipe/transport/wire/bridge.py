@@ -16,6 +16,7 @@ from paddle.utils import dlpack
 
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
+from fleetpipe.paddle_api.tensor import to_device, to_host
 from fleetpipe.transport.wire.structure import SIZES, TensorLeaf
 
 # 2.6.2 has "uint16" as another name of bfloat16, and neither float8 nor the larger uints.
@@ -167,10 +168,7 @@ def carriers(tensors: list[Tensor]) -> list[Tensor]:
 def _on_card(tensor: Tensor) -> Tensor:
     """Returns a tensor in order and on the device that computes: itself where it is so."""
     by_host = tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place()
-    if by_host and device_kind() != "cpu":
-        # 2.6.2 moves the tensor itself, and so the one that this is detached from.
-        tensor = tensor.clone().to(paddle.device.get_device())
-    return tensor.contiguous()
+    return (to_device(tensor) if by_host and device_kind() != "cpu" else tensor).contiguous()
 
 
 @_in_dynamic_mode
@@ -189,8 +187,7 @@ def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tenso
 
 @_in_dynamic_mode
 def _moved(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    device = paddle.device.get_device()
-    moved = [tensor.detach().to(device) for tensor in tensors]
+    moved = [to_device(tensor) for tensor in tensors]
     for tensor, leaf in zip(moved, leaves):
         tensor.stop_gradient = leaf.stop_gradient
     return moved
@@ -202,7 +199,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @_in_dynamic_mode
 def _made_plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
+    kept = tensor.detach()
+    return (kept if kept.place.is_cpu_place() else to_host(kept)).contiguous()
 
 
 def _new(leaf: TensorLeaf) -> Tensor:

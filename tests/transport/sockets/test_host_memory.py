@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import paddle
 import pytest
 
 from fleetpipe.checkpoint.ranks import Ranks
@@ -22,7 +21,7 @@ def test_bytes_of_files_stay_there(
 ) -> None:
     moved: list[int] = []
     monkeypatch.setattr(bridge, "device_kind", lambda: "gpu")
-    monkeypatch.setattr(paddle.Tensor, "to", lambda x, *_: moved.append(int(x.size)) or x)
+    monkeypatch.setattr(bridge, "to_device", lambda x: moved.append(int(x.size)) or x)
     transports = sockets(2)
     job: Any = SimpleNamespace(timeout=LIMIT)
     one, other = (Ranks(DirectGroup(transport, LIMIT), job) for transport in transports)
