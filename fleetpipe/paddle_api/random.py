@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -78,7 +76,7 @@ def stream_states() -> dict[str, str]:
     """
     tracked = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
     states = {DEFAULT: paddle.get_rng_state(), **tracked}
-    return {name: str(device_state(state)) for name, state in states.items()}
+    return {name: str(generator_state(state[device_place()])) for name, state in states.items()}
 
 
 def generator_of(place: Place) -> Any:
@@ -100,11 +98,14 @@ def generators() -> list[Any]:
 
 
 def generator_state(state: Any) -> dict[str, Any]:
-    """Returns a state of a generator as JSON: 2.6.2 pickles too little of it, and prints all."""
+    """Returns a state of a generator as JSON: 2.6.2 pickles too little of it, and prints all.
+
+    Cards have no number in it: ranks on several are to have the same.
+    """
     device, seed, offset, *rest = str(state).split()
     # 3.3 prints an address before the 312 words and the place of the engine; a GPU has none.
     engine = rest[-_ENGINE_WORDS:] if len(rest) >= _ENGINE_WORDS else []
-    numbers = {"device": int(device), "seed": int(seed), "offset": int(offset)}
+    numbers = {"device": min(int(device), 0), "seed": int(seed), "offset": int(offset)}
     return {**numbers, "engine": " ".join(engine)}
 
 
@@ -115,66 +116,37 @@ def device_place() -> int:
     return place.get_device_id() if isinstance(place, core.CUDAPlace) else 0
 
 
-def device_state(states: Sequence[Any]) -> dict[str, Any]:
-    """Returns as JSON that of this process's device, which it does not number if it is a card."""
-    state = generator_state(states[device_place()])
-    return {**state, "device": min(state["device"], 0)}
-
-
-def device_states() -> list[dict[str, Any]]:
-    """Returns as JSON the state of this process's device, and of the CPU's generator beside it."""
-    state = device_state(paddle.get_rng_state())
-    beside = [] if state["device"] < 0 else [core.default_cpu_generator().get_state()]
-    return [state, *map(generator_state, beside)]
-
-
-def set_device_states(described: Sequence[Mapping[str, Any]]) -> None:
-    """Gives this process's generators states of :func:`device_states`, of whatever device."""
-    cpu = core.default_cpu_generator()
-    cpu.set_state(state_like(cpu.get_state(), described))
-    paddle.set_rng_state(with_device_state(paddle.get_rng_state(), described))
-
-
-def with_device_state(states: Sequence[Any], described: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns the states of all devices that this process sees, a saved one in its own's place."""
-    place = device_place()
-    return [*states[:place], state_like(states[place], described), *states[place + 1 :]]
-
-
 def state_like(now: Any, described: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns a saved state as one for the device of another.
+    """Returns the one of some saved states that is of the device of another; that, without one.
 
-    A CPU's has an engine of many numbers, which a card's cannot have: that counts what was drawn
-    from a seed. Where none was saved on such a device the stream begins anew, with a seed that is
-    made of what was saved: the same each time, and another where that was another.
+    A CPU's has an engine of many numbers, and a card's counts what was drawn from a seed: neither
+    can go on as the other.
 
     Args:
         now: A state of the device.
-        described: Of :func:`generator_state`, on one or several devices.
+        described: Of :func:`generator_state`.
     """
-    here = generator_state(now)["device"]
-    alike = [one for one in described if (one["device"] < 0) == (here < 0)]
-    if alike:
-        return generator_from({**alike[0], "device": here})
+    device = int(str(now).split()[0])
+    for one in described:
+        if (one["device"] < 0) == (device < 0):
+            return generator_from({**one, "device": device})
     log.once(
         _log.warning,
         "the state of a CPU's generator cannot go on as that of a card, nor the other way round: "
-        "what the script draws there itself is not what an uninterrupted run draws",
+        "what the script draws there itself begins anew, as it has seeded it",
     )
-    text = json.dumps([*described], sort_keys=True).encode()
-    seed = int(hashlib.blake2b(text, digest_size=7).hexdigest(), 16)
-    if here >= 0:
-        return generator_from({"device": here, "seed": seed, "offset": 0, "engine": ""})
-    cpu = core.default_cpu_generator()
-    before = cpu.get_state()
-    state = cpu.manual_seed(seed).get_state()
-    cpu.set_state(before)
-    return state
+    return now
 
 
 def generator_states() -> list[dict[str, Any]]:
-    """Returns the states of Paddle's generators, to be compared."""
-    return [generator_state(state) for state in paddle.get_rng_state()]
+    """Returns the states of the generators that this process draws from."""
+    return [generator_state(generator.get_state()) for generator in generators()]
+
+
+def set_generator_states(described: Sequence[Mapping[str, Any]]) -> None:
+    """Has this process's generators go on from :func:`generator_states`, of whatever device."""
+    for generator in generators():
+        generator.set_state(state_like(generator.get_state(), described))
 
 
 def generator_from(described: Mapping[str, Any]) -> Any:

@@ -94,50 +94,34 @@ def test_a_state_far_from_its_seed_comes_back() -> None:
     assert training_state.random_states() == json.loads(states)
 
 
-class Cards:
-    """The generators of some cards, of which this process uses one, where there are none."""
+class Card:
+    """The generator of a card, where there is none."""
 
-    def __init__(self, count: int, place: int, offset: int, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, device: int, offset: int) -> None:
         numbers = {"seed": 7, "offset": offset, "engine": ""}
-        self.states = [generator_from({**numbers, "device": k}) for k in range(count)]
-        patch.setattr(paddle_random, "device_place", lambda: place)
-        patch.setattr(paddle, "get_rng_state", lambda: self.states)
-        patch.setattr(paddle, "set_rng_state", self.set)
+        self.state = generator_from({**numbers, "device": device})
 
-    def set(self, states: list[Any]) -> None:
-        assert len(states) == len(self.states)
-        self.states = states
+    def get_state(self) -> Any:
+        return self.state
 
-    def after(self, states: Any) -> list[list[str]]:
-        """Device, seed and offset of each, once the process has some states."""
-        training_state.set_random_states(states)
-        return [str(state).split()[:3] for state in self.states]
+    def set_state(self, state: Any) -> None:
+        self.state = state
 
 
-def test_random_states_fit_on_any_number_of_cards_and_on_none() -> None:
-    paddle.seed(6)
-    later = training_state.random_states()
+def test_random_states_go_from_a_cpu_to_any_card_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, card, other = *paddle_random.generators(), Card(3, 12), Card(0, 0)
     paddle.seed(5)
     on_cpu = training_state.random_states()
-    with pytest.MonkeyPatch.context() as patch:
-        Cards(8, 3, 12, patch)
-        on_card = json.loads(json.dumps(training_state.random_states()))
-    # Ranks on other cards have the same.
-    assert on_card["paddle"][0]["device"] == 0
-    assert on_card["paddle"][1:] == on_cpu["paddle"]
-    for count, place in ((1, 0), (2, 1)):
-        with pytest.MonkeyPatch.context() as patch:
-            cards = Cards(count, place, 0, patch)
-            others = [["0", "7", "0"]] * place
-            assert cards.after(on_card) == [*others, [str(place), "7", "12"]]
-            # An engine has no place on a card: a stream of its own for each, again and again.
-            first, again = cards.after(on_cpu), cards.after(on_cpu)
-            assert first == again != cards.after(later)
-            assert first[:place] == others
-            assert first[place][1] not in ("5", "7")
-    drawn = []
-    card_alone = {**on_card, "paddle": on_card["paddle"][:1]}
-    for states in (on_cpu, on_card, card_alone, card_alone):
+    monkeypatch.setattr(paddle_random, "generators", lambda: [card, cpu])
+    on_card = json.loads(json.dumps(training_state.random_states()))
+    # Ranks on other cards have the same; keys of layers come from the CPU's generator beside.
+    assert (on_card["paddle"][0]["device"], on_card["paddle"][1:]) == (0, on_cpu["paddle"])
+    expected = paddle.rand([5]).tolist()
+    monkeypatch.setattr(paddle_random, "generators", lambda: [other, cpu])
+    for states, numbers in ((on_cpu, "0 7 0"), (on_card, "0 7 12")):
         training_state.set_random_states(states)
-        drawn.append(paddle.rand([5]).tolist())
-    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+        assert str(other.state).startswith(f"{numbers} ")
+        assert paddle.rand([5]).tolist() == expected
+    monkeypatch.setattr(paddle_random, "generators", lambda: [cpu])
+    training_state.set_random_states(on_card)
+    assert paddle.rand([5]).tolist() == expected

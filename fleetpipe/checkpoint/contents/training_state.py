@@ -25,12 +25,10 @@ from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.optimizer import learning_rate_of, scheduler_of
 from fleetpipe.paddle_api.random import (
     device_place,
-    device_state,
-    device_states,
     generator_state,
-    set_device_states,
+    generator_states,
+    set_generator_states,
     state_like,
-    with_device_state,
 )
 
 FILE = "state.json"
@@ -227,9 +225,10 @@ def random_states(streams: StageStreams | None = None) -> Json:
     name, keys, *rest = numpy_state
     version, numbers, next_gauss = random.getstate()
     states = {
-        "paddle": device_states(),
+        "paddle": generator_states(),
         "streams": {
-            name: [device_state(states)] for name, states in _tracker().get_states_tracker().items()
+            name: [generator_state(states[device_place()])]
+            for name, states in _tracker().get_states_tracker().items()
         },
         "numpy": [name, keys.tolist(), *rest],
         "python": [version, list(numbers), next_gauss],
@@ -242,11 +241,11 @@ def random_states(streams: StageStreams | None = None) -> Json:
 
 def set_random_states(states: Json) -> None:
     """Makes states of :func:`random_states` those of now; of streams, the ones that are here."""
-    set_device_states(states["paddle"])
-    tracker = _tracker()
+    set_generator_states(states["paddle"])
+    tracker, place = _tracker(), device_place()
     streams = tracker.get_states_tracker()
     for name in streams.keys() & states["streams"].keys():
-        streams[name] = with_device_state(streams[name], states["streams"][name])
+        streams[name][place] = state_like(streams[name][place], states["streams"][name])
     tracker.set_states_tracker(streams)
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype="uint32"), *rest))
@@ -265,7 +264,8 @@ def _streams_in(states: Json, streams: StageStreams) -> dict[int, Any]:
     if saved is None or saved["stages"] != streams.stages:
         return {}
     now = paddle.get_rng_state()[device_place()]
-    return {int(s): state_like(now, [state]) for s, state in saved["others"].items()}
+    fitting = ((int(s), state_like(now, [state])) for s, state in saved["others"].items())
+    return {stage: state for stage, state in fitting if state is not now}
 
 
 def _tracker() -> Any:
