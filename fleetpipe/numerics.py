@@ -59,11 +59,9 @@ def settings() -> dict[str, str]:
     import paddle
 
     device = paddle.device.get_device().split(":")[0]
-    more = {} if device == "cpu" else {name: os.environ.get(name, "") for name in _OF_GPUS}
-    for name in _REPEATING if more else ():
-        with suppress(ValueError):
-            more |= {name: str(value) for name, value in paddle.get_flags([name]).items()}
-    return {"paddle": paddle.version.full_version, "device": device, **environment(), **more}
+    more = () if device == "cpu" else _OF_GPUS
+    of_gpus = {name: os.environ.get(name, "") for name in more}
+    return {"paddle": paddle.version.full_version, "device": device, **environment(), **of_gpus}
 
 
 def is_amd_with_avx2(description: str) -> bool:

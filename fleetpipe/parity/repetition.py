@@ -16,8 +16,8 @@ from fleetpipe.parity.outputs import Outputs, recorded
 from fleetpipe.parity.reference import Reference
 from fleetpipe.parity.report import Report, place_of
 
-#: What a run of the reference computes, by quantity and name.
-Computed = dict[tuple[str, str], list[Tensor]]
+#: What a step of a reference computes, by place.
+Computed = dict[str, list[Tensor]]
 
 
 class Repetition:
@@ -26,19 +26,16 @@ class Repetition:
     def __init__(self, reference: Reference, report: Report) -> None:
         self._reference, self._report = reference, report
         self._spread: dict[str, float] = {}
-        self._worst = (0.0, "")
+        self._largest = (0.0, "")
 
     def run(
         self, train: Callable[[], Nest], drawing: Callable[[], AbstractContextManager[None]]
     ) -> Computed | None:
-        """Runs a step forward and backward and leaves nothing of it behind.
+        """Returns what a step computes, and undoes it; None on a CPU, which repeats itself.
 
         Args:
-            train: Runs it, and returns the loss.
-            drawing: Makes the context in which the numbers of this step are drawn.
-
-        Returns:
-            What the step computes; None on a CPU, which repeats its bits.
+            train: Runs the step forward and backward, and returns the loss.
+            drawing: Makes the context in which its numbers are drawn.
         """
         if device_kind() == "cpu":
             return None
@@ -47,33 +44,28 @@ class Repetition:
             return self._computed(outputs, train())
 
     def compare(self, first: Computed | None, outputs: Outputs, loss: Nest) -> None:
-        """Notes where the run that counts differs from the first. Collective on a GPU."""
+        """Notes where the step as it counts differs from its first run. Collective on a GPU."""
         if first is None:
             return
-        for (quantity, name), tensors in self._computed(outputs, loss).items():
-            place = place_of(quantity, name)
-            for one, other in zip(tensors, first.get((quantity, name), ())):
-                difference = compare(quantity, name, self._report.steps, one, other)
+        for place, tensors in self._computed(outputs, loss).items():
+            for one, other in zip(tensors, first.get(place, ())):
                 size = unit(one) if one.is_floating_point() else 0.0
-                if difference:
-                    self._worst = max(self._worst, (difference.relative, place))
+                if difference := compare("output", place, 0, one, other):
                     size = max(size, difference.relative)
+                    self._largest = max(self._largest, (difference.relative, place))
                 self._spread[place] = max(size, self._spread.get(place, 0.0))
-        for worst, spread in all_ranks().all_gather((self._worst, self._spread)):
-            self._worst = max(self._worst, tuple(worst))
+        for largest, spread in all_ranks().all_gather((self._largest, self._spread)):
+            self._largest = max(self._largest, tuple(largest))
             for place, size in spread.items():
                 self._spread[place] = max(size, self._spread.get(place, 0.0))
-        if self._worst[0]:
-            self._report.spread, self._report.largest_spread = self._spread, self._worst
+        if self._largest[0]:
+            self._report.spread, self._report.largest_spread = self._spread, self._largest
 
     def _computed(self, outputs: Outputs, loss: Nest) -> Computed:
-        names = self._reference.names
-        return {
-            **{("output", layer): tensors for layer, tensors in outputs.items()},
-            ("loss", ""): list(tensors_of(loss)),
-            **{
-                ("gradient", names[name]): [dense(p.grad, p).clone()]
-                for name, p in self._reference.model.named_parameters()
-                if p.grad is not None
-            },
-        }
+        computed = {place_of("output", layer): tensors for layer, tensors in outputs.items()}
+        computed["loss"] = list(tensors_of(loss))
+        for name, p in self._reference.model.named_parameters():
+            if p.grad is not None:
+                place = place_of("gradient", self._reference.names[name])
+                computed[place] = [dense(p.grad, p).clone()]
+        return computed
