@@ -100,8 +100,7 @@ ONCE: dict[str, tuple[str, ...]] = {
         ),
     ),
     "sends over Paddle's groups, or reads late: run on 3.3.1 alone until now": (
-        *("transport/process_group/test_threaded.py", "transport/test_late.py"),
-        "dygraph/train/test_late.py",
+        "transport/process_group/test_threaded.py",
         *("static/run/test_late.py", "processes/pipeline/test_process_group.py", "doctor"),
     ),
     "rehearses half precision, which 2.6.2's casts on a CPU cannot": (

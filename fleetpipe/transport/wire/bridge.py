@@ -138,13 +138,19 @@ def from_bytes(buffers: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tens
     tensors = []
     for leaf in leaves:
         if leaf.nbytes:
-            flat = next(filled)
-            tensor = flat.view(DTYPES[leaf.dtype]).reshape(leaf.shape)
+            tensor = _numbers(next(filled), leaf.dtype).reshape(leaf.shape)
         else:
             tensor = paddle.empty(leaf.shape, DTYPES[leaf.dtype])
         tensor.stop_gradient = leaf.stop_gradient
         tensors.append(tensor)
     return tensors
+
+
+def _numbers(flat: Tensor, dtype: str) -> Tensor:
+    """Returns bytes as what they are of; copied by 2.6.2, which ends in a view as a wider dtype."""
+    if paddle.version.major == "2":
+        flat = paddle.to_tensor(flat.numpy().view(_CARRIERS.get(dtype, dtype)))
+    return flat.view(DTYPES[dtype])
 
 
 @_in_dynamic_mode
@@ -158,8 +164,8 @@ def unfilled(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
 def carriers(tensors: list[Tensor]) -> list[Tensor]:
     """Returns what NCCL sends, or fills, of each tensor that has data: where it is, in order.
 
-    That is the tensor, or its bytes where NCCL does not take its dtype. (To see bytes as a wider
-    dtype, once they are there, ends 2.6.2.) Of one in the host's memory it is a copy.
+    That is the tensor, or its bytes where NCCL does not take its dtype. Of one in the host's memory
+    it is a copy.
     """
     whole = [_on_card(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
     return [tensor if tensor.dtype in _OF_NCCL else flat_bytes([tensor])[0] for tensor in whole]
