@@ -294,18 +294,23 @@ class Outbox:
             pieces = _after(pieces, sent)
 
     def _write(self) -> None:
-        while self.error is None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue)
-                entry = self._queue[0]
-            if entry is None:
-                return
-            error = None
-            try:
-                self._send_all(entry.pieces)
-            except OSError as raised:
-                error = raised
-            self._count_out(entry, error)
+        # Each in a call of its own, which keeps no entry alive while the next one is waited for.
+        while self.error is None and self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue)
+            entry = self._queue[0]
+        if entry is None:
+            return False
+        error = None
+        try:
+            self._send_all(entry.pieces)
+        except OSError as raised:
+            error = raised
+        self._count_out(entry, error)
+        return True
 
     def _count_out(self, entry: _Entry, error: OSError | None) -> None:
         with self._changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import weakref
 
 import pytest
 
@@ -49,11 +50,14 @@ def test_the_rest_goes_in_order_through_the_writer() -> None:
     outbox = Outbox(mine, told.set)
     large = bytes(range(256)) * (1 << 14)
     outbox.put([large[:100], memoryview(large)[100:]], len(large), nothing)
-    outbox.put([b"after"], 5, nothing)
+    kept, gone = [threading.Event()], threading.Event()
+    weakref.finalize(kept[0], gone.set)
+    outbox.put([b"after"], 5, kept.pop)
     assert 0 < outbox.backlog <= len(large) + 5
     outbox.ask()
     assert drain(theirs, len(large) + 5) == large + b"after"
     assert told.wait(5.0)
+    assert gone.wait(5.0), "what is sent is alive for as long as nothing else is"
     mine.shutdown(socket.SHUT_RDWR)
     outbox.close()
     assert "fleetpipe-writer" not in {thread.name for thread in threading.enumerate()}
