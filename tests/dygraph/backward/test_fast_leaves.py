@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -106,6 +107,16 @@ def test_unusual_numbers_are_tried(dtype: str) -> None:
     assert np.isinf(every).any()
     assert ((every != 0) & (abs(every) < np.finfo(dtype).tiny)).any()
     assert {str(number) for number in every if number == 0} == {"0.0", "-0.0"}
+
+
+def test_a_large_weight_is_tried_in_the_memory_of_a_few() -> None:
+    tracemalloc.start()
+    try:
+        linear._try(8, 1024, 4096, paddle.float32)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 4 * 1024 * 4096 * 4
 
 
 def test_a_difference_in_one_bit_is_seen() -> None:
