@@ -2,5 +2,5 @@
 
 Start with ``optimizer.py``.
 
-Entered by: ``optimizer``, ``replicas``, ``scaler``, ``shards``.
+Entered by: ``clip_global``, ``optimizer``, ``replicas``, ``scaler``, ``shards``.
 """

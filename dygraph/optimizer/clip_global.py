@@ -110,6 +110,8 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         self.assume: Assume = None
         self._rounds: list[_Round] = []
         self._calls = 0
+        #: What copies begin with.
+        self._measured: list[_Round] = []
 
     @property
     def clip_norm(self) -> float:
@@ -128,7 +130,11 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 
     def begin(self) -> None:
         """Forgets the norms of the step before."""
-        self.norms, self._rounds, self._calls = [], [], 0
+        self.norms, self._rounds, self._measured, self._calls = [], [], [], 0
+
+    def measure(self, params_grads: Pairs) -> None:
+        """Has copies, until the next step, clip by the norm of these gradients. Collective."""
+        self._measured = [self._begun([*self._own_squares(params_grads)])]
 
     def right(self) -> bool:
         """Whether no call of the step that did not wait should have clipped. Waits for all ranks.
@@ -213,7 +219,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     def __deepcopy__(self, memo: dict[int, object]) -> GlobalNormClip:
         """Returns a clip for the optimizer of a twin, which is never sharded."""
         copied = GlobalNormClip(self)
-        copied.spread = self.spread
+        copied.spread, copied._rounds = self.spread, [*self._measured]
         copied.orders = {
             id(memo[number]): order for number, order in self.orders.items() if number in memo
         }

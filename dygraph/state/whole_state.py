@@ -32,7 +32,8 @@ from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import state_slots
-from fleetpipe.paddle_api.tensor import is_parameter
+from fleetpipe.paddle_api.operations import set_data
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.partition import Partition
 
 #: More than a rank has parameters and buffers, or a model shared ones.
@@ -248,6 +249,9 @@ class ModelState:
         slots = fitting(self.slots(), target)
         names, state = names_in(slots, target, self.plain_names), self.gather()
         values = {slot.name: slot.value_in(state) for slot in slots}
+        for name, tensor in target.items():
+            if not has_memory(tensor):
+                set_data(tensor, values[names[name]])
         _assign(target, {name: values[names[name]] for name in target})
 
     def names_in(self, model: Layer) -> dict[str, str]:

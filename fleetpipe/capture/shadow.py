@@ -20,9 +20,7 @@ from fleetpipe.capture.proof.models import copied
 from fleetpipe.capture.proof.rounding import SHARE, Rounding, largest_of, move_by_a_unit
 from fleetpipe.capture.proof.verdict import node_of
 from fleetpipe.capture.running.dependencies import Marks, attributes_of
-from fleetpipe.capture.running.host_memory import (
-    return_memory,
-)
+from fleetpipe.capture.running.host_memory import return_memory
 from fleetpipe.capture.running.memory import release
 from fleetpipe.capture.running.plain_model import Untouched
 from fleetpipe.capture.running.variants import Forms
@@ -33,20 +31,25 @@ from fleetpipe.capture.unshadowed import obstacle
 from fleetpipe.dygraph import PipelineParallel, random_keys
 from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.code_names import is_of_library
 from fleetpipe.dygraph.gradients import dense, drop_gradients, set_gradient
 from fleetpipe.dygraph.nest import tensors_of
+from fleetpipe.dygraph.optimizer.clip_global import GlobalNormClip
 from fleetpipe.errors import CaptureError
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, layer_at
 from fleetpipe.paddle_api.operations import renew, set_data
-from fleetpipe.paddle_api.optimizer import clips_of_a_step
-from fleetpipe.paddle_api.tensor import copy_of, has_memory
-from fleetpipe.parity.differences import largest_gap, same_bits
+from fleetpipe.paddle_api.optimizer import clips_of_a_step, optimized_parameters
+from fleetpipe.paddle_api.tensor import copy_of, has_memory, is_parameter
+from fleetpipe.parity.differences import largest_gap
 from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch, of_model
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _log = log.logger(__name__)
+
+#: Into how many parts an optimizer is copied, one after another.
+_PIECES = 8
 
 _NO_MEMORY = "there is no memory to train it"
 
@@ -103,7 +106,10 @@ class Shadow:
         return_memory()
         batches_here, everyone = self._pipeline.share(batch.data)
         keys = copy.copy(batch.keys)
-        held = {name: grad.clone() for name, grad in self._gradients().items() if grad is not None}
+        # An optimizer leaves zeros, which take no part in what follows.
+        before = self._gradients().items()
+        held = {n: grad.clone() for n, grad in before if grad is not None and _apart(grad, None)}
+        del before
         loss, failure = None, None
         try:
             with as_the_next_batch(keys):
@@ -115,7 +121,7 @@ class Shadow:
         if self._failure == _NO_MEMORY:
             self._given_up(_NO_MEMORY)
             return
-        added = [n for n, grad in self._gradients().items() if not same_bits(grad, held.get(n))]
+        added = [n for n, grad in self._gradients().items() if _apart(grad, held.get(n))]
         for name in added:
             parameter = self._pipe.state.own_parameters()[name]
             drop_gradients([parameter])
@@ -173,7 +179,8 @@ class Shadow:
         gradients = {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
         rounding = Rounding(gradients, lambda: self._moved(reference, batch, gradients))
         off: list[str] = []
-        for name, gradient in self._gradients().items():
+        of_stages = self._gradients()
+        for name, gradient in of_stages.items():
             right, held = gradients.get(name), batch.held.get(name)
             if held is not None:
                 right = held if right is None else right + held
@@ -184,6 +191,9 @@ class Shadow:
         differences += self._different_loss(loss, batch.loss) + self._different_state(reference)
         self._seconds += time.perf_counter() - begin
         self._refuse(differences, off, batch)
+        # From here on those of the stages count: rounding is no fault of the optimizer's.
+        expected = reference.tensors()
+        drop_gradients(expected[n] for n, gradient in of_stages.items() if gradient is not None)
         self._batch = batch._replace(held={})
         if batch.optimizer is None:
             self._ended()
@@ -225,32 +235,40 @@ class Shadow:
         self._ended()
 
     def _expected_update(self, reference: Reference, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns this rank's parameters as a copy of the optimizer updates the plain model's.
+        """Returns this rank's parameters as copies of the optimizer update the plain model's.
 
-        The copy is made of what the optimizer keeps by now, and is gone before the optimizer steps:
-        there is no memory to have both for long. Collective over the pipeline.
+        Each is made of what the optimizer keeps by now of some parameters, and is gone before the
+        next one: there is no memory to have all of it twice. Collective over the pipeline.
         """
         expected, parameters = reference.tensors(), self._pipe.state.own_parameters()
-        elsewhere = [tensor for name, tensor in expected.items() if name not in parameters]
-        if not clips_of_a_step(optimizer.wrapped):
-            drop_gradients(elsewhere)
-        if self._number + 1 == self._batches:
-            release(elsewhere)
-        for name, parameter in parameters.items():
-            # Rounding in a gradient is no fault of the optimizer's, and Adam makes it large.
-            gradient, twin = self._pipeline.gradient_of(parameter), expected[name]
-            rows = dense(gradient, twin)
-            if rows is not None and not same_bits(rows, dense(twin.grad, twin)):
-                twin.grad = copy_of(gradient)
-            renew(twin)
-        return_memory()
-        stepping = reference.twin_of(optimizer, self._pipe)
-        # Names of an optimizer's state are counted: the user's are to be those of a first one.
-        with paddle.utils.unique_name.guard():
-            stepping.step()
-        # It is in a cycle, with all that it keeps.
-        stepping.__dict__.clear()
-        drop_gradients(reference.model.parameters())
+        release(t for name, t in expected.items() if name not in parameters and is_parameter(t))
+        gradients = {name: self._pipeline.gradient_of(p) for name, p in parameters.items()}
+        # It takes a clip that was put in since the last step.
+        optimizer.bind(self._pipe)
+        names, clips = list(parameters), [one for one in clips_of_a_step(optimizer.wrapped) if one]
+        count = most = max(1, len(names))
+        # What is the script's own may compute with all gradients.
+        library = len(clips) < 2 and all(map(is_of_library, (optimizer.wrapped, *clips)))
+        if library and optimizer.shards is None:
+            most = -(-count // _PIECES)
+            for clip in clips:
+                if isinstance(clip, GlobalNormClip):
+                    stepped = optimized_parameters(optimizer.wrapped)
+                    clip.measure([(p, self._pipeline.gradient_of(p)) for p in stepped])
+        for start in range(0, count, most):
+            piece = {name: parameters[name] for name in names[start : start + most]}
+            for name in piece:
+                if gradients[name] is not None:
+                    expected[name].grad = gradients[name]
+                renew(expected[name])
+            return_memory()
+            stepping = reference.twin_of(optimizer, self._pipe, piece)
+            # Names of an optimizer's state are counted: the user's are to be those of a first one.
+            with paddle.utils.unique_name.guard():
+                stepping.step()
+            # It is in a cycle, with all that it keeps.
+            stepping.__dict__.clear()
+            drop_gradients(expected[name] for name in piece)
         return_memory()
         return expected
 
@@ -267,6 +285,12 @@ class Shadow:
             model = Untouched(capturing.model, capturing.example, capturing.unopened, shared)
             self._reference = of_model(pipe, model, None, None)
             self._reference.takes_switches = True
+            # A gradient is weighed against those of the layer that has the parameter.
+            layers = {name.rpartition(".")[0] for name in parameters}
+            names = self._reference.names.values()
+            self._reference.uncompared = frozenset(
+                name for name in names if name.rpartition(".")[0] not in layers
+            )
         else:
             pipe.copy_to(self._reference.model)
             # As a new copy does: on another rank a forward may have registered a buffer.

@@ -338,14 +338,17 @@ def twin_optimizer(
 ) -> Optimizer:
     """Returns an optimizer like ``optimizer`` over other parameters, with a scheduler of its own.
 
-    Groups, decay and clipping carry over, and the state of the parameters' steps so far.
+    Groups, decay and clipping carry over, and the state of the parameters' steps so far. Of further
+    parameters that the optimizer has nothing is copied, and the twin steps none of them.
 
     Args:
         optimizer: A Paddle optimizer over ``parameters``.
         parameters: Parameters by name.
         twins: The parameters to put in their place, by the same names.
     """
-    memo = {id(parameter): twins[name] for name, parameter in parameters.items()}
+    frozen = paddle.zeros([1])
+    memo = {id(parameter): frozen for parameter in optimized_parameters(optimizer)}
+    memo.update((id(parameter), twins[name]) for name, parameter in parameters.items())
     for name, parameter in parameters.items():
         # Where a parameter group has its learning rate and its decay.
         twins[name].optimize_attr = dict(parameter.optimize_attr)
@@ -353,9 +356,12 @@ def twin_optimizer(
     base = base_optimizer(optimizer)
     # A Program cannot be copied: the one that the state was made in, and those of rates.
     memo.update((id(one), one) for one in (base.helper, *base._learning_rate_map))
-    twin = copy.deepcopy(optimizer, memo)
     # Paddle keeps state by the names of parameters, or of master weights, which are as they were.
     names = {parameter.name: twins[name].name for name, parameter in parameters.items()}
+    kept = {*names, *(base._master_weights[n].name for n in names if n in base._master_weights)}
+    for holder in (base._master_weights, *base._accumulators.values()):
+        memo.update((id(one), one) for name, one in holder.items() if name not in kept)
+    twin = copy.deepcopy(optimizer, memo)
     for holder in (
         base_optimizer(twin)._master_weights,
         *base_optimizer(twin)._accumulators.values(),

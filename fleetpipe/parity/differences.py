@@ -25,6 +25,9 @@ QUANTITIES = (
     "last_epoch",
 )
 
+#: Bytes that are compared at once.
+_PART = 2**20
+
 #: Unsigned integers with the bits of a float, by size in bytes.
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -78,7 +81,7 @@ def compare(
     if pipeline is None or reference is None or not _alike(pipeline, reference):
         return Difference(quantity, name, step, math.inf, math.inf, None)
     ours, reference_array = numbers_of(pipeline), numbers_of(reference)
-    if ours.tobytes() == reference_array.tobytes():
+    if _same_bytes(ours, reference_array):
         return None
     gaps = _gaps(ours, reference_array)
     worst = np.unravel_index(int(np.argmax(gaps)), gaps.shape)
@@ -151,7 +154,14 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors have the same shape, dtype and bits, or are both None."""
     if one is None or other is None:
         return one is other
-    return _alike(one, other) and bool(numbers_of(one).tobytes() == numbers_of(other).tobytes())
+    return _alike(one, other) and _same_bytes(numbers_of(one), numbers_of(other))
+
+
+def _same_bytes(one: Any, other: Any) -> bool:
+    """Compares arrays of one size part by part, for large ones are not to be copied."""
+    one, other = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
+    parts = (slice(start, start + _PART) for start in range(0, one.size, _PART))
+    return all(np.array_equal(one[part], other[part]) for part in parts)
 
 
 def largest_gap(one: Tensor | None, other: Tensor | None) -> float:

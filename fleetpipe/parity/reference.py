@@ -70,6 +70,8 @@ class Reference:
         self.takes_rate = True
         #: Whether the pipeline says what is trained and clipped; a user's own model says it itself.
         self.takes_switches = False
+        #: The parameters whose gradients are of no interest, by the pipeline's names.
+        self.uncompared: frozenset[str] = frozenset()
         self._twins: dict[int, Optimizer] = {}
         self._has_own_optimizer = optimizer is not None
         self._stepped_here: frozenset[str] | None = None
@@ -93,12 +95,15 @@ class Reference:
         all_here = ours.keys() == {self.names[name] for name, _ in self.model.named_parameters()}
         self._stepped_here = None if all_here else frozenset(pipe.state.local_tensors())
 
-    def twin_of(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> Optimizer:
+    def twin_of(
+        self, optimizer: PipelineOptimizer, pipe: PipelineLayer, only: Mapping[str, Tensor] = {}
+    ) -> Optimizer:
         """Returns a twin of the pipeline's optimizer, with what that keeps by now.
 
-        Collective over the pipeline the first time.
+        It steps all parameters of this rank, or ``only`` some. Collective over the pipeline the
+        first time.
         """
-        ours = pipe.state.own_parameters()
+        ours = only or pipe.state.own_parameters()
         parameters = {self.names[name]: p for name, p in self.model.named_parameters()}
         for name, parameter in ours.items():
             # The twin too steps and counts experts that other ranks do not.
@@ -183,7 +188,9 @@ class Reference:
             shares.append([weighted(loss, weight) for loss, weight in zip(losses, weights_of)])
             for last in range(number, number - slices, -1) if (number + 1) % slices == 0 else ():
                 _backward(states if slices > 1 else None, last, shares[last])
-        experts.fill_gradients({self.names[n]: p for n, p in self.model.named_parameters()})
+        parameters = {self.names[n]: p for n, p in self.model.named_parameters()}
+        experts.fill_gradients(parameters)
+        drop_gradients(parameters[name] for name in parameters.keys() & self.uncompared)
         return [list(of_function) for of_function in zip(*shares)]
 
     def take_gradients(self) -> list[Tensor | None]:

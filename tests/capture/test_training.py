@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ import fleetpipe
 from fleetpipe import fleet
 from tests.capture.beside import CLASSES, require_bits
 from tests.capture.models import Residual
-from tests.jobs import job
+from tests.jobs import begin, job
 from tests.pipelines import bits, sgd
 
 #: Chunks on each of two ranks, by schedule.
@@ -129,3 +132,52 @@ def test_a_dropout_does_not_depend_on_the_cut_nor_on_recompute() -> None:
     once = _after(["blocks.4"])
     assert _after(["blocks.1", "blocks.2"]) == once
     assert _after(["blocks.4"], recompute_interval=2) == once
+
+
+def wide(blocks: int) -> Any:
+    """A model of 2 MiB for each block, beside which activations are nothing."""
+    ends = [(nn.Linear(256, 1024), nn.Linear(1024, 256)) for _ in range(blocks)]
+    return nn.Sequential(*(nn.Sequential(first, nn.Tanh(), last) for first, last in ends))
+
+
+def most_alive() -> int:
+    """The most bytes of tensors that this process ever had at once: 2.6.2 begins no new count."""
+    return int(paddle.base.core.host_memory_stat_peak_value("Allocated", 0))
+
+
+def adamw(model: Any) -> Any:
+    clip = nn.ClipGradByGlobalNorm(1.0)
+    return paddle.optimizer.AdamW(0.01, parameters=model.parameters(), grad_clip=clip)
+
+
+def trained_on_one_device_and_on_ranks(lazy: bool) -> tuple[int, int]:
+    """Returns what one device took for the whole model, or for half of it, and the rank then."""
+    begin(2, 4)
+    numbers = np.random.default_rng(0).standard_normal((2, 8, 256)).astype("float32")
+    inputs, labels = map(paddle.to_tensor, numbers)
+    alone = wide(8 if lazy else 16)
+    optimizer = adamw(alone)
+    for _ in range(2):
+        nn.functional.mse_loss(alone(inputs), labels).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    del alone, optimizer
+    gc.collect()
+    one_device = most_alive()
+    with paddle.LazyGuard() if lazy else contextlib.nullcontext():
+        plain = wide(16)
+    pipe = fleetpipe.pipeline(plain, inputs[:2], nn.MSELoss(), ["8"])
+    model = fleet.distributed_model(pipe)
+    optimizer = fleet.distributed_optimizer(adamw(pipe))
+    for _ in range(3):
+        model.train_batch([inputs, labels], optimizer)
+    return one_device, most_alive()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_no_rank_takes_more_memory_than_one_device(
+    lazy: bool, on_ranks: Callable[..., list[Any]]
+) -> None:
+    """A lazy model takes what its own stage takes, any other at most what the whole model does."""
+    for one_device, rank in on_ranks(trained_on_one_device_and_on_ranks, 2, lazy):
+        assert rank <= one_device * (1.05 if lazy else 1.0)
