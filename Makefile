@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-libraries test-libraries-short test-paddlenlp-short test-paddleformers-short environments test-models test-next benchmarks benchmarks-short release types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-gpu test-gpu-262 test-libraries test-libraries-short test-paddlenlp-short test-paddleformers-short environments test-models test-next benchmarks benchmarks-short release types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # Where an environment has its programs: on Windows, make and bash are those of Git's shell.
@@ -26,6 +26,7 @@ help:
 	@echo 'make test      ruff, mypy and all tests, on paddlepaddle 3.3'
 	@echo 'make test-262  the tests that depend on the version of Paddle, on paddlepaddle-gpu 2.6.2'
 	@echo 'make test-262-cpu  the examples, on paddlepaddle 2.6.2'
+	@echo 'make test-gpu-262  what trains, saves and plans, on a CPU that says it is a GPU; make test-gpu: on 3.3'
 	@echo 'make test-libraries  PaddleNLP and PaddleFormers on fleetpipe, beside themselves'
 	@echo 'make test-models  every model of paddle.vision as a pipeline, beside itself: a table'
 	@echo 'make test-next  what the newest Paddle of PyPI would break: a report that never fails'
@@ -107,6 +108,17 @@ test-262: .venv-262/.installed
 test-262-cpu: .venv-262-cpu/.installed
 	.venv-262-cpu/$(BIN)/python $(PYTEST) $(PYTEST_ARGS) \
 	    $(addprefix tests/processes/examples/test_,alexnet.py gpt.py mlp.py static.py)
+
+# The branches for GPUs, by a CPU that says it is one. What this shows is that they run, not what a
+# card makes of them; tests/gpu/pretending.py names what is left out.
+PRETENDING := -p tests.gpu.pretending -m 'not processes and not libraries and not once' \
+    $(addprefix tests/,gpu dygraph checkpoint parity profiling static capture fit engine watch)
+
+test-gpu: .venv/.installed
+	.venv/$(BIN)/python $(PYTEST) $(PRETENDING) $(PYTEST_ARGS)
+
+test-gpu-262: .venv-262/.installed
+	.venv-262/$(BIN)/python $(PYTEST) $(PRETENDING) $(PYTEST_ARGS)
 
 # The newest Paddle of PyPI, within the range of setup.cfg or beyond it: a report, not a failure.
 test-next: .venv-next/.installed

@@ -18,6 +18,28 @@ import pytest
 from paddle.base import core as _core
 
 core: Any = _core
+#: What is left out of runs with the plugin, by reason: where tests begin so.
+LEFT_OUT = {
+    "is of operations of our own that CPUs have, or of what no CPU has a kernel for": (
+        *("dygraph/backward/test_fast_leaves.py", "dygraph/backward/test_lookup.py"),
+        *("dygraph/experts", "dygraph/tensor_parallel", "engine/test_hot_path.py"),
+        "dygraph/layers/test_refusals.py::test_a_layer_that_the_device_has_no_kernel_for",
+        "dygraph/observe/test_profile.py::test_tokens_of_experts",
+    ),
+    "is of mixed precision, in which CPUs compute in float32": (
+        *("dygraph/train/test_rehearsal.py", "fit/test_preparing.py::test_on_a_cpu_mixed"),
+        "dygraph/optimizer/test_optimizer.py::test_mixed_precision_by_strategy_is_float32",
+        "dygraph/optimizer/test_scaler.py::test_a_scaler_on_cpu_trains_as_none",
+    ),
+    "measures the host's memory or time": (
+        "capture/refusals/test_shadow.py::test_a_model_that_finds_no_room",
+        "fit/test_callbacks.py",
+    ),
+    "has Paddle's own code ask for a card": ("fit/test_model.py", "fit/test_plain_model.py"),
+    "compares bits that two runs on a GPU may not both have": (
+        "dygraph/backward/test_recompute.py::test_what_cannot_be_as_in_the_forward",
+    ),
+}
 _PROPERTIES = SimpleNamespace(
     name="pretended", major=8, minor=0, total_memory=80 << 30, multi_processor_count=108
 )
@@ -58,3 +80,16 @@ def _on_cpu(argument: Any) -> Any:
 def pytest_configure() -> None:
     """Pretends for the whole run."""
     pretend(pytest.MonkeyPatch())
+
+
+def pytest_report_header() -> list[str]:
+    """Says what is left out."""
+    return [f"left out of a run that pretends: {why}: {at}" for why, at in LEFT_OUT.items()]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what a CPU that pretends cannot show."""
+    names = tuple(f"tests/{name}" for names in LEFT_OUT.values() for name in names)
+    left_out = [item for item in items if item.nodeid.startswith(names)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
