@@ -16,11 +16,10 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, SingleModel
+from fleetpipe.dygraph.backward.layer_state import LayerStates
 from fleetpipe.dygraph.nest import has_gradient, mapped
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.layer import state_slots
-from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.parity.differences import Difference, compare, leaves
 from fleetpipe.parity.outputs import backward_running, part_of
 from fleetpipe.schedules import Action, Op
@@ -236,21 +235,14 @@ def _tensors(value: Nest) -> dict[str, Tensor]:
 
 @contextmanager
 def state_kept(model: Layer) -> Iterator[None]:
-    """Gives the parameters back their gradients, and the layers their buffers, in the end."""
+    """Gives the parameters back their gradients, and the layers what they held, in the end."""
     grads = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    buffers = [
-        (holder, name, holder[name], holder[name].clone())
-        for layer in model.sublayers(include_self=True)
-        for holder, name in state_slots(layer)
-        if has_memory(holder[name])
-    ]
+    layers = model.sublayers(include_self=True)
     try:
-        yield
+        with LayerStates(layers, None).put_back("a step that parity repeats"):
+            yield
     finally:
         for parameter, grad in grads:
             parameter.clear_gradient(False)
             if grad is not None:
                 parameter.grad = grad
-        for holder, name, tensor, value in buffers:
-            tensor.set_value(value)
-            holder[name] = tensor
