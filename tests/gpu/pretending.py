@@ -34,6 +34,7 @@ LEFT_OUT = {
     "measures the host's memory or time": (
         "capture/refusals/test_shadow.py::test_a_model_that_finds_no_room",
         "fit/test_callbacks.py",
+        "dygraph/observe/test_measuring.py::test_ranks_that_share_processors",
     ),
     "has Paddle's own code ask for a card": ("fit/test_model.py", "fit/test_plain_model.py"),
     "compares bits that two runs on a GPU may not both have": (
