@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.backward.contents import CONTAINERS, content_of, refill
 from fleetpipe.dygraph.nest import leaf_like
-from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in, state_slots
 from fleetpipe.paddle_api.tensor import tensor_bytes
 
-#: The bytes of a buffer up to which it is copied in each call, whether it changes or not.
-SMALL = 2**14
+#: The bytes of a buffer beyond which copies of the same numbers are one.
+LARGE = 2**14
 
 #: The attributes that every layer has.
 _PADDLES = vars(paddle.nn.Layer()).keys()
 
-#: Where a buffer stands: the id of a layer's table, and the name in it.
-Key = tuple[int, str]
+#: Copies of large buffers while calls need them, by the id of a layer's table and the name in it.
+Copies = MutableMapping[tuple[int, str], Tensor]
 
 
 class _Slot(NamedTuple):
-    """A buffer, or a statistic among the parameters.
-
-    Attributes:
-        table: The layer's.
-        name: In it.
-        tensor: What stood there.
-        version: That of the tensor.
-        copy: Its numbers; None where nothing is known to write into it.
-    """
+    """A buffer, or a statistic among the parameters: a layer's table, the name in it, a copy."""
 
     table: dict[str, Any]
     name: str
-    tensor: Tensor
-    version: int
-    copy: Tensor | None
-
-    @property
-    def is_large(self) -> bool:
-        return tensor_bytes(self.tensor) > SMALL
-
-    def again(self, where: str) -> Tensor:
-        """Returns a copy for a second call."""
-        if self.copy is not None:
-            return leaf_like(self.copy, copied=True)
-        if self.tensor.inplace_version == self.version:
-            return leaf_like(self.tensor, copied=True)
-        raise ConfigError(
-            f"a layer writes into its buffer {self.name!r}, and in its first call did not",
-            where=where,
-            cause=f"a buffer of more than {SMALL} bytes is not copied for each micro-batch where "
-            "the first one leaves it as it is",
-            fix=f"assign a new tensor, self.{self.name} = .., or set recompute_interval=0",
-        )
+    copy: Tensor
 
 
 class LayerStates:
@@ -66,12 +39,12 @@ class LayerStates:
     Lists, dicts and sets among the attributes get back what they held, but no deeper ones.
     """
 
-    def __init__(self, layers: Iterable[Layer], written: Container[Key] | None) -> None:
+    def __init__(self, layers: Iterable[Layer], copies: Copies) -> None:
         """Takes them down.
 
         Args:
             layers: The layers.
-            written: The larger buffers that are to be copied; None for all.
+            copies: Those of earlier calls, which gets more.
         """
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
@@ -89,28 +62,11 @@ class LayerStates:
             self._tables += zip(tables, (attributes, parameters, held))
             for table, name in state_slots(layer):
                 if not _is_computed(table[name]):
-                    self._slots.append(_slot(table, name, written))
-
-    def written_since(self) -> frozenset[Key]:
-        """Returns the larger buffers that were written into; lets go of copies of the others."""
-        keys = set()
-        for number, slot in enumerate(self._slots):
-            if slot.is_large and slot.copy is not None:
-                if slot.tensor.numpy().tobytes() == slot.copy.numpy().tobytes():
-                    version = slot.tensor.inplace_version
-                    self._slots[number] = slot._replace(copy=None, version=version)
-                else:
-                    keys.add((id(slot.table), slot.name))
-        return frozenset(keys)
+                    self._slots.append(_Slot(table, name, _copy(table, name, copies)))
 
     @contextmanager
-    def put_back(self, where: str) -> Iterator[None]:
-        """Within it the layers are what they were, with copies of their buffers.
-
-        Raises:
-            ConfigError: A buffer has changed of which there is no copy; ``where`` says in what.
-        """
-        copies = [slot.again(where) for slot in self._slots]
+    def put_back(self) -> Iterator[None]:
+        """Within it the layers are what they were, with copies of their buffers."""
         now = [table.copy() for table, _ in self._tables]
         contents = [(container, content_of(container)) for container, _ in self._contents]
         try:
@@ -121,8 +77,8 @@ class LayerStates:
                     if name != "forward" and not _is_computed(table[name]):
                         del table[name]
                 table.update(then)
-            for slot, copy in zip(self._slots, copies):
-                slot.table[slot.name] = copy
+            for slot in self._slots:
+                slot.table[slot.name] = leaf_like(slot.copy, copied=True)
             yield
         finally:
             for (table, _), values in zip(self._tables, now):
@@ -132,12 +88,25 @@ class LayerStates:
                 refill(container, content)
 
 
-def _slot(table: dict[str, Any], name: str, written: Container[Key] | None) -> _Slot:
-    tensor = table[name]
-    slot = _Slot(table, name, tensor, tensor.inplace_version, None)
-    if written is None or not slot.is_large or (id(table), name) in written:
-        return slot._replace(copy=leaf_like(tensor, copied=True))
-    return slot
+def _copy(table: dict[str, Any], name: str, copies: Copies) -> Tensor:
+    tensor, key = table[name], (id(table), name)
+    copy = copies.get(key)
+    if copy is None or not _is_same(copy, tensor):
+        copy = leaf_like(tensor, copied=True)
+        if tensor_bytes(tensor) > LARGE:
+            copies[key] = copy
+    return copy
+
+
+def _is_same(copy: Tensor, tensor: Tensor) -> bool:
+    alike = (copy.shape, copy.dtype, copy.stop_gradient)
+    return alike == (tensor.shape, tensor.dtype, tensor.stop_gradient) and np.array_equal(
+        _bytes(copy), _bytes(tensor)
+    )
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
 
 
 def _is_computed(value: object) -> bool:

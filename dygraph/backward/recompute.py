@@ -21,7 +21,7 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.backward.contents import contents_kept
-from fleetpipe.dygraph.backward.layer_state import Key, LayerStates
+from fleetpipe.dygraph.backward.layer_state import Copies, LayerStates
 from fleetpipe.dygraph.backward.own_state import changes
 from fleetpipe.dygraph.nest import copied, leaf_like, replace, tensors_of
 from fleetpipe.dygraph.random_keys import RandomStates, random_states_kept
@@ -67,8 +67,7 @@ class RecomputedPiece:
         ]
         #: Whether they ask for gradients, as ``paddle.grad`` does; None before the first call.
         self.differentiates: bool | None = None
-        #: The larger buffers that a first call wrote into, by whether each of its layers trains.
-        self._written: dict[tuple[bool, ...], frozenset[Key]] = {}
+        self._copies: Copies = weakref.WeakValueDictionary()
         self._calls = 0
 
     def needs_recompute(self, value: Nest) -> bool:
@@ -81,12 +80,7 @@ class RecomputedPiece:
 
     def states(self) -> LayerStates:
         """Takes down what its layers are before a call."""
-        return LayerStates(self.layers, self._written.get(self._modes()))
-
-    def learn(self, before: LayerStates) -> None:
-        """Notes which of the larger buffers a first call has written into."""
-        if self._modes() not in self._written:
-            self._written[self._modes()] = before.written_since()
+        return LayerStates(self.layers, self._copies)
 
     def compares(self) -> bool:
         """Counts a call, and says whether its second run is compared with its first."""
@@ -94,9 +88,6 @@ class RecomputedPiece:
         # On a card each comparison has the host wait for all that is queued.
         later = device_kind() == "cpu" and not self._calls % _COMPARED
         return self._calls <= _COMPARED or later
-
-    def _modes(self) -> tuple[bool, ...]:
-        return tuple(layer.training for layer in self.layers)
 
 
 class HeldInputs:
@@ -220,7 +211,6 @@ class _Rerun:
             piece.differentiates = self._differentiates or bool(piece.differentiates)
             for ticket in filter(None, (reference() for reference in self._tickets)):
                 ticket.tensor = None
-        piece.learn(self._states)
         if piece.compares():
             self._bits = _bits(output)
 
@@ -241,7 +231,7 @@ class _Rerun:
 
         before, _here.rerunning = _here.rerunning, True
         try:
-            states = self._states.put_back(self._piece.name)
+            states = self._states.put_back()
             kept = contents_kept(self._piece.layers, self._piece.functions)
             with random_states_kept(), kept, states, paddle.enable_grad(), self._casts():
                 self._random.put_back()

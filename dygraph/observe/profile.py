@@ -211,7 +211,7 @@ def _state_kept(layers: PipelineLayer) -> Iterator[None]:
     gradients = [(p, copy_of(g)) for p in parameters if (g := gradient_of(p)) is not None]
     values = [(p, p.clone()) for p in layers.state.own_parameters().values()]
     parts = [p for one in (layers, layers.with_modes) for p in one.sublayers(include_self=True)]
-    states = LayerStates(parts, None).put_back("profiling")
+    states = LayerStates(parts, {}).put_back()
     drop_gradients(parameters)
     try:
         with random_states_kept(), contents_kept(parts, layers.loss_functions()), states:
