@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.nest import leaves, mapped, rebuilt
+from fleetpipe.dygraph.nest import copied, leaves, mapped, rebuilt
 from fleetpipe.errors import BoundaryError, ConfigError, listed
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
@@ -210,11 +210,6 @@ def _detached(value: Nest, path: str, keeps_graph: bool = False) -> Nest:
         if leaf is not None and not isinstance(leaf, paddle.Tensor):
             raise _not_a_tensor(leaf, path + "".join(f"[{step!r}]" for step in steps))
     return value if keeps_graph else mapped(lambda tensor: tensor.detach(), value)
-
-
-def copied(value: Nest) -> Nest:
-    """Returns ``value`` with tensors of its own."""
-    return mapped(lambda tensor: tensor if 0 in tensor.shape else tensor.clone(), value)
 
 
 def counted_in(value: Nest) -> int | None:

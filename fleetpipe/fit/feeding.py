@@ -7,8 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.batch.micro_batches import copied
-from fleetpipe.dygraph.nest import leaves
+from fleetpipe.dygraph.nest import copied, leaves
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 

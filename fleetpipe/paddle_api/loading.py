@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -129,33 +128,8 @@ class _ThreadedBatches(_Batches, _Threaded):  # type: ignore[misc]
     """Batches that a thread loads."""
 
 
-class _InTurn:
-    """A queue from workers that holds a failure back until the batches before it are taken."""
-
-    def __init__(self, batches: _WorkedBatches) -> None:
-        self._queue, self._batches = batches._data_queue, batches
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
-
-    def get(self, timeout: float) -> Any:
-        """Returns what comes next, or raises ``queue.Empty``."""
-        item = self._queue.get(timeout=timeout)
-        if type(item) is tuple and type(item[1]) is _WorkerException:
-            number, failure, structure = item
-            if number in self._batches._task_infos and number != self._batches._rcvd_idx:
-                # As Paddle keeps a batch that comes before its turn.
-                self._batches._task_infos[number] += (failure, structure)
-                raise queue.Empty
-        return item
-
-
 class _WorkedBatches(_Batches, _Worked):  # type: ignore[misc]
     """Batches that workers load."""
-
-    def _init_thread(self) -> None:
-        self._data_queue: Any = _InTurn(self)
-        super()._init_thread()
 
     def _get_data(self) -> Any:
         try:
