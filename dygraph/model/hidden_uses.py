@@ -1,32 +1,36 @@
 """What stages use behind the back of the list of layers: weights of other ranks, and values.
 
-In one process all stages see one memory; ranks do not. So in the first batch a weight is watched
-for backwards of other ranks' stages, and a value that a stage leaves in a place which functions of
-another rank reach too, as an entry of a dict, is out of their reach, as it will be on ranks.
+In one process all stages see one memory; ranks do not. So a weight is out of the reach of stages
+that are not of its layer's ranks; and in the first batch a value that a stage leaves in a place
+which functions of another rank reach too, as an entry of a dict, is out of theirs.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import gc
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
-from fleetpipe.aliases import Tensor
-from fleetpipe.dygraph.backward.adding import count_own_hook
 from fleetpipe.dygraph.code_names import is_installed, is_of_library, variables_of
 from fleetpipe.dygraph.state.names import ModelWithParts
-from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, listed
+from fleetpipe.errors import BoundaryError, ConfigError, listed
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import is_out_of_reach, is_parameter, out_of_reach
 
 #: Kinds that hold what a user's code puts there.
 _PLACES = (dict, list, types.CellType, type)
-_HOLDERS = (*_PLACES, tuple, set, types.MethodType, paddle.nn.Layer)
+_HOLDERS = (
+    *(*_PLACES, tuple, set, deque, types.MethodType, types.SimpleNamespace, argparse.Namespace),
+    *(functools.partial, type(functools.lru_cache(len)), paddle.nn.Layer),
+)
 
 
 class _OfAnotherStage:
@@ -57,23 +61,6 @@ def _refusal(keys: str) -> BoundaryError:
     )
 
 
-@contextmanager
-def refused(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Within it parameters of other ranks' layers are out of reach: those here are never trained.
-
-    Raises:
-        ConfigError: One was used, be it without its gradient.
-    """
-    try:
-        with out_of_reach(parameters):
-            yield
-    except (RuntimeError, ValueError, FleetPipeError) as error:
-        if parameters and is_out_of_reach(error):
-            names = listed([parameter.name for parameter in parameters])
-            raise _stray(f"one of {names}") from error
-        raise
-
-
 def _stray(names: str) -> ConfigError:
     return ConfigError(
         "stages use parameters that are of no layer of theirs",
@@ -86,7 +73,7 @@ def _stray(names: str) -> ConfigError:
 
 
 class HiddenUses:
-    """Watches the stages of this process in one batch."""
+    """Keeps the stages of this process to what ranks have."""
 
     def __init__(
         self,
@@ -96,7 +83,7 @@ class HiddenUses:
         rank_of: Callable[[int], int],
         here: Collection[int],
     ) -> None:
-        """Puts hooks on the parameters that are within reach of what this process runs.
+        """Looks at what the functions that this process runs can reach.
 
         Args:
             functions: By rank, the layers and functions of its stages, as far as they are here.
@@ -105,52 +92,58 @@ class HiddenUses:
             rank_of: The rank that has a stage.
             here: The ranks that this process plays.
         """
-        self._owners, self._names, self._rank_of = owners, names, rank_of
+        self._names, self._rank_of = names, rank_of
         reached = {rank: reachable(roots) for rank, roots in functions.items()}
-        within: dict[int, Any] = {}
-        for rank in here:
-            within.update(reached.get(rank, {}))
-        #: Trained parameters of layers of other processes that functions of this one reach.
-        self.elsewhere = [
-            value
-            for key, value in within.items()
-            if is_parameter(value) and not value.stop_gradient
-            if key in owners and not {*owners[key]} & {*here}
-        ]
-        self._near: dict[int, set[int]] = {}
-        self._uses: dict[int, set[int]] = {}
-        self._handles: list[tuple[Tensor, Any]] = []
-        self._rank: int | None = None
-        places: dict[int, Any] = {}
+        near: dict[int, set[int]] = {}
         for rank, values in reached.items():
-            for key, value in values.items():
-                near = self._near.setdefault(key, set())
-                near.add(rank)
-                if len(near) > 1 and isinstance(value, _PLACES):
-                    places[key] = value
-                if rank in here and is_parameter(value) and key not in self._uses:
-                    self._watch(value, here)
+            for key in values:
+                near.setdefault(key, set()).add(rank)
+
+        def is_foreign(value: Any, rank: int) -> bool:
+            ranks = near[id(value)]
+            allowed = owners.get(id(value), ranks if len(ranks) == 1 else ())
+            return is_parameter(value) and not value.stop_gradient and rank not in allowed
+
+        #: By rank, the trained parameters within its reach that its stages may not use.
+        self._foreign: dict[int, list[Any]] = {
+            rank: [value for value in reached[rank].values() if is_foreign(value, rank)]
+            for rank in {*here} & reached.keys()
+        }
+        self._apart = ExitStack()
+        self._rank: int | None = None
+        self._is_first = True
         self._on_ranks = len(here) < len(functions)
-        self._places = list(places.values()) if len(here) > 1 else []
+        every = {key: value for values in reached.values() for key, value in values.items()}
+        self._places = [
+            value
+            for key, value in every.items()
+            if len(here) > 1 and len(near[key]) > 1 and isinstance(value, _PLACES)
+        ]
         self._before = [dict(_content(place)) for place in self._places]
         self._left: dict[tuple[int, Any], _Left] = {}
-
-    def _watch(self, parameter: Tensor, here: Collection[int]) -> None:
-        if parameter.stop_gradient or set(here) <= set(self._owners.get(id(parameter), ())):
-            return
-        ranks = self._uses[id(parameter)] = set()
-
-        def note(_gradient: Tensor) -> None:
-            if self._rank is not None:
-                ranks.add(self._rank)
-
-        self._handles.append((parameter, parameter.register_hook(note)))
 
     def enter(self, stage: int, forward: bool) -> None:
         """Says that an action of a stage begins."""
         self._note_left()
-        self._rank = self._rank_of(stage)
-        self._show(self._rank if forward else None)
+        rank = self._rank_of(stage)
+        self._show(rank if forward else None)
+        if rank != self._rank:
+            self._apart.close()
+            self._apart.enter_context(out_of_reach(self._foreign.get(rank, ())))
+        self._rank = rank
+
+    def leave(self, ends: bool = False) -> None:
+        """Puts back what was out of reach: no stage runs.
+
+        Args:
+            ends: Whether the first batch is over: what stages leave is not looked at any more.
+        """
+        self._note_left()
+        self._show(None)
+        self._apart.close()
+        self._rank = None
+        if ends:
+            self._places, self._before, self._left, self._is_first = [], [], {}, False
 
     def _note_left(self) -> None:
         """Notes what the stage that ran has put where functions of other ranks reach it."""
@@ -170,41 +163,27 @@ class HiddenUses:
                 _put(self._places[number], key, shown)
                 self._before[number][key] = shown
 
-    def verify(self) -> None:
-        """Refuses what backwards of the batch reached in layers of other ranks.
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Within it errors of stages that looked for what is out of reach say so.
 
         Raises:
-            ConfigError: There was some.
+            ConfigError: A stage has used a parameter of another rank, be it without its gradient.
+            BoundaryError: It looked for a value that another one had left.
         """
-        strays = {}
-        for parameter, _ in self._handles:
-            key = id(parameter)
-            near = self._near[key]
-            elsewhere = self._uses[key] - set(self._owners.get(key, near if len(near) == 1 else ()))
-            if elsewhere:
-                strays[self._names.get(key, parameter.name)] = elsewhere
-        if strays:
-            places = [f"{name} on rank {min(ranks)}" for name, ranks in strays.items()]
-            raise _stray(", ".join(places))
-
-    def refusal(self, error: BaseException) -> BoundaryError | None:
-        """Returns what to raise in the place of an error that a stand-in has caused.
-
-        Or, on ranks, one that a layer raised which found nothing.
-        """
-        if _OfAnotherStage.__name__ in str(error):
-            return _refusal(listed([str(key) for _, key in self._left]))
-        if self._on_ranks and isinstance(error, (LookupError, AttributeError, NameError)):
-            return _refusal(f"{type(error).__name__}: {error}")
-        return None
-
-    def end(self) -> None:
-        """Takes the hooks away, and puts back what was out of reach."""
-        self._note_left()
-        self._show(None)
-        for parameter, handle in self._handles:
-            handle.remove()
-            count_own_hook(parameter)
+        try:
+            yield
+        except Exception as error:
+            foreign = [] if self._rank is None else self._foreign.get(self._rank, [])
+            if foreign and is_out_of_reach(error):
+                names = listed([self._names.get(id(one), one.name) for one in foreign])
+                raise _stray(f"one of {names} on rank {self._rank}") from error
+            if _OfAnotherStage.__name__ in str(error):
+                raise _refusal(listed([str(key) for _, key in self._left])) from error
+            nothing = isinstance(error, (LookupError, AttributeError, NameError))
+            if self._on_ranks and self._is_first and nothing:
+                raise _refusal(f"{type(error).__name__}: {error}") from error
+            raise
 
 
 def _content(place: Any) -> Mapping[Any, object]:

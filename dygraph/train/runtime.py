@@ -25,7 +25,7 @@ from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.layers.entries import require_sliceable
-from fleetpipe.dygraph.model.hidden_uses import HiddenUses, refused
+from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
 from fleetpipe.dygraph.observe.early_recompute import EarlyRecompute
@@ -114,8 +114,6 @@ class Runtime:
         layers.require_listed()
         self._version = -1
         self.hidden_uses: HiddenUses | None = None
-        #: Parameters of other ranks' layers that functions here reach.
-        self._elsewhere: list[Tensor] = []
         self.last_shards: Shards | None = None
         self._held: list[tuple[Tensor, Tensor]] = []
         self.sequence = job.along("sep", "cp")
@@ -381,9 +379,8 @@ class Runtime:
             self.layers.require_listed()
             self.split.forget_layers()
             self.hidden_uses = self.layers.hidden_uses()
-            if self.hidden_uses is not None:
-                self.stage.watch = self.hidden_uses.enter
-                self._elsewhere = self.hidden_uses.elsewhere
+        hidden = self.hidden_uses
+        self.stage.watch = None if hidden is None else hidden.enter
         self.stage.begin(batch, first, self.hook_calls.begin(training), slices)
         self.losses = batch.losses if self.plays(self.last_owner) else None
         trace = self.trace if training else None
@@ -392,7 +389,7 @@ class Runtime:
                 self.job.guarded(engine.where),
                 self.job.limited_by_card(),
                 self._own_errors(),
-                refused(self._elsewhere),
+                nullcontext() if hidden is None else hidden.refused(),
             ):
                 if trace is not None:
                     trace.begin_step()
@@ -402,19 +399,15 @@ class Runtime:
                     self.job.progress.held = max(engine.peak_held.values())
                 if trace is not None:
                     trace.end_step(self.job.progress.step)
-        except BaseException as error:
+        except BaseException:
             # Some micro-batches are in the gradients: the next batch must not add its own to that.
             if training:
                 drop_gradients(self.layers.trained_parameters())
-            refusal = self.hidden_uses and self.hidden_uses.refusal(error)
-            if refusal:
-                raise refusal from error
             raise
         finally:
             self.stage.end()
-            if self.hidden_uses is not None:
-                self.hidden_uses.end()
-                self.hidden_uses = self.stage.watch = None
+            if hidden is not None:
+                hidden.leave(ends=training)
 
     def share_losses(
         self, losses: Losses, by_micro_batch: bool, counted: int | None = None

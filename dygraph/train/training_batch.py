@@ -152,10 +152,10 @@ class TrainingBatch:
 
     def _reduce(self) -> None:
         self._share_losses()
+        if self._runtime.hidden_uses is not None:
+            self._runtime.hidden_uses.leave()
         if self._runtime.guards is not None:
             self._runtime.guards.verify(self._keys, scaled=self._scaler is not None)
-        if self._runtime.hidden_uses is not None:
-            self._runtime.hidden_uses.verify()
         self._runtime.reduce_gradients()
         if self._runtime.companion is not None:
             self._runtime.companion.reduced(self.loss)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import paddle
@@ -53,13 +55,17 @@ def hidden_references(first: Any, last: Any) -> dict[str, Callable[[], Any]]:
     def by_default(x: Any, weight: Any = first.weight) -> Any:
         return with_weight(weight, x)
 
-    holder = [first]
+    holder, queue, board = [first], deque([first]), SimpleNamespace(layer=first)
+    cached = functools.cache(lambda: first)
     return {
         "closure": lambda: lambda x: with_weight(first.weight, x),
         "partial": lambda: functools.partial(with_weight, first.weight),
         "partial of a layer": lambda: functools.partial(lambda layer, x: layer(x), first),
         "default": lambda: by_default,
         "container": lambda: lambda x: holder[0](x) * 1.0,
+        "queue": lambda: lambda x: queue[0](x) * 1.0,
+        "namespace": lambda: lambda x: board.layer(x) * 1.0,
+        "cache": lambda: lambda x: cached()(x) * 1.0,
     }
 
 
@@ -89,7 +95,7 @@ def test_a_weight_of_another_rank_is_refused_before_the_step(
 
 
 def told_of_a_later_use(way: str) -> str:
-    """What a rank is told of a later use of another's weight without its gradient."""
+    """What a rank, or one process, is told of a later use of another's weight without gradient."""
     with job(2):
         first = nn.Linear(6, 4)
         uses: list[bool] = []
@@ -111,7 +117,7 @@ def told_of_a_later_use(way: str) -> str:
 
 @pytest.mark.parametrize("way", ["training", "evaluation"])
 def test_a_weight_of_another_rank_is_out_of_reach_in_all_batches(on_ranks: Any, way: str) -> None:
-    for told in on_ranks(told_of_a_later_use, 2, way):
+    for told in (*on_ranks(told_of_a_later_use, 2, way), told_of_a_later_use(way)):
         assert "stages use parameters that are of no layer of theirs" in told
 
 
