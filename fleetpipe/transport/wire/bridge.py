@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -100,17 +100,13 @@ def memories(tensors: list[Tensor], leaves: Iterable[_Sized]) -> list[memoryview
 
 
 @_in_dynamic_mode
-def allocate(leaves: Iterable[TensorLeaf]) -> tuple[list[Tensor], list[memoryview]]:
+def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryview]]:
     """Returns new CPU tensors and, for each that has data, its bytes, to be filled before use."""
     tensors = []
-    memories = []
     for leaf in leaves:
-        tensor = _new(leaf)
-        tensor.stop_gradient = leaf.stop_gradient
-        tensors.append(tensor)
-        if leaf.nbytes:
-            memories.append(_memory(tensor, leaf.nbytes))
-    return tensors, memories
+        tensors.append(_new(leaf))
+        tensors[-1].stop_gradient = leaf.stop_gradient
+    return tensors, memories(tensors, leaves)
 
 
 @_in_dynamic_mode
@@ -132,18 +128,11 @@ def byte_buffers(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
 
 
 @_in_dynamic_mode
-def from_bytes(buffers: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
+def from_bytes(buffers: list[Tensor], leaves: Sequence[TensorLeaf]) -> list[Tensor]:
     """Returns the tensors of which :func:`byte_buffers` were filled with the bytes."""
-    filled = iter(buffers)
-    tensors = []
-    for leaf in leaves:
-        if leaf.nbytes:
-            tensor = _numbers(next(filled), leaf.dtype).reshape(leaf.shape)
-        else:
-            tensor = paddle.empty(leaf.shape, DTYPES[leaf.dtype])
-        tensor.stop_gradient = leaf.stop_gradient
-        tensors.append(tensor)
-    return tensors
+    flat = iter(buffers)
+    whole = [_numbers(next(flat), n.dtype) if n.nbytes else unfilled([n])[0] for n in leaves]
+    return filled(whole, leaves)
 
 
 def _numbers(flat: Tensor, dtype: str) -> Tensor:
@@ -179,24 +168,19 @@ def _on_card(tensor: Tensor) -> Tensor:
 
 @_in_dynamic_mode
 def filled(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    """Returns the tensors of :func:`unfilled` as they were sent."""
-    whole = [t if leaf.shape else t.reshape([]) for t, leaf in zip(tensors, leaves)]
-    for tensor, leaf in zip(whole, leaves):
-        tensor.stop_gradient = leaf.stop_gradient
+    """Returns tensors, which may have another number of dimensions, as they were sent."""
+    whole = []
+    for tensor, leaf in zip(tensors, leaves):
+        whole.append(tensor if tensor.ndim == len(leaf.shape) else tensor.reshape(leaf.shape))
+        whole[-1].stop_gradient = leaf.stop_gradient
     return whole
 
 
 def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
     """Moves filled tensors to the device that Paddle computes on, where that is not the CPU."""
-    return tensors if device_kind() == "cpu" else _moved(tensors, leaves)
-
-
-@_in_dynamic_mode
-def _moved(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    moved = [to_device(tensor) for tensor in tensors]
-    for tensor, leaf in zip(moved, leaves):
-        tensor.stop_gradient = leaf.stop_gradient
-    return moved
+    if device_kind() == "cpu":
+        return tensors
+    return filled([to_device(tensor) for tensor in tensors], leaves)
 
 
 def _is_plain(tensor: Tensor) -> bool:
