@@ -269,32 +269,6 @@ def test_other_generators_and_buffers_are_as_in_the_forward(rng: str) -> None:
     assert run(2) == run(0)
 
 
-class CountsInTraining(Drawing):
-    """Its buffer changes in training alone."""
-
-    def forward(self, x: Any) -> Any:
-        if self.training:
-            self.calls = self.calls + 1
-        return self.inner(x) * (1 + self.calls)
-
-
-def test_what_a_first_call_in_evaluation_showed_does_not_hold_for_training() -> None:
-    def run(interval: int) -> dict[str, bytes]:
-        layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(CountsInTraining)]
-        with job(2, 4, "FThenB"):
-            model = pipeline(
-                [*layers, layers[1], LayerDesc(nn.Linear, 8, CLASSES)],
-                recompute_interval=interval,
-                recompute_ctx=CONTEXT,
-            )
-            model.eval()
-            model(batch()[0])
-            model.forward_backward_pipeline(batch())
-            return {n: p.grad.numpy().tobytes() for n, p in model.layers.named_parameters()}
-
-    assert run(1) == run(0)
-
-
 class Keeping(nn.Layer):
     """Keeps something from one micro-batch to the next, in one of several ways."""
 

@@ -81,14 +81,8 @@ APART: dict[str, Case] = {
 
 #: Layers whose gradients Paddle gives together only.
 TOGETHER: dict[str, Case] = {
-    "BatchNorm1D": (lambda: nn.BatchNorm1D(4), (6, 4)),
     "BatchNorm1D, one row": (lambda: nn.BatchNorm1D(4), (1, 4)),
-    "BatchNorm2D": (lambda: nn.BatchNorm2D(2), (2, 2, 4, 4)),
-    "BatchNorm2D, one value": (lambda: nn.BatchNorm2D(2), (1, 2, 1, 1)),
     "LayerNorm": (lambda: nn.LayerNorm(4), (3, 4)),
-    "LayerNorm without bias": (lambda: nn.LayerNorm(4, bias_attr=False), (3, 4)),
-    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (2, 4, 3, 3)),
-    "InstanceNorm2D": (lambda: nn.InstanceNorm2D(4), (2, 4, 3, 3)),
     "PReLU": (lambda: nn.PReLU(4), (2, 4, 3, 3)),
 }
 
@@ -112,32 +106,6 @@ def test_gradients_that_come_together_do_not_wait(kind: str) -> None:
     assert got == expected
     assert {(entry.computed, entry.added) for entry in steps.report().parameters} == {("I", "I")}
     assert "together with the input's" in next(iter(steps.report().immediate.values()))
-
-
-NORMS: dict[str, Case] = {
-    "LayerNorm": (lambda: nn.LayerNorm(4), (3, 4)),
-    "BatchNorm2D": (lambda: nn.BatchNorm2D(4), (1, 4, 1, 1)),
-}
-if paddle.__version__ >= "3":
-    # On 2.6.2 its own backward crashes on an input without gradient.
-    NORMS["GroupNorm"] = (lambda: nn.GroupNorm(2, 4), (3, 4, 2, 2))
-
-#: What a layer is first called on needs no gradient, what it is called on later does.
-LATER: dict[str, Callable[[Any, Any], Any]] = {
-    "stands twice": lambda x, norm: norm(norm(x.detach()) * 3),
-    "on a copy first": lambda x, norm: norm(x.detach()) + norm(x * 2),
-}
-
-
-@pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("later", LATER)
-def test_a_layer_is_looked_at_again_when_its_input_needs_a_gradient(kind: str, later: str) -> None:
-    make, shape = NORMS[kind]
-    inputs = [numbers(*shape, seed=k) for k in range(3)]
-    make_both = lambda: Called(LATER[later], make())  # noqa: E731
-    expected, got, steps = fused_and_split(make_both, inputs, all_wait=False)
-    assert got == expected
-    assert {entry.computed for entry in steps.report().parameters} == {"I"}
 
 
 def test_a_layer_is_looked_at_again_when_the_one_before_is_unfrozen() -> None:
