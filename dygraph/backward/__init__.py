@@ -2,6 +2,6 @@
 
 Start with ``recompute.py`` for the first and ``split.py`` for the second.
 
-Entered by: ``adding``, ``contents``, ``crossings``, ``deferral_report``, ``layer_state``,
+Entered by: ``adding``, ``crossings``, ``deferral_report``, ``layer_state``,
 ``own_state``, ``recompute``, ``split``.
 """

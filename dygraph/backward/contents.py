@@ -1,10 +1,9 @@
-"""Puts back what layers leave beside their output in a run that only gets activations back."""
+"""What layers leave things in beside their output: lists, dicts, sets and objects."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -16,21 +15,6 @@ from fleetpipe.paddle_api.layer import forward_hooks
 
 #: What something can be put into.
 CONTAINERS = (list, dict, set, deque)
-
-
-@contextmanager
-def contents_kept(layers: Iterable[Layer], functions: Iterable[object]) -> Iterator[None]:
-    """Puts back what lists, dicts, sets and objects hold that layers and functions name.
-
-    Those that their forwards, hooks, methods and helpers name are meant, and what helpers call
-    is not: a walk through all that code can reach would have no end.
-    """
-    held = [(holder, content_of(holder)) for holder in _holders([*layers], [*functions])]
-    try:
-        yield
-    finally:
-        for holder, content in held:
-            refill(holder, content)
 
 
 def content_of(container: Any) -> Any:
@@ -49,8 +33,12 @@ def refill(container: Any, content: Any) -> None:
         (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
-def _holders(layers: list[Layer], functions: list[object]) -> Iterator[Any]:
-    """Yields containers, and the attributes of objects."""
+def holders(layers: Collection[Layer], functions: Iterable[object]) -> Iterator[Any]:
+    """Yields containers that layers and functions name, and the attributes of objects.
+
+    Those that their forwards, hooks, methods and helpers name are meant, and what helpers call
+    is not: a walk through all that code can reach would have no end.
+    """
     classes = {type(layer) for layer in layers if not is_of_library(type(layer))}
     hooks = (hook for layer in layers for table in forward_hooks(layer) for hook in table.values())
     code = list(filter(_is_of_user, (*functions, *hooks, *(one.forward for one in classes))))

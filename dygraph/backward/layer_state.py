@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.dygraph.backward.contents import CONTAINERS, content_of, refill
+from fleetpipe.dygraph.backward.contents import CONTAINERS, content_of, holders, refill
 from fleetpipe.dygraph.nest import leaf_like
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in, state_slots
@@ -39,13 +39,14 @@ class LayerStates:
     Lists, dicts and sets among the attributes get back what they held, but no deeper ones.
     """
 
-    def __init__(self, layers: Iterable[Layer], copies: Copies) -> None:
+    def __init__(self, layers: Collection[Layer], copies: Copies) -> None:
         """Takes them down.
 
         Args:
             layers: The layers.
             copies: Those of earlier calls, which gets more.
         """
+        self._layers = layers
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._slots: list[_Slot] = []
@@ -65,10 +66,15 @@ class LayerStates:
                     self._slots.append(_Slot(table, name, _copy(table, name, copies)))
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Within it the layers are what they were, with copies of their buffers."""
+    def put_back(self, functions: Iterable[object]) -> Iterator[None]:
+        """Within it the layers are what they were, with copies of their buffers.
+
+        In the end they are what they were before, and so is what else they, and ``functions``,
+        leave things in.
+        """
         now = [table.copy() for table, _ in self._tables]
-        contents = [(container, content_of(container)) for container, _ in self._contents]
+        held = (*(container for container, _ in self._contents), *holders(self._layers, functions))
+        contents = [(container, content_of(container)) for container in held]
         try:
             for container, content in self._contents:
                 refill(container, content)

@@ -20,7 +20,6 @@ from typing import Callable
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph.backward.contents import contents_kept
 from fleetpipe.dygraph.backward.layer_state import Copies, LayerStates
 from fleetpipe.dygraph.backward.own_state import changes
 from fleetpipe.dygraph.nest import copied, leaf_like, replace, tensors_of
@@ -231,9 +230,8 @@ class _Rerun:
 
         before, _here.rerunning = _here.rerunning, True
         try:
-            states = self._states.put_back()
-            kept = contents_kept(self._piece.layers, self._piece.functions)
-            with random_states_kept(), kept, states, paddle.enable_grad(), self._casts():
+            states = self._states.put_back(self._piece.functions)
+            with random_states_kept(), states, paddle.enable_grad(), self._casts():
                 self._random.put_back()
                 with _opened(fill, _kept if self._piece.differentiates else _refuse):
                     # Not leaves of the graph: Paddle lets nobody write into one.

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 
-from fleetpipe.dygraph.backward.contents import contents_kept
 from fleetpipe.dygraph.backward.layer_state import LayerStates
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, slices_in
@@ -211,10 +210,10 @@ def _state_kept(layers: PipelineLayer) -> Iterator[None]:
     gradients = [(p, copy_of(g)) for p in parameters if (g := gradient_of(p)) is not None]
     values = [(p, p.clone()) for p in layers.state.own_parameters().values()]
     parts = [p for one in (layers, layers.with_modes) for p in one.sublayers(include_self=True)]
-    states = LayerStates(parts, {}).put_back()
+    states = LayerStates(parts, {}).put_back(layers.loss_functions())
     drop_gradients(parameters)
     try:
-        with random_states_kept(), contents_kept(parts, layers.loss_functions()), states:
+        with random_states_kept(), states:
             layers.begin(training=True)
             yield
     finally:
