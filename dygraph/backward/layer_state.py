@@ -10,10 +10,11 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.backward.contents import CONTAINERS, content_of, holders, refill
+from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.nest import leaf_like
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in, state_slots
-from fleetpipe.paddle_api.tensor import tensor_bytes
+from fleetpipe.paddle_api.tensor import copy_of, tensor_bytes
 
 #: The bytes of a buffer beyond which copies of the same numbers are one.
 LARGE = 2**14
@@ -92,6 +93,21 @@ class LayerStates:
                 table.update(values)
             for container, content in contents:
                 refill(container, content)
+
+
+@contextmanager
+def model_kept(
+    layers: Collection[Layer], parameters: Collection[Tensor], functions: Iterable[object] = ()
+) -> Iterator[None]:
+    """Puts gradients, and what there is in layers beside their weights, back in the end."""
+    gradients = [(p, copy_of(g)) for p in parameters if (g := gradient_of(p)) is not None]
+    try:
+        with LayerStates(layers, {}).put_back(functions):
+            yield
+    finally:
+        drop_gradients(parameters)
+        for parameter, gradient in gradients:
+            set_gradient(parameter, gradient)
 
 
 def _copy(table: dict[str, Any], name: str, copies: Copies) -> Tensor:

@@ -14,15 +14,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 
-from fleetpipe.dygraph.backward.layer_state import LayerStates
+from fleetpipe.dygraph.backward.layer_state import model_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.slicing import Slicing, slices_in
-from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
+from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import layer_meter, measuring
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.job.job import Job
-from fleetpipe.paddle_api.tensor import copy_of
 from fleetpipe.profiling import LayerCost, LayerDegrees, Link, Profile, Transfer
 from fleetpipe.schedules import Placement
 
@@ -207,18 +206,13 @@ def _scaled(samples: list[layer_meter.Sample], **measured: float) -> list[layer_
 def _state_kept(layers: PipelineLayer) -> Iterator[None]:
     """Puts all that there is in the model, its gradients and random states back afterwards."""
     parameters = layers.trained_parameters()
-    gradients = [(p, copy_of(g)) for p in parameters if (g := gradient_of(p)) is not None]
     values = [(p, p.clone()) for p in layers.state.own_parameters().values()]
     parts = [p for one in (layers, layers.with_modes) for p in one.sublayers(include_self=True)]
-    states = LayerStates(parts, {}).put_back(layers.loss_functions())
-    drop_gradients(parameters)
     try:
-        with random_states_kept(), states:
+        with random_states_kept(), model_kept(parts, parameters, layers.loss_functions()):
+            drop_gradients(parameters)
             layers.begin(training=True)
             yield
     finally:
         for parameter, value in values:
             parameter.set_value(value)
-        drop_gradients(parameters)
-        for parameter, gradient in gradients:
-            set_gradient(parameter, gradient)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, SingleModel
-from fleetpipe.dygraph.backward.layer_state import LayerStates
+from fleetpipe.dygraph.backward.layer_state import model_kept
 from fleetpipe.dygraph.nest import has_gradient, mapped
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.paddle_api import paddle
@@ -157,7 +157,8 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
 
         return mapped(copy, value)
 
-    with state_kept(model), model.changed_before(list(borders), copied):
+    layers = model.sublayers(include_self=True)
+    with model_kept(layers, model.parameters()), model.changed_before(list(borders), copied):
         yield kept
 
 
@@ -231,18 +232,3 @@ def unit(tensor: Tensor) -> float:
 
 def _tensors(value: Nest) -> dict[str, Tensor]:
     return {path: leaf for path, leaf in leaves(value).items() if isinstance(leaf, paddle.Tensor)}
-
-
-@contextmanager
-def state_kept(model: Layer) -> Iterator[None]:
-    """Gives the parameters back their gradients, and the layers what they held, in the end."""
-    grads = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
-    layers = model.sublayers(include_self=True)
-    try:
-        with LayerStates(layers, None).put_back("a step that parity repeats"):
-            yield
-    finally:
-        for parameter, grad in grads:
-            parameter.clear_gradient(False)
-            if grad is not None:
-                parameter.grad = grad

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import tensors_of
+from fleetpipe.dygraph.backward.layer_state import model_kept
 from fleetpipe.dygraph.gradients import dense
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.parity.differences import compare
-from fleetpipe.parity.edges import state_kept, unit
+from fleetpipe.parity.edges import unit
 from fleetpipe.parity.outputs import Outputs, recorded
 from fleetpipe.parity.reference import Reference
 from fleetpipe.parity.report import Report, place_of
@@ -40,7 +41,9 @@ class Repetition:
         if device_kind() == "cpu":
             return None
         model = self._reference.model
-        with state_kept(model), drawing(), recorded(model, self._reference.names) as outputs:
+        layers = model.sublayers(include_self=True)
+        kept = model_kept(layers, model.parameters())
+        with kept, drawing(), recorded(model, self._reference.names) as outputs:
             return self._computed(outputs, train())
 
     def compare(self, first: Computed | None, outputs: Outputs, loss: Nest) -> None:
