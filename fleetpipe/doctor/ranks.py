@@ -26,8 +26,8 @@ _END_SECONDS = 5.0
 _LOG_LINES = 5
 _FIXES = {
     SOCKETS: "see what is said above of ports and descriptors, and the ranks' error",
-    PROCESS_GROUP: "train with fleetpipe_configs = {'transport': 'sockets'}, and try Paddle's own "
-    "paddle.distributed.send between two ranks",
+    PROCESS_GROUP: "train with FLEETPIPE_TRANSPORT=sockets, which is the default on CPUs; where "
+    "each rank has a GPU, try Paddle's own paddle.distributed.send between two ranks",
     "parity": "send this output with a bug report: bits of a pipeline must not differ",
 }
 
@@ -42,18 +42,10 @@ def findings(ranks: int) -> list[Finding]:
 
     share = 0 < cards() < ranks
     with tempfile.TemporaryDirectory(prefix="fleetpipe-doctor-") as folder:
-        results, words = _run(ranks, Path(folder), {_TRANSPORT: SOCKETS} if share else {})
-    listed = [_of_transport(SOCKETS, results, words)]
-    listed += [_OF_ONE_CARD if share else _of_transport(PROCESS_GROUP, results, words)]
+        environment = {"FLEETPIPE_TRANSPORT": SOCKETS} if share else {}
+        results, words = _run(ranks, Path(folder), environment)
+    listed = [_of_transport(name, results, words) for name in (SOCKETS, PROCESS_GROUP)]
     return [*listed, _of_parity(ranks, results, words)]
-
-
-_TRANSPORT = "FLEETPIPE_TRANSPORT"
-_OF_ONE_CARD = Finding(
-    *(PROCESS_GROUP, NOTE, "there are fewer cards than ranks, and NCCL refuses two on one card"),
-    "train in one process, which plays all ranks: python train.py; or share the cards over "
-    f"sockets, through the host's memory: {_TRANSPORT}={SOCKETS} fleetpipe run --nproc N",
-)
 
 
 def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, Any], str]:
@@ -94,7 +86,9 @@ def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, A
 def _of_transport(name: str, results: Mapping[str, Any], words: str) -> Finding:
     result = results.get(name, {"error": words})
     if "error" in result:
-        return Finding(name, WRONG, result["error"].splitlines()[0], _FIXES[name])
+        # What cannot be chosen here is no fault of the machine's.
+        state = NOTE if result.get("refused") else WRONG
+        return Finding(name, state, result["error"].splitlines()[0], _FIXES[name])
     seconds = {int(nbytes): taken for nbytes, taken in result.items()}
     least, most = min(seconds), max(seconds)
     rate = most / seconds[most]

@@ -15,7 +15,7 @@ from paddle import nn
 
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import PipelineLayer
-from fleetpipe.errors import FleetPipeError
+from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.transport import MessageKey, Transport
@@ -67,7 +67,7 @@ def measured(name: str) -> dict[str, Any]:
         finally:
             fleet.shutdown()
     except FleetPipeError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "refused": isinstance(error, ConfigError)}
 
 
 def compared() -> dict[str, Any]:

@@ -108,6 +108,8 @@ def test_what_the_ranks_did_not_come_to_is_wrong() -> None:
     assert sockets.text == "4 bytes in 20 us, 1.00 GB/s one way"
     group = ranks._of_transport("process_group", results, "the ranks did not end within 90 s")
     assert (group.state, group.text) == (WRONG, "the ranks did not end within 90 s")
+    refused = {"process_group": {"error": "ranks share a card\n  fix: ..", "refused": True}}
+    assert ranks._of_transport("process_group", refused, "").state == NOTE
     failed = {"parity": {"passed": False, "verdict": "parity: a\nparity: FAILED, largest .."}}
     assert ranks._of_parity(2, failed, "").state == WRONG
 
