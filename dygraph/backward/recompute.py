@@ -34,6 +34,7 @@ from fleetpipe.paddle_api.tensor import (
     is_parameter,
     same_memory,
     switch_gradients_on,
+    to_host,
 )
 
 #: ``run(value)`` runs the layers of a piece.
@@ -284,7 +285,7 @@ def _bits(value: Nest) -> list[int | np.ndarray]:
     """Returns what is compared of each tensor in a value: a checksum; on a card first numbers."""
     tensors = [tensor.detach() for tensor in tensors_of(value) if 0 not in tensor.shape]
     if device_kind() != "cpu":
-        return [tensor.flatten()[:_NUMBERS].astype("float32").numpy() for tensor in tensors]
+        return [to_host(one.flatten()[:_NUMBERS].astype("float32")).numpy() for one in tensors]
     return [zlib.crc32(tensor.contiguous().numpy()) for tensor in tensors]
 
 

@@ -9,6 +9,7 @@ from fleetpipe.dygraph.nest import outline, tensors_of
 from fleetpipe.engine.observer import Blocked, Instruction, Played, message_of
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import to_host
 from fleetpipe.schedules import Op, Send
 from fleetpipe.transport import MessageKey, Value
 
@@ -60,4 +61,4 @@ def _finite(tensor: Tensor) -> bool:
     if tensor.dtype in (paddle.float16, paddle.bfloat16):
         # Paddle's CPU kernels do not do everything for these.
         tensor = tensor.astype("float32")
-    return bool(paddle.isfinite(tensor).all())
+    return bool(to_host(paddle.isfinite(tensor).all()))

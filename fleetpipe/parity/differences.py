@@ -11,6 +11,7 @@ import numpy as np
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.tensor import to_host
 
 #: What is compared, in the order in which a step computes it.
 QUANTITIES = (
@@ -173,7 +174,8 @@ def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
 def numbers_of(tensor: Tensor) -> Any:
     """Returns the numbers of a tensor; of bfloat16, which NumPy lacks, as float32."""
     # The bits of bfloat16 are the upper half of a float32's.
-    return (tensor.astype("float32") if _unused_bits(tensor) else tensor).numpy()
+    tensor = tensor.astype("float32") if _unused_bits(tensor) else tensor
+    return (tensor if tensor.place.is_cpu_place() else to_host(tensor)).numpy()
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
