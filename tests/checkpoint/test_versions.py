@@ -125,3 +125,13 @@ def test_random_states_go_from_a_cpu_to_any_card_and_back(monkeypatch: pytest.Mo
     monkeypatch.setattr(paddle_random, "generators", lambda: [cpu])
     training_state.set_random_states(on_card)
     assert paddle.rand([5]).tolist() == expected
+
+
+def test_states_of_ranks_are_compared_by_the_card_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for place in (0, 1):
+        states = [Card(device, 12 * (device == place)).state for device in (0, 1)]
+        monkeypatch.setattr(paddle_random, "device_place", lambda place=place: place)
+        monkeypatch.setattr(paddle, "get_rng_state", lambda states=states: states)
+        seen.append(paddle_random.stream_states())
+    assert seen[0] == seen[1]
