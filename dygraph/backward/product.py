@@ -39,12 +39,12 @@ class Way(NamedTuple):
     """How products have the bits of autograd.
 
     Attributes:
-        dtype: In which the call computes; automatic casts bring its operands there.
+        dtype: To which automatic casts bring the operands; None: they stay.
         ones: [rows]; the factor that makes the bias's gradient a product. None: it is a sum.
     """
 
     dtype: DType
-    ones: Tensor | None
+    ones: Tensor
 
 
 #: What was tried, by what does not change with the batch, and then by the shape of the input.
@@ -85,9 +85,9 @@ class ProductCall(Call):
         #: The input may have its own switched off once it was used.
         self._input_needs_grad = not taken.stop_gradient
         self._dtype = taken.dtype
-        if taken.dtype != product.way.dtype:
+        if product.way.dtype is not None:
             # What casts make of it is kept, as autograd keeps it.
-            taken = taken.detach().astype(product.way.dtype)
+            taken = _as(taken.detach(), product.way.dtype)
         self._taken: Tensor | None = taken
         self._versions = taken.inplace_version, self._then.inplace_version
         self.storages[taken.data_ptr()] = tensor_bytes(taken)
@@ -111,7 +111,8 @@ class ProductCall(Call):
         if grad is None:
             return [paddle.zeros_like(taken, self._dtype)]
         with uncast():  # as autograd runs
-            return [_as(_back(grad, self._then, self._product.way), self._dtype)]
+            way = self._product.way
+            return [_restored(_back(grad, self._then, way), self._dtype, way)]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, with it."""
@@ -121,10 +122,10 @@ class ProductCall(Call):
             return []
         weight, bias, trained, way = self._product
         with uncast():
-            of_weight = weight, _as(_product(taken, grad, way), weight.dtype)
+            of_weight = weight, _restored(_product(taken, grad, way), weight.dtype, way)
             if len(trained) == 1:
                 return [of_weight]
-            return [(bias, _as(_column_sums(grad, way), bias.dtype)), of_weight]
+            return [(bias, _restored(_column_sums(grad, way), bias.dtype, way)), of_weight]
 
     def _unchanged(self) -> Tensor:
         """Returns the input, which is what it was in the forward."""
@@ -185,10 +186,10 @@ def _way(operands: Sequence[Tensor], dtype: DType, casts: Hashable) -> Way | Non
     if shape not in tried:
         if len(tried) >= _MOST_SHAPES:
             return None
-        ways = [Way(dtype, None)]
+        ways = [Way(dtype if casts else None, None)]
         if len(operands) == 3 and dtype in _WIDE:
             # In half precision rounding hides another order from a trial, and not from a run.
-            ways.insert(0, Way(dtype, paddle.ones([math.prod(shape[:-1])], dtype)))
+            ways.insert(0, ways[0]._replace(ones=paddle.ones([math.prod(shape[:-1])], dtype)))
         draws = range(1 + _ENOUGH // math.prod(operands[1].shape))
         equal = (way for way in ways if all(_try(operands, way, seed) for seed in draws))
         tried[shape] = next(equal, None)
@@ -230,7 +231,11 @@ def _try(operands: Sequence[Tensor], way: Way, seed: int = 0) -> bool:
 
 
 def _as(tensor: Tensor, dtype: DType) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
+    return tensor if dtype is None or tensor.dtype == dtype else tensor.astype(dtype)
+
+
+def _restored(gradient: Tensor, dtype: DType, way: Way) -> Tensor:
+    return gradient if way.dtype is None else _as(gradient, dtype)
 
 
 def _product(left: Tensor, right: Tensor, way: Way) -> Tensor:
