@@ -15,6 +15,7 @@ from typing import Any
 from fleetpipe import log, static
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph import tensor_parallel
+from fleetpipe.dygraph.random_keys import GeneratorStates
 from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import agreement, job, meeting, reporting, slurm, start
@@ -318,12 +319,12 @@ def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     if not {*axes}.issubset(strategy.hybrid_parallel_order):  # Paddle looks for each of its axes
         whole = complete_order(strategy.hybrid_parallel_order)
         strategy.hybrid_parallel_order = [axis for axis in whole if axis in axes]
-    drawn = paddle.get_rng_state()
+    drawn = GeneratorStates()
     with fleet_topology.of_mesh(mesh):
         paddle_fleet.init(role_maker, is_collective, strategy, log_level)
     if strategy.tensor_parallel_configs["tensor_init_seed"] == -1:
         # With mp_degree above 1 Paddle seeds every rank with a number of its own, over the user's.
-        paddle.set_rng_state(drawn)
+        drawn.put_back()
     return paddle_fleet.get_hybrid_communicate_group(), fleet_topology.group_of_copies(mesh)
 
 
