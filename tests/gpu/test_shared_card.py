@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.job import attempt_files
 from fleetpipe.launch.noted_launch import require_sockets
 from fleetpipe.paddle_api import launcher
 from tests.gpu.pretending import pretend
+from tests.launching import ROOT
 from tests.pipelines import Trained, momentum, train
 
 
@@ -36,6 +43,29 @@ def refused() -> str:
 def test_ranks_that_share_a_card_have_no_process_groups(on_ranks: Callable[..., list[Any]]) -> None:
     for text in on_ranks(refused, 4):
         assert "NCCL refuses two ranks on one card" in text
+
+
+COMMAND = """
+import pytest
+from tests.gpu.pretending import pretend
+pretend(pytest.MonkeyPatch())
+from fleetpipe.launch.noted_launch import launch
+launch()
+"""
+
+
+def test_fewer_cards_than_ranks_end_the_launcher_before_a_rank_starts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("open('started', 'w')")
+    command = [sys.executable, "-c", COMMAND, "--nproc_per_node", "2", str(script)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", attempt_files.FOLDER: str(tmp_path)}
+    environment["PYTHONPATH"] = str(ROOT)
+    run = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run(command, env=environment)
+    assert (done.returncode, (tmp_path / "started").exists()) == (2, False)
+    assert "FLEETPIPE_TRANSPORT=sockets" in done.stderr
+    done = run(command, env={**environment, "FLEETPIPE_TRANSPORT": "sockets"})
+    assert (done.returncode, (tmp_path / "started").exists()) == (0, True), done.stderr
 
 
 def launched(ranks: int, cards: int, devices: str = "") -> Any:

@@ -26,6 +26,7 @@ WRITES = (
         "checkpoint/commands",
         "doctor/command",
         "locator/command",
+        "launch/noted_launch",
         "launch/profile",
         "launch/script",
         "launch/serving",
