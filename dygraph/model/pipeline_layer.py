@@ -36,7 +36,7 @@ from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
@@ -554,8 +554,13 @@ class PipelineLayer(ModelWithParts):
         """Returns copies of all parameters and buffers of the whole model, on every rank.
 
         Collective over the pipeline. The keys are those of :meth:`own_state` on all ranks, each
-        once; shared layers come first, and a vocabulary head is whole.
+        once; shared layers come first, and a vocabulary head is whole. Buffers that a forward has
+        registered are in checkpoints alone.
         """
+        late = self.state.late_buffers()
+        if late:
+            text = f"full_state_dict leaves out {listed([*late])}, which a forward has registered"
+            log.once(_log.warning, text, any_rank=True)
         return self.state.gather()
 
     def copy_to(self, model: Layer) -> None:

@@ -162,6 +162,7 @@ class CapturedPipeline(PipelineLayer):
         self._set_fleet_attributes({}, {})
         # Last, and around add_sublayer: a model may use any name, and this class has many.
         self._take_part()
+        self.state.keep_parameters()
 
     def _take_part(self) -> None:
         """Has the tables of the plain model, or what this process's stages use of them."""

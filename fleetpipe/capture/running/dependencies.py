@@ -114,8 +114,7 @@ def unfitting(name: str, cause: str) -> CaptureError:
         where=name,
         cause=cause,
         fix="change it before fleetpipe.pipeline is called; or go on with a new model: load "
-        "pipe.full_state_dict() into one that is built with the change, and make its pipeline and "
-        "its optimizer",
+        "pipe.full_state_dict() into it, then change it, and make its pipeline and its optimizer",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
 from fleetpipe.aliases import Layer, Tensor
@@ -18,6 +18,7 @@ from fleetpipe.paddle_api.layer import (
     parameters_in,
     sublayers_in,
 )
+from fleetpipe.paddle_api.tensor import is_parameter
 
 
 class CapturedState(ModelState):
@@ -49,6 +50,17 @@ class CapturedState(ModelState):
         self._stages = stages
         self._nodes = nodes
         self._group = group
+        self._parameters: dict[str, Tensor] = {}
+
+    def keep_parameters(self) -> None:
+        """Has the parameters that the part has now be those of the stages for good."""
+        self._parameters = {n: t for n, t in super()._named_tensors() if is_parameter(t)}
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        # A script that is refused for a parameter in another's place saves those that are trained.
+        named, kept = super()._named_tensors(), self._parameters
+        here = {name: t for name, t in named if name in kept or not is_parameter(t)}
+        return iter({**here, **kept}.items())
 
     def hidden_buffers(self) -> dict[str, Tensor]:
         """Returns none: the buffers that no state dict has go by no number of a layer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Tensor
@@ -138,4 +138,17 @@ def require_nothing_kept(model: Layer, losses: Sequence[Any], before: Mapping[in
             cause="it appends an auxiliary loss to a list, or keeps it in an attribute: stages "
             "repeat operations, and keep nothing",
             fix="return it from the forward, (output, kept), of which loss_fn gets both",
+        )
+
+
+def require_no_new_parameters(model: Layer, is_known: Callable[[Tensor], object]) -> None:
+    """Refuses parameters that a forward has made, as those of a layer that its first call makes."""
+    name = next((name for name, p in model.named_parameters() if not is_known(p)), None)
+    if name is not None:
+        raise CaptureError(
+            f"the forward of {type(model).__name__} makes the parameter {name!r}",
+            where=forward_place(model),
+            cause="the stages and the optimizer have the parameters that there are before it runs",
+            fix="make layers and parameters in __init__; or call the model with such inputs once, "
+            "before fleetpipe.pipeline",
         )

@@ -34,6 +34,7 @@ from fleetpipe.capture.tracing.value import (
     Like,
     Mode,
     Node,
+    Owned,
     Ref,
     ValueId,
     changed,
@@ -96,6 +97,7 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any]
                 trace = tracer.run(arguments, Draws(generators, tracer.drawn) if follows else None)
                 drew = generators.states() != states
                 obstacles.require_nothing_kept(model, losses, before)
+                obstacles.require_no_new_parameters(model, tracer.owned)
             trace = tracer.with_state(trace, written)
         except _Refused as refused:
             raise refused.error from None
@@ -132,6 +134,10 @@ class _Tracer(Walk):
         self._draws: Draws | None = None
         #: The classes of layers that no nodes can be made of, and why.
         self.closed: dict[type, str] = {}
+
+    def owned(self, tensor: Tensor) -> Owned | None:
+        """Returns what stands for a parameter or buffer that was there before the run."""
+        return self._state.get(tensor)
 
     def run(self, inputs: Nest, draws: Draws | None = None) -> Capture:
         """Runs the forward.

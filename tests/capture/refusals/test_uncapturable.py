@@ -243,6 +243,19 @@ def test_in_a_sublayer_the_same_code_is_a_node(code: Callable[[Any, Any], Any]) 
     require_bits(lambda: Net(code, True), [X, LABELS], ["last"], steps=1)
 
 
+def keeps_a_layer(self: Any, x: Any) -> Any:
+    self.made = getattr(self, "made", None) or nn.Linear(3, 3)
+    return self.made(x)
+
+
+def test_a_layer_that_the_first_call_makes_is_there_before() -> None:
+    net = Net(keeps_a_layer, True)
+    with pytest.raises(CaptureError, match=r"makes the parameter 'code\.made\.weight'"):
+        fleetpipe.pipeline(net, X[:2], split_spec=["last"])
+    net(X[:2])
+    fleetpipe.pipeline(net, X[:2], split_spec=["last"])
+
+
 def writes_in_place(self: Any, x: Any) -> Any:
     y = x + 0.0
     y.add_(x)
