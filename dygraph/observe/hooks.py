@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.stage import Gradients
-from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.errors import UsageError
 from fleetpipe.paddle_api.meta_parallel import PipelineParallelMicroStepLocations as Locations
 from fleetpipe.paddle_api.meta_parallel import pipeline_parallel_callbacks_
-from fleetpipe.schedules import Action, Op, Schedule, Send
+from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 
 NumberedHook = Callable[[int], object]
@@ -116,8 +115,6 @@ class HookCalls:
         self._done: Counter[tuple[str, int]] = Counter()
         self._training = False
         self._step: int | None = None
-        #: By stage what its last forward made and the number of that, until it is sent.
-        self._made: dict[int, tuple[Nest, int | None]] = {}
 
     def begin(self, training: bool) -> HookCalls | None:
         """Begins to count anew; numbered hooks are called in training only.
@@ -127,7 +124,6 @@ class HookCalls:
             this wrapper's own or in the registry for all.
         """
         self._done.clear()
-        self._made.clear()
         self._training = training
         return self if self._hooks or any(pipeline_parallel_callbacks_.hooks.values()) else None
 
@@ -149,16 +145,6 @@ class HookCalls:
         pipeline_parallel_callbacks_.on_location(
             Locations.FORWARD_END, input_tensor=value, output_tensor=output, step_id=self._step
         )
-        if self._training and watches_sends():
-            self._made[stage] = output, self._step
-
-    def after_sends(self, stage: int) -> None:
-        """Calls the hooks of what is on its way to other ranks now, or needs none."""
-        if stage in self._made:
-            output, step = self._made.pop(stage)
-            pipeline_parallel_callbacks_.on_location(
-                Locations.P2P_ISSUED, output_tensor=output, step_id=step
-            )
 
     def before_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients
@@ -207,40 +193,6 @@ class HookCalls:
         for _ in range(self._bubbles[rank][self._done["action", rank]]):
             self._hooks.bubble.run(self._done["bubble", rank])
             self._done["bubble", rank] += 1
-
-
-def watches_sends() -> bool:
-    """Whether a hook is registered that is called between a send and the next wait."""
-    return bool(pipeline_parallel_callbacks_.hooks[Locations.P2P_ISSUED])
-
-
-class IssuedSends:
-    """Sees when all that a forward made is on its way to other ranks."""
-
-    def __init__(self, calls: HookCalls, rank_of: Callable[[int], int]) -> None:
-        self._calls = calls
-        self._rank_of = rank_of
-
-    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """See :class:`fleetpipe.engine.observer.Observer`."""
-        if not isinstance(op, (Action, Send)) or op.kind != "F":
-            return instruction
-        stage = op.stage if isinstance(op, Action) else op.edge.source
-
-        def issued() -> Blocked | None:
-            blocked = instruction()
-            if blocked is None and not self._waits(played, stage):
-                self._calls.after_sends(stage)
-            return blocked
-
-        return issued
-
-    def _waits(self, played: Played, stage: int) -> bool:
-        """Whether a value of the stage is still to be sent."""
-        return any(
-            key.kind == "F" and key.source == stage and self._rank_of(key.target) != played.rank
-            for key in played.values
-        )
 
 
 def _shaped_like(value: Nest, grads: Gradients) -> Tensor | Gradients:

@@ -28,9 +28,8 @@ from fleetpipe.dygraph.layers.entries import require_sliceable
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import finite
-from fleetpipe.dygraph.observe.early_recompute import EarlyRecompute
 from fleetpipe.dygraph.observe.guards import Guards
-from fleetpipe.dygraph.observe.hooks import HookCalls, IssuedSends, UserHooks, watches_sends
+from fleetpipe.dygraph.observe.hooks import HookCalls, UserHooks
 from fleetpipe.dygraph.observe.timers import TimedActions, Timers
 from fleetpipe.dygraph.optimizer import replicas
 from fleetpipe.dygraph.optimizer.shards import Shards
@@ -45,7 +44,6 @@ from fleetpipe.job import agreement, meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import synchronizing
-from fleetpipe.paddle_api.meta_parallel import RecomputeStore
 from fleetpipe.paddle_api.optimizer import squared_norm
 from fleetpipe.schedules import Plan, Schedule
 
@@ -207,18 +205,6 @@ class Runtime:
         """Has ``observer`` watch every operation of later batches."""
         self._observers.append(observer)
         self._connect()
-
-    def watch_exchanges(self) -> None:
-        """Has done what belongs between actions, where there is anything by now.
-
-        That is hooks between a send and the next wait, and recomputation while a rank waits.
-        """
-        late = watches_sends() and not self._sends_watched
-        if RecomputeStore.enabled:
-            RecomputeStore.clear()
-            late = late or not self._waits_filled
-        if late:
-            self._connect()
 
     def resize(self, micro_batches: int, micro_batch_size: int) -> None:
         """Takes another number and size of micro-batches from the next batch on.
@@ -549,11 +535,7 @@ class Runtime:
         """Makes the engines. Collective over the pipeline the first time in a job."""
         chaos = Chaos.asked_for(self._plan, self.job.hcg.get_stage_id(), meeting.own_rank())
         placement = self.schedule.placement
-        self._sends_watched = watches_sends()
-        issued = IssuedSends(self.hook_calls, placement.rank_of) if self._sends_watched else None
-        self._waits_filled = bool(RecomputeStore.enabled)
-        early = EarlyRecompute() if self._waits_filled else None
-        observers = (self.guards, issued, early, self.trace, chaos)
+        observers = (self.guards, self.trace, chaos)
         training = [observer for observer in observers if observer is not None]
         ranks = self.job.pipeline_ranks()
         self.meter = StepMeter(self._plan, ranks, not self.job.local, synchronizing())

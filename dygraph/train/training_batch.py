@@ -106,7 +106,6 @@ class TrainingBatch:
         self._optimizer = optimizer
         runtime = self._runtime
         runtime.layers.begin(training=True)
-        runtime.watch_exchanges()
         if runtime.config.compare_rows:
             with runtime.job.guarded(lambda: "comparing the rows that ranks were given"):
                 runtime.compare_rows(self._beside[0])

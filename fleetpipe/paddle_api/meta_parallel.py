@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ContextDecorator, contextmanager
 from enum import Enum
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from paddle.base import initializer as _defaults
 from paddle.base.param_attr import ParamAttr
@@ -140,22 +140,6 @@ class _MicroStepLocations(Enum):
     FORWARD_END = "forward_end"
     BACKWARD_BEGIN = "backward_begin"
     BACKWARD_END = "backward_end"
-    P2P_ISSUED = "p2p_issued"
-
-
-def _with_issued(locations: type[Enum], registry: Any) -> None:
-    """Adds ``P2P_ISSUED`` to Paddle's own locations and hooks, where Paddle (to 3.3) lacks it.
-
-    A script may have taken the members that are there from Paddle: another class would not do.
-    """
-    name, value = "P2P_ISSUED", "p2p_issued"
-    if name not in locations.__members__:
-        member: Any = object.__new__(locations)
-        member._name_, member._value_ = name, value
-        type.__setattr__(locations, name, member)
-        locations._member_names_.append(name)
-        locations._member_map_[name] = locations._value2member_map_[value] = member
-    registry.hooks.setdefault(locations[name], [])
 
 
 class _MicroStepCallback:
@@ -193,52 +177,9 @@ class _WeightGradStore:
     cache: tuple[()] = ()
 
 
-class _RecomputeStore:
-    """What layers drop in a forward and compute again: a rank does it early while it waits.
-
-    Paddle's next version has it; the name of a span's method, ``run_recompute_now()``, is its own.
-
-    Attributes:
-        enabled: Whether layers put spans here.
-        groups: The spans that nobody has run yet, by the stage and micro-batch of their forward.
-        key: The stage and micro-batch whose forward runs.
-    """
-
-    enabled: bool = False
-    groups: ClassVar[dict[Any, list[Any]]] = {}
-    key: ClassVar[Any] = None
-
-    @classmethod
-    def put(cls, span: Any) -> None:
-        """Takes a span of the forward that runs."""
-        cls.groups.setdefault(cls.key, []).append(span)
-
-    @classmethod
-    def drop(cls, span: Any) -> None:
-        """Forgets a span that was run."""
-        for key, spans in [*cls.groups.items()]:
-            rest = [one for one in spans if one is not span]
-            cls.groups.update({key: rest})
-            if not rest:
-                del cls.groups[key]
-
-    @classmethod
-    def pending(cls) -> list[Any]:
-        """Returns the spans that nobody has run yet."""
-        return [span for spans in cls.groups.values() for span in spans]
-
-    @classmethod
-    def clear(cls) -> None:
-        """Forgets all spans."""
-        cls.groups.clear()
-
-
 _zero_bubble: Any = getattr(paddle_fleet.meta_parallel, "zero_bubble_utils", None)
 #: Where ``SplitBWLinear`` puts weight gradients off.
 WeightGradStore: Any = getattr(_zero_bubble, "WeightGradStore", _WeightGradStore)
-RecomputeStore: Any = getattr(_zero_bubble, "RecomputeStore", _RecomputeStore)
-if _zero_bubble is not None:
-    _zero_bubble.RecomputeStore = RecomputeStore
 LocalSharedLayerDesc: Any = getattr(
     paddle_fleet.meta_parallel, "LocalSharedLayerDesc", _LocalSharedLayerDesc
 )
@@ -255,7 +196,6 @@ PipelineParallelMicroStepCallback: Any = getattr(
 pipeline_parallel_callbacks_: Any = (
     getattr(_pipelines, "pipeline_parallel_callbacks_", None) or PipelineParallelMicroStepCallback()
 )
-_with_issued(PipelineParallelMicroStepLocations, pipeline_parallel_callbacks_)
 register_global_pipeline_parallel_hook: Callable[[Enum, Hook], None] = getattr(
     _pipelines, "register_global_pipeline_parallel_hook", _register_global_hook
 )

@@ -17,7 +17,7 @@ from fleetpipe.fleet.meta_parallel.pipeline_parallel import (
     PipelineParallelMicroStepCallback,
     pipeline_parallel_callbacks_,
 )
-from fleetpipe.schedules import Action, Send, build
+from fleetpipe.schedules import build
 from tests.engine.test_hot_path import own_calls
 from tests.pipelines import batch, bits, job, mlp_and_sgd, model_in_job, pipeline, sgd
 
@@ -63,7 +63,6 @@ def test_hooks_see_the_values_of_each_step(schedule: str) -> None:
         },
     }
     names[Locations.BACKWARD_END] = names[Locations.BACKWARD_BEGIN] | {"input_tensor_grad"}
-    names[Locations.P2P_ISSUED] = {"output_tensor", "step_id"}
     for location, calls in seen.items():
         assert len(calls) == 6
         assert {frozenset(call) for call in calls} == {frozenset(names[location])}
@@ -74,8 +73,6 @@ def test_hooks_see_the_values_of_each_step(schedule: str) -> None:
     assert [c["output_tensor"].shape for c in forward if c["input_tensor"].shape != [2, 6]] == [
         [2, 4]
     ] * 3
-    issued = [call["output_tensor"] for call in seen[Locations.P2P_ISSUED]]
-    assert {id(tensor) for tensor in issued} == {id(call["output_tensor"]) for call in forward}
     for call in seen[Locations.BACKWARD_END]:
         if call["output_tensor_grad"] is None:
             assert call["output_tensor"].shape == []
@@ -83,48 +80,6 @@ def test_hooks_see_the_values_of_each_step(schedule: str) -> None:
         else:
             assert call["input_tensor_grad"] is None
             assert call["output_tensor_grad"].shape == [2, 8]
-
-
-class _Order:
-    """Notes the forwards and their sends of a rank, in the order in which they are done."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def wrap(self, played: Any, op: Any, instruction: Any) -> Any:
-        if played.rank or not isinstance(op, (Action, Send)) or op.kind != "F":
-            return instruction
-
-        def noted() -> Any:
-            blocked = instruction()
-            self.events += [str(op)] if blocked is None else []
-            return blocked
-
-        return noted
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_hook_between_a_send_and_the_next_wait_comes_behind_the_send(chunks: int) -> None:
-    order = _Order()
-    with job(2, schedule="1F1B" if chunks == 1 else "ZBV"):
-        model = pipeline(num_virtual_pipeline_stages=chunks)
-        model.observe(order)
-        optimizer = sgd(model)
-        model.train_batch(batch(), optimizer)
-        alone, order.events = order.events, []
-        # In a later batch too than that before which the schedule was compiled.
-        model.register_hook(
-            Locations.P2P_ISSUED, lambda step_id, **_: order.events.append(f"issued {step_id}")
-        )
-        model.train_batch(batch(seed=1), optimizer)
-        trained, order.events = order.events, []
-        model.eval_batch(batch(), compute_loss=True)
-    assert not any(event.startswith("issued") for event in order.events)
-    assert [event for event in trained if not event.startswith("issued")] == alone
-    for event, behind in zip(trained, trained[1:]):
-        if event.startswith("SF"):
-            assert behind.startswith("issued")
-    assert sum(event.startswith("issued") for event in trained) == 4 * 2 * chunks
 
 
 def test_steps_are_counted_over_the_chunks_of_a_rank() -> None:
@@ -230,7 +185,7 @@ def test_without_hooks_nothing_of_them_runs() -> None:
         model.train_batch(batch(), optimizer)
         calls = own_calls(lambda: model.train_batch(batch(), optimizer))
         found = {name: count for name, count in calls.items() if name.startswith("hooks.py")}
-        once = {"hooks.py:begin", "hooks.py:end", "hooks.py:watches_sends"}
+        once = {"hooks.py:begin", "hooks.py:end"}
         assert found.keys() == once | {"hooks.py:__bool__"}
         assert {found[name] for name in once} == {1}
 
