@@ -148,7 +148,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @cache
 def _stacks() -> BinaryIO:
-    return (CRASHES / f"{os.getpid()}.txt").open("ab")
+    """Returns where stacks go: for a worker of xdist a file, which the main process shows."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        return (CRASHES / f"{os.getpid()}.txt").open("ab")
+    return os.fdopen(os.dup(2), "wb")  # between tests, when pytest captures nothing
 
 
 @cache
