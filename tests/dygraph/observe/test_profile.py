@@ -168,16 +168,21 @@ def test_a_plan_of_slices_trains_as_the_single_model_does() -> None:
     with job(2, 2, "Seq1F1B", slices=2):
         model = pipeline(sliced.layers(), loss_fn=sliced.loss)
         measured = model.profile(data)
-    # As if slices took no longer in all than whole sequences do: they are that short here.
-    halves = tuple(
-        tuple(
-            replace(layer, forward=layer.forward / 2, backward=layer.whole / 2, held=1, working=1)
-            for layer in (*measured.layers, measured.loss)
-            if layer is not None
-        )
-        for _ in range(2)
+    # As if slices took no longer in all than whole sequences do: they are that short here. And as
+    # if layers took equally long: where one takes far longer, other schedules fit the cap as well.
+    times = {"forward": 1e-3, "backward": 2e-3, "input_grad": 1e-3, "weight_grad": 1e-3}
+    *layers, loss = (replace(layer, **times) for layer in (*measured.layers, measured.loss))
+    half = [
+        replace(layer, forward=5e-4, backward=1e-3, held=1, working=1) for layer in (*layers, loss)
+    ]
+    measured = replace(
+        measured,
+        layers=tuple(layers),
+        loss=loss,
+        links=(Link(0, 0),),
+        transfer=Transfer(),
+        slices=(tuple(half),) * 2,
     )
-    measured = replace(measured, links=(Link(0, 0),), transfer=Transfer(), slices=halves)
     cap = max(plan(measured, 2, 2, search=()).predicted.peak_bytes) - 1
     chosen = plan(measured, 2, 2, memory_cap=cap, search=("schedule",))
     assert (chosen.schedule.name, chosen.schedule.slices) == ("Seq1F1B", 2)
