@@ -198,7 +198,7 @@ def _read(path: Path) -> str:
     return ESCAPE_CODES.sub("", path.read_text(errors="replace")).strip()
 
 
-def _processes(mark: str) -> dict[int, str]:
+def processes(mark: str) -> dict[int, str]:
     """Finds the living processes of a job: their numbers and command lines."""
     wanted = f"{MARK}={mark}".encode()
     found = {}
@@ -215,9 +215,9 @@ def _wait_until_gone(mark: str) -> list[str]:
     """Waits a moment for the job's last processes; returns those that stay."""
     deadline = time.monotonic() + GRACE_SECONDS
     while True:
-        processes = _processes(mark)
-        if not processes or time.monotonic() > deadline:
-            return [f"{pid}: {command}" for pid, command in processes.items()]
+        left = processes(mark)
+        if not left or time.monotonic() > deadline:
+            return [f"{pid}: {command}" for pid, command in left.items()]
         time.sleep(POLL_SECONDS)
 
 
@@ -229,7 +229,7 @@ def _signal(pids: Sequence[int], number: int) -> None:
 
 def _print_stacks(mark: str, launcher: int | None, home: Path, nproc: int | None) -> None:
     """Has every rank write its stacks to its log; a rank that cannot is not waited for long."""
-    _signal([pid for pid in _processes(mark) if pid != launcher], STACKS_SIGNAL)
+    _signal([pid for pid in processes(mark) if pid != launcher], STACKS_SIGNAL)
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -239,7 +239,7 @@ def _print_stacks(mark: str, launcher: int | None, home: Path, nproc: int | None
 
 def _kill(mark: str) -> None:
     """Kills the job's processes, and those that they start meanwhile."""
-    while pids := list(_processes(mark)):
+    while pids := list(processes(mark)):
         _signal(pids, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
 

@@ -23,4 +23,7 @@ attempt_files.tell_code(EXIT_CODE if code and isinstance(error, PeerFailed) else
 if code and error is not None:
     # Where there was a job its watch has told, or will: the first word counts.
     attempt_files.tell_failure(Failure.of(int(os.environ.get("PADDLE_TRAINER_ID", "0")), error))
-sys.exit(code)
+folder = attempt_files.folder()
+saved = folder is not None and attempt_files.preempted_at(folder) is not None
+# To the launcher any other code is a failure, for which it ends the other ranks.
+sys.exit(0 if saved and code == attempt_files.PREEMPTED else code)

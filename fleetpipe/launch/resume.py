@@ -24,6 +24,7 @@ from fleetpipe.errors import PeerFailed
 from fleetpipe.job import attempt_files, job
 from fleetpipe.launch.keeping.kept_state import KeptState
 from fleetpipe.mesh.groups import DirectGroup, Group
+from fleetpipe.paddle_api.loading import keep_workers_from_signals
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
 from fleetpipe.representation import shows
 from fleetpipe.transport import MessageKey
@@ -128,6 +129,7 @@ class Run:
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # a worker of Ray's runs its script in a thread, where Python takes no handlers
+        keep_workers_from_signals()
         for number, usual in STOP_SIGNALS.items():
             # A handler of the script's own stays, and may call stop().
             if signal.getsignal(number) is usual:
@@ -146,6 +148,10 @@ class Run:
         if job.all_ranks().rank == 0:
             why = "interrupted" if self._interrupted else "asked to stop"
             _log.info(f"{why}, the job saved {self.step} steps")
+        for number in systems.STOP_SIGNALS:
+            # The next one would end the farewell with another code.
+            if not self._interrupted and signal.getsignal(number) == self._signalled:
+                signal.signal(number, signal.SIG_IGN)
         job.end()
         code = attempt_files.INTERRUPTED if self._interrupted else attempt_files.PREEMPTED
         raise SystemExit(0 if attempt_files.number() else code)

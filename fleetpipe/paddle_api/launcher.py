@@ -21,6 +21,7 @@ from paddle.distributed.launch.job import pod as _pod
 from paddle.distributed.launch.main import launch as _launch
 
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.systems import STOP_SIGNALS
 
 #: Seconds between two looks at the processes.
 _LOOK_SECONDS = 0.1
@@ -56,6 +57,8 @@ def launch(
     """
 
     def deploy(pod: Any) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda number, _: _pass_on(pod, number))
         _deploy(pod)
         for container in pod.containers:
             process = container._proc._proc
@@ -118,6 +121,18 @@ def _on_signal(controller: Any, number: int, frame: Any) -> None:
     """Leaves Ctrl-C, which a terminal sends to this process too, to who started the launcher."""
     if number != signal.SIGINT:
         _stock_on_signal(controller, number, frame)
+
+
+def _pass_on(pod: Any, number: int) -> None:
+    """Leaves it to the ranks what a signal that asks for the end does to them, and so to the job.
+
+    Paddle would send it three times, to all that the ranks have started too, and wait for 30 s.
+    """
+    ranks = [one._proc._proc for one in pod.containers if one._proc and one._proc._proc]
+    if not ranks:
+        raise SystemExit(128 + number)
+    for rank in ranks:
+        rank.send_signal(number)
 
 
 def _rank_of(container: Any) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import mmap
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -198,10 +201,33 @@ _collects: list[bool] = []
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
+
+def keep_workers_from_signals() -> None:
+    """Has workers that begin from now on live on where this process does, which handles SIGTERM.
+
+    Launchers and schedulers send the signal to the workers, too, whose death would raise an error
+    here at once, in the midst of the step that is to be saved.
+    """
+    _any_iterators.core._set_process_signal_handler = _set_worker_handlers
+
+
+def _set_worker_handlers() -> None:
+    _set_stock_handlers()
+    if callable(signal.getsignal(signal.SIGTERM)):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if _leaving[0] else None)
+
+
+#: Windows, where a loader has no workers, lacks it.
+_set_stock_handlers: Any = getattr(_any_iterators.core, "_set_process_signal_handler", None)
+#: Shared with workers: whether this process leaves, and ends them by SIGTERM.
+_leaving = mmap.mmap(-1, 1)
+atexit.register(_leaving.write, b"1")
+
 __all__ = [
     "batches_of",
     "default_collate_fn",
     "default_convert_fn",
     "ended",
+    "keep_workers_from_signals",
     "load_data_in_threads",
 ]

@@ -1,13 +1,15 @@
 """Trains with ``fleetpipe.resume``: ``resume_worker.py STEPS [HAPPENS ..]``; see test_resume.py.
 
 What happens is ``LIFE.RANK.STEP=SIGNAL``: in that step the rank sends itself the signal, or, where
-it is ``supervisor``, has whoever started the job asked to stop. Each step takes at least
+it is ``supervisor``, has whoever started the job asked to stop, or, where it is ``all``, has every
+process asked twice, workers of a loader too, as a scheduler does. Each step takes at least
 ``RESUME_WORKER_PAUSE`` seconds, and every ``RESUME_WORKER_SAVES``-th is saved.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import signal
 import sys
@@ -19,7 +21,7 @@ import paddle
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.job import attempt_files
-from tests import jobs
+from tests import jobs, launching
 from tests.pipelines import CLASSES, FEATURES, batch, pipeline
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
@@ -31,6 +33,13 @@ def supervisor() -> int:
     for _ in range(2):
         process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return process
+
+
+def ask_all() -> None:
+    for _ in range(2):
+        for process in launching.processes(os.environ[launching.MARK]):
+            os.kill(process, signal.SIGTERM)
+        time.sleep(0.2)
 
 
 def layers() -> list[object]:
@@ -55,12 +64,18 @@ def main() -> None:
     interval = int(os.environ.get("RESUME_WORKER_SAVES", "3"))
     manager = fleetpipe.CheckpointManager(folder, save_interval=interval)
     run = fleetpipe.resume(model, optimizer, lr_scheduler=rate, manager=manager)
+    everyone = any(what.endswith("=all") for what in happens)
+    loader = paddle.io.DataLoader([*range(100)], batch_size=1, num_workers=1)
+    loaded = iter(loader) if everyone else itertools.repeat(None)
     for step in run.steps(int(steps)):
+        next(loaded)
         time.sleep(float(os.environ.get("RESUME_WORKER_PAUSE", "0")))
         for what in happens:
             where, _, number = what.partition("=")
             if where == f"{attempt_files.number()}.{RANK}.{step}" and number == "supervisor":
                 os.kill(supervisor(), signal.SIGTERM)
+            elif where == f"{attempt_files.number()}.{RANK}.{step}" and number == "all":
+                ask_all()
             elif where == f"{attempt_files.number()}.{RANK}.{step}":
                 os.kill(os.getpid(), int(number))
         loss = model.train_batch(batch(2, seed=step), optimizer, rate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -66,6 +67,23 @@ def test_a_signal_to_one_rank_has_all_of_them_save_and_stop(launch: Launch, tmp_
     resumed = launch(WORKER, 2, args=["4"], cwd=tmp_path)
     assert [line.split()[1] for line in steps(resumed.logs[0])] == ["3"]
     assert "fleetpipe: goes on after 3 steps" in resumed.logs[0]
+
+
+@pytest.mark.parametrize("command", ["run", "launch"])
+def test_a_signal_to_all_processes_twice_has_the_ranks_save_and_nothing_more(
+    launcher: Launch, tmp_path: Path, command: str
+) -> None:
+    words = [command, "--nproc", "2", str(WORKER), "9", f"{command == 'launch':d}.0.1=all"]
+    script = "import sys; from fleetpipe.cli import main; sys.exit(main(sys.argv[1:]))"
+    job = launcher(script, None, args=words, cwd=tmp_path, check=False)
+    assert job.returncode == PREEMPTED, job
+    assert not re.search("Traceback|Container failed", job.launcher)
+    # Rank 1 was asked in the same step or in the one before.
+    [saved] = fleetpipe.CheckpointManager(tmp_path / "own").steps()
+    assert saved in (2, 3)
+    assert f"asked to stop, the job saved {saved} steps" in job.launcher
+    for rank in (0, 1):
+        assert len(steps((tmp_path / "log" / f"workerlog.{rank}").read_text())) == saved
 
 
 def test_replicas_that_come_and_go_see_each_sample_as_if_they_had_not(

@@ -118,7 +118,8 @@ class PipelineCheckpoint(rank_policy.Callback):
             self._manager.wait()
         finally:
             for number, handler in handlers.items():
-                if signal.getsignal(number) is not handler:
+                # One that is ignored is so until the process, which has saved, has ended.
+                if signal.getsignal(number) not in (handler, signal.SIG_IGN):
                     signal.signal(number, handler)
 
     def _manager_of(self, home: Path) -> StepManager:

@@ -240,7 +240,9 @@ def _after_failure(
 ) -> End | Again:
     account = _account(attempt.number, verdict)
     if stopped_by is not None:
-        return End(in_a_shell(-stopped_by), (account,))
+        said = f"asked to stop by {signal.Signals(stopped_by).name}, the job saved nothing: "
+        said += "a script saves first where it goes by fleetpipe.resume, within --grace"
+        return End(in_a_shell(-stopped_by), (account, said))
     if verdict.permanent:
         return End(verdict.code, (account, "no restart mends this error: the job has failed"))
     if attempt.failed is not None and verdict.repeats(attempt.failed):

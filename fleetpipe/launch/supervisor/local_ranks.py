@@ -67,8 +67,10 @@ class Local:
         record(self._home, number, verdict)
 
     def stop(self, number: int) -> None:
-        """Asks the ranks to finish their step, save and end, by a signal."""
+        """Asks the ranks to finish their step, save and end, by a signal; begins none any more."""
         signal_ranks(self._home, number)
+        if not attempt_files.started(self._home):
+            self._pods.stop()
 
     def kill(self) -> None:
         """Ends the ranks at once, and a launcher that has not started any."""

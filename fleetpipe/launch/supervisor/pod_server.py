@@ -28,6 +28,12 @@ os.dup2(os.open(_LOADING, os.O_WRONLY | os.O_CREAT), 2)
 # Run by path, this file's folder stands first on the path of modules, and must not.
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
+from fleetpipe.systems import STOP_SIGNALS  # noqa: E402
+
+# A scheduler may send these to all processes; what they ask for, the supervisor does. Until Paddle,
+# which takes them for a report of its own, is loaded, they wait.
+signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # type: ignore[attr-defined,unused-ignore]
+
 from fleetpipe.launch.noted_launch import launch  # noqa: E402
 from fleetpipe.launch.script import in_a_shell  # noqa: E402
 from fleetpipe.launch.supervisor import pods  # noqa: E402
@@ -58,7 +64,7 @@ def _attempt(order: pods.Order, supervisor: socket.socket) -> int:
     # The end of the pipe that the fork holds closes with it; its children have no copy.
     ended, _, _ = select.select([lasting, supervisor.fileno()], [], [])
     if lasting not in ended:
-        os.kill(process, signal.SIGTERM)
+        os.kill(process, signal.SIGABRT)  # as SIGTERM is left to the ranks
     os.close(lasting)
     _, status = os.waitpid(process, 0)
     return in_a_shell(os.waitstatus_to_exitcode(status))
@@ -94,4 +100,7 @@ def _end_loading() -> None:
 
 if __name__ == "__main__":
     _end_loading()
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # type: ignore[attr-defined,unused-ignore]
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
     if checkpoints:
         require_folder("--checkpoint-dir", checkpoints)
     with ExitStack() as ends:
-        folder = ends.enter_context(state_folder())
         signals = ends.enter_context(caught())
+        folder = ends.enter_context(state_folder())
         pods = Pods(log_filter.environment(options.log_level), folder)
         ends.callback(pods.close)
         board = ends.enter_context(serving(options.serve))

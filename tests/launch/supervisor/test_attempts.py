@@ -85,13 +85,19 @@ def test_how_attempts_end_decides_how_many_there_are(ends: list[Verdict], code: 
     assert through(*ends)[:2] == (code, len(ends))
 
 
+def unsaved(name: str) -> tuple[str, ...]:
+    said = f"asked to stop by {name}, the job saved nothing: "
+    said += "a script saves first where it goes by fleetpipe.resume, within --grace"
+    return "attempt 1 ended in step 4: rank 1 died", said
+
+
 @pytest.mark.parametrize(
     ("verdict", "stopped_by", "code", "said"),
     [
         (DONE, signal.SIGTERM, 0, ()),
         (SAVED, signal.SIGTERM, PREEMPTED, ("asked to stop, the job saved 8 steps and ended",)),
-        (killed(4), signal.SIGUSR1, 138, ("attempt 1 ended in step 4: rank 1 died",)),
-        (killed(4), signal.SIGTERM, 143, ("attempt 1 ended in step 4: rank 1 died",)),
+        (killed(4), signal.SIGUSR1, 138, unsaved("SIGUSR1")),
+        (killed(4), signal.SIGTERM, 143, unsaved("SIGTERM")),
         (DONE, signal.SIGINT, 0, ()),
         (SAVED, signal.SIGINT, INTERRUPTED, ("interrupted, the job saved 8 steps",)),
         (killed(4), signal.SIGINT, INTERRUPTED, ("interrupted",)),
