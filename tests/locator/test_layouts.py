@@ -46,6 +46,12 @@ def test_shapes_that_no_degree_explains_are_no_parts() -> None:
     assert list(layouts((8, 6), (8, 6), {"mp": 2})) == [()]
 
 
+def test_the_way_in_which_two_axes_split_two_dimensions_is_among_those_that_are_tried() -> None:
+    degrees = {"mp": 2, "cp": 2}
+    ways = list(layouts((24, 2, 48), (12, 2, 24), degrees))
+    assert (DimensionCut(0, ("cp",), zigzag=True), DimensionCut(2, ("mp",))) in ways
+
+
 @pytest.mark.parametrize(
     ("zigzag", "tokens"),
     # The last fit pieces of both orders.
