@@ -17,10 +17,14 @@ from fleetpipe.dygraph.nest import leaves, mapped
 from fleetpipe.locator import record
 from fleetpipe.locator.assembly import WholeTensors
 from fleetpipe.locator.record import Meaning, RankTensors
+from fleetpipe.locator.tolerance import gap
 from fleetpipe.mesh import AXES
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import learning_rate_of
 from fleetpipe.parity.differences import numbers_of
+
+#: How far labels may be apart that ranks and twin compute, each from sums in another order.
+_COMPUTED_AGAIN = 1e-4
 
 
 class Feed:
@@ -117,15 +121,22 @@ class Feed:
     def _weighed(self, target: Nest, labels: list[dict[str, np.ndarray]]) -> Nest:
         """Gives the twin the job's numbers that go with the same whole ones, such as weights.
 
-        A script computes them from the samples of all replicas, and by what it has of these.
+        A script computes them from the samples of all replicas, and multiplies them by how many
+        there are where their mean is taken. Others are wrong: the loss of the twin's own shows it.
         """
         tensors = ((p, t) for p, t in leaves(target) if isinstance(t, paddle.Tensor))
         here = {"".join(f"[{s!r}]" for s in path): numbers_of(t) for path, t in tensors}
         if here.keys() != labels[0].keys():
             return target
         joined = {path: np.concatenate([batch[path] for batch in labels]) for path in here}
-        same = [np.array_equal(joined[p], t) for p, t in here.items() if t.dtype.kind != "f"]
-        return _filled(target, joined) if same and all(same) else target
+        whole = [np.array_equal(joined[p], t) for p, t in here.items() if t.dtype.kind != "f"]
+        times = {1, self.replicas}
+        near = [
+            any(gap(joined[p], t * n) <= _COMPUTED_AGAIN for n in times)
+            for p, t in here.items()
+            if t.dtype.kind == "f"
+        ]
+        return _filled(target, joined) if whole and all(whole + near) else target
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
