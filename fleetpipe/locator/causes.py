@@ -85,6 +85,7 @@ MISSING = "the model of the job lacks this parameter: a layer that no stage has,
 SAME_SHARDS = "all shards were drawn from one random stream: seed each rank of the axis by itself"
 MISPLACED = "these ranks hold the shards of others: a checkpoint is cut by another order of ranks"
 OTHER_WEIGHTS = "this weight begins with other values than the twin's, unlike the rest"
+CHANGED = "after the step before the script has made other values of it than on one device"
 LABELS = "labels are not those of the inputs: this rank reads other samples than the first stage"
 LABELS_OF_PARTS = (
     "labels are not those of the whole sequences: each rank cuts, or shifts, those of its own part"

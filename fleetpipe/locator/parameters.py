@@ -71,10 +71,30 @@ class ParameterChecks:
             if name not in names:
                 finding = self._finding(name, "initial", "", self._job.ranks, causes.MISSING)
                 return finding._replace(layer=_missing_layer(name, names))
-        for name in [*whole, *sorted(names - whole.keys())]:
+        ordered = [*whole, *sorted(names - whole.keys())]
+        for name in ordered:
             if unequal := self._unequal(name, self._parts("initial", name), whole.get(name)):
                 return unequal
-        return self._drawn(whole) if self._step == 0 else None
+        return self._changed(ordered) if self._step else self._drawn(whole)
+
+    def _changed(self, names: Sequence[str]) -> Location | None:
+        """Finds a weight of which the script, after a step, has made another than the twin's."""
+        step, rank = self._step, self._single
+        if Meaning(step - 1, "data", "", part=READ_ON) in rank.tensors:
+            # To read further samples the twin has gone through these lines several times.
+            return None
+        left = {**rank.names(step - 1, "update"), **rank.names(step, "initial")}
+        for name in names:
+            if (whole := left.get(name)) is None:
+                continue
+            parts = {**self._parts("update", name, -1), **self._parts("initial", name)}
+            apart = {n: self._apart(part, whole, n) for n, part in parts.items()}
+            tolerance = max(self._tolerance(phase, name, whole) for phase in ("initial", "update"))
+            if bad := [n for n, far in apart.items() if not far <= tolerance]:
+                wrong, axis = self._apart_from(bad, apart)
+                worst = max(apart.values())
+                return self._finding(name, "initial", axis, wrong, causes.CHANGED, worst, tolerance)
+        return None
 
     def _unequal(self, name: str, parts: Parts, whole: np.ndarray | None) -> Location | None:
         by_shard: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -331,9 +351,9 @@ class ParameterChecks:
 
     # What all of them need
 
-    def _parts(self, phase: str, name: str) -> Parts:
+    def _parts(self, phase: str, name: str, later: int = 0) -> Parts:
         kinds = ("parameter", "gradient", "buffer")
-        places = [Meaning(self._step, phase, name, part=kind) for kind in kinds]
+        places = [Meaning(self._step + later, phase, name, part=kind) for kind in kinds]
         return {r.rank: r.tensors[p] for r in self._job.ranks for p in places if p in r.tensors}
 
     def _compared(self, phase: str, name: str, whole: np.ndarray) -> tuple[dict[int, float], float]:
@@ -371,7 +391,8 @@ class ParameterChecks:
         return tuple(axis for cut in layout for axis in cut.axes)
 
     def _tolerance(self, phase: str, name: str, whole: np.ndarray) -> float:
-        part = {"update": "parameter", "buffer": "buffer"}.get(phase, "gradient")
+        kinds = {"initial": "parameter", "update": "parameter", "buffer": "buffer"}
+        part = kinds.get(phase, "gradient")
         return self._tolerances.at(Meaning(self._step, phase, name, part=part), whole.dtype)
 
     def _position(self, name: str) -> float:

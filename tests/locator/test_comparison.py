@@ -204,6 +204,28 @@ def test_what_another_ranks_optimizer_steps_may_be_sent_after_the_step(sent: boo
     assert finding is None or (finding.phase, finding.ranks) == ("update", [1])
 
 
+@pytest.mark.parametrize(
+    ("of_twin", "read_on", "named"),
+    [(0.9, False, False), (1.0, False, True), (1.0, True, False)],
+)
+def test_what_a_script_makes_of_a_weight_between_steps_is_that_of_one_device(
+    of_twin: float, read_on: bool, named: bool
+) -> None:
+    """What reads on has gone through the script's lines several times."""
+    job, single = replicas(), twin()
+    for here, factor in (*((rank, 0.9) for rank in job), (single.ranks[0], of_twin)):
+        value = here.tensors[Meaning(0, "update", "fc.weight", part="parameter")] * factor
+        place = Meaning(1, "initial", "fc.weight", part="parameter")
+        here.tensors[place] = value.astype("float32")
+    if read_on:
+        single.ranks[0].tensors[Meaning(0, "data", "", part=record.READ_ON)] = np.array(1)
+    finding = first_difference(compared(job), single, single)
+    assert (finding is not None) == named
+    if finding is not None:
+        assert (finding.layer, finding.phase, finding.step) == ("fc", "initial", 1)
+        assert "after the step before" in finding.cause
+
+
 def test_a_parameter_that_one_rank_has_first_is_compared_once_others_have_it() -> None:
     """That of a second model, which ranks may call in another step."""
     job, single = replicas(), twin()
