@@ -115,12 +115,16 @@ class StepBesideTwin:
                     if outcome is not None:
                         yield outcome
 
-    def expected(self, rank: RankTensors, place: Meaning) -> list[np.ndarray]:
+    def expected(self, rank: RankTensors, place: Meaning, size: int) -> list[np.ndarray]:
         """Returns what the twin has for a micro-batch of a rank: of each call that it may be."""
         calls = self._calls.get((place.name, place.part), 1)
         here = self._own_calls[rank.rank][place.name, place.part, place.micro_batch]
         numbers = [place.call] if here in (0, calls) else range(calls)
         rows = self._rows_of(rank, place.micro_batch)
+        parts = any(self.job.degrees.get(axis, 1) > 1 for axis in ("mp", "sep", "cp", "ep"))
+        if place.name and size == 1 and (parts or rows.whole is None):
+            # One number is made of all rows that a rank has, and of no others.
+            return []
         keys = [self._key(place, n) for n in numbers]
         wholes = [gathered(rows, self._by_call[key], self._counts) for key in keys]
         return list(itertools.chain.from_iterable(wholes))
@@ -146,7 +150,7 @@ class StepBesideTwin:
         return parts_of(whole, shape, rank.coordinate, self.job.degrees)
 
     def _outcome(self, rank: RankTensors, place: Meaning, tensor: np.ndarray) -> Outcome | None:
-        wholes = self.expected(rank, place)
+        wholes = self.expected(rank, place, tensor.size)
         scale = max(map(largest, wholes), default=0.0)
         scales = self.scales if place.phase == "gradient" else [1]
         gaps = [

@@ -154,17 +154,19 @@ class Recorder:
             return Meaning(self.step, "forward", path, self.micro_batch, part, call)
 
         sources = []
-        # A number alone is a loss, of as many rows as a micro-batch happens to have.
+        # A number alone is a loss, of as many rows as a micro-batch happens to have; one beside
+        # other outputs is handed on, and compared where a micro-batch has the twin's rows.
         for number, tensor in enumerate(tensors_of(list(inputs))):
             source = self._made.get(id(tensor))
             if source is not None:
                 sources.append(source[1])
             elif tensor.dtype in _FLOATS and math.prod(tensor.shape) > 1:
                 self.put(place(f"input {number}"), tensor)
-        for number, tensor in enumerate(tensors_of(output)):
+        outputs = list(tensors_of(output))
+        for number, tensor in enumerate(outputs):
             if id(tensor) in self._made and self._made[id(tensor)][1].name == path:
                 continue
-            if math.prod(tensor.shape) == 1:
+            if math.prod(tensor.shape) == 1 and len(outputs) == 1:
                 continue
             here = place(f"output {number}")
             self.put(here, tensor)

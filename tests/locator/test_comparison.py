@@ -226,6 +226,20 @@ def test_what_a_script_makes_of_a_weight_between_steps_is_that_of_one_device(
         assert "after the step before" in finding.cause
 
 
+@pytest.mark.parametrize(("axis", "named"), [("pp", True), ("mp", False), ("dp", False)])
+def test_a_number_that_is_handed_on_is_compared_where_ranks_have_all_rows(
+    axis: str, named: bool
+) -> None:
+    rows = [ROWS[:2], ROWS[2:]] if axis == "dp" else [ROWS, ROWS]
+    job = [one_rank(rank, {axis: rank}, rows[rank], 1) for rank in (0, 1)]
+    single = twin()
+    for here, value in (*((rank, 2.0) for rank in job), (single.ranks[0], 3.0)):
+        here.tensors[Meaning(0, "forward", "fc", 0, "output 1")] = np.full(1, value, "float32")
+    finding = first_difference(compared(job, axis), single, single)
+    assert (finding is not None) == named
+    assert finding is None or (finding.layer, finding.phase) == ("fc", "forward")
+
+
 def test_a_parameter_that_one_rank_has_first_is_compared_once_others_have_it() -> None:
     """That of a second model, which ranks may call in another step."""
     job, single = replicas(), twin()
