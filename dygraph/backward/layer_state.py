@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.backward.contents import CONTAINERS, content_of, holders, refill
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
@@ -16,6 +14,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in, state_slots
 from fleetpipe.paddle_api.tensor import copy_of, tensor_bytes
+from fleetpipe.transport.wire import bridge
 
 #: The bytes of a buffer beyond which copies of the same numbers are one.
 LARGE = 2**14
@@ -124,13 +123,9 @@ def _copy(table: dict[str, Any], name: str, copies: Copies) -> Tensor:
 
 def _is_same(copy: Tensor, tensor: Tensor) -> bool:
     alike = (copy.shape, copy.dtype, copy.stop_gradient)
-    return alike == (tensor.shape, tensor.dtype, tensor.stop_gradient) and np.array_equal(
-        _bytes(copy), _bytes(tensor)
+    return alike == (tensor.shape, tensor.dtype, tensor.stop_gradient) and bridge.same_bits(
+        copy, tensor
     )
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
 
 
 def _is_computed(value: object) -> bool:

@@ -16,7 +16,7 @@ from paddle.utils import dlpack
 
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
-from fleetpipe.paddle_api.tensor import to_device, to_host
+from fleetpipe.paddle_api.tensor import tensor_bytes, to_device, to_host
 from fleetpipe.transport.wire.structure import SIZES, TensorLeaf
 
 # 2.6.2 has "uint16" as another name of bfloat16, and neither float8 nor the larger uints.
@@ -92,6 +92,14 @@ def readable(
 def plain(tensors: list[Tensor]) -> list[Tensor]:
     """Returns tensors with the same data, in order and on the CPU: themselves where they are so."""
     return [tensor if _is_plain(tensor) else _made_plain(tensor) for tensor in tensors]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors of one shape and dtype have the same bits; on the CPU neither is copied."""
+    # What is kept holds the bytes as long as they are read.
+    kept = plain([one, other])
+    first, second = (np.frombuffer(_memory(t, tensor_bytes(t)), "uint8") for t in kept)
+    return bool(np.array_equal(first, second))
 
 
 def memories(tensors: list[Tensor], leaves: Iterable[_Sized]) -> list[memoryview]:
