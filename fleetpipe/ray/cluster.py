@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import secrets
@@ -27,6 +28,8 @@ from fleetpipe.version import __version__
 
 #: Seconds in which a cluster answers.
 _ANSWER_SECONDS = 5.0
+#: Seconds in which this process has left one.
+_LEAVE_SECONDS = 60.0
 #: By default Ray asks twenty times, each for 40 s, what does not answer as a cluster.
 _AT_ONCE = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
 #: What a worker imports, and in which version where that has to be this one.
@@ -58,7 +61,7 @@ def connected(address: str | None, resources: Mapping[str, float]) -> Iterator[N
         try:
             yield
         finally:
-            ray.shutdown()
+            _leave()
     else:
         with _own_cluster(resources):
             yield
@@ -87,9 +90,18 @@ def _own_cluster(resources: Mapping[str, float]) -> Iterator[None]:
                 )
             yield
         finally:
-            ray.shutdown()
+            _leave()
     reaper.wait()
     _read_settings_again()
+
+
+def _leave() -> None:
+    """Leaves the cluster, but not for ever: Ray waits for a thread that may wait for a lock."""
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_SECONDS)
+    if leaving.is_alive():
+        atexit.unregister(ray.shutdown)  # else it waits once more
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,15 @@ def test_other_versions_than_the_clusters_are_named(monkeypatch: pytest.MonkeyPa
         refused = pytest.raises(ConfigError, match=r"has other versions.*\n.*Ray: 2\.59\.0")
         with refused, cluster.connected(address, {}):
             pass
+
+
+def test_a_shutdown_that_waits_for_ever_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = threading.Event()
+    monkeypatch.setattr(cluster, "_LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(cluster.ray, "shutdown", waits.wait)
+    cluster._leave()
+    assert not waits.is_set()
+    waits.set()
 
 
 def test_where_no_ray_is_says_so_at_once() -> None:
