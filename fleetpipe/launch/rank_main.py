@@ -26,4 +26,4 @@ if code and error is not None:
 folder = attempt_files.folder()
 saved = folder is not None and attempt_files.preempted_at(folder) is not None
 # To the launcher any other code is a failure, for which it ends the other ranks.
-sys.exit(0 if saved and code == attempt_files.PREEMPTED else code)
+sys.exit(0 if saved and code in (attempt_files.PREEMPTED, attempt_files.INTERRUPTED) else code)

@@ -29,7 +29,6 @@ _LOOK_SECONDS = 0.1
 _Device: Any = _device.Device
 _Pod: Any = _pod.Pod
 _Container: Any = _container.Container
-_Controller: Any = _controller.ControllerBase
 _Collective: Any = _controller.Controller
 
 
@@ -57,6 +56,8 @@ def launch(
     """
 
     def deploy(pod: Any) -> None:
+        # Ctrl-C, which a terminal sends here too, is left to who started the launcher.
+        signal.signal(signal.SIGINT, lambda *_: None)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, _: _pass_on(pod, number))
         _deploy(pod)
@@ -82,14 +83,13 @@ def launch(
     _Pod.exit_code = property(code)
     _Pod.watch = functools.partialmethod(_watch, interval=_LOOK_SECONDS)
     _Device.parse_device = _present_device
-    _Controller.signal_handler = _on_signal
     _Collective.pod_replicas = functools.partialmethod(_ranks_of_host, share=share)
     _launch()
 
 
 _deploy, _watch, _named_device = _Pod.deploy, _Pod.watch, _Device.parse_device
 _tail = _Container.tail
-_stock_on_signal, _stock_replicas = _Controller.signal_handler, _Collective.pod_replicas
+_stock_replicas = _Collective.pod_replicas
 
 
 class _Cpu(_Device):  # type: ignore[misc]
@@ -115,12 +115,6 @@ def _ranks_of_host(controller: Any, share: Callable[[int, int], None]) -> int:
         device.get_selected_devices = lambda devices: turns
         context.envs["PADDLE_DISTRI_BACKEND"] = "gloo"
     return ranks
-
-
-def _on_signal(controller: Any, number: int, frame: Any) -> None:
-    """Leaves Ctrl-C, which a terminal sends to this process too, to who started the launcher."""
-    if number != signal.SIGINT:
-        _stock_on_signal(controller, number, frame)
 
 
 def _pass_on(pod: Any, number: int) -> None:
