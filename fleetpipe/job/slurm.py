@@ -206,7 +206,9 @@ def _choose_device(local: int) -> None:
     """Gives each task of a node a device of its own among those that it sees."""
     if device_kind() == "gpu":
         seen = paddle.device.cuda.device_count()
-        os.environ.setdefault("FLAGS_selected_gpus", str(local % seen))
+        chosen = os.environ.setdefault("FLAGS_selected_gpus", str(local % seen))
+        # Paddle knows a device since the import, when nothing was chosen.
+        paddle.device.set_device(f"gpu:{chosen.partition(',')[0]}")
 
 
 def _variable(*names: str, default: str = "") -> str:

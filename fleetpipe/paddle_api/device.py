@@ -14,6 +14,7 @@ from paddle.base import core
 from paddle.base.dygraph.base import guard
 
 from fleetpipe import systems
+from fleetpipe.aliases import Place
 from fleetpipe.paddle_api import paddle
 
 
@@ -76,10 +77,17 @@ def dynamic_mode() -> Iterator[None]:
             yield
 
 
+def expected_place() -> Place:
+    """Returns the device of this process, as Paddle knows it."""
+    # Without the last underscore it has none while static mode of 3.3 is on.
+    framework: ModuleType = paddle.framework
+    return framework._current_expected_place_()
+
+
 def used_here() -> Callable[[], None]:
     """Returns what has another thread use the device of this one."""
     framework: ModuleType = paddle.framework
-    place = framework._current_expected_place()
+    place = expected_place()
     return lambda: framework._set_expected_place(place)
 
 

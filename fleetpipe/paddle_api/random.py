@@ -19,6 +19,7 @@ from fleetpipe import log
 from fleetpipe.aliases import Place, Tensor
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.device import expected_place
 
 _log = log.logger(__name__)
 
@@ -91,9 +92,8 @@ def generators() -> list[Any]:
 
     2.6.2's ``paddle.set_rng_state`` takes no name of a device, so that they are asked themselves.
     """
-    framework: Any = paddle.framework
     by_cpu = core.default_cpu_generator()
-    by_device = generator_of(framework._current_expected_place())
+    by_device = generator_of(expected_place())
     return [by_cpu] if by_device is by_cpu else [by_device, by_cpu]
 
 
@@ -111,8 +111,7 @@ def generator_state(state: Any) -> dict[str, Any]:
 
 def device_place() -> int:
     """Returns which of the states of all devices that this process sees is that of its own."""
-    framework: Any = paddle.framework
-    place = framework._current_expected_place()
+    place = expected_place()
     return place.get_device_id() if isinstance(place, core.CUDAPlace) else 0
 
 

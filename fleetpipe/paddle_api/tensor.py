@@ -20,7 +20,7 @@ from paddle.base import framework as _framework
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.device import synchronize
+from fleetpipe.paddle_api.device import expected_place, synchronize
 
 _Tensor: Any = core.eager.Tensor
 _eager: Any = core.eager
@@ -59,8 +59,7 @@ def to_device(tensor: Tensor) -> Tensor:
 
     ``to()`` waits for every stream of a card, and on 2.6.2 moves the tensor that it is asked of.
     """
-    framework: ModuleType = paddle.framework
-    copied: Tensor = tensor._copy_to(framework._current_expected_place(), False)
+    copied: Tensor = tensor._copy_to(expected_place(), False)
     return copied
 
 

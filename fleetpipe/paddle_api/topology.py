@@ -302,9 +302,9 @@ def beginning(
     """
     stock_store, stock_group = core.create_or_get_global_tcp_store, paddle.distributed.new_group
     stock_check = _paddle_topology.check_nccl_version_for_p2p
-    # Paddle's start over Gloo would leave the device for the CPU.
-    return_to_device = used_here()
-    if meets_by_host():
+    # Paddle's start over Gloo would leave the device for the CPU; over NCCL it chooses the card.
+    by_host, return_to_device = meets_by_host(), used_here()
+    if by_host:
         # A Paddle that was built for GPUs looks for a library that these ranks do not need.
         _paddle_topology.check_nccl_version_for_p2p = lambda: None
     core.create_or_get_global_tcp_store = open_store
@@ -314,7 +314,8 @@ def beginning(
     finally:
         core.create_or_get_global_tcp_store = stock_store
         paddle.distributed.new_group = stock_group
-        return_to_device()
+        if by_host:
+            return_to_device()
         _paddle_topology.check_nccl_version_for_p2p = stock_check
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import paddle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,3 +193,12 @@ def test_what_is_no_list_of_nodes(listed: str) -> None:
 def test_repeated_counts(runs: list[tuple[int, int]]) -> None:
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
     assert slurm.repeated(text) == [count for count, times in runs for _ in range(times)]
+
+
+def test_a_task_computes_on_its_card_from_the_start(environment: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+    environment.setattr(slurm, "device_kind", lambda: "gpu")
+    environment.setattr(paddle.device.cuda, "device_count", lambda: 4)
+    environment.setattr(paddle.device, "set_device", chosen.append)
+    adopted(SLURM_PROCID="4", SLURM_LOCALID="1")
+    assert chosen == ["gpu:1"]

@@ -8,9 +8,9 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe.paddle_api import tensor
+from fleetpipe.paddle_api import tensor, topology
 from fleetpipe.paddle_api.device import process_bytes
-from fleetpipe.paddle_api.tensor import to_host
+from fleetpipe.paddle_api.tensor import to_device, to_host
 
 
 def test_any_thread_is_told_of_the_memory_of_this_processs_card(
@@ -31,3 +31,24 @@ def test_a_copy_for_the_host_waits_for_what_is_computed_and_for_no_other_stream(
     monkeypatch.setattr(tensor, "synchronize", lambda: calls.append("waited"))
     to_host(of_card)
     assert calls == [False, "waited"]
+
+
+def test_static_mode_does_not_hide_the_device() -> None:
+    copied_to: Any = SimpleNamespace(_copy_to=lambda place, blocking: place)
+    paddle.enable_static()
+    try:
+        assert str(to_device(copied_to)) == str(paddle.CPUPlace())
+    finally:
+        paddle.disable_static()
+
+
+@pytest.mark.parametrize("by_host", [False, True])
+def test_the_card_that_paddles_start_chooses_stays(
+    monkeypatch: pytest.MonkeyPatch, by_host: bool
+) -> None:
+    returned: list[bool] = []
+    monkeypatch.setattr(topology, "used_here", lambda: lambda: returned.append(True))
+    monkeypatch.setattr(topology, "meets_by_host", lambda: by_host)
+    with topology.beginning(lambda: None, lambda make: None):
+        pass
+    assert returned == [True] * by_host
