@@ -20,7 +20,7 @@ from paddle.distributed.launch.job import container as _container
 from paddle.distributed.launch.job import pod as _pod
 from paddle.distributed.launch.main import launch as _launch
 
-from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.device import cards, device_kind
 from fleetpipe.systems import STOP_SIGNALS
 
 #: Seconds between two looks at the processes.
@@ -100,18 +100,21 @@ class _Cpu(_Device):  # type: ignore[misc]
 
 
 def _present_device() -> Any:
-    named = _named_device()
-    return named if device_kind() != "cpu" else _Cpu(_device.DeviceType.CPU, labels=named.labels)
+    named, kind = _named_device(), device_kind()
+    if kind == "gpu":
+        # CUDA sees none of those that the environment names behind one that is not there.
+        named.labels = named.labels[: cards()]
+    return _Cpu(_device.DeviceType.CPU, labels=named.labels) if kind == "cpu" else named
 
 
 def _ranks_of_host(controller: Any, share: Callable[[int, int], None]) -> int:
     """Returns how many ranks start here. They take the cards in turn where these are fewer."""
     ranks, context = int(_stock_replicas(controller)), controller.ctx
     device = context.node.device
-    cards = device.get_selected_devices(context.args.devices)
-    if 0 < len(cards) < ranks:
-        share(ranks, len(cards))
-        turns = [cards[rank % len(cards)] for rank in range(ranks)]
+    selected = device.get_selected_devices(context.args.devices)
+    if 0 < len(selected) < ranks:
+        share(ranks, len(selected))
+        turns = [selected[rank % len(selected)] for rank in range(ranks)]
         device.get_selected_devices = lambda devices: turns
         context.envs["PADDLE_DISTRI_BACKEND"] = "gloo"
     return ranks

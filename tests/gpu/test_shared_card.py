@@ -68,6 +68,16 @@ def test_fewer_cards_than_ranks_end_the_launcher_before_a_rank_starts(tmp_path: 
     assert (done.returncode, (tmp_path / "started").exists()) == (0, True), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("visible", "labels"), [("0", ["0"]), ("3,1,7", ["3"]), ("GPU-5ebe9fd2,", ["GPU-5ebe9fd2"])]
+)
+def test_the_launcher_counts_the_cards_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, visible: str, labels: list[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert launcher._present_device().labels == labels
+
+
 def launched(ranks: int, cards: int, devices: str = "") -> Any:
     """What Paddle's launcher knows of a host with cards, for so many ranks."""
     device = launcher._Device(launcher._device.DeviceType.GPU, labels=[*map(str, range(cards))])
