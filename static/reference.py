@@ -34,10 +34,10 @@ class SingleProgram:
             build: Builds the network in the default program; returns what to fetch, the loss first.
             optimizer: Makes a Paddle optimizer.
             micro_batches: Micro-batches of a batch, m.
-            place: The device; None for the CPU.
+            place: The device; None for the one of this process.
         """
         self._scope, self._micro_batches = static.Scope(), micro_batches
-        self._executor = static.Executor(paddle.CPUPlace() if place is None else place)
+        self._executor = static.Executor(place)
         self._main, startup = static.Program(), static.Program()
         self._update, update_startup = static.Program(), static.Program()
         with paddle.utils.unique_name.guard():
