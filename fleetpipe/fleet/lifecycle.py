@@ -271,6 +271,7 @@ def _begin(
         facts = {
             **agreement.facts(degrees, config),
             "transport": transport,
+            "groups by the host's memory": str(topology.meets_by_host()),
             "hybrid_configs": repr(strategy.hybrid_configs),
             "hybrid_configs['order']": repr(strategy.hybrid_parallel_order),
             "sharding_configs['stage']": str(stage),

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import os
 import random
+import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -104,6 +105,8 @@ def trust(ended_well: bool) -> None:
 
 #: Where the files of Paddle's and Gloo's C++ are, which their errors name.
 _SOURCES = "/paddle/"
+#: What Paddle says of a library of NVIDIA's that it opens when it is first needed, and why.
+_LIBRARY = re.compile(r"dynamic library \((\S+)\).*\(error code is [^:]*: (.*)\)")
 
 
 @contextmanager
@@ -114,6 +117,13 @@ def translated() -> Iterator[None]:
     except (RuntimeError, ValueError, OSError) as error:
         if _SOURCES not in str(error) or isinstance(error, FleetPipeError):
             raise
+        if missing := _LIBRARY.search(str(error)):
+            raise TransportError(
+                f"Paddle cannot load {missing[1]}, by which GPUs send: {missing[2]}",
+                fix="install it for the CUDA that this wheel is built for, under this very name, "
+                "in a folder of LD_LIBRARY_PATH; or have all ranks meet through the host's memory: "
+                "PADDLE_DISTRI_BACKEND=gloo",
+            ) from error
         raise PeerFailed(
             "Paddle could not make its groups",
             got=str(error).strip().splitlines()[-1],

@@ -9,7 +9,7 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe.errors import ConfigError, PeerFailed
+from fleetpipe.errors import ConfigError, PeerFailed, TransportError
 from fleetpipe.job.groups import paddle_groups
 from tests.job.test_meeting import MemoryStore
 
@@ -89,15 +89,23 @@ def test_groups_that_some_rank_doubts_are_made_anew(whose: str, made: list[list[
 
 def test_what_gloo_says_is_told_as_what_it_means() -> None:
     text = "[/paddle/third_party/gloo/transport/tcp/pair.cc:784] Connection refused"
+    no_nccl = (
+        "(PreconditionNotMet) The third-party dynamic library (libnccl.so) that Paddle depends on "
+        "is not configured correctly. (error code is libnccl.so: cannot open shared object file)\n"
+        "  - Windows: set PATH by `set PATH=XXX; (at /paddle/paddle/phi/dynamic_loader.cc:312)"
+    )
     store, watch = FullStore(), NoWatch()
     for raised, kind in (
         (RuntimeError(text), PeerFailed),
         (ValueError(f"\n\n{text}"), PeerFailed),
+        (RuntimeError(no_nccl), TransportError),
         (ValueError("a strategy is no number"), ValueError),
         (ConfigError("/paddle/ is no folder"), ConfigError),
     ):
         making: Any = paddle_groups.made_for(0, store, watch, 5.0)  # type: ignore[arg-type]
         with pytest.raises(kind) as told, making:
             raise raised
-        assert (kind is PeerFailed) == (told.value is not raised)
+        assert (kind in (PeerFailed, TransportError)) == (told.value is not raised)
+        cannot = "cannot load libnccl.so, by which GPUs send: cannot open shared object file"
+        assert (cannot in str(told.value)) == (kind is TransportError)
         assert (f"got: {text}" in str(told.value)) == (kind is PeerFailed)
