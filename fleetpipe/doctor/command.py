@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +115,25 @@ def _device(paddle: Any) -> Finding:
 
 
 def _card(paddle: Any, device: str) -> Finding:
-    """Compares the card's compute capability with those that the wheel was compiled for."""
+    """Compares the card with what the wheel was compiled for, and has it compute."""
     major, minor = paddle.device.cuda.get_device_capability()
-    archs: Callable[[], Any] = getattr(paddle.version, "cuda_archs", lambda: _archs_of(paddle))
+    version = paddle.version
+    read = _ARCHS.get((version.full_version, version.cuda()), ())
+    archs: Callable[[], Any] = getattr(version, "cuda_archs", lambda: read)
     count = paddle.device.cuda.device_count()
     name = paddle.device.cuda.get_device_name()
     text = f"{count} x {name}, compute capability {major}.{minor}; this process has {device}"
     built = sorted(int(arch) for arch in archs() or [])
-    if not built:
-        fix = "try an operation on it: python -c 'import paddle; print(paddle.ones([2]) + 1)'"
-        return Finding("device", NOTE, f"{text}; what the wheel is compiled for is unknown", fix)
-    text += f"; the wheel is compiled for {', '.join(f'{arch / 10:.1f}' for arch in built)}"
-    if not any(arch // 10 == major and arch % 10 <= minor for arch in built):
+    wheel = ", ".join(f"{arch / 10:.1f}" for arch in built) or "what it does not say"
+    text += f"; the wheel is compiled for {wheel}"
+    if built and not any(arch // 10 == major and arch % 10 <= minor for arch in built):
         return Finding("device", WRONG, text, _OTHER_WHEEL)
+    ones = paddle.ones([1, 1, 2, 2])
+    try:
+        paddle.nn.functional.conv2d(paddle.matmul(ones, ones), ones).numpy()
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        return Finding("device", WRONG, f"{text}, and cannot compute: {reason}", _LIBRARIES)
     return Finding("device", OK, text)
 
 
@@ -135,9 +141,9 @@ _OTHER_WHEEL = (
     "install a paddlepaddle-gpu for this card: PyPI's are for 6.1 to 8.9, and Paddle's own index "
     "has newer ones; docs/gpu.md says where"
 )
+_LIBRARIES = (
+    "install CUDA and cuDNN of the versions that the wheel is built for, in a folder of "
+    "LD_LIBRARY_PATH: PyPI's wheel brings none of their libraries; docs/gpu.md has them"
+)
 #: What is in wheels that do not say it, read in their libraries: by version and CUDA's.
 _ARCHS = {("2.6.2", "11.8"): (61, 70, 75, 80, 86)}
-
-
-def _archs_of(paddle: Any) -> Sequence[int]:
-    return _ARCHS.get((paddle.version.full_version, paddle.version.cuda()), ())

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import paddle
 import pytest
 
 from fleetpipe import cli
@@ -79,7 +80,10 @@ def card(capability: tuple[int, int], archs: list[int] | None) -> Any:
     version = SimpleNamespace(full_version="2.6.2", cuda=lambda: "11.8")
     if archs is not None:
         version.cuda_archs = lambda: archs
-    return SimpleNamespace(device=SimpleNamespace(cuda=cuda), version=version)
+    device, functional = SimpleNamespace(cuda=cuda), paddle.nn.functional
+    computes = {"ones": paddle.ones, "matmul": paddle.matmul}
+    nn = SimpleNamespace(functional=SimpleNamespace(conv2d=functional.conv2d))
+    return SimpleNamespace(device=device, version=version, nn=nn, **computes)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,7 @@ def card(capability: tuple[int, int], archs: list[int] | None) -> Any:
     [
         ((8, 6), [70, 80, 90], OK),
         ((12, 0), [70, 80, 90], WRONG),
-        ((9, 0), [], NOTE),
+        ((9, 0), [], OK),
         # The wheel of PyPI does not say it: it has no code for an H100, or for a P100.
         ((8, 9), None, OK),
         ((9, 0), None, WRONG),
@@ -100,6 +104,17 @@ def test_a_card_is_compared_with_the_wheel(
     finding = command._card(card(capability, archs), "gpu:0")
     assert finding.state == state
     assert "compute capability {}.{}".format(*capability) in finding.text
+
+
+def test_a_wheel_without_its_libraries_is_wrong() -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("\n(PreconditionNotMet) The library (libcublas.so) ..\n  Suggestions")
+
+    paddle_on_card = card((8, 0), None)
+    paddle_on_card.matmul = fails
+    finding = command._card(paddle_on_card, "gpu:0")
+    reason = "(PreconditionNotMet) The library (libcublas.so) .."
+    assert (finding.state, finding.text[-len(reason) :]) == (WRONG, reason)
 
 
 def test_what_the_ranks_did_not_come_to_is_wrong() -> None:
