@@ -43,7 +43,6 @@ from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import agreement, meeting
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.device import synchronizing
 from fleetpipe.paddle_api.optimizer import squared_norm
 from fleetpipe.schedules import Plan, Schedule
 
@@ -538,7 +537,7 @@ class Runtime:
         observers = (self.guards, self.trace, chaos)
         training = [observer for observer in observers if observer is not None]
         ranks = self.job.pipeline_ranks()
-        self.meter = StepMeter(self._plan, ranks, not self.job.local, synchronizing())
+        self.meter = StepMeter(self._plan, ranks, not self.job.local)
         costs = self.config.costs
         self.job.describe_steps(
             (s for s in range(placement.stages) if self.plays(placement.rank_of(s))),

@@ -17,7 +17,7 @@ from fleetpipe import fleet, parity
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.job.job import Job, current_job
-from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.device import synchronize
 from fleetpipe.transport import MessageKey, Transport
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 
@@ -50,8 +50,7 @@ def one_way_seconds(transport: Transport, nbytes: int, trips: int) -> float:
             transport.receive(1, _BACK, TIMEOUT)
         else:
             transport.send(0, _BACK, transport.receive(0, _THERE, TIMEOUT))
-        if device_kind() != "cpu":
-            paddle.device.synchronize()
+        synchronize()
         times.append((time.perf_counter() - start) / 2)
     return statistics.median(times) if times else 0.0
 

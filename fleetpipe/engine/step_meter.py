@@ -15,10 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.mesh.turns import here
+from fleetpipe.paddle_api.device import device_kind, synchronize
 from fleetpipe.schedules import Action, Fused, Op, Plan, Recv
 from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.operations import ranks_of
@@ -73,7 +74,6 @@ class StepMeter:
         plan: Plan,
         ranks: Sequence[int],
         probes: bool = True,
-        synchronize: Callable[[], None] | None = None,
     ) -> None:
         """Begins with nothing.
 
@@ -81,13 +81,12 @@ class StepMeter:
             plan: What runs.
             ranks: The ranks of the job that are those of the pipeline.
             probes: Whether to run probes; nobody needs them where one process plays all ranks.
-            synchronize: Waits until a GPU has computed what it was given; None on a CPU.
         """
         self._ranks = ranks
         self._placement = plan.placement
         actions = [_actions(row) for row in plan.ops]
         self._last = [row[-1] if row else None for row in actions]
-        self._synchronize, self._on_cpu = synchronize, synchronize is None
+        self._on_cpu = device_kind() == "cpu"
         # A probe is of the processor.
         probes = probes and self._on_cpu
         self._probed = [row[:: -(-len(row) // PROBES) or 1] if probes else [] for row in actions]
@@ -136,8 +135,8 @@ class StepMeter:
 
     def _wait(self) -> None:
         """Waits until what is behind this moment is computed, where the step is measured so."""
-        if self._waits and self._synchronize is not None:
-            self._synchronize()
+        if self._waits:
+            synchronize()
 
     def _now(self) -> _Moment:
         queued = limited = 0.0

@@ -46,11 +46,6 @@ def synchronize() -> None:
             time.sleep(0)
 
 
-def synchronizing() -> Callable[[], None] | None:
-    """Returns :func:`synchronize` where it may wait; None on a CPU."""
-    return None if device_kind() == "cpu" else synchronize
-
-
 def device_clock(clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
     """Returns a clock for what a device computes: on a CPU ``clock``.
 
@@ -92,9 +87,8 @@ def used_here() -> Callable[[], None]:
 
 
 def device_id() -> int:
-    """Returns the number of this process's device; 0 on CPU, where Paddle does not tell one."""
-    environment: Callable[[], object] = paddle.distributed.ParallelEnv
-    return int(getattr(environment(), "device_id", 0))
+    """Returns which of the cards that this process sees is its own; 0 on a CPU."""
+    return int(getattr(expected_place(), "get_device_id", int)())
 
 
 def cards() -> int:

@@ -13,7 +13,6 @@ from fleetpipe.engine.step_meter import StepMeter
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.paddle_api.device import synchronizing
 from fleetpipe.paddle_api.optimizer import learning_rate_of
 from fleetpipe.paddle_api.static import dynamic, found_tensor, job_executor, share, tensor_of
 from fleetpipe.schedules import Action, Fused, Plan
@@ -124,7 +123,7 @@ class Compiled:
         }
         self.stage = StaticStage(runners, streams)
         ranks = recipe.job.pipeline_ranks()
-        self.meter = StepMeter(recipe.plan, ranks, not recipe.job.local, synchronizing())
+        self.meter = StepMeter(recipe.plan, ranks, not recipe.job.local)
         self.engine = self._engine()
         self._run_step = None
         if recipe.update is not None:

@@ -133,7 +133,7 @@ def test_one_step_of_some_is_measured_and_the_others_wait_for_nothing(device: La
 
 def test_what_a_device_waits_for_is_no_computing(device: LateDevice) -> None:
     plan = build("1F1B", ranks=2, micro_batches=1).lower()
-    meter = StepMeter(plan, [0, 1], synchronize=synchronize)
+    meter = StepMeter(plan, [0, 1])
     headers = iter([Blocked(0, None), None])  # type: ignore[arg-type]
 
     def run(seconds: float, blocked: Blocked | None = None) -> Blocked | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.tracing.value import Capture, Like, like
 from fleetpipe.job import meeting
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_kind, memory_limit, process_bytes
 
 #: Of each parameter: its value, its gradient, two moments, and what a step is compared with.
 _COPIES = 5
@@ -37,9 +37,8 @@ def bytes_to_train(model: Layer, trace: Capture) -> int:
 
 def bytes_for_each_process() -> int | None:
     """Returns the memory that is free now, shared by the processes of this host; None: unknown."""
-    if paddle.device.get_device().startswith("gpu"):
-        properties = paddle.device.cuda.get_device_properties()
-        return int(properties.total_memory) - int(paddle.device.cuda.memory_allocated())
+    if device_kind() == "gpu":
+        return memory_limit() - process_bytes()
     free = _available()
     here = int(os.environ.get("PADDLE_LOCAL_SIZE", meeting.world_size()))
     return None if free is None else free // max(here, 1)
