@@ -31,7 +31,7 @@ from fleetpipe.mesh.causes import NORM, STREAMS, of_unequal
 from fleetpipe.mesh.groups import Gathering, Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import optimized_parameters, squared_norm
-from fleetpipe.paddle_api.random import DEFAULT, stream_states
+from fleetpipe.paddle_api.random import DEFAULT, generator_states, stream_states
 from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.schedules import Op, Recv
 from fleetpipe.transport.wire import bridge
@@ -256,7 +256,8 @@ def fingerprint(tensor: Tensor) -> str:
 
 def _streams() -> dict[str, str]:
     """Returns a fingerprint of the state of Paddle's generator, and of each stream of Fleet's."""
-    return {n: f"{zlib.crc32(text.encode()):x}" for n, text in stream_states().items()}
+    states = {DEFAULT: generator_states()[0], **stream_states()}
+    return {name: f"{zlib.crc32(str(state).encode()):x}" for name, state in states.items()}
 
 
 def _squares(gradients: Sequence[Tensor]) -> float:

@@ -19,7 +19,7 @@ from fleetpipe import log
 from fleetpipe.aliases import Place, Tensor
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
-from fleetpipe.paddle_api.device import expected_place
+from fleetpipe.paddle_api.device import device_id, expected_place
 
 _log = log.logger(__name__)
 
@@ -70,14 +70,10 @@ def stream_seeds() -> dict[str, int]:
     return {name: int(state[0].current_seed()) for name, state in states.items()}
 
 
-def stream_states() -> dict[str, str]:
-    """Returns the state of Paddle's generator and of each stream of its tracker, to be compared.
-
-    That of the device of this process, whichever of those it sees that is.
-    """
+def stream_states() -> dict[str, dict[str, Any]]:
+    """Returns the state of each stream of Fleet's tracker on this process's own device."""
     tracked = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
-    states = {DEFAULT: paddle.get_rng_state(), **tracked}
-    return {name: str(generator_state(state[device_place()])) for name, state in states.items()}
+    return {name: generator_state(states[device_id()]) for name, states in tracked.items()}
 
 
 def generator_of(place: Place) -> Any:
@@ -107,12 +103,6 @@ def generator_state(state: Any) -> dict[str, Any]:
     engine = rest[-_ENGINE_WORDS:] if len(rest) >= _ENGINE_WORDS else []
     numbers = {"device": min(int(device), 0), "seed": int(seed), "offset": int(offset)}
     return {**numbers, "engine": " ".join(engine)}
-
-
-def device_place() -> int:
-    """Returns which of the states of all devices that this process sees is that of its own."""
-    place = expected_place()
-    return place.get_device_id() if isinstance(place, core.CUDAPlace) else 0
 
 
 def state_like(now: Any, described: Sequence[Mapping[str, Any]]) -> Any:

@@ -128,10 +128,10 @@ def test_random_states_go_from_a_cpu_to_any_card_and_back(monkeypatch: pytest.Mo
 
 
 def test_states_of_ranks_are_compared_by_the_card_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    seen, tracker = [], paddle.distributed.fleet.meta_parallel.get_rng_state_tracker()
     for place in (0, 1):
         states = [Card(device, 12 * (device == place)).state for device in (0, 1)]
-        monkeypatch.setattr(paddle_random, "device_place", lambda place=place: place)
-        monkeypatch.setattr(paddle, "get_rng_state", lambda states=states: states)
+        monkeypatch.setattr(paddle_random, "device_id", lambda place=place: place)
+        monkeypatch.setattr(tracker, "get_states_tracker", lambda states=states: {"mp": states})
         seen.append(paddle_random.stream_states())
     assert seen[0] == seen[1]

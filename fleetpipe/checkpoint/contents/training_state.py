@@ -22,13 +22,15 @@ from fleetpipe.checkpoint.contents.parts import ProgramPart, StageStreams
 from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.device import device_id
 from fleetpipe.paddle_api.optimizer import learning_rate_of, scheduler_of
 from fleetpipe.paddle_api.random import (
-    device_place,
     generator_state,
     generator_states,
+    generators,
     set_generator_states,
     state_like,
+    stream_states,
 )
 
 FILE = "state.json"
@@ -226,10 +228,7 @@ def random_states(streams: StageStreams | None = None) -> Json:
     version, numbers, next_gauss = random.getstate()
     states = {
         "paddle": generator_states(),
-        "streams": {
-            name: [generator_state(states[device_place()])]
-            for name, states in _tracker().get_states_tracker().items()
-        },
+        "streams": {name: [state] for name, state in stream_states().items()},
         "numpy": [name, keys.tolist(), *rest],
         "python": [version, list(numbers), next_gauss],
     }
@@ -242,10 +241,10 @@ def random_states(streams: StageStreams | None = None) -> Json:
 def set_random_states(states: Json) -> None:
     """Makes states of :func:`random_states` those of now; of streams, the ones that are here."""
     set_generator_states(states["paddle"])
-    tracker, place = _tracker(), device_place()
+    tracker, card = paddle_fleet.meta_parallel.get_rng_state_tracker(), device_id()
     streams = tracker.get_states_tracker()
     for name in streams.keys() & states["streams"].keys():
-        streams[name][place] = state_like(streams[name][place], states["streams"][name])
+        streams[name][card] = state_like(streams[name][card], states["streams"][name])
     tracker.set_states_tracker(streams)
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, np.array(keys, dtype="uint32"), *rest))
@@ -263,13 +262,9 @@ def _streams_in(states: Json, streams: StageStreams) -> dict[int, Any]:
     saved = states.get("program")
     if saved is None or saved["stages"] != streams.stages:
         return {}
-    now = paddle.get_rng_state()[device_place()]
+    now = generators()[0].get_state()
     fitting = ((int(s), state_like(now, [state])) for s, state in saved["others"].items())
     return {stage: state for stage, state in fitting if state is not now}
-
-
-def _tracker() -> Any:
-    return paddle_fleet.meta_parallel.get_rng_state_tracker()
 
 
 def _merged_random(states: Sequence[Json], places: Sequence[Place]) -> Json:
