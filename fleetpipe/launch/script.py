@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -123,13 +123,12 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     with (
         serving(getattr(options, "serve", None)) as board,
         tempfile.TemporaryDirectory(prefix="fleetpipe-") as folder,
-        ExitStack() as ends,
     ):
         board.begin(Path(folder))
         environment = {**log_filter.environment(level), attempt_files.FOLDER: folder}
         process = subprocess.Popen(command, env=environment)
-        for number in systems.STOP_SIGNALS:  # which the launcher passes on to the ranks
-            ends.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
+        # The launcher passes these on to the ranks; once they have ended, another changes nothing.
+        for number in systems.STOP_SIGNALS:
             signal.signal(number, lambda number, _: process.send_signal(number))
         # Each rank has a session of its own, which a terminal's Ctrl-C does not reach.
         numbers = iter((signal.SIGINT, systems.SIGKILL))

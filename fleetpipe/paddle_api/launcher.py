@@ -121,10 +121,7 @@ def _ranks_of_host(controller: Any, share: Callable[[int, int], None]) -> int:
 
 
 def _pass_on(pod: Any, number: int) -> None:
-    """Leaves it to the ranks what a signal that asks for the end does to them, and so to the job.
-
-    Paddle would send it three times, to all that the ranks have started too, and wait for 30 s.
-    """
+    """Leaves to the ranks what a signal that asks for the end does; Paddle gives them 30 s."""
     ranks = [one._proc._proc for one in pod.containers if one._proc and one._proc._proc]
     if not ranks:
         raise SystemExit(128 + number)
