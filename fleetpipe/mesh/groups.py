@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
-from fleetpipe.errors import PeerFailed
+from fleetpipe.errors import FleetPipeError, PeerFailed
 from fleetpipe.mesh import traffic, turns
 from fleetpipe.mesh.sums import added, added_up, copies
 from fleetpipe.representation import shows
@@ -385,10 +385,12 @@ class GlooGroup(DirectGroup):
         try:
             with self._limit():
                 yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:  # of Gloo, of NCCL
+            if isinstance(error, FleetPipeError):
+                raise
             raise PeerFailed(
                 "a collective operation of Paddle's broke",
                 got=str(error).strip().splitlines()[0],
-                cause="another member died within it, or did not go on for 30 s",
+                cause="another member died within it, did not go on for 30 s, or uses the same GPU",
                 fix="read the logs of the other members",
             ) from error

@@ -9,8 +9,8 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe.errors import PipelineTimeout, TransportError, UsageError
-from fleetpipe.mesh.groups import DirectGroup, SoleGroup
+from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError, UsageError
+from fleetpipe.mesh.groups import DirectGroup, GlooGroup, SoleGroup
 from fleetpipe.transport import MemoryHub, MessageKey, View
 from tests.transport.helpers import DTYPES, LIMIT, join_all
 
@@ -265,3 +265,18 @@ def test_one_process_keeps_its_part() -> None:
         group.all_to_all([tensor, tensor])
     with pytest.raises(UsageError, match="bools can be exchanged"):
         group.reduce_scatter([tensor.astype("bool")])
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind"),
+    [
+        (RuntimeError("[/paddle/third_party/gloo/pair.cc:784] reset"), PeerFailed),
+        (OSError("(External) NCCL error(5), invalid usage"), PeerFailed),
+        (PipelineTimeout("a limit of ours"), PipelineTimeout),
+    ],
+)
+def test_what_breaks_paddles_collectives_is_a_peer(raised: Exception, kind: type) -> None:
+    group = GlooGroup(MemoryHub(1).endpoint(0), LIMIT, None)
+    with pytest.raises(kind) as told, group.collective():
+        raise raised
+    assert str(raised) in str(told.value)
