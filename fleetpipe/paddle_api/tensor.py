@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Callable
 
+from paddle import _C_ops
 from paddle.base import core
 from paddle.base import framework as _framework
 
-from fleetpipe.aliases import Tensor
+from fleetpipe.aliases import DType, Tensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import expected_place, synchronize
 
@@ -61,6 +62,12 @@ def to_device(tensor: Tensor) -> Tensor:
     """
     copied: Tensor = tensor._copy_to(expected_place(), False)
     return copied
+
+
+def empty_on_host(shape: Sequence[int], dtype: DType) -> Tensor:
+    """Returns a tensor of any numbers in the host's memory, which is Paddle's own."""
+    made: Tensor = _C_ops.empty([*shape], dtype, core.CPUPlace())
+    return made
 
 
 def has_memory(tensor: Tensor) -> bool:

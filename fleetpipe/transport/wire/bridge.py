@@ -16,7 +16,7 @@ from paddle.utils import dlpack
 
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
-from fleetpipe.paddle_api.tensor import tensor_bytes, to_device, to_host
+from fleetpipe.paddle_api.tensor import empty_on_host, tensor_bytes, to_device, to_host
 from fleetpipe.transport.wire.structure import SIZES, TensorLeaf
 
 # 2.6.2 has "uint16" as another name of bfloat16, and neither float8 nor the larger uints.
@@ -41,6 +41,7 @@ _SMALL = 1 << 14
 # every page of the next one is touched for the first time: 2.0 ms for 4 MiB. NumPy's takes 0.1 ms.
 _LARGE = 1 << 20
 _CARRIERS = {"bfloat16": "int16", "bool": "uint8", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_CARRIERS.update(uint16="int16", uint32="int32", uint64="int64")
 _EMPTY = memoryview(bytearray())
 _Result = TypeVar("_Result")
 
@@ -202,13 +203,16 @@ def _made_plain(tensor: Tensor) -> Tensor:
 
 
 def _new(leaf: TensorLeaf) -> Tensor:
-    on_cpu = device_kind() == "cpu"
-    if on_cpu and 0 < leaf.nbytes <= _SMALL:
+    carrier = _CARRIERS.get(leaf.dtype, leaf.dtype)
+    if device_kind() != "cpu":
+        # Not NumPy's: Paddle may free it in CUDA's own thread, which would wait for Python's lock.
+        tensor: Tensor = empty_on_host(leaf.shape, DTYPES[carrier])
+    elif 0 < leaf.nbytes <= _SMALL:
         return _template(leaf.dtype, leaf.shape).clone()
-    if on_cpu and not (leaf.nbytes >= _LARGE and _import_shares()):
+    elif not (leaf.nbytes >= _LARGE and _import_shares()):
         return paddle.empty(leaf.shape, DTYPES[leaf.dtype])
-    array = np.empty(leaf.shape, _CARRIERS.get(leaf.dtype, leaf.dtype))
-    tensor = dlpack.from_dlpack(array.__dlpack__())
+    else:
+        tensor = dlpack.from_dlpack(np.empty(leaf.shape, carrier).__dlpack__())
     return tensor.view(DTYPES[leaf.dtype]) if leaf.dtype in _CARRIERS else tensor
 
 
