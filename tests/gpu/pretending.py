@@ -37,9 +37,6 @@ LEFT_OUT = {
         "dygraph/observe/test_measuring.py::test_ranks_that_share_processors",
     ),
     "has Paddle's own code ask for a card": ("fit/test_model.py", "fit/test_plain_model.py"),
-    "compares bits that two runs on a GPU may not both have": (
-        "dygraph/backward/test_recompute.py::test_what_cannot_be_as_in_the_forward",
-    ),
 }
 _PROPERTIES = SimpleNamespace(
     name="pretended", major=8, minor=0, total_memory=80 << 30, multi_processor_count=108
