@@ -50,7 +50,9 @@ def to_host(tensor: Tensor) -> Tensor:
 
     ``cpu()`` waits for every stream of a card: for what is sent, too, until a peer takes it.
     """
-    copied: Tensor = tensor._copy_to(core.CPUPlace(), False)
+    # Without its graph, which may go with what is copied, in a thread of CUDA's: a PyLayer's part
+    # of it takes Python's lock.
+    copied: Tensor = tensor.detach()._copy_to(core.CPUPlace(), False)
     synchronize()
     return copied
 
