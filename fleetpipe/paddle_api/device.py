@@ -17,6 +17,8 @@ from fleetpipe import systems
 from fleetpipe.aliases import Place
 from fleetpipe.paddle_api import paddle
 
+_RESTARTS = hasattr(core, "host_memory_stat_reset_peak_value")
+
 
 def device_kind() -> str:
     """Returns on what this process computes: ``"cpu"``, ``"gpu"`` or Paddle's name of another kind.
@@ -106,7 +108,7 @@ def allocated_bytes() -> int:
 
 def restart_peak() -> None:
     """Has :func:`peak_bytes` count from now on."""
-    if not _restarts():
+    if not _RESTARTS:
         return
     if device_kind() == "gpu":
         paddle.device.cuda.reset_max_memory_allocated()
@@ -119,15 +121,11 @@ def peak_bytes() -> int:
 
     On 2.6.2, where nothing restarts it, it is what is alive now.
     """
-    if not _restarts():
+    if not _RESTARTS:
         return allocated_bytes()
     if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())
     return int(core.host_memory_stat_peak_value("Allocated", 0))
-
-
-def _restarts() -> bool:
-    return hasattr(core, "host_memory_stat_reset_peak_value")
 
 
 def memory_limit() -> int:
