@@ -39,7 +39,7 @@ ONCE: dict[str, tuple[str, ...]] = {
         *("schedules/test_registry.py", "schedules/test_terms.py", "why", "job/watching"),
         *("job/test_attempt_files.py", "ground/test_atomic_file.py", "ground/test_heap.py"),
         *("launch/keeping/test_slots.py", "ground/test_log.py"),
-        *("cli", "engine/test_step_meter.py", "io/test_killed.py", "job/test_run_progress.py"),
+        *("cli", "io/test_killed.py", "job/test_run_progress.py"),
         *("processes/hosts/test_slurm.py", "report/test_compare.py", "starter"),
         *("transport/joining/test_handshake.py", "transport/test_limit.py"),
         "transport/test_listening.py",
@@ -48,7 +48,12 @@ ONCE: dict[str, tuple[str, ...]] = {
         *("watch/test_board.py", "watch/test_server.py", "watch/test_slow_ranks.py"),
     ),
     "reads text, numbers and files of Python's": (
-        *("job/test_slurm.py", "report/test_in_a_browser.py", "repository/test_benchmarks.py"),
+        *(
+            "engine/test_step_meter.py",
+            "job/test_slurm.py",
+            "report/test_in_a_browser.py",
+            "repository/test_benchmarks.py",
+        ),
         *("ground/test_json_value.py", "ground/test_representation.py", "watch/test_command.py"),
         "launch/keeping/test_segment.py",
     ),

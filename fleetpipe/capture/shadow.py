@@ -241,7 +241,9 @@ class Shadow:
         next one: there is no memory to have all of it twice. Collective over the pipeline.
         """
         expected, parameters = reference.tensors(), self._pipe.state.own_parameters()
-        release(t for name, t in expected.items() if name not in parameters and is_parameter(t))
+        # A layer that is used twice has two names.
+        kept = {id(expected[name]) for name in parameters}
+        release(t for t in expected.values() if id(t) not in kept and is_parameter(t))
         gradients = {name: self._pipeline.gradient_of(p) for name, p in parameters.items()}
         # It takes a clip that was put in since the last step.
         optimizer.bind(self._pipe)
