@@ -69,12 +69,7 @@ class _Moment(NamedTuple):
 class StepMeter:
     """An observer of the engine, for the ranks that this process plays."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        ranks: Sequence[int],
-        probes: bool = True,
-    ) -> None:
+    def __init__(self, plan: Plan, ranks: Sequence[int], probes: bool = True) -> None:
         """Begins with nothing.
 
         Args:

@@ -130,7 +130,7 @@ def translated() -> Iterator[None]:
             cause="another rank died meanwhile, the ranks cannot reach each other, or two of them "
             "use one GPU, which NCCL refuses",
             fix="read the logs of the other ranks; with one GPU, run one process, or set "
-            "fleetpipe_configs = {'transport': 'sockets'}",
+            "PADDLE_DISTRI_BACKEND=gloo",
         ) from error
 
 
