@@ -1,7 +1,4 @@
-"""Pipelines in dynamic graph: the layer list, its stages, and the wrapper that trains them.
-
-Entered by: ``broadcast``, ``code_names``, ``gradients``, ``nest``, ``random_keys``, ``slices``.
-"""
+"""Pipelines in dynamic graph: the layer list, its stages, and the wrapper that trains them."""
 
 from __future__ import annotations
 

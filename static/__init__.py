@@ -3,8 +3,6 @@
 The way of a program: ``entry`` takes it at ``minimize``, ``ir`` describes it as ``graph.py`` says,
 ``cut`` gives it stages, ``ir`` makes programs of these, ``run`` trains them, ``save`` keeps what
 they learned. Start with ``entry/optimizer.py``. No package here imports dynamic graph or Fleet.
-
-Entered by: ``graph``, ``pipeline_programs``.
 """
 
 from __future__ import annotations

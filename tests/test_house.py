@@ -266,31 +266,3 @@ def test_a_package_names_files_that_are_there() -> None:
         text = ast.get_docstring(tree(path)) or "" if path.name == "__init__.py" else ""
         for file in re.findall(r"``(\w+\.py)``", text):
             assert any(path.parent.rglob(file)), f"{name} has no {file}"
-
-
-def package_of(name: str) -> str:
-    """Returns the package of a module: a folder of fleetpipe's, of dygraph's or of static's."""
-    parts = name.split(".")
-    deep = parts[1:2] in (["dygraph"], ["static"]) and len(parts) > 3
-    return ".".join(parts[: 3 if deep else 2])
-
-
-@cache
-def entered() -> dict[str, set[str]]:
-    """Returns for each package the modules of it that other packages import."""
-    by_package: dict[str, set[str]] = {}
-    for name in PLACED:
-        for target in imports(name):
-            package = package_of(target)
-            if package_of(name) != package and f"{package}.__init__" in modules():
-                module = target.removeprefix(f"{package}.").removesuffix(".__init__")
-                if target in modules() and module != "__init__":
-                    by_package.setdefault(package, set()).add(module)
-    return by_package
-
-
-def test_a_package_is_entered_where_its_docstring_says() -> None:
-    for package, entries in entered().items():
-        text = ast.get_docstring(tree(modules()[f"{package}.__init__"])) or ""
-        named = text.rpartition("Entered by: ")[2].rstrip(".").replace("``", "")
-        assert set(named.replace(",", " ").split()) == entries, package

@@ -1,7 +1,4 @@
 """What happens between a forward and the last gradient: recompute, and backward split into I and W.
 
 Start with ``recompute.py`` for the first and ``split.py`` for the second.
-
-Entered by: ``adding``, ``crossings``, ``deferral_report``, ``layer_state``,
-``own_state``, ``recompute``, ``split``.
 """

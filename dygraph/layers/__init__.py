@@ -1,6 +1,4 @@
 """One entry of a layer list, which entries are tied, and running a stage's layers.
 
 Start with ``entries.py``.
-
-Entered by: ``chunk``, ``entries``, ``run_stage``, ``tied``, ``vocabulary``, ``vocabulary_losses``.
 """

@@ -1,6 +1,4 @@
 """The user's model: ``PipelineLayer``, a list of layers of which each rank builds its own.
 
 Start with ``pipeline_layer.py``.
-
-Entered by: ``arrangement``, ``hidden_uses``, ``pipeline_layer``.
 """

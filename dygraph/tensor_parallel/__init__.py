@@ -1,8 +1,6 @@
 """Tensor parallelism in dynamic graph: Paddle's own layers on GPU, fleetpipe's on CPU.
 
 On CPU Paddle's layers have no kernels. Its random-state tracker works on both (2.6.2 and 3.3.1).
-
-Entered by: ``groups``, ``layer``, ``operations``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,4 @@
 
 Start with ``pipeline_parallel.py``. The wrapper holds a ``Runtime``, which stands ready between
 batches; a batch is a ``TrainingBatch``, or runs within ``forwarded``.
-
-Entered by: ``pipeline_parallel``, ``runtime``, ``scheduling``, ``wrappers``.
 """

@@ -5,7 +5,4 @@ notes every call of a sublayer and every operation outside of one; ``value.py`` 
 capture is. ``cutting/`` says where the stages begin. ``running/`` does the same calls again, a
 stage at a time; so the kernels, and the order in which autograd adds up, are those of the plain
 model. ``proof/`` compares the two.
-
-Entered by: ``api``, ``captured_pipeline``, ``cutting.cuts``, ``cutting.split_spec``, ``explain``,
-``running.variants``, ``tracing.mark``, ``tracing.value``.
 """

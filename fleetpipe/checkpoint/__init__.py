@@ -6,9 +6,4 @@ which each rank holds some. ``files/`` has what is written: ``plan.py`` says whi
 where and who writes it, ``tensors.py`` is the format of one file, ``manifest.py`` what makes a
 folder whole, and ``run_folder.py`` how it appears at once, and which are kept. ``commands.py``
 looks at checkpoints without a job, compares and converts them.
-
-Entered by: ``contents.layer_and_optimizer``, ``contents.objects``, ``contents.parts``,
-``contents.training_state``, ``contents.whole_parts``, ``files.host_memory``, ``files.plan``,
-``files.tensors``, ``fleet_files``, ``formats.contents``, ``formats.load``, ``layer_manifest``,
-``manager``, ``ranks``, ``restoring``, ``saving``.
 """

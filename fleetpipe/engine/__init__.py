@@ -2,7 +2,4 @@
 
 Start with ``engine.py``. ``fleetpipe.dygraph`` and ``fleetpipe.static`` each give it a stage to
 run; ``trace.py`` records what ran. It imports schedules and transports; both graph modes import it.
-
-Entered by: ``chaos``, ``engine``, ``observer``, ``stage``, ``step_meter``, ``stopwatch``,
-``trace``.
 """

@@ -5,8 +5,4 @@ come from, ``feeding.py`` cuts a loader's batch into micro-batches. ``runner.py`
 what ``criterion.py`` computes on the last stage for the loss and the metrics. ``loop.py`` is the
 loop over epochs and batches, ``position.py`` its place in the data, ``saving.py`` the files of
 ``Model.save``; ``callbacks/`` has a callback in each file.
-
-Entered by: ``callbacks.checkpoint``, ``callbacks.log_by_epoch``, ``callbacks.loss_monitor``,
-``callbacks.metrics_logger``, ``callbacks.progress``, ``callbacks.throughput``,
-``callbacks.trace_steps``, ``model``, ``position``.
 """

@@ -2,8 +2,6 @@
 
 Every name that fleetpipe does not define is Paddle's very object; ``overlay`` has the table of the
 modules below that are fleetpipe's.
-
-Entered by: ``gpu_only``, ``overlay``, ``pipelining``.
 """
 
 from __future__ import annotations

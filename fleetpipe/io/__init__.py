@@ -4,8 +4,6 @@ Begin with ``sampler.py``: an epoch's order belongs to the job, replicas take tu
 position in it is a number of samples of the whole job. ``loader.py`` carries that position past
 what is loaded ahead; ``position.py`` has both, and that of data that cannot be entered in the
 middle. ``sample_streams.py`` has the random numbers of a sample.
-
-Entered by: ``position``.
 """
 
 from fleetpipe.io.loader import DataLoader

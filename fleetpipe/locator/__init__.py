@@ -15,8 +15,6 @@ their own, of which only files stay:
 
 ``record``, ``rows``, ``layouts``, ``assembly``, ``tolerance``, ``comparison``, ``parameters`` and
 ``causes`` load no Paddle.
-
-Entered by: ``command``.
 """
 
 from __future__ import annotations

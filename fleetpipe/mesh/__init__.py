@@ -2,8 +2,6 @@
 
 Start with ``axes.py``: the names, their degrees, and every rank's place on each. ``groups.py`` has
 the collective operations.
-
-Entered by: ``axes``, ``causes``, ``degree_checks``, ``groups``, ``sums``, ``traffic``, ``turns``.
 """
 
 from fleetpipe.mesh.axes import AXES, COPIES, REPLICA, Coordinate, Degrees, Mesh

@@ -7,10 +7,6 @@ Each module says at its top where the two versions differ; what is said nowhere 
 Start with ``optimizer`` or ``tensor``, which most packages use. Importing this package is also the
 one check that Paddle is there at all; ``paddle``, ``paddle_fleet`` and ``replaced``, which changes
 names of Paddle's for a while, come from here.
-
-Entered by: ``amp``, ``device``, ``kernels``, ``launcher``, ``layer``, ``loading``,
-``meta_parallel``, ``operations``, ``optimizer``, ``pipelining``, ``random``, ``rehearsal``,
-``static``, ``tensor``, ``topology``.
 """
 
 from __future__ import annotations

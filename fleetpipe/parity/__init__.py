@@ -15,8 +15,6 @@ script that stays as it is. Both make a ``session``, which compares one step aft
 
 ``evaluation`` does the like for ``eval_batch`` and ``predict_batch``. ``differences`` says how far
 two values are apart; the session puts those that all ranks found into one ``report``.
-
-Entered by: ``differences``, ``reference``.
 """
 
 from __future__ import annotations

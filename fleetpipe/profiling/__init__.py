@@ -3,8 +3,6 @@
 Needs no Paddle. Begin with ``planner.py``. ``profile.py`` and ``plan.py`` are the values,
 ``cost_model`` and ``memory`` say what a choice costs, ``candidates`` what may be chosen, ``search``
 chooses.
-
-Entered by: ``planner``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Start with ``trainer.py``, what a user calls; ``backend.py`` tells each worker which rank it is.
 Needs ``pip install 'fleetpipe[ray]'``; nothing of Ray or Paddle is imported before a name needs it.
-
-Entered by: ``cluster``, ``nodes``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,4 @@
 reads it, whatever is missing or torn; ``page.py`` computes what ``templates/page.html`` shows, and
 is where to start. No Paddle is needed. It imports schedules; the training loop and the launcher
 import ``files.py``.
-
-Entered by: ``chart``, ``drawing``, ``files``, ``numbers``, ``page``, ``timelines``.
 """

@@ -11,10 +11,6 @@ lower layers only (``tests/test_house.py``)::
     simulation
     families  explain
     action placement edges operations costs rows
-
-Entered by: ``action``, ``families.table``, ``forms``, ``forms.chrome``, ``forms.events``,
-``forms.panel``, ``forms.picture``, ``operations``, ``placement``, ``registry``, ``rows``,
-``search.variants``, ``simulation.replay``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Edges between ranks: one interface over memory, sockets and Paddle's process groups.
 
 Names that need Paddle are loaded when first used, so that the interface is importable without.
-
-Entered by: ``base``, ``joining.connections``, ``joining.hosts``, ``limit``,
-``process_group.lane``, ``sockets.forks``, ``sockets.transport``, ``wire.bridge``,
-``wire.message``, ``wire.parsing``, ``wire.seal``, ``wire.structure``.
 """
 
 from __future__ import annotations

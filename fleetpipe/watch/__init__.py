@@ -3,6 +3,4 @@
 ``records.py`` has what each rank says of itself; ``board.py`` puts that together to the state of
 the job, and ``slow_ranks.py`` names the slow ones: these compute alone. ``server.py`` and
 ``command.py`` show a board. No Paddle is needed: ``job`` sends the records, the launcher serves.
-
-Entered by: ``address``, ``board``, ``records``, ``server``, ``slow_ranks``.
 """

@@ -4,6 +4,4 @@ Start with ``split.py``; ``contract.py`` is what readers and runs know of one an
 the variables that they exchange. It knows
 numbers and names, no operation of Paddle's. It imports the ground; ``ir``, ``run`` and ``entry``
 import it.
-
-Entered by: ``contract``, ``names``, ``split``.
 """

@@ -2,6 +2,4 @@
 
 Start with ``optimizer.py``, whose ``minimize`` makes a pipeline, and with ``patches.py``, which
 leads ``Executor.run`` to it. Only the face of static graph imports it.
-
-Entered by: ``data_loader``, ``optimizer``, ``patches``.
 """

@@ -3,6 +3,4 @@
 ``readers.py`` picks the one of a program. Each has a ``reader.py``, which describes programs, a
 ``stage.py``, which makes native programs of one stage, and ``operations.py``, single operations;
 ``backward.py`` is common to both. It imports the cut and the ground, nothing of what runs.
-
-Entered by: ``pir.reader``, ``program.loader``, ``readers``.
 """

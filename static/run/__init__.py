@@ -2,6 +2,4 @@
 
 Start with ``pipeline.py``: what ``Executor.run`` does. ``stage.py`` is what the engine runs. It
 imports the cut and the ground, and no representation: native programs come in by the contract.
-
-Entered by: ``feeding``, ``pipeline``.
 """

@@ -5,6 +5,4 @@ makes files of one; ``convert.py`` has the table of them, and is where to start.
 gives tensors other names. They are read when they are written, one after another.
 
 ``load.py`` gives them to a job as they are.
-
-Entered by: ``contents``, ``convert``, ``load``.
 """

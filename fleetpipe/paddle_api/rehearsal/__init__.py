@@ -8,7 +8,6 @@ digits on a CPU, and a rehearsal is refused there.
 
 Start with ``replacing``, which puts itself before Paddle's operations and says to which dtype
 automatic casts bring one; ``rounding`` does it.
-Entered by: ``require_rounding``, ``rehearse``, ``rehearsed``, ``end_rehearsal``.
 """
 
 from fleetpipe.paddle_api.rehearsal.replacing import (
