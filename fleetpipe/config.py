@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any
 
@@ -15,94 +16,181 @@ from fleetpipe.aliases import Strategy
 from fleetpipe.errors import ConfigError, ScheduleError, nearest
 from fleetpipe.schedules import Costs, Edge, Schedule, build_verified, canonical_name, option_names
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
-from fleetpipe.watch.address import SERVE, Address
 
 DEFAULT_TIMEOUT = 600.0
 
-#: How a batch's loss is made of those of its micro-batches.
-LOSS_REDUCTIONS = ("mean", "sum", "tokens")
+#: Checks where a job is served, which few are: what serves them is not loaded for the others.
+_ADDRESS = "fleetpipe.watch.address"
 
-FLEETPIPE_DEFAULTS: Mapping[str, object] = {
-    "fast_leaves": True,
-    "fetch": "mean",
-    "fetch_broadcast": False,
-    "compare_rows": True,
-    "costs": None,
-    "groups": None,
-    "guards": 0,
-    "slices": None,
-    "loss_reduction": "mean",
-    "memory_cap": None,
-    "overlap": True,
-    "post_validation": False,
-    "rehearse": None,
-    "rng": "keyed",
-    "serve": None,
-    "timeout": None,
-    "trace": None,
-    "transport": None,
-    "warmup_slack": None,
-}
+
+def _option(check: Callable[[str, Any], Any], default: object = None) -> Any:
+    """Returns the field of one of ``fleetpipe_configs``.
+
+    Args:
+        check: Turns a name and a user's value into the field's value, or raises ConfigError.
+        default: The option where the user leaves it out.
+    """
+    return field(default=default, metadata={"check": check, "default": default})
+
+
+def _positive(name: str, value: object, group: str = "fleetpipe_configs") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(
+            f"{name} must be a whole number of at least 1",
+            got=f"{value!r}",
+            fix=f"set strategy.{group} = {{{name!r}: ...}}",
+        )
+    return value
+
+
+def _refused(name: str, rule: str, value: object, usual: object) -> ConfigError:
+    """Returns the error about an option of ours, with a value that it may have."""
+    fix = f"set strategy.fleetpipe_configs = {{{name!r}: {usual!r}}}"
+    return ConfigError(rule, got=repr(value), fix=fix)
+
+
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _refused(name, f"{name} is True or False", value, True)
+    return value
+
+
+def _choice(*words: str) -> Callable[[str, object], str]:
+    """Returns the check of an option that is one of a few words, the usual one first."""
+
+    def check(name: str, value: object) -> str:
+        if isinstance(value, str) and value in words:
+            return value
+        *first_words, last = map(repr, words)
+        raise _refused(name, f"{name} is {', '.join(first_words)} or {last}", value, words[0])
+
+    return check
+
+
+def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    """Returns a check that lets None pass."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _slices(name: str, value: Any) -> int | tuple[int, ...]:
+    """Returns the number of slices, or their lengths in proportion."""
+    sizes = value if isinstance(value, (list, tuple)) else [value]
+    if sizes and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+        return tuple(value) if isinstance(value, (list, tuple)) else sizes[0]
+    raise ConfigError(
+        "fleetpipe_configs['slices'] is a whole number of at least 1, or the lengths of slices",
+        got=repr(value),
+        fix="set strategy.fleetpipe_configs = {'slices': 4}, or {'slices': [300, 260, 240, 224]}",
+    )
+
+
+def _guards(name: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    rule = "fleetpipe_configs['guards'] is a number of steps, or 0 for none"
+    raise _refused(name, rule, value, 100)
+
+
+def _trace(name: str, value: object) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise _refused(name, "fleetpipe_configs['trace'] is a folder", value, "pipeline_trace")
+    return os.fspath(value)
+
+
+def _transport(name: str, value: object) -> str | None:
+    """Returns what tensors between ranks go over, if the strategy or the environment says it."""
+    value = os.environ.get("FLEETPIPE_TRANSPORT") or None if value is None else value
+    return None if value is None else _choice(SOCKETS, PROCESS_GROUP)(name, value)
+
+
+def _serve(name: str, value: object) -> str | None:
+    """Returns where the first rank serves; a command may say so where the script does not."""
+    value = os.environ.get("FLEETPIPE_SERVE") if value is None else value
+    if value in (None, ""):
+        return None
+    return str(importlib.import_module(_ADDRESS).Address.parse(value))
+
+
+def _costs(name: str, value: object) -> Costs | None:
+    """Reads costs given as a value, as a mapping, or as the path of a JSON file."""
+    if value is None or isinstance(value, Costs):
+        return value
+    if isinstance(value, Mapping):
+        return Costs.from_json(json.dumps(dict(value)))
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(
+            "fleetpipe_configs['costs'] is a file or a mapping",
+            got=repr(value),
+            fix="set strategy.fleetpipe_configs = {'costs': 'costs.json'}, a file written with "
+            "model.profile(data, path)",
+        )
+    return Costs.read(value)
+
+
+def _timeout(name: str, value: Any) -> float:
+    if value is None:
+        return _timeout_of_environment()
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        rule = "fleetpipe_configs['timeout'] must be a number of seconds above 0"
+        raise _refused(name, rule, value, 600)
+    return float(value)
+
+
+def _timeout_of_environment() -> float:
+    text = os.environ.get("FLEETPIPE_TIMEOUT", str(DEFAULT_TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < math.inf:
+        raise ConfigError(
+            "FLEETPIPE_TIMEOUT must be a number of seconds above 0",
+            where="the environment",
+            got=repr(text),
+            fix="set FLEETPIPE_TIMEOUT=600, or leave it out",
+        )
+    return seconds
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """What a strategy asks of a pipeline.
+    """What a strategy asks of a pipeline: Fleet's own options, then those of fleetpipe.
 
-    Attributes:
-        micro_batches: ``accumulate_steps``, the number m of micro-batches of a batch.
-        micro_batch_size: Rows of one micro-batch.
-        schedule: Canonical name of the schedule.
-        loss_reduction: ``"mean"`` or ``"sum"`` over the micro-batches of a batch, or over its
-            ``"tokens"``: a mean over all places that the loss counts.
-        memory_cap: Most forwards whose activations a rank may hold, in chunk units; bytes where
-            ``costs`` has the bytes of each stage; None: no cap.
-        post_validation: Dynamic graph: whether a rank may step before the norm of all gradients is
-            known; it takes back what was clipped.
-        fast_leaves: Dynamic graph: whether layers may compute the same bits in less time.
-        compare_rows: Dynamic graph: whether the ranks of a pipeline compare the rows of each batch.
-        guards: Dynamic graph: after how many steps invariants are verified again; 0: never.
-        overlap: Dynamic graph: whether the exchanges of a fused forward and backward travel while
-            the other one computes.
-        rehearse: Dynamic graph: ``"bfloat16"`` or ``"float16"``, in which a CPU computes what
-            ``paddle.amp`` has in it on a GPU; None: all is as Paddle has it on that device.
-        rng: What random operations of layers draw from: ``"keyed"``, a stream of each layer and
-            micro-batch, or ``"fleet"``, Paddle's generator as it is.
-        serve: Where the first rank serves the job's board; None: nowhere.
-        timeout: Seconds that any wait for another rank may last.
-        fetch: Static graph: ``"mean"``, ``"last"`` or ``"all"`` of a value of the micro-batches.
-        fetch_broadcast: Static graph: whether every rank gets what is fetched.
-        trace: Folder for the trace of what really ran; None: nothing is recorded.
-        transport: What tensors between ranks go over: ``"sockets"`` or Paddle's
-            ``"process_group"``; None: process groups where the ranks have devices.
-        costs: What actions cost, for the schedule ``auto`` and for a memory cap in bytes.
-        options: Further options of the schedule, as ``groups`` and ``warmup_slack``, and those of
-            registered schedules: pairs of a name and a value.
-        slices: Slices that each sequence is cut into, for Seq1F1B; their lengths, in proportion,
-            where these are not equal; the most slices, for auto.
+    The docstring of ``fleet.DistributedStrategy.fleetpipe_configs`` says what each of these does.
     """
 
+    #: ``accumulate_steps``, the number m of micro-batches of a batch.
     micro_batches: int = 1
+    #: Rows of one micro-batch.
     micro_batch_size: int = 1
+    #: Canonical name of the schedule.
     schedule: str = "1F1B"
-    loss_reduction: str = "mean"
-    memory_cap: int | None = None
-    post_validation: bool = False
-    fast_leaves: bool = True
-    compare_rows: bool = True
-    guards: int = 0
-    overlap: bool = True
-    rehearse: str | None = None
-    rng: str = "keyed"
-    serve: Address | None = None
-    timeout: float = DEFAULT_TIMEOUT
-    trace: str | None = None
-    transport: str | None = None
-    fetch: str = "mean"
-    fetch_broadcast: bool = False
-    costs: Costs | None = None
+
+    loss_reduction: str = _option(_choice("mean", "sum", "tokens"), "mean")
+    #: In chunk units; bytes where ``costs`` has the bytes of each stage.
+    memory_cap: int | None = _option(_optional(_positive))
+    post_validation: bool = _option(_switch, False)
+    fast_leaves: bool = _option(_switch, True)
+    compare_rows: bool = _option(_switch, True)
+    guards: int = _option(_guards, 0)
+    overlap: bool = _option(_switch, True)
+    rehearse: str | None = _option(_optional(_choice("bfloat16", "float16")))
+    rng: str = _option(_choice("keyed", "fleet"), "keyed")
+    #: A port, or HOST:PORT.
+    serve: str | None = _option(_serve)
+    timeout: float = field(default=DEFAULT_TIMEOUT, metadata={"check": _timeout, "default": None})
+    trace: str | None = _option(_optional(_trace))
+    #: None: process groups where the ranks have devices.
+    transport: str | None = _option(_transport)
+    fetch: str = _option(_choice("mean", "last", "all"), "mean")
+    fetch_broadcast: bool = _option(_switch, False)
+    #: What actions cost, for the schedule ``auto`` and for a memory cap in bytes.
+    costs: Costs | None = field(default=None, metadata={"check": _costs, "default": None})
+    #: A number, or lengths in proportion.
+    slices: int | tuple[int, ...] | None = _option(_optional(_slices))
+    #: Options of the schedule alone, registered ones too: pairs of a name and a value.
     options: tuple[tuple[str, object], ...] = ()
-    slices: int | tuple[int, ...] | None = None
 
     @classmethod
     def from_strategy(cls, strategy: Strategy) -> PipelineConfig:
@@ -115,31 +203,20 @@ class PipelineConfig:
             ConfigError: An option has a value that cannot be used.
         """
         stock = strategy.pipeline_configs if strategy is not None else {}
-        options: Mapping[str, Any] = getattr(strategy, "fleetpipe_configs", FLEETPIPE_DEFAULTS)
-        cap, half = options["memory_cap"], options["rehearse"]
-        return cls(
-            micro_batches=_positive("accumulate_steps", stock.get("accumulate_steps", 1)),
-            micro_batch_size=_positive("micro_batch_size", stock.get("micro_batch_size", 1)),
-            schedule=_schedule(stock.get("schedule_mode", "1F1B"), strategy),
-            loss_reduction=_choice("loss_reduction", options["loss_reduction"], LOSS_REDUCTIONS),
-            memory_cap=None if cap is None else _positive("memory_cap", cap),
-            post_validation=_switch("post_validation", options["post_validation"]),
-            fast_leaves=_switch("fast_leaves", options["fast_leaves"]),
-            compare_rows=_switch("compare_rows", options["compare_rows"]),
-            guards=_guards(options["guards"]),
-            overlap=_switch("overlap", options["overlap"]),
-            rehearse=None if half is None else _choice("rehearse", half, ("bfloat16", "float16")),
-            rng=_choice("rng", options["rng"], ("keyed", "fleet")),
-            serve=_serve(options["serve"]),
-            timeout=_timeout(options["timeout"]),
-            fetch=_choice("fetch", options["fetch"], ("mean", "last", "all")),
-            fetch_broadcast=_switch("fetch_broadcast", options["fetch_broadcast"]),
-            trace=_trace(options["trace"], strategy),
-            transport=_transport(options["transport"]),
-            costs=_costs(options["costs"]),
-            options=_of_schedule(options),
-            slices=_slices(options["slices"]),
+        micro_batches, micro_batch_size = (
+            _positive(name, stock.get(name, 1), "pipeline_configs")
+            for name in ("accumulate_steps", "micro_batch_size")
         )
+        schedule = _schedule(stock.get("schedule_mode", "1F1B"), strategy)
+        options = dict(getattr(strategy, "fleetpipe_configs", FLEETPIPE_DEFAULTS))
+        if options["trace"] is None and _switched_on(strategy, "profiling"):
+            options["trace"] = "pipeline_trace"
+        values = {
+            option.name: option.metadata["check"](option.name, options[option.name])
+            for option in _OPTIONS
+        }
+        values["options"] = _of_schedule(options)
+        return cls(micro_batches, micro_batch_size, schedule, **values)
 
     @property
     def most_slices(self) -> int:
@@ -154,8 +231,8 @@ class PipelineConfig:
         """
         return replace(
             self,
-            micro_batches=_positive("accumulate_steps", micro_batches),
-            micro_batch_size=_positive("micro_batch_size", micro_batch_size),
+            micro_batches=_positive("accumulate_steps", micro_batches, "pipeline_configs"),
+            micro_batch_size=_positive("micro_batch_size", micro_batch_size, "pipeline_configs"),
         )
 
     def schedule_for(
@@ -181,6 +258,14 @@ class PipelineConfig:
         """
         checked = None if edges is None else tuple(edges)
         return _schedule_for(self, ranks, chunks, checked, placed, head)
+
+
+_OPTIONS = tuple(option for option in fields(PipelineConfig) if option.metadata)
+
+FLEETPIPE_DEFAULTS: Mapping[str, object] = {
+    **{option.name: option.metadata["default"] for option in _OPTIONS},
+    **dict.fromkeys(("groups", "warmup_slack")),
+}
 
 
 def scale_strategy(strategy: Strategy) -> str:
@@ -254,22 +339,6 @@ def merge_fleetpipe_configs(
     return {**current, **changes}
 
 
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"{name} must be a whole number of at least 1",
-            got=f"{value!r}",
-            fix=f"set strategy.pipeline_configs = {{{name!r}: ...}}",
-        )
-    return value
-
-
-def _refused(name: str, rule: str, value: object, usual: object) -> ConfigError:
-    """Returns the error about an option of ours, with a value that it may have."""
-    fix = f"set strategy.fleetpipe_configs = {{{name!r}: {usual!r}}}"
-    return ConfigError(rule, got=repr(value), fix=fix)
-
-
 def _schedule(name: str, strategy: Strategy) -> str:
     """Returns the schedule's canonical name; Fleet's switch for DualPipeV takes 1F1B's place."""
     schedule = canonical_name(name)
@@ -289,14 +358,6 @@ def _switched_on(strategy: Strategy, name: str) -> bool:
     return bool(strategy and getattr(strategy.hybrid_configs["pp_configs"], name, False))
 
 
-def _choice(name: str, value: object, words: tuple[str, ...]) -> str:
-    """Returns the value of an option that is one of a few words, the usual one first."""
-    if isinstance(value, str) and value in words:
-        return value
-    *first_words, last = map(repr, words)
-    raise _refused(name, f"{name} is {', '.join(first_words)} or {last}", value, words[0])
-
-
 def _of_schedule(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
     """Returns what belongs to the schedule alone, with tuples for lists."""
     groups = options["groups"]
@@ -309,92 +370,3 @@ def _of_schedule(options: Mapping[str, object]) -> tuple[tuple[str, object], ...
         for name, value in values.items()
         if value is not None
     )
-
-
-def _slices(value: Any) -> int | tuple[int, ...] | None:
-    """Returns the number of slices, or their lengths in proportion."""
-    sizes = value if isinstance(value, (list, tuple)) else [value]
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes)
-    if value is None or (whole and sizes):
-        return tuple(value) if isinstance(value, (list, tuple)) else value
-    raise ConfigError(
-        "fleetpipe_configs['slices'] is a whole number of at least 1, or the lengths of slices",
-        got=repr(value),
-        fix="set strategy.fleetpipe_configs = {'slices': 4}, or {'slices': [300, 260, 240, 224]}",
-    )
-
-
-def _switch(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _refused(name, f"{name} is True or False", value, True)
-    return value
-
-
-def _guards(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    rule = "fleetpipe_configs['guards'] is a number of steps, or 0 for none"
-    raise _refused("guards", rule, value, 100)
-
-
-def _trace(value: object, strategy: Strategy) -> str | None:
-    """Returns the folder for the trace; Fleet's switch for profiling gives it a usual name."""
-    if value is None:
-        return "pipeline_trace" if _switched_on(strategy, "profiling") else None
-    if not isinstance(value, (str, os.PathLike)):
-        raise _refused("trace", "fleetpipe_configs['trace'] is a folder", value, "pipeline_trace")
-    return os.fspath(value)
-
-
-def _transport(value: object) -> str | None:
-    """Returns what tensors between ranks go over, if the strategy or the environment says it."""
-    value = os.environ.get("FLEETPIPE_TRANSPORT") or None if value is None else value
-    return None if value is None else _choice("transport", value, (SOCKETS, PROCESS_GROUP))
-
-
-def _serve(value: object) -> Address | None:
-    """Returns where the first rank serves; a command may say so where the script does not."""
-    value = os.environ.get(SERVE) if value is None else value
-    return None if value in (None, "") else Address.parse(value)
-
-
-def _costs(value: object) -> Costs | None:
-    """Reads costs given as a value, as a mapping, or as the path of a JSON file."""
-    if value is None or isinstance(value, Costs):
-        return value
-    if isinstance(value, Mapping):
-        return Costs.from_json(json.dumps(dict(value)))
-    if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError(
-            "fleetpipe_configs['costs'] is a file or a mapping",
-            got=repr(value),
-            fix="set strategy.fleetpipe_configs = {'costs': 'costs.json'}, a file written with "
-            "model.profile(data, path)",
-        )
-    return Costs.read(value)
-
-
-def _timeout(value: Any) -> float:
-    if value is None:
-        return _timeout_of_environment()
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-        rule = "fleetpipe_configs['timeout'] must be a number of seconds above 0"
-        raise _refused("timeout", rule, value, 600)
-    return float(value)
-
-
-def _timeout_of_environment() -> float:
-    text = os.environ.get("FLEETPIPE_TIMEOUT", str(DEFAULT_TIMEOUT))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < math.inf:
-        raise ConfigError(
-            "FLEETPIPE_TIMEOUT must be a number of seconds above 0",
-            where="the environment",
-            got=repr(text),
-            fix="set FLEETPIPE_TIMEOUT=600, or leave it out",
-        )
-    return seconds

@@ -110,14 +110,14 @@ def _keep(job: Job) -> Reporter:
     return reporter
 
 
-def begin(job: Job, address: Address | None) -> None:
+def begin(job: Job, address: str | None) -> None:
     """Has the first rank keep the board of a job, and serve it where that is asked for.
 
     One process that plays all ranks keeps one only where somebody may look at it.
 
     Args:
         job: The job, which ends it.
-        address: Where the board is served; None: nowhere.
+        address: Where the board is served, PORT or HOST:PORT; None: nowhere.
 
     Raises:
         ConfigError: Nothing can be served there.
@@ -130,6 +130,6 @@ def begin(job: Job, address: Address | None) -> None:
     if address is not None:
         from fleetpipe.watch.server import Server
 
-        server = Server(address, lambda: reporter.board)
+        server = Server(Address.parse(address), lambda: reporter.board)
         job.endings.append(server.close)
         _log.info("the job can be watched at %s", server.url)

@@ -152,6 +152,16 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(wrong: Any) -> None:
         fleet.init(is_collective=True, strategy=strategy)
 
 
+@pytest.mark.parametrize("value", [9100, "0.0.0.0:9100", "[::1]:9100"])
+def test_where_a_job_is_served_stays_text(value: Any, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("FLEETPIPE_SERVE", str(value))
+    served = PipelineConfig.from_strategy(None).serve
+    assert served == (f"127.0.0.1:{value}" if value == 9100 else value)
+    monkeypatch.setenv("FLEETPIPE_SERVE", "soon")
+    with pytest.raises(ConfigError, match="served at a port, or at HOST:PORT\n  got: 'soon'"):
+        PipelineConfig.from_strategy(None)
+
+
 @pytest.mark.parametrize("text", ["0", "nan", "soon", ""])
 def test_a_timeout_of_the_environment_is_a_number_too(text: str, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FLEETPIPE_TIMEOUT", "7.5")
