@@ -8,10 +8,8 @@ from functools import cache
 from itertools import chain
 from types import CodeType, FunctionType
 
-#: Packages whose code says nothing of a user's model. Python 3.9 does not list its own.
-LIBRARIES = frozenset(
-    {*getattr(sys, "stdlib_module_names", sys.builtin_module_names), "paddle", "numpy", "fleetpipe"}
-) - {"__main__"}
+#: Packages whose code says nothing of a user's model.
+LIBRARIES = (sys.stdlib_module_names | {"paddle", "numpy", "fleetpipe"}) - {"__main__"}
 
 
 def is_of_library(thing: object) -> bool:

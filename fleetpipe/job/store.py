@@ -96,7 +96,7 @@ class JobStore:
         while len(data) < size:
             try:
                 more = self._sock.recv(size - len(data))
-            except socket.timeout:
+            except TimeoutError:
                 self._wait_on(limit)
                 continue
             except OSError as error:

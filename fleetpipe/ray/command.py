@@ -45,5 +45,5 @@ def run(options: argparse.Namespace) -> int:
             raise
         raise UsageError(
             "fleetpipe launch --ray needs Ray Train, which is not installed",
-            fix="pip install 'fleetpipe[ray]' (Python 3.10 or newer), on every node",
+            fix="pip install 'fleetpipe[ray]', on every node",
         ) from error

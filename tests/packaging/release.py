@@ -1,6 +1,6 @@
 """Tries a release as a stranger installs it: into empty environments, away from the repository.
 
-    python -m tests.packaging.release [--pythons python3.9 python3.12 ..] [--extras]
+    python -m tests.packaging.release [--pythons python3.10 python3.12 ..] [--extras]
 
 builds the source archive and the wheel in ``dist``, then makes an environment for each Python,
 installs the wheel with Paddle (for the first Python the archive too), and runs ``pip check``,
@@ -23,7 +23,7 @@ from configparser import ConfigParser
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PYTHONS = ("python3.9", "python3.10", "python3.11", "python3.12", "python3.13")
+PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
 #: Another version of Paddle than ``cpu``'s, or one that needs ``cpu``'s beside it.
 NOT_ALONE = ("gpu", "cpu")
 LIMIT = 900
