@@ -170,7 +170,6 @@ class PipelineConfig:
     loss_reduction: str = _option(_choice("mean", "sum", "tokens"), "mean")
     #: In chunk units; bytes where ``costs`` has the bytes of each stage.
     memory_cap: int | None = _option(_optional(_positive))
-    post_validation: bool = _option(_switch, False)
     fast_leaves: bool = _option(_switch, True)
     compare_rows: bool = _option(_switch, True)
     guards: int = _option(_guards, 0)
@@ -267,6 +266,9 @@ FLEETPIPE_DEFAULTS: Mapping[str, object] = {
     **dict.fromkeys(("groups", "warmup_slack")),
 }
 
+#: Options of before, and what to do without them.
+_REMOVED = {"post_validation": "leave it out: ranks wait for the norm, and the bits are the same"}
+
 
 def scale_strategy(strategy: Strategy) -> str:
     """Returns what ``gradient_scale_configs`` makes of the replicas' gradients: "avg" or "sum".
@@ -333,9 +335,8 @@ def merge_fleetpipe_configs(
     names = {*FLEETPIPE_DEFAULTS, *option_names()} - {"placed"}
     for key in changes:
         if key not in names:
-            raise ConfigError(
-                f"fleetpipe_configs has no option {key!r}", fix=nearest(key, sorted(names))
-            )
+            fix = _REMOVED.get(key) or nearest(key, sorted(names))
+            raise ConfigError(f"fleetpipe_configs has no option {key!r}", fix=fix)
     return {**current, **changes}
 
 

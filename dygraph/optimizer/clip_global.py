@@ -5,14 +5,12 @@ of a sharded optimizer. The squared norm of every gradient goes to all ranks, wh
 the order and with the arithmetic of the single model. So the norm and the factor are the same on
 all ranks, and without tensor parallelism and replicas they have the single model's bits. Fleet adds
 sums of stages, divides by the norm + 1e-6, and counts tied weights on every stage.
-
-A clip can be told not to wait for the other stages: see ``post_validation.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
@@ -21,7 +19,7 @@ from fleetpipe.dygraph.tensor_parallel.groups import members_of, model_parallel_
 from fleetpipe.dygraph.tensor_parallel.layer import split_axis
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
-from fleetpipe.mesh.groups import Gathering, Group
+from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import (
     GLOBAL_NORM_CLIPS,
@@ -53,41 +51,6 @@ class _Square(NamedTuple):
     value: Tensor
 
 
-#: ``assume(waits)`` says whether a call goes on as if nothing were clipped; ``waits()`` tells
-#: whether it would otherwise have to wait, with no sign that something is clipped.
-Assume = Optional[Callable[[Callable[[], bool]], bool]]
-
-
-class _Round:
-    """One call of a clip in a step: what this rank has counted, and all ranks of the pipeline.
-
-    Attributes:
-        assumed: Whether the call did not wait, and changed no gradient.
-    """
-
-    def __init__(self, squares: list[_Square], gathering: Gathering | None) -> None:
-        """Keeps the squares of this rank; ``gathering`` is None where they are all there are."""
-        self.squares = squares
-        self.assumed = False
-        self._gathering = gathering
-        self._norm: Tensor | None = None
-
-    def arrived(self) -> bool:
-        """Whether all squares are here; never blocks."""
-        return self._gathering is None or self._gathering.arrived()
-
-    def norm(self) -> Tensor | None:
-        """Returns the norm; None where no rank has gradients to clip. Waits for all ranks."""
-        if self._norm is None:
-            squares = self.squares
-            if self._gathering is not None:
-                parts = self._gathering.values()
-                squares = [square for part in parts for square in _unpacked(*part)]
-            if squares:
-                self._norm = _norm(sorted(squares, key=lambda square: square.order))
-        return self._norm
-
-
 class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     """Takes the place of the ``ClipGradByGlobalNorm`` of an optimizer; collective when called.
 
@@ -96,7 +59,6 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         sharded: Whether each sharding rank is given the gradients of its own share alone.
         spread: Whether some parameters of this rank are experts that others do not hold.
         norms: The norms before clipping since the last :meth:`begin`, one for each call.
-        assume: Whether a call may go on before the norm is known; None: it never does.
     """
 
     def __init__(self, clip: Clip) -> None:
@@ -107,11 +69,9 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         self.orders: dict[int, int] = {}
         self.sharded = self.spread = False
         self.norms: list[Tensor] = []
-        self.assume: Assume = None
-        self._rounds: list[_Round] = []
-        self._calls = 0
-        #: What copies begin with.
-        self._measured: list[_Round] = []
+        #: The norm that copies begin with; None in it where no rank has gradients to clip.
+        self._measured: list[Tensor | None] = []
+        self._next_norms: list[Tensor | None] = []
 
     @property
     def clip_norm(self) -> float:
@@ -123,39 +83,14 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     def clip_norm(self, norm: float) -> None:
         self._stock.clip_norm = norm
 
-    @property
-    def clipped(self) -> bool:
-        """Whether a gradient of the last step was changed by it."""
-        return any(not bool(self._factor(norm) == 1) for norm in self.norms)
-
     def begin(self) -> None:
         """Forgets the norms of the step before."""
-        self.norms, self._rounds, self._measured, self._calls = [], [], [], 0
+        self.norms, self._measured = [], []
 
+    @paddle.no_grad()
     def measure(self, params_grads: Pairs) -> None:
         """Has copies, until the next step, clip by the norm of these gradients. Collective."""
-        self._measured = [self._begun([*self._own_squares(params_grads)])]
-
-    def right(self) -> bool:
-        """Whether no call of the step that did not wait should have clipped. Waits for all ranks.
-
-        Raises:
-            PipelineTimeout: Some rank did not come within the limit.
-        """
-        norms = [round_.norm() for round_ in self._rounds if round_.assumed]
-        return all(norm is None or bool(self._factor(norm) == 1) for norm in norms)
-
-    def accept(self) -> None:
-        """Notes the norms of a step that was right."""
-        pairs = [(round_, norm) for round_ in self._rounds if (norm := round_.norm()) is not None]
-        self.norms = [norm for _, norm in pairs]
-        for round_, norm in pairs:
-            if round_.assumed:
-                self._tell(norm)
-
-    def again(self) -> None:
-        """Has the calls of the step come again, now that their norms are known."""
-        self.norms, self._calls = [], 0
+        self._measured = [self._norm(params_grads)]
 
     @paddle.no_grad()
     def __call__(self, params_grads: Pairs) -> Pairs:
@@ -167,44 +102,20 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
-        is_known = self._calls < len(self._rounds)
-        if not is_known:
-            self._rounds.append(self._begun([*self._own_squares(params_grads)]))
-        round_ = self._rounds[self._calls]
-        self._calls += 1
-        if not is_known and self.assume is not None:
-            round_.assumed = self.assume(lambda: self._waits(round_))
-            if round_.assumed:
-                return [pair for pair in params_grads if pair[1] is not None]
-        norm = round_.norm()
+        if self._next_norms:
+            norm = self._next_norms.pop()
+        else:
+            norm = self._norm(params_grads)
+            if norm is not None:
+                self._global_norm(paddle.zeros_like(norm), norm * norm)
         if norm is None:
             return params_grads
         self.norms.append(norm)
-        if not is_known or round_.assumed:  # another that comes again has told it
-            self._tell(norm)
-        if self.auto_skip_clip and not norm > self._most(norm):
+        most = paddle.full([], self.clip_norm, norm.dtype)
+        if self.auto_skip_clip and not norm > most:
             return [pair for pair in params_grads if pair[1] is not None]
-        factor = self._factor(norm)
+        factor = most / norm.maximum(most)
         return [(p, _times(p, g, factor)) for p, g in params_grads if g is not None]
-
-    def _waits(self, round_: _Round) -> bool:
-        """Whether a call has to wait for other ranks, and nothing speaks for clipping so far."""
-        if round_.squares:
-            norm = _norm(sorted(round_.squares, key=lambda square: square.order))
-            if not bool(self._factor(norm) == 1):
-                return False
-        return not round_.arrived()
-
-    def _factor(self, norm: Tensor) -> Tensor:
-        """Returns what gradients are multiplied by; 1 where they are not clipped."""
-        most = self._most(norm)
-        return most / norm.maximum(most)
-
-    def _most(self, norm: Tensor) -> Tensor:
-        return paddle.full([], self.clip_norm, norm.dtype)
-
-    def _tell(self, norm: Tensor) -> None:
-        self._global_norm(paddle.zeros_like(norm), norm * norm)
 
     def _global_norm(self, distributed: Tensor, whole: Tensor) -> None:
         """Is told the squared norm that has been found. Fleet's name for what adds it up.
@@ -219,7 +130,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     def __deepcopy__(self, memo: dict[int, object]) -> GlobalNormClip:
         """Returns a clip for the optimizer of a twin, which is never sharded."""
         copied = GlobalNormClip(self)
-        copied.spread, copied._rounds = self.spread, [*self._measured]
+        copied.spread, copied._next_norms = self.spread, [*self._measured]
         copied.orders = {
             id(memo[number]): order for number, order in self.orders.items() if number in memo
         }
@@ -237,14 +148,16 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
                 dtype = str(value.dtype).rpartition(".")[2]
                 yield _Square(order, dtype, sharded, is_spread(parameter), value)
 
-    def _begun(self, squares: list[_Square]) -> _Round:
-        """Gives the squares to the ranks that have others. Collective.
+    def _norm(self, params_grads: Pairs) -> Tensor | None:
+        """Returns the norm of the gradients of all ranks; None if there are none. Collective."""
+        squares = self._all_squares([*self._own_squares(params_grads)])
+        return _norm(sorted(squares, key=lambda square: square.order)) if squares else None
 
-        Waits for those that share the stage, which are as far, and for no other stage.
-        """
+    def _all_squares(self, squares: list[_Square]) -> list[_Square]:
+        """Gives the squares to the ranks that have others, and returns all. Collective."""
         job = current_job()
         if job is None or job.local:
-            return _Round(squares, None)
+            return squares
         of_experts = [square for square in squares if square.spread]
         squares = [square for square in squares if not square.spread]
         if job.model_parallel().ranks > 1:
@@ -253,9 +166,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
             squares = _gathered(squares, job.sharding())
         if self.spread:
             squares += _gathered(of_experts, job.all_experts(self.sharded))
-        if job.degrees.pp == 1:
-            return _Round(squares, None)
-        return _Round(squares, job.group().begin_all_gather(_packed(squares)))
+        return squares if job.degrees.pp == 1 else _gathered(squares, job.group())
 
 
 def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:

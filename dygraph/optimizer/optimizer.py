@@ -19,7 +19,6 @@ from fleetpipe.aliases import Clip, Layer, Optimizer, Program, Scheduler, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.optimizer.clip_global import COPY, Pairs, norms_of, replace_clips, total_norm
 from fleetpipe.dygraph.optimizer.groups import arrange, keys_of, text_of
-from fleetpipe.dygraph.optimizer.post_validation import PostValidation
 from fleetpipe.dygraph.optimizer.replicas import reduce_all
 from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.errors import ConfigError, listed
@@ -108,7 +107,6 @@ class PipelineOptimizer(FleetsType):
         self._inner_opt = optimizer
         self._layers: Layer = None
         self._shards: Shards | None = None
-        self._later: PostValidation | None = None
         self._compared = False
         job = current_job()
         self._hcg = None if job is None else job.hcg
@@ -146,21 +144,11 @@ class PipelineOptimizer(FleetsType):
         return total_norm(norms_of(self._clips))
 
     @property
-    def steps_ahead(self) -> int:
-        """How many steps of this rank did not wait for the norm: see ``post_validation``."""
-        return 0 if self._later is None else self._later.ahead
-
-    @property
-    def steps_taken_back(self) -> int:
-        """How many of :attr:`steps_ahead` were clipped after all, put back and done again."""
-        return 0 if self._later is None else self._later.taken_back
-
-    @property
     def _param2rank(self) -> dict[str, int]:
         """Which sharding rank keeps the state of each parameter, by its name, for a trainer."""
         return {} if self._shards is None else self._shards.ranks_by_name()
 
-    def bind(self, layers: Layer, post_validation: bool = False) -> None:
+    def bind(self, layers: Layer) -> None:
         """Makes sure that this optimizer trains ``layers``, and the same one on all ranks.
 
         Collective over the job the first time it is called with these layers; what can be seen on
@@ -168,7 +156,6 @@ class PipelineOptimizer(FleetsType):
 
         Args:
             layers: The ``PipelineLayer`` of the batch that comes.
-            post_validation: Whether a step may go on before the norm of all ranks is known.
 
         Raises:
             ConfigError: The optimizer was built on other parameters, or another rank has an
@@ -178,8 +165,6 @@ class PipelineOptimizer(FleetsType):
             _require_no_foreign(layers, optimized_parameters(self._inner_opt))
             self._compare(layers)
         self._follow()
-        if post_validation and self._clips and self._later is None:
-            self._later = PostValidation(self._inner_opt, self._clips)
 
     def _follow(self) -> None:
         """Takes a clip or a group that was put in since the last step. Collective then.
@@ -208,8 +193,8 @@ class PipelineOptimizer(FleetsType):
                 self._replace_clips()
                 job.require_agreement(self._facts())
         for clip in self._clips:
-            clip.orders, clip.assume = {} if layers is None else _orders(layers), None
-        self._compared, self._layers, self._later = True, layers, None
+            clip.orders = {} if layers is None else _orders(layers)
+        self._compared, self._layers = True, layers
 
     def step(self) -> None:
         """Updates this process's parameters. Collective in a job of several ranks.
@@ -218,10 +203,7 @@ class PipelineOptimizer(FleetsType):
             PipelineTimeout: Some rank did not come within the limit.
         """
         self._follow()
-        step, later = self._inner_opt.step, self._later
-        if later is not None:
-            step = partial(later.step, step)
-        self._run(step, lambda: clips_of_a_step(self._inner_opt))
+        self._run(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
 
     def _step(self, parameters_list: Sequence[Tensor]) -> None:
         """Does what :meth:`step` does, for a trainer that lists what it trains.

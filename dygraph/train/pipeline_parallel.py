@@ -423,7 +423,7 @@ class PipelineParallel(PipelineFace):
                 got=type(optimizer).__name__,
                 fix="optimizer = fleet.distributed_optimizer(optimizer)",
             )
-        optimizer.bind(self._runtime.layers, self._runtime.config.post_validation)
+        optimizer.bind(self._runtime.layers)
         self._runtime.shards = optimizer.shards
 
 

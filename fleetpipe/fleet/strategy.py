@@ -122,8 +122,6 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         travel while the other one computes (default True).
         ``rehearse``: ``"bfloat16"`` or ``"float16"``, in which a CPU is to compute what
         ``paddle.amp`` computes in it on a GPU (default none).
-        ``post_validation``: whether a rank steps before the norm of all gradients is known, and
-        puts its state back where they were clipped after all (default False; the same bits).
         ``compare_rows``: whether the ranks of a pipeline make sure before each batch that they
         were given the same rows (default True).
         ``guards``: after how many steps the invariants of training are verified again (default 0:

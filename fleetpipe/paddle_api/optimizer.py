@@ -20,7 +20,6 @@ from paddle.base.layer_helper import LayerHelper
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
     hybrid_parallel_optimizer as _hybrid,
 )
-from paddle.distributed.fleet.utils import mix_precision_utils as _mixed_precision
 from paddle.incubate.distributed.models.moe import grad_clip as _moe_clip
 from paddle.nn import clip as _stock_clip
 
@@ -29,7 +28,6 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.rehearsal import rehearsed
 
 _clips: ModuleType = _stock_clip
-_mixed: ModuleType = _mixed_precision
 _any_framework: Any = _framework
 _any_hybrid: ModuleType = _hybrid
 _any_optimizer: Any = paddle.optimizer
@@ -209,15 +207,6 @@ def master_weight_of(optimizer: Optimizer, parameter: str) -> Tensor | Variable 
     return base_optimizer(optimizer)._master_weights.get(parameter)
 
 
-def all_state_of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns what an optimizer has made for its steps: accumulators and master weights."""
-    base = base_optimizer(optimizer)
-    tensors = list(base._master_weights.values())
-    for accumulators in base._accumulators.values():
-        tensors += accumulators.values()
-    return tensors
-
-
 def create_state(optimizer: Optimizer, group: int, parameters: Sequence[Tensor]) -> None:
     """Makes the accumulators of some parameters of a group, as the first step would."""
     listed = optimizer._param_groups
@@ -246,13 +235,6 @@ def forget_state(optimizer: Optimizer, parameter: Tensor) -> None:
             accumulators.pop(name, None)
     for created in ("_already_create_accumulator", "_already_create_accumulater"):  # 2.6.2's
         getattr(optimizer, created, set()).discard(parameter.name)
-
-
-def has_known_state(optimizer: Optimizer) -> bool:
-    """Whether a step changes parameters and :func:`all_state_of` alone, as Paddle's own do."""
-    base = base_optimizer(optimizer)
-    wrapped = optimizer is base or type(optimizer) is _mixed.MixPrecisionOptimizer
-    return wrapped and type(base).__module__.startswith("paddle.optimizer.")
 
 
 def learning_rate_of(optimizer: Optimizer) -> float | Scheduler:

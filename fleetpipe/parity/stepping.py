@@ -111,9 +111,9 @@ class ComparingOptimizer(PipelineOptimizer):
         self._is_rounding = is_rounding
         self._before = before
 
-    def bind(self, layers: PipelineLayer, post_validation: bool = False) -> None:
+    def bind(self, layers: PipelineLayer) -> None:
         """See :meth:`PipelineOptimizer.bind`."""
-        self._pipelines.bind(layers, post_validation)
+        self._pipelines.bind(layers)
 
     def step(self) -> None:
         """Compares the gradients and steps both optimizers. Collective as both are."""

@@ -78,12 +78,11 @@ class StaticOptimizer:
         self.wrapped, self._checkpoints = marked(optimizer, strategy)
         self._strategy, self._begin, self._world_size = strategy, begin, world_size
         self._config = PipelineConfig.from_strategy(strategy)
-        for option in ("post_validation", "guards"):
-            if getattr(self._config, option):
-                raise ConfigError(
-                    f"{option} is for dynamic graph: a static pipeline has none",
-                    fix="leave it out of strategy.fleetpipe_configs",
-                )
+        if self._config.guards:
+            raise ConfigError(
+                "guards is for dynamic graph: a static pipeline has none",
+                fix="leave it out of strategy.fleetpipe_configs",
+            )
         switched_on = [name for name in _REFUSED if getattr(strategy, name, False) is True]
         if switched_on:
             raise ConfigError(

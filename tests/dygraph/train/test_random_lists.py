@@ -33,9 +33,8 @@ def require_same(number: int) -> None:
     """Trains a random list three steps, and the same layers in a plain loop."""
     draw = random.Random(number)
     ranks, micro_batches = draw.choice([2, 3, 4]), draw.choice([1, 2, 3, 5])
-    options = {"post_validation": draw.random() < 0.5, "guards": number % 3}
     interval = draw.choice([0, 0, 1, 2])
-    with job(ranks, micro_batches, draw.choice(SCHEDULES), **options):
+    with job(ranks, micro_batches, draw.choice(SCHEDULES), guards=number % 3):
         more = {"recompute_interval": interval, "recompute_ctx": {}} if interval else {}
         model = pipeline(random_list(number), **more)
         plain = model.layers.single_model()

@@ -1,10 +1,9 @@
-"""Schedules, plans, edges and early steps on real ranks, beside one process."""
+"""Schedules, plans and edges on real ranks, beside one process."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
-from fleetpipe.dygraph.optimizer import clip_global
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.schedules import names
@@ -246,46 +244,3 @@ def test_two_ranks_get_what_one_process_gets(on_ranks: Call) -> None:
     ]
     assert alone["of_iterators"][1] == [4, 8, 12]
     assert all(loss[3] for loss in alone["of_losses"])
-
-
-RANKS, STEPS, LIMIT = 3, 8, 0.8
-
-
-def stepped_ahead() -> dict[str, tuple[str, list[bool], int, int]]:
-    """By schedule the verdict, what is clipped, and how often a rank steps ahead and back."""
-    squared_norm = clip_global.squared_norm
-
-    def late(gradient: Any) -> Any:
-        time.sleep(0.02 * paddle.distributed.get_rank())
-        return squared_norm(gradient)
-
-    clip_global.squared_norm = late
-    found = {}
-    for schedule in ("ZBH2", "ZBV"):
-        with job(RANKS, 5, schedule, post_validation=True):
-            pipe = pipeline()
-            clip = nn.ClipGradByGlobalNorm(LIMIT)
-            adamw = paddle.optimizer.AdamW(0.01, parameters=pipe.parameters(), grad_clip=clip)
-            optimizer = fleet.distributed_optimizer(adamw)
-            session = parity.begin(pipe, optimizer)
-            clipped = []
-            for step in range(STEPS):
-                inputs, labels = batch(5, step)
-                session.step([inputs * (6.0 if step in (2, 3, 6) else 0.1), labels])
-                clipped.append(optimizer.gradient_norm > LIMIT)
-            counts = optimizer.steps_ahead, optimizer.steps_taken_back
-            found[schedule] = (session.report.verdict(), clipped, *counts)
-    return found
-
-
-def test_steps_that_did_not_wait_have_the_bits_of_the_single_models(
-    on_ranks: Callable[..., Any],
-) -> None:
-    for rank, found in enumerate(on_ranks(stepped_ahead, RANKS, timeout=200)):
-        for case, (verdict, clipped, ahead, taken_back) in found.items():
-            assert verdict.endswith("bit-exact (losses, gradients and parameters)"), case
-            assert clipped == [step in (2, 3, 6) for step in range(STEPS)], case
-            # No other rank is there as early as the first. How often it is ahead is the clock's to
-            # say; tests in one process count that, and the steps that are taken back.
-            assert rank > 0 or 1 <= ahead <= STEPS, case
-            assert 0 <= taken_back <= ahead, case

@@ -121,7 +121,6 @@ def test_a_pipeline_ends_with_its_job() -> None:
     [
         ({"schedule": "Seq1F1B"}, "cuts sequences into slices"),
         ({"schedule": "1F2B"}, "there is no schedule"),
-        ({"post_validation": True}, "post_validation is for dynamic graph"),
         ({"guards": 10}, "guards is for dynamic graph"),
     ],
 )
