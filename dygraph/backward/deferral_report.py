@@ -1,4 +1,4 @@
-"""What a split backward did: which gradients waited for W, which did not and why, and its bytes."""
+"""What a split backward did: which gradients waited for W, which did not, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.backward.adding import count_own_hook
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.paddle_api import paddle
-from fleetpipe.schedules.action import MicroBatch
 
 #: ``layers_of(stage)`` gives the layers of a stage by their numbers in the whole list.
 LayersOf = Callable[[int], Mapping[int, Layer]]
@@ -33,19 +32,6 @@ class Deferral(NamedTuple):
     reason: str
 
 
-class WaitingPeak(NamedTuple):
-    """The most that a stage kept between I and W.
-
-    Attributes:
-        micro_batches: Micro-batches at once.
-        bytes: Bytes at once: of each leaf layer what it took and saved, its output and its
-            gradient.
-    """
-
-    micro_batches: int = 0
-    bytes: int = 0
-
-
 @dataclass(frozen=True)
 class DeferralReport:
     """What the split backward of this process's stages did; ``str()`` is a table.
@@ -54,12 +40,10 @@ class DeferralReport:
         schedule: Name of the schedule.
         parameters: The trainable parameters of the stages, as found in the first batch. Empty
             where the schedule splits no backward, and before the first batch.
-        peaks: By stage, what was kept between I and W.
     """
 
     schedule: str
     parameters: tuple[Deferral, ...]
-    peaks: Mapping[int, WaitingPeak]
 
     @property
     def deferred(self) -> tuple[str, ...]:
@@ -83,36 +67,7 @@ class DeferralReport:
             for entry in self.parameters
             if entry.reason
         ]
-        lines += [
-            f"  stage {stage}: at most {peak.bytes:,} bytes between I and W, of "
-            f"{peak.micro_batches} micro-batches"
-            for stage, peak in self.peaks.items()
-        ]
         return "\n".join(lines)
-
-
-class Waiting:
-    """The micro-batches of one stage that are between I and W."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[MicroBatch, int] = {}
-        self.peak = WaitingPeak()
-
-    def add(self, micro_batch: MicroBatch, size: int) -> None:
-        """Takes a micro-batch that keeps ``size`` bytes."""
-        self._bytes[micro_batch] = size
-        self.peak = WaitingPeak(
-            max(self.peak.micro_batches, len(self._bytes)),
-            max(self.peak.bytes, sum(self._bytes.values())),
-        )
-
-    def remove(self, micro_batch: MicroBatch) -> None:
-        """Lets a micro-batch go whose W is done."""
-        del self._bytes[micro_batch]
-
-    def forget(self) -> None:
-        """Lets all go."""
-        self._bytes.clear()
 
 
 class GradientArrivals:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Callable, NamedTuple
 
 from fleetpipe.aliases import Context, Tensor
@@ -43,10 +43,6 @@ class Call(ABC):
         self._leaving: Sequence[Tensor] = outputs
         #: What a user put on the gradients of the outputs.
         self.hooks = OutputHooks()
-        #: Bytes by address of what the call keeps from I to W, as far as it can be seen.
-        self.storages: dict[int, int] = {}
-        #: Bytes of what else it keeps.
-        self.hidden_bytes = 0
 
     def leave(self) -> tuple[Tensor, ...]:
         """Returns the outputs for the graph around the call; called once, while autograd is off."""
@@ -239,13 +235,6 @@ class GraphCall(Call):
         #: Those of the parameters, where they had to be computed in I.
         self._computed: Sequence[Tensor] | None = None
 
-    def measure(self, taken: Iterable[Tensor], outputs: Sequence[Tensor], allocated: int) -> None:
-        """Notes what the call keeps, given that it left ``allocated`` bytes more in use."""
-        returned = sum(map(tensor_bytes, outputs))
-        kept = taken if self._stands else (*taken, *outputs)
-        self.storages = {tensor.data_ptr(): tensor_bytes(tensor) for tensor in kept}
-        self.hidden_bytes = max(allocated - returned, 0)
-
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Returns the gradient of every input and keeps what the parameters' need.
 
@@ -261,7 +250,6 @@ class GraphCall(Call):
             self._computed = gradients[len(inputs) :]
         else:
             gradients = self._gradients(inputs, retain_graph=True)
-        self.storages.update((g.data_ptr(), tensor_bytes(g)) for g in grads if g is not None)
         # None would crash Paddle where the input was made by an operation.
         return [
             paddle.zeros_like(tensor) if grad is None else grad

@@ -19,7 +19,7 @@ from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import casts_automatically
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.tensor import run_reduce_hooks, tensor_bytes
+from fleetpipe.paddle_api.tensor import run_reduce_hooks
 
 #: Numbers of a table from which rows take less time than the whole.
 FEWEST = 2**19
@@ -95,7 +95,6 @@ class LookupCall(Call):
         super().__init__(leaf, [self._weight], ())
         # A copy: whoever has the ids may write into them before W.
         self._ids = ids.detach().clone()
-        self.storages[self._ids.data_ptr()] = tensor_bytes(ids)
 
     def leave(self) -> tuple[Tensor, ...]:
         """Computes the output, [.., width]."""
@@ -107,9 +106,7 @@ class LookupCall(Call):
         Args:
             grads: The gradient of the output; None if nobody used it.
         """
-        self.arrived, (grad,) = grads, grads
-        if grad is not None:
-            self.storages[grad.data_ptr()] = tensor_bytes(grad)
+        self.arrived = grads
         return []
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:

@@ -22,7 +22,7 @@ from fleetpipe.paddle_api.amp import casts_of_now, uncast
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.kernels import linear, product, reshaped
 from fleetpipe.paddle_api.rehearsal import rehearsed
-from fleetpipe.paddle_api.tensor import tensor_bytes, to_host
+from fleetpipe.paddle_api.tensor import to_host
 
 _WIDE: tuple[DType, ...] = (paddle.float32, paddle.float64)
 _HALF: tuple[DType, ...] = (paddle.float16, paddle.bfloat16)
@@ -90,7 +90,6 @@ class ProductCall(Call):
             taken = _as(taken.detach(), product.way.dtype)
         self._taken: Tensor | None = taken
         self._versions = taken.inplace_version, self._then.inplace_version
-        self.storages[taken.data_ptr()] = tensor_bytes(taken)
 
     def leave(self) -> tuple[Tensor, ...]:
         """Computes the output."""
@@ -104,8 +103,6 @@ class ProductCall(Call):
         """
         taken = self._unchanged()
         self.arrived, (grad,) = grads, grads
-        if grad is not None:
-            self.storages[grad.data_ptr()] = tensor_bytes(grad)
         if not self._input_needs_grad:
             return []
         if grad is None:

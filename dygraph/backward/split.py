@@ -19,12 +19,7 @@ from typing import Callable
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.adding import Sums
-from fleetpipe.dygraph.backward.deferral_report import (
-    DeferralReport,
-    GradientArrivals,
-    LayersOf,
-    Waiting,
-)
+from fleetpipe.dygraph.backward.deferral_report import DeferralReport, GradientArrivals, LayersOf
 from fleetpipe.dygraph.backward.fast.forwards import FastForwards, replaced
 from fleetpipe.dygraph.backward.leaf import (
     CannotWait,
@@ -42,7 +37,6 @@ from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import has_gradient, leaves_like, replace
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.device import allocated_bytes
 from fleetpipe.paddle_api.tensor import saves_freely
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import MicroBatch, flatten
@@ -75,7 +69,6 @@ class SplitBackward:
         self._fast: dict[int, FastForwards] = {}
         self._tapes: dict[tuple[int, MicroBatch], Tape] = {}
         self._refusals = Refusals()
-        self._waiting: dict[int, Waiting] = {}
         self._sums = Sums()
         self._arrivals: GradientArrivals | None = None
 
@@ -96,8 +89,6 @@ class SplitBackward:
                 self._arrivals = None
         self._tapes.clear()
         self._refusals.in_backward = False
-        for waiting in self._waiting.values():
-            waiting.forget()
 
     def recording(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Has the stage's leaf layers run in their own ways while the context is open.
@@ -146,10 +137,6 @@ class SplitBackward:
         tape.in_backward = self._refusals.in_backward = False
         # Autograd has just added those of other calls of these layers.
         self._add_now(tape, tape.uncut)
-        # What the same calls share counts once.
-        storages = {address: size for call in tape.calls for address, size in call.storages.items()}
-        hidden = sum(call.hidden_bytes for call in tape.calls)
-        self._waiting.setdefault(stage, Waiting()).add(micro_batch, sum(storages.values()) + hidden)
 
     def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
         """Adds to the parameters' gradients what I left over, as autograd would have."""
@@ -157,7 +144,6 @@ class SplitBackward:
         with self._noted(stage, "W"), paddle.no_grad():
             self._add(tape.calls)
             tape.calls.clear()
-        self._waiting[stage].remove(micro_batch)
 
     def _add_now(self, tape: Tape, leaves: Collection[Leaf]) -> None:
         """Adds what waits of some leaf layers."""
@@ -193,10 +179,9 @@ class SplitBackward:
         return refusal
 
     def report(self) -> DeferralReport:
-        """Returns which parameters' gradients waited for W, and what that kept."""
+        """Returns which parameters' gradients waited for W."""
         deferrals = () if self._arrivals is None else self._arrivals.deferrals(self._leaves)
-        peaks = {stage: waiting.peak for stage, waiting in sorted(self._waiting.items())}
-        return DeferralReport(self._name, deferrals, peaks)
+        return DeferralReport(self._name, deferrals)
 
     def reordered(self) -> list[str]:
         """Returns the leaf layers whose gradients may be added up in another order than in B.
@@ -308,9 +293,7 @@ def _cut_out(
     """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
     tensors = list(filter(has_gradient, taken))
     stand_ins = leaves_like(tensors)
-    before = allocated_bytes()
     output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
-    allocated = allocated_bytes() - before
     outputs = list(filter(has_gradient, tensors_in(output)))
     if not outputs:
         return output
@@ -318,6 +301,5 @@ def _cut_out(
     inputs = [stand_ins[id(tensor)] for tensor in entries]
     parameters = [p for p in leaf.parameters if not p.stop_gradient]
     call = GraphCall(leaf, parameters, inputs, outputs)
-    call.measure(taken, outputs, allocated)
     borders = bordered(call, tape, nature.depth, entries)
     return replace(output, {id(output): border for output, border in zip(outputs, borders)})

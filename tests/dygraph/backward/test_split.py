@@ -298,30 +298,10 @@ def test_recomputed_layers_wait_as_well() -> None:
     assert len(steps.report().deferred) == 4
 
 
-@pytest.mark.parametrize("rows", [4096, 65536])
-def test_what_is_kept_between_i_and_w_is_counted(rows: int) -> None:
-    width = 8
-    steps = Steps(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)))
-    for k in range(2):
-        steps.input_grads(k, score(steps.forward(k, numbers(rows, width))))
-    for k in range(2):
-        steps.weight_grads(k)
-    one = rows * width * 4
-    # Of each Linear the input and the gradient of the output.
-    assert steps.report().peaks[0] == (2, 2 * 4 * one)
-
-
 def test_a_large_output_is_dropped_and_the_bits_stay() -> None:
     inputs = [numbers(65536, 8, seed=k) for k in range(2)]
     expected, got, _ = fused_and_split(lambda: nn.Linear(8, 8), inputs)
     assert got == expected
-
-
-def test_layers_whose_gradients_come_together_keep_nothing() -> None:
-    steps = Steps(nn.LayerNorm(8))
-    steps.input_grads(0, score(steps.forward(0, numbers(4096, 8))))
-    steps.weight_grads(0)
-    assert steps.report().peaks[0].bytes == 0
 
 
 def test_an_output_with_a_hook_dies_without_the_garbage_collector() -> None:

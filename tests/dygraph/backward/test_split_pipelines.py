@@ -108,7 +108,7 @@ def test_the_report_says_where_each_gradient_was_computed() -> None:
     assert lines[0] == "ZBV: the gradients of 6 of 9 parameters are computed in W"
     assert "  1.weight: computed in I, added in I: Paddle gives it together" in lines[1]
     assert lines[3].startswith("  2.shift: computed in I, added in I: ")
-    assert [line.split()[1] for line in lines[4:]] == ["0:", "1:", "2:", "3:"]
+    assert len(lines) == 4
 
 
 class Patching(nn.Layer):

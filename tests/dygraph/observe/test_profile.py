@@ -14,6 +14,7 @@ from paddle import nn
 from fleetpipe import parity
 from fleetpipe.dygraph import random_keys, sequences
 from fleetpipe.dygraph.experts import Experts
+from fleetpipe.dygraph.observe.layer_meter import LayerMeter
 from fleetpipe.dygraph.observe.profile import TYPICAL, between_ranks
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
@@ -63,6 +64,25 @@ def test_layers_are_measured_under_the_seeds_of_a_batch() -> None:
         # A step seeds the generators before each layer, which takes time.
         assert None not in seen
         assert random_keys.current() is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "waiting"),
+    [
+        # Of each Linear the input and the gradient of the output.
+        (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), 4),
+        # Its gradients come together.
+        (nn.LayerNorm(8), 0),
+    ],
+)
+@pytest.mark.parametrize("rows", [4096, 65536])
+def test_what_is_kept_between_i_and_w_is_measured(layer: Any, waiting: int, rows: int) -> None:
+    functions = {0: layer}
+    meter = LayerMeter(1, lambda _, value: (functions, value), lambda _: {0: layer})
+    run = meter.run_of(0)
+    for _ in range(2):
+        run(paddle.rand([rows, 8]), None)
+    assert [one.waiting for one in meter.samples[0, 0]] == [waiting * rows * 8 * 4] * 2
 
 
 def test_one_process_takes_what_transfers_usually_cost() -> None:
