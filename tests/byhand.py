@@ -30,6 +30,9 @@ from tests.fixtures import Call
 from tests.forking import Forked
 
 POLL_SECONDS = 0.005
+#: The ports of a worker of xdist are its own.
+WORKERS = 8
+OWN = int((os.environ.get("PYTEST_XDIST_WORKER") or "gw0")[2:]) % WORKERS
 
 
 class Ended(NamedTuple):
@@ -232,7 +235,7 @@ def _environments(ranks: int | None, port: int | None) -> dict[int, dict[str, st
 
 def _free_ports(count: int) -> list[int]:
     found: list[int] = []
-    for port in random.Random(os.urandom(8)).sample(range(20000, 32000), 200):
+    for port in random.Random(os.urandom(8)).sample(launching.PORTS[OWN::WORKERS], 200):
         with closing(socket.socket()) as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             found.append(port)

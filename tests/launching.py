@@ -32,6 +32,10 @@ MARK = "FLEETPIPE_TEST_JOB"
 STACKS_SIGNAL = signal.SIGUSR1
 STACKS_HEADER = "most recent call first"
 ESCAPE_CODES = re.compile(r"\x1b\[[0-9;]*m")
+#: Where jobs look for free ports: fleetpipe takes those of 20000 to 32000 for its stores, and the
+#: system those of 32768 to 60999 for connections, so that nothing takes one of these between the
+#: look and the use.
+PORTS = range(61000, 65500)
 GRACE_SECONDS = 3.0
 POLL_SECONDS = 0.05
 
@@ -174,9 +178,7 @@ def _environment(mark: str, extra: Mapping[str, str]) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONFAULTHANDLER": "1",
-        # The launcher looks for free ports here. Below the range from which the system serves
-        # outgoing connections, nothing takes one between its look and the worker's use.
-        "PORT_RANGE": "20000:32000",
+        "PORT_RANGE": f"{PORTS[0]}:{PORTS[-1]}",
         **extra,
         MARK: mark,
     }
