@@ -130,12 +130,6 @@ def test_the_index_names_every_page() -> None:
     assert [name for name in pages if f"({name})" not in index] == []
 
 
-def test_the_site_has_every_page() -> None:
-    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
-    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    assert set(re.findall(r"\S+\.md$", nav, re.MULTILINE)) == pages
-
-
 def test_the_reference_has_every_public_name() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").iterdir())
     shown = []

@@ -8,6 +8,7 @@ from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Costs, Placement, Schedule, Timeline, build
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.families.interleaved import balanced_groups, interleaved_one_f_one_b
+from tests.schedules.declared import OF_HANAYO, value
 
 
 def play(m: int, costs: Costs | None = None, *, chunks: int = 2, **options: object) -> Timeline:
@@ -169,6 +170,15 @@ def test_the_bubble_with_as_many_micro_batches_as_ranks(p: int, waves: int, bubb
     cited = (2 * p - 2) / (3 * waves * p + p - 1)
     assert timeline.bubble_rate < cited + 0.002
     assert waves == 1 or timeline.bubble_rate > cited - 0.02
+
+
+@pytest.mark.parametrize(("p", "m", "w"), [(4, 4, 1), (4, 2, 2), (5, 3, 3), (3, 3, 2), (6, 1, 1)])
+def test_the_peaks_of_waves(p: int, m: int, w: int) -> None:
+    peaks = build("Hanayo", ranks=p, micro_batches=m, chunks=2 * w).simulate().peak_activations
+    assert peaks[0] == value(OF_HANAYO["first rank"], w=w, m=m)
+    assert peaks[-1] == value(OF_HANAYO["last rank"], w=w, m=m)
+    more = build("Hanayo", ranks=p, micro_batches=p + 2, chunks=2 * w).simulate()
+    assert max(more.peak_activations) <= 2 * w * (p + 2)
 
 
 @pytest.mark.parametrize(("chunks", "span", "peak"), [(2, 110, 14), (4, 202, 27)])

@@ -5,6 +5,7 @@ import pytest
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Action, Costs, Fused, Placement, Schedule, Timeline, build
 from fleetpipe.schedules.action import flatten
+from tests.schedules.declared import BUBBLES, OF_DUALPIPEV, OF_ZBV, bubble, peaks, takes, value
 
 
 def play(
@@ -15,15 +16,14 @@ def play(
     return schedule.simulate(costs)
 
 
+@pytest.mark.parametrize("name", [name for name in BUBBLES if name != "DualPipeV"])
 @pytest.mark.parametrize(
     ("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (3, 3, 2), (4, 4, 1), (3, 5, 3), (4, 5, 2)]
 )
-def test_closed_forms(f: int, i: int, w: int) -> None:
-    costs = Costs(f, i, w)
-    assert play("1F1B", 4, 12, costs).bubble == 3 * (f + i + w)
-    assert play("ZBH1", 4, 12, costs).bubble == 3 * (f + i - w)
-    assert play("ZBH1", 4, 12, costs, chunks=2).bubble == 3 * (f + i - w)
-    assert play("ZBH2", 4, 12, costs).bubble == 3 * (f + i - 2 * w)
+def test_closed_forms(name: str, f: int, i: int, w: int) -> None:
+    for chunks in (1, 2) if takes(name, 2) else (1,):
+        bubble = value(BUBBLES[name], p=4, F=f, I=i, W=w, B=i + w)
+        assert play(name, 4, 12, Costs(f, i, w), chunks).bubble == bubble
 
 
 @pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 2), (2, 3, 4), (2, 5, 3), (3, 1, 2)])
@@ -108,13 +108,30 @@ def test_more_ranks_than_a_drawing_shows(name: str) -> None:
         assert play(name, p, 5).peak_activations <= (10,) * p
 
 
+@pytest.mark.parametrize("p", [2, 3, 4, 7])
+def test_zbv_and_dualpipev_for_every_number_of_micro_batches(p: int) -> None:
+    for m in range(1, 2 * p + 3):
+        for name in ("ZBV", "DualPipeV"):
+            timeline = play(name, p, m)
+            assert (timeline.bubble, True) == bubble(name, p, 2, m)
+            assert list(timeline.peak_activations) == peaks(name, p, 2, m)
+            assert name != "ZBV" or timeline.makespan == value(OF_ZBV["makespan"], p=p, m=m)
+
+
 @pytest.mark.parametrize(
-    ("f", "i", "w", "pair"), [(1, 1, 1, 3), (2, 2, 1, 5), (3, 3, 2, 8), (2, 2, 2, 6)]
+    ("f", "w", "pair"),
+    [(1, 1, 3), (1, 2, 4), (2, 1, 5), (2, 2, 6), (2, 5, 12), (3, 2, 8), (3, 7, 15)],
 )
-def test_the_bubble_of_dualpipev(f: int, i: int, w: int, pair: int) -> None:
-    timeline = play("DualPipeV", 4, 10, Costs(f, i, w, overlapped=pair))
-    assert timeline.bubble == 3 * (pair + i + w - 3 * w)
-    assert timeline.makespan == 10 * 2 * (f + i + w) + timeline.bubble
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 11), (5, 10)])
+def test_the_bubble_of_dualpipev(f: int, w: int, pair: int, p: int, m: int) -> None:
+    names = {"p": p, "F": f, "I": f, "W": w, "B": f + w}
+    timeline = play("DualPipeV", p, m, Costs(f, f, w, overlapped=pair))
+    assert timeline.bubble == value(OF_DUALPIPEV["costs"], FB=pair, **names)
+    assert w > f or timeline.bubble == value(BUBBLES["DualPipeV"], FB=pair, **names)
+    assert w > f or timeline.makespan == m * 2 * (2 * f + w) + timeline.bubble
+    for shorter in (f + w, 1.5 * f + w):
+        most = value(OF_DUALPIPEV["costs"], FB=shorter, **names)
+        assert play("DualPipeV", p, m, Costs(f, f, w, overlapped=shorter)).bubble <= most + 1e-9
 
 
 def test_overlap_of_pairs_in_dualpipev() -> None:
