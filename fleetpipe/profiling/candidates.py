@@ -15,7 +15,6 @@ from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.profile import Profile
 from fleetpipe.profiling.recomputing import Recompute, everything, recomputed
 from fleetpipe.schedules import Costs, Placement, Schedule, build
-from fleetpipe.schedules.action import flatten
 from fleetpipe.schedules.families.table import FAMILIES
 from fleetpipe.schedules.placement import HEAD
 from fleetpipe.schedules.search.variants import variants
@@ -111,7 +110,8 @@ class PlanTask:
                     schedule = self._build(name, shape, **options)
                 except ConfigError:  # it does not take these numbers
                     continue
-                if schedule.placement == shape and (self.profile.splits or not _splits(schedule)):
+                runs = self.profile.splits or not schedule.splits_backward
+                if schedule.placement == shape and runs:
                     yield schedule
 
     def _options(self, name: str) -> list[dict[str, Any]]:
@@ -335,7 +335,3 @@ class PlanTask:
 def _input_grad(layer: object) -> float:
     seconds = getattr(layer, "input_grad", None)
     return math.inf if seconds is None else float(seconds)
-
-
-def _splits(schedule: Schedule) -> bool:
-    return any(action.kind == "I" for row in schedule.actions for action in flatten(row))

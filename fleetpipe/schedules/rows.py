@@ -75,6 +75,11 @@ class ScheduleRows:
         """What actions of one stage count: the micro-batches of a batch, or the slices of all."""
         return self.micro_batches * self.slices
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some gradients of weights are computed apart from those of inputs."""
+        return any(action.kind == "I" for row in self.actions for action in flatten(row))
+
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {self.name}: {self.placement.ranks} ranks,"

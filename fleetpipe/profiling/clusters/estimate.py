@@ -9,15 +9,12 @@ from typing import NamedTuple
 from fleetpipe.profiling.clusters.cluster import Cluster
 from fleetpipe.profiling.clusters.cutting import stages_of
 from fleetpipe.profiling.clusters.layout import JobLayout
-from fleetpipe.profiling.clusters.pipeline_time import built, most_held, pipeline_time
+from fleetpipe.profiling.clusters.pipeline_time import built, most_held, pipeline_time, small
 from fleetpipe.profiling.clusters.workload import Workload
 from fleetpipe.profiling.cost_model import LayerCost, StageCost
 
 #: Matrices of a layer, each of which is gathered by itself.
 _MATRICES = 4
-
-#: Schedules that keep a forward's activations until the whole backward.
-_WHOLE = ("FThenB", "1F1B", "Eager1F1B", "Interleaved1F1B", "kFkB", "Hanayo")
 
 
 class Memory(NamedTuple):
@@ -187,13 +184,13 @@ class TrainingJob:
         held = most_held(layout.schedule, layout.pipeline, layout.chunks, micro_batches)
         if stages is None or held is None:
             return None
-        whole = layout.schedule in _WHOLE
+        splits = small(layout.schedule, layout.chunks).splits_backward
         over = [layout.sharding if layout.sharding_stage >= least else 1 for least in (3, 2, 1)]
         rows = []
         for forwards, waiting in held:
             owned = [stages[stage] for stage in forwards]
             gradients = sum(stage.gradients for stage in owned)
-            kept = [stage.held if whole else stage.held_split for stage in owned]
+            kept = [stage.held_split if splits else stage.held for stage in owned]
             activations = sum(number * size for number, size in zip(forwards.values(), kept))
             activations += sum(number * stages[one].waiting for one, number in waiting.items())
             rows.append(
@@ -221,8 +218,9 @@ class TrainingJob:
             return None
         total = sum(layer.seconds for layer in layers) / layout.pipeline
         slowest = max(total, *(layer.seconds for layer in layers))
-        bubble = layout.schedule in ("FThenB", "1F1B", "Interleaved1F1B")
-        waiting = (layout.pipeline - 1) * total / layout.chunks if bubble else 0.0
+        schedule, waiting = small(layout.schedule, layout.chunks), 0.0
+        if schedule.placement.shape == "loop" and not schedule.splits_backward:
+            waiting = (layout.pipeline - 1) * total / (layout.chunks * schedule.slices)
         parameters = sum(layer.parameters for layer in layers) / layout.pipeline
         gradients = sum(layer.gradients for layer in layers) / layout.pipeline
         kept = parameters + gradients if layout.sharding_stage == 1 else 0.0

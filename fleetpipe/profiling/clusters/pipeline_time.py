@@ -33,6 +33,15 @@ def built(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
     return build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
 
 
+def small(name: str, chunks: int) -> Schedule:
+    """Returns a schedule on two ranks, which shows what it is like on more.
+
+    Raises:
+        ConfigError: There is none of so many chunks.
+    """
+    return built(name, 2, 4, chunks)
+
+
 def pipeline_time(
     name: str, ranks: int, chunks: int, micro_batches: int, stages: Sequence[StageCost], comm: float
 ) -> tuple[float, float]:
@@ -80,16 +89,22 @@ def most_held(
 ) -> tuple[HeldStages, ...] | None:
     """Returns for each rank what it holds when it holds most, with all stages alike.
 
-    What is held does not grow once the pipeline is full: twice its length shows it. None where the
-    schedule does not take these numbers.
+    What is held does not grow once the pipeline is full: twice its length shows it, unless that
+    is all there is. None where the schedule does not take these numbers.
     """
-    # F then B holds all of them.
-    enough = micro_batches if name == "FThenB" else 2 * _period(ranks, micro_batches)
+    enough = min(micro_batches, 2 * _period(ranks, micro_batches))
     try:
-        schedule = built(name, ranks, min(micro_batches, enough), chunks)
+        held = _most_of_ranks(built(name, ranks, enough, chunks))
+        if any(enough in forwards.values() for forwards, _ in held):
+            # A stage that holds all of these may hold all of more.
+            held = _most_of_ranks(built(name, ranks, micro_batches, chunks))
     except ConfigError:
         return None
-    return tuple(_most_of(schedule, rank) for rank in range(ranks))
+    return held
+
+
+def _most_of_ranks(schedule: Schedule) -> tuple[HeldStages, ...]:
+    return tuple(_most_of(schedule, rank) for rank in range(len(schedule.actions)))
 
 
 def _most_of(schedule: Schedule, rank: int) -> HeldStages:

@@ -16,7 +16,7 @@ from fleetpipe.profiling.clusters.estimate import StepEstimate, TrainingJob
 from fleetpipe.profiling.clusters.layout import JobLayout
 from fleetpipe.profiling.clusters.transformer import RECOMPUTES
 from fleetpipe.profiling.sizes import show_bytes
-from fleetpipe.schedules.families.table import FAMILIES, SLICED
+from fleetpipe.schedules.families.table import FAMILIES
 
 #: Chunks that are tried where a schedule takes any number.
 _CHUNKS = (2, 4, 8)
@@ -148,7 +148,7 @@ def _schedules(names: tuple[str, ...], parts: int) -> Iterator[tuple[str, int]]:
         yield "1F1B", 1
         return
     for name, family in FAMILIES.items():
-        if name in names or (not names and name not in (SLICED, "FThenB")):
+        if name in names or (not names and name != "FThenB" and not family.sliced):
             several = family.chunks > 1 and family.most_chunks is None
             yield from ((name, chunks) for chunks in (_CHUNKS if several else (family.chunks,)))
 

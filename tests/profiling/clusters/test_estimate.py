@@ -12,11 +12,12 @@ from fleetpipe.cli import main
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.profiling.clusters import Cluster, JobLayout, TrainingJob, Transformer
 from fleetpipe.profiling.clusters.cutting import stages_of
-from fleetpipe.profiling.clusters.pipeline_time import pipeline_time
+from fleetpipe.profiling.clusters.pipeline_time import pipeline_time, small
 from fleetpipe.profiling.clusters.search import CHOICES, layouts, search
 from fleetpipe.profiling.clusters.sensitivity import limits
 from fleetpipe.profiling.memory import peak_bytes
-from fleetpipe.schedules import Costs, build
+from fleetpipe.schedules import Costs, build, register
+from fleetpipe.schedules.families.table import FAMILIES
 from fleetpipe.schedules.simulation.timeline import simulate
 from tests.fixtures import Capture
 from tests.profiling.clusters.test_cluster import CLUSTER, MODEL, written
@@ -83,6 +84,25 @@ def test_memory_is_that_of_plans(job: TrainingJob, name: str, chunks: int) -> No
     third = job.memory(layout._replace(data=1, sharding=8, sharding_stage=3))
     assert third is not None
     assert third[0].parameters == pytest.approx(memory[0].parameters / 8)
+
+
+@pytest.mark.usefixtures("own_names")
+@pytest.mark.parametrize("name", ["FThenB", "1F1B", "ZBH1"])
+def test_a_registered_schedule_has_the_memory_of_what_it_does(job: TrainingJob, name: str) -> None:
+    register(f"My{name}", FAMILIES[name].rows)
+    layout = JobLayout(pipeline=4, tensor=4, data=2, schedule=name)
+    memory = job.memory(layout)
+    assert memory is not None
+    assert job.memory(layout._replace(schedule=f"My{name}")) == memory
+    assert job.least(layout._replace(schedule=f"My{name}")) == job.least(layout)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_ranks_show_whether_a_schedule_splits_the_backward(name: str) -> None:
+    chunks = FAMILIES[name].chunks
+    whole = build(name, ranks=4, micro_batches=8, chunks=chunks)
+    assert small(name, chunks).splits_backward == whole.splits_backward
+    assert whole.splits_backward == (name[0] in "ZVD")
 
 
 def test_a_step_is_its_parts(job: TrainingJob) -> None:
