@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedules/verified",),
     ("schedules/__init__",),
     (
-        *("schedules/commands", "profiling", "report", "starter", "transport"),
+        *("schedules/commands", "profiling", "report", "starter", "transport", "fleet_files"),
         *("static/graph", "dygraph/code_names"),
     ),
     ("mesh", "watch", "why", "dygraph/python_draws"),
@@ -103,7 +103,7 @@ CLOSED = {
     ),
     "static": (
         *("fleetpipe.__init__", "fleetpipe.paddle_api", "fleetpipe.aliases"),
-        *("fleetpipe.atomic_file", "fleetpipe.checkpoint"),
+        *("fleetpipe.atomic_file", "fleetpipe.fleet_files"),
         *("fleetpipe.config", "fleetpipe.engine", "fleetpipe.errors", "fleetpipe.job"),
         "fleetpipe.mesh",
         *("fleetpipe.numerics", "fleetpipe.schedules", "fleetpipe.static", "fleetpipe.transport"),

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe.aliases import Context, Nest, Tensor
-from fleetpipe.checkpoint.contents.whole_parts import PartOfWhole
-from fleetpipe.checkpoint.files.tensors import Region
 from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.mesh.parts import PartOfWhole, Region
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.representation import shows
 

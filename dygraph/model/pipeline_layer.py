@@ -16,7 +16,6 @@ from typing import Any, Callable
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import experts
 from fleetpipe.dygraph.backward.recompute import layers_in
@@ -39,6 +38,7 @@ from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
+from fleetpipe.mesh.parts import ModelParts
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_id
 from fleetpipe.paddle_api.layer import parameters_in
@@ -608,7 +608,7 @@ class PipelineLayer(ModelWithParts):
         """
         self._files.load(path, self._shared_weights)
 
-    def checkpoint_part(self) -> NamedTensors:
+    def checkpoint_part(self) -> ModelParts:
         """Returns what this process holds of the model, as a ``CheckpointManager`` takes it."""
         return self.state.checkpoint_part()
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.checkpoint.contents.whole_parts import part_of
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.mesh.groups import Group
+from fleetpipe.mesh.parts import part_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import optimized_parameters, restricted
 

@@ -1,60 +1,31 @@
-"""Fleet's checkpoint folder: one file for each layer, written by the ranks that hold it.
-
-The file of layer 3 is ``layer_03-tensor_00-model_states.pdparams``, where ``tensor_00`` is the
-tensor-parallel shard; with several chunks on a rank ``layer_03-virtual_pp_stage_01-tensor_00-..``.
-"""
+"""Fleet's checkpoint folder: one file for each layer, written by the ranks that hold it."""
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+
+from fleetpipe import fleet_files
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.checkpoint import fleet_files, layer_manifest
-from fleetpipe.checkpoint.contents.parts import Held
-from fleetpipe.checkpoint.files.tensors import Described
-from fleetpipe.checkpoint.formats.contents import LazyTensor, placed_tensor
-from fleetpipe.checkpoint.layer_manifest import Writer
 from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
 from fleetpipe.dygraph.state.layer_in_parts import LayerInParts, with_whole_head
 from fleetpipe.dygraph.state.tied_weights import SharedWeights
 from fleetpipe.errors import CheckpointError
+from fleetpipe.fleet_files import manifest
+from fleetpipe.fleet_files.layers import LayerFile
+from fleetpipe.fleet_files.manifest import Writer
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
+from fleetpipe.mesh.parts import Held
 from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
 from fleetpipe.schedules import Placement
-
-_FILE = re.compile(
-    r"(?P<layer>layer_\d{2,})(?P<chunk>-virtual_pp_stage_\d{2,})?-tensor_\d{2,}-model_states\.pdparams"
-)
-
-
-class ParameterPlace(NamedTuple):
-    """Where a layer stands.
-
-    Attributes:
-        number: Its number in the whole list.
-        chunk: The number of its chunk on its rank; None where each rank has one.
-    """
-
-    number: int
-    chunk: int | None
-
-    @property
-    def layer(self) -> str:
-        """The part of the file's name that says which layer it is."""
-        return f"layer_{self.number:02d}"
-
-    @property
-    def stem(self) -> str:
-        """The beginning of the file's name."""
-        return self.layer + ("" if self.chunk is None else f"-virtual_pp_stage_{self.chunk:02d}")
 
 
 def written_at(shared: SharedLayer, entries: Sequence[Any]) -> int:
@@ -91,9 +62,9 @@ def layers_to_write(
 
 def save(
     folder: str | Path,
-    layers: Mapping[ParameterPlace, Mapping[str, Tensor]],
+    layers: Mapping[LayerFile, Mapping[str, Tensor]],
     tensor_shard: int,
-    writer: layer_manifest.Writer,
+    writer: Writer,
 ) -> None:
     """Writes a file for each layer, and behind them the manifest that names them.
 
@@ -105,11 +76,10 @@ def save(
         tensor_shard: This rank's place among the tensor-parallel ranks.
         writer: This rank's part in the save.
     """
-    ending = f"-tensor_{tensor_shard:02d}-model_states.pdparams"
-    states = {place.stem + ending: state for place, state in layers.items()}
-    layer_manifest.keep(Path(folder), writer, states)
+    states = {file._replace(shard=tensor_shard).name: state for file, state in layers.items()}
+    manifest.keep(Path(folder), writer, states)
     fleet_files.save_all(folder, states)
-    layer_manifest.write(Path(folder), writer, states)
+    manifest.write(Path(folder), writer, states)
 
 
 def require_folder(folder: str | Path) -> None:
@@ -124,7 +94,7 @@ def require_folder(folder: str | Path) -> None:
 
 def load(
     folder: str | Path,
-    layers: Mapping[ParameterPlace, Layer | LayerInParts],
+    layers: Mapping[LayerFile, Layer | LayerInParts],
     tensor_shard: int,
     tensor_shards: int,
 ) -> None:
@@ -141,33 +111,27 @@ def load(
             another save than the others; nothing was changed.
     """
     folder = Path(folder)
-    saved = layer_manifest.save_in(folder)
+    saved = manifest.save_in(folder)
     names = sorted(saved.paths)
     states = {}
     for place, layer in layers.items():
         files = _files_of(place, names, folder)
         file = files[tensor_shard * len(files) // tensor_shards]
-        whole = not isinstance(layer, LayerInParts)
-        states[place] = _read(saved.path(file), whole)
+        read = fleet_files.mapped if isinstance(layer, LayerInParts) else fleet_files.load
+        states[place] = read(saved.path(file))
         _require_fit(place, layer, states[place], file)
         saved.require(file)
     for place, layer in reversed(list(layers.items())):
         layer.set_state_dict(states[place])
 
 
-def _read(path: Path, whole: bool) -> dict[str, Any]:
-    if whole:
-        return fleet_files.load(path)
-    return {name: placed_tensor(path, one) for name, one in fleet_files.placed(path).items()}
-
-
-def _files_of(place: ParameterPlace, names: list[str], folder: Path) -> list[str]:
+def _files_of(place: LayerFile, names: list[str], folder: Path) -> list[str]:
     """Returns the files of a layer by shard: those of its chunk, or of whichever it was in."""
     by_stem: dict[str, list[str]] = {}
     for name in names:
-        match = _FILE.fullmatch(name)
-        if match and match["layer"] == place.layer:
-            by_stem.setdefault(match["layer"] + (match["chunk"] or ""), []).append(name)
+        file = LayerFile.named(name)
+        if file is not None and file.number == place.number:
+            by_stem.setdefault(file.stem, []).append(name)
     if place.stem in by_stem:
         return by_stem[place.stem]
     if len(by_stem) == 1:
@@ -188,7 +152,7 @@ def _files_of(place: ParameterPlace, names: list[str], folder: Path) -> list[str
 
 
 def _require_fit(
-    place: ParameterPlace, layer: Layer | LayerInParts, state: Mapping[str, Any], file: str
+    place: LayerFile, layer: Layer | LayerInParts, state: Mapping[str, Any], file: str
 ) -> None:
     if isinstance(layer, LayerInParts):
         tensors = layer.held()
@@ -196,7 +160,7 @@ def _require_fit(
         tensors = {name: Held(tensor) for name, tensor in paddle.nn.Layer.state_dict(layer).items()}
     for name, held in tensors.items():
         value, expected = state.get(name), held.described
-        got = _described(value)
+        got = Held(value).described if isinstance(value, (paddle.Tensor, np.ndarray)) else None
         if got != expected:
             raise CheckpointError(
                 f"the saved layer {place.number} does not fit the model's",
@@ -210,19 +174,13 @@ def _require_fit(
             )
 
 
-def _described(value: Any) -> Described | None:
-    if isinstance(value, paddle.Tensor):
-        return Held(value).described
-    return value.described if isinstance(value, LazyTensor) else None
-
-
 class LayerFiles:
     """Writes and reads the files of the layers that this process has built."""
 
     def __init__(
         self,
-        written: Mapping[ParameterPlace, Layer | LayerInParts],
-        read: Mapping[ParameterPlace, Layer | LayerInParts],
+        written: Mapping[LayerFile, Layer | LayerInParts],
+        read: Mapping[LayerFile, Layer | LayerInParts],
         sources: Mapping[str, int],
         job: Job | None,
     ) -> None:
@@ -323,10 +281,10 @@ def files_of_list(
         group: Returns the ranks that hold the stages.
     """
 
-    def place(index: int) -> ParameterPlace:
+    def place(index: int) -> LayerFile:
         stage = partition.stage_of(index)
         stages = placement.stages_of(placement.rank_of(stage))
-        return ParameterPlace(index, None if placement.chunks == 1 else stages.index(stage))
+        return LayerFile(index, None if placement.chunks == 1 else stages.index(stage))
 
     at = {index: written_at(layer, entries) for index, layer in shared.items()}
     layers = with_whole_head(layers_to_write(functions, shared, entries), shared, group)

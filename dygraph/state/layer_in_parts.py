@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy as np
+
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.checkpoint.contents.layer_and_optimizer import held_of
-from fleetpipe.checkpoint.contents.parts import MODEL, Held, TensorName
-from fleetpipe.checkpoint.contents.whole_parts import JoinedParts, part_of
-from fleetpipe.checkpoint.files.tensors import Region
-from fleetpipe.checkpoint.formats.contents import LazyTensor, paddle_tensor
 from fleetpipe.dygraph.layers.vocabulary import EmbeddingInParts, VocabularyPart
 from fleetpipe.mesh.groups import Group, SoleGroup
+from fleetpipe.mesh.parts import Held, JoinedParts, Region, held_of, part_of
+from fleetpipe.paddle_api import paddle
 
 
 class LayerInParts:
@@ -36,11 +35,13 @@ class LayerInParts:
         """Returns a part of each whole, which knows the shape of the whole."""
         return {name: held_of(part, (0, 1)) for name, part in self._parts}
 
-    def set_state_dict(self, state: Mapping[str, LazyTensor]) -> None:
+    def set_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Gives the parts their values, which are read one after another."""
         for name, tensor in self._parts:
             if (part := part_of(tensor)) is not None:
-                tensor.set_value(paddle_tensor(state[name], part.cut))
+                values = part.cut.taken_from(state[name])
+                native = values.astype(values.dtype.newbyteorder("="), order="C")
+                tensor.set_value(paddle.to_tensor(native))
 
     def whole(self) -> dict[str, Tensor] | None:
         """Returns what the file has on the first of the ranks; None elsewhere. Collective.
@@ -54,14 +55,14 @@ class LayerInParts:
             for name, tensor in self._parts
             if (part := part_of(tensor)) is not None
         ]
-        parts: list[tuple[TensorName, Held]] = []
+        parts: list[tuple[str, Held]] = []
         for source in range(group.ranks):
             passed = group.broadcast(mine if source == group.rank else None, source)
             if group.rank == 0:
-                parts += [(TensorName(MODEL, n), Held(t, Region(*cut))) for n, cut, t in passed]
+                parts += [(name, Held(tensor, Region(*cut))) for name, cut, tensor in passed]
         if group.rank:
             return None
-        return {name.name: held.tensor for name, held in JoinedParts(parts).held.items()}
+        return {name: held.tensor for name, held in JoinedParts(parts).held.items()}
 
 
 def with_whole_head(

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.checkpoint.contents.whole_parts import PartOfWhole, part_of, parted, whole_name
 from fleetpipe.dygraph import experts, tensor_parallel
 from fleetpipe.errors import CheckpointError, listed
+from fleetpipe.mesh.parts import PartOfWhole, part_of, parted, whole_name
 from fleetpipe.paddle_api import paddle
 
 
@@ -58,7 +58,7 @@ class Slot(NamedTuple):
     def value_in(self, state: Mapping[str, Any]) -> Any:
         """Returns its value, given all that is whole by name."""
         whole = state[self.whole.name]
-        return whole if self.part is None else self.part.taken_from(whole)
+        return whole if self.part is None else self.part.cut.taken_from(whole)
 
 
 def wholes_of(slots: Iterable[Slot]) -> list[Slot]:

@@ -12,9 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, held_of, mp_shard
-from fleetpipe.checkpoint.contents.parts import MODEL, Held, TensorName
-from fleetpipe.checkpoint.contents.whole_parts import JoinedParts
 from fleetpipe.dygraph import experts
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.layers import entries as descriptions
@@ -29,7 +26,9 @@ from fleetpipe.dygraph.state.names import (
 )
 from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_value
 from fleetpipe.errors import CheckpointError
+from fleetpipe.job.job import mp_shard
 from fleetpipe.mesh.groups import Group
+from fleetpipe.mesh.parts import Held, JoinedParts, ModelParts, held_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.paddle_api.operations import set_data
@@ -113,7 +112,7 @@ class ModelState:
         hidden = {name: holder[key] for name, (holder, key) in places.items()}
         return {**hidden, **self.late_buffers()}
 
-    def checkpoint_part(self) -> NamedTensors:
+    def checkpoint_part(self) -> ModelParts:
         """Returns what this process holds as checkpoints take it."""
         place = mp_shard()
         tensors = {name: held_of(tensor, place) for name, tensor in self.local_tensors().items()}
@@ -123,7 +122,7 @@ class ModelState:
         wholes = {slot.name: slot.whole.name for slot in self.slots()}
         outline = {slot.name: tuple(slot.shape) for slot in self.whole_slots()}
         names = self.plain_names
-        return NamedTensors(tensors, outline, buffers, wholes, late, self._model, names)
+        return ModelParts(tensors, outline, buffers, wholes, late, self._model, names)
 
     @property
     def spreads_experts(self) -> bool:
@@ -231,13 +230,10 @@ class ModelState:
                 merged.setdefault(name, tensor)
         slots = sorted(self.slots(), key=lambda slot: not is_shared(slot.name))
         parts = JoinedParts(
-            (
-                TensorName(MODEL, slot.whole.name),
-                Held(merged[slot.name], slot.part and slot.part.cut),
-            )
+            (slot.whole.name, Held(merged[slot.name], slot.part and slot.part.cut))
             for slot in slots
         )
-        return {name.name: held.tensor for name, held in parts.held.items()}
+        return {name: held.tensor for name, held in parts.held.items()}
 
     def copy_to(self, model: Layer) -> None:
         """Puts all parameters and buffers into a single-device model. Collective as :meth:`gather`.

@@ -19,8 +19,9 @@ from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, TensorName
 from fleetpipe.checkpoint.files import manifest, run_folder, tensors
 from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
-from fleetpipe.checkpoint.files.tensors import CODES, Described
+from fleetpipe.checkpoint.files.tensors import CODES
 from fleetpipe.errors import CheckpointError, ConfigError, printable
+from fleetpipe.mesh.parts import Described
 
 #: Shown however many ways they are split; the others where they are.
 _USUAL_AXES = ("dp", "mp", "pp", "sharding")
@@ -349,7 +350,7 @@ def _number(bits: np.generic, tensor: Described) -> float | str:
     """Returns the value of an element; the bits of one that NumPy has no dtype for."""
     if tensor.dtype == "bfloat16":
         return float(np.array(int(bits) << 16, "uint32").view("float32"))
-    code = CODES[tensor.dtype][0]
+    code = CODES[tensor.dtype]
     if code.startswith("F8_"):
         return f"{int(bits):#04x}"
     value: float = bits.view(np.dtype(tensor.dtype)).item()

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.matching import without_copies
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import MODEL, Held, Saved, SavedPart, TensorName
+from fleetpipe.checkpoint.contents.parts import MODEL, Saved, SavedPart, TensorName
 from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.reader import SavedStep, StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.ranks import Place, Ranks
 from fleetpipe.mesh.groups import SoleGroup
+from fleetpipe.mesh.parts import Held
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.paddle_types import Layer, Optimizer
 

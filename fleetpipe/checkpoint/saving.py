@@ -12,7 +12,7 @@ from fleetpipe import log
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.matching import plain_order
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Held, ModelPart, TensorName
+from fleetpipe.checkpoint.contents.parts import ModelPart, TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.files.manifest import Manifest
@@ -22,6 +22,7 @@ from fleetpipe.checkpoint.files.writer import Assignment, Writing, bytes_in, des
 from fleetpipe.checkpoint.ranks import Place, Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import Job
+from fleetpipe.mesh.parts import Held
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.version import __version__

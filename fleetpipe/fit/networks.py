@@ -9,10 +9,10 @@ from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
-from fleetpipe.checkpoint.contents.whole_parts import part_of, whole_name
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.mesh.parts import part_of, whole_name
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import has_hooks
 

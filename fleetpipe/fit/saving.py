@@ -16,21 +16,25 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fleetpipe import fleet_files
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.atomic_file import replacing
-from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents import parts
-from fleetpipe.checkpoint.contents.layer_and_optimizer import OptimizerState, unwrapped
+from fleetpipe.checkpoint.contents.layer_and_optimizer import (
+    NamedTensors,
+    OptimizerState,
+    unwrapped,
+)
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Held, TensorName
+from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.plan import Inventory, planned
-from fleetpipe.checkpoint.files.tensors import Described, Region
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fit.networks import counted_names, single_model_of
 from fleetpipe.job.job import Job
+from fleetpipe.mesh.parts import Held, Region
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import name_prefix, scheduler_of
 
@@ -170,11 +174,11 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
     if not files.state.exists():
         return
     contents = fleet_files.arrays(files.state)
-    part = OptimizerState(optimizer, pipeline.layers.state.checkpoint_part())
+    part = OptimizerState(optimizer, NamedTensors(pipeline.layers.state.checkpoint_part()))
     base = unwrapped(optimizer)
     names = _names_in_file(files.parameters, pipeline.layers)
     values = _by_lasting_name(contents, names, name_prefix(base))
-    described = {name: Described(*_described(value)) for name, value in values.items()}
+    described = {name: Held(value).described for name, value in values.items()}
     order = tuple(slot.name for slot in pipeline.layers.state.whole_slots())
     try:
         wanted = part.wanted(parts.Saved(described, order, part.kind))
@@ -247,15 +251,9 @@ def _by_lasting_name(
     return values
 
 
-def _described(value: np.ndarray) -> tuple[str, tuple[int, ...]]:
-    """Returns dtype and shape of an array; Paddle saves bfloat16 as uint16."""
-    dtype = str(value.dtype)
-    return "bfloat16" if dtype == "uint16" else dtype, value.shape
-
-
-def _fill(held: parts.Held, value: np.ndarray) -> None:
+def _fill(held: Held, value: np.ndarray) -> None:
     if held.cut is not None:
-        value = np.take(value, range(held.cut.start, held.cut.stop), held.cut.axis)
+        value = held.cut.taken_from(value)
     host_memory.assign(held, paddle.to_tensor(value))
 
 
@@ -278,7 +276,7 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, T
         PipelineTimeout: Some rank did not come within the limit.
     """
     objects = Objects(model, optimizer)
-    part = model.layers.state.checkpoint_part()
+    part = NamedTensors(model.layers.state.checkpoint_part())
     states = objects.optimizer_part(part)
     held = {**part.held(), **({} if states is None else states.held())}
     ranks = Ranks.of_job()

@@ -478,6 +478,11 @@ def pipeline_group() -> Group:
     return SoleGroup() if _job is None else _job.group()
 
 
+def mp_shard() -> tuple[int, int]:
+    """Returns which mp shard of tensor-parallel layers this process holds, and of how many."""
+    return (0, 1) if _job is None else _job.shard
+
+
 def all_ranks() -> Group:
     """Returns all ranks of the current job as a group, for small values; see ``Job.everyone``."""
     return SoleGroup() if _job is None else _job.everyone()

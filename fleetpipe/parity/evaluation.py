@@ -8,13 +8,13 @@ from fractions import Fraction
 from typing import Any, Callable
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.checkpoint.contents.whole_parts import parted
 from fleetpipe.dygraph import PipelineParallel, random_keys, weighted
 from fleetpipe.dygraph.batch.micro_batches import counted_in
 from fleetpipe.dygraph.nest import rebuilt
 from fleetpipe.dygraph.optimizer.replicas import share_in_mean
 from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.job.job import pipeline_group
+from fleetpipe.mesh.parts import parted
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.cutting import RepeatedBatch, cut, shares_of_rows
 from fleetpipe.parity.differences import Difference, compare_values

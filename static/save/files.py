@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fleetpipe import fleet_files
 from fleetpipe.aliases import Program, Variable
 from fleetpipe.atomic_file import replacing
-from fleetpipe.checkpoint import fleet_files
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import found_tensor, static

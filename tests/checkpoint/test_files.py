@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import fleetpipe
-from fleetpipe.checkpoint.contents.parts import Held, TensorName
+from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.checkpoint.files import plan, tensors
 from fleetpipe.checkpoint.files.plan import Inventory, planned
-from fleetpipe.checkpoint.files.tensors import Region
 from fleetpipe.errors import CheckpointError
+from fleetpipe.mesh.parts import Held, Region
 
 
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.arguments import new_file
-from fleetpipe.checkpoint.contents.parts import MODEL, Held, TensorName
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.files import host_memory, tensors, writer
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError, ConfigError
+from fleetpipe.mesh.parts import Held
 from fleetpipe.transport.wire import bridge
 from tests.fixtures import Call, LogCapture, Patch
 from tests.launching import ROOT, Finished

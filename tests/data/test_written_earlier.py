@@ -13,8 +13,7 @@ import paddle
 from paddle import nn
 
 import fleetpipe
-from fleetpipe import fleet
-from fleetpipe.checkpoint import fleet_files
+from fleetpipe import fleet, fleet_files
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.report.run import read

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fleetpipe.checkpoint import layer_manifest
 from fleetpipe.checkpoint.files import manifest
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, ScheduleError
+from fleetpipe.fleet_files.manifest import save_in
 from fleetpipe.json_value import Source, parse, read
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.report import run
@@ -98,7 +98,7 @@ FORMATS = [
     Format(
         "manifest-000.json",
         {"save": "a", "files": {"layer": "digest"}},
-        lambda path: layer_manifest.save_in(path.parent),
+        lambda path: save_in(path.parent),
     ),
     Format("trace.json", stored("run/trace/trace.json"), read_trace),
     Format("run.json", stored("run/run.json"), run_with("run.json"), False),

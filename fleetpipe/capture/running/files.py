@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from fleetpipe.aliases import Tensor
-from fleetpipe.dygraph.state.files import LayerFiles, ParameterPlace
+from fleetpipe.dygraph.state.files import LayerFiles
 from fleetpipe.dygraph.state.layer_in_parts import LayerInParts
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.errors import ConfigError
+from fleetpipe.fleet_files.layers import LayerFile
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
@@ -61,10 +62,10 @@ def files_of_model(
             parts.append(tensors[slot.name])
     # Who uses a weight first writes it, and reads it for all that hold copies.
     sources = {name: placement.rank_of(first) for name, (first, *_) in users.items()}
-    places: dict[ParameterPlace, _ShardOnly | LayerInParts] = {}
+    places: dict[LayerFile, _ShardOnly | LayerInParts] = {}
     for number, (path, names) in enumerate(layers.items()):
         if path in in_parts:
-            places[ParameterPlace(number, None)] = LayerInParts(in_parts[path], group)
+            places[LayerFile(number)] = LayerInParts(in_parts[path], group)
             continue
         if len({sources[name] for name in names}) > 1:
             raise ConfigError(
@@ -74,7 +75,5 @@ def files_of_model(
                 fix="write pipe.full_state_dict() by paddle.save, or cut elsewhere",
             )
         if users[names[0]][0] in stages:
-            places[ParameterPlace(number, None)] = _ShardOnly(
-                {name: tensors[name] for name in names}
-            )
+            places[LayerFile(number)] = _ShardOnly({name: tensors[name] for name in names})
     return LayerFiles(places, places, sources, job)

@@ -12,10 +12,10 @@ from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.signature import completed
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.capture.vocabulary import with_logits
-from fleetpipe.checkpoint.contents.whole_parts import part_of
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.mesh.groups import SoleGroup
+from fleetpipe.mesh.parts import part_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import share_tables
 from fleetpipe.paddle_api.operations import intercepted, set_data

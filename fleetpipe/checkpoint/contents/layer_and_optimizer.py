@@ -7,7 +7,6 @@ parameter that it belongs to, and called ``3.weight/moment1_0``, as PaddleNLP ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from fleetpipe.aliases import Layer, Optimizer, Tensor
@@ -18,16 +17,21 @@ from fleetpipe.checkpoint.contents.parts import (
     MASTER_WEIGHTS,
     MODEL,
     OPTIMIZER,
-    Held,
     ModelPart,
     Saved,
     SavedOptimizer,
     TensorName,
 )
-from fleetpipe.checkpoint.contents.whole_parts import JoinedParts, part_of, whole_name
-from fleetpipe.checkpoint.files.tensors import Described, Region
 from fleetpipe.errors import CheckpointError, listed
-from fleetpipe.job.job import current_job
+from fleetpipe.mesh.parts import (
+    Described,
+    Held,
+    JoinedParts,
+    ModelParts,
+    held_of,
+    part_of,
+    whole_name,
+)
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import layer_at, put_buffer, wrapped_layer
 from fleetpipe.paddle_api.optimizer import (
@@ -47,35 +51,15 @@ class NamedTensors:
     """A model as tensors under lasting names.
 
     Args:
-        tensors: The parameters and buffers that this process holds, each once.
-        outline: The names and whole shapes of the whole model, in its order.
-        buffers: Buffers that no state dict has, by lasting name; a checkpoint may lack them.
-        wholes: The name of the whole of each of ``tensors`` that is a part; the outline has that.
-        late: Buffers that the model did not have when it was built, as a forward registers them.
-        root: What has these at their names, and may take them: a restored model may lack them.
-        plain_names: See :class:`ModelPart`.
+        parts: What this process holds of it.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Held],
-        outline: Mapping[str, tuple[int, ...]],
-        buffers: Mapping[str, Held] | None = None,
-        wholes: Mapping[str, str] | None = None,
-        late: Mapping[str, Held] = MappingProxyType({}),
-        root: Layer | None = None,
-        plain_names: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self.plain_names = plain_names
-        self._tensors = tensors
-        self._late = late
-        self._root = root
+    def __init__(self, parts: ModelParts) -> None:
+        self.plain_names = parts.plain_names
+        self._parts = parts
         #: What takes the place of buffers when they are filled.
         self._made: dict[str, Tensor] = {}
-        self._wholes = {} if wholes is None else wholes
-        self._joined = JoinedParts([])
-        self._outline = outline
-        self._buffers = {} if buffers is None else buffers
+        self._joined: JoinedParts[TensorName] = JoinedParts([])
 
     @classmethod
     def of_layer(cls, layer: Layer, shard: tuple[int, int] = (0, 1)) -> NamedTensors:
@@ -99,15 +83,17 @@ class NamedTensors:
         }
         wholes = {name: whole_name(name, part_of(held.tensor)) for name, held in tensors.items()}
         outline = {wholes[name]: held.described.shape for name, held in tensors.items()}
-        return cls(tensors, outline, buffers, wholes, root=layer)
+        return cls(ModelParts(tensors, outline, buffers, wholes, root=layer))
 
     def order(self) -> tuple[str, ...]:
         """Returns the names of the whole model's parameters and buffers, in its order."""
-        return tuple(self._outline)
+        return tuple(self._parts.outline)
 
     def require_outline(self) -> None:
         """See :meth:`ModelPart.require_outline`."""
-        added = [name for name in self._tensors if self.whole_name(name) not in self._outline]
+        added = [
+            name for name in self._parts.tensors if self.whole_name(name) not in self._parts.outline
+        ]
         if added:
             raise CheckpointError(
                 "the model has parameters that it did not have when it was built: one that is "
@@ -120,32 +106,33 @@ class NamedTensors:
 
     def parameters(self) -> Mapping[str, Held]:
         """Returns this process's parameters by lasting name."""
-        return {n: held for n, held in self._tensors.items() if _is_parameter(held.tensor)}
+        return {n: held for n, held in self._parts.tensors.items() if _is_parameter(held.tensor)}
 
     def held(self) -> Mapping[TensorName, Held]:
         """Returns what this process holds, each tensor once."""
         tensors = [
-            (TensorName(MODEL, self.whole_name(name)), held) for name, held in self._tensors.items()
+            (TensorName(MODEL, self.whole_name(name)), held)
+            for name, held in self._parts.tensors.items()
         ]
         return {
             **JoinedParts(tensors).held,
-            **{TensorName(BUFFERS, name): held for name, held in self._buffers.items()},
-            **{TensorName(LATE_BUFFERS, name): held for name, held in self._late.items()},
+            **{TensorName(BUFFERS, name): held for name, held in self._parts.buffers.items()},
+            **{TensorName(LATE_BUFFERS, name): held for name, held in self._parts.late.items()},
         }
 
     def whole_name(self, name: str) -> str:
         """Returns the name of the whole of a parameter or buffer; mostly it is its own."""
-        return self._wholes.get(name, name)
+        return self._parts.wholes.get(name, name)
 
     def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
         """Returns what is to be filled with the saved tensors of these names."""
         names = self.saved_names(saved)
         self._joined = JoinedParts(
             (TensorName(MODEL, names[self.whole_name(name)]), held)
-            for name, held in self._tensors.items()
+            for name, held in self._parts.tensors.items()
         )
         targets = dict(self._joined.held)
-        for path, held in self._buffers.items():
+        for path, held in self._parts.buffers.items():
             if TensorName(BUFFERS, path) in saved.tensors:
                 targets[TensorName(BUFFERS, path)] = held
         targets.update(self._with_late(saved))
@@ -158,11 +145,11 @@ class NamedTensors:
         targets: dict[TensorName, Held] = {}
         for name, described in saved.tensors.items():
             late = name.group == LATE_BUFFERS
-            held = (self._late if late else self._tensors).get(name.name)
+            held = (self._parts.late if late else self._parts.tensors).get(name.name)
             if late and held is not None and held.described == described:
                 targets[name] = held
             elif (late or (name.group == MODEL and _has_grown(held, described))) and (
-                layer_at(self._root, name.name.rpartition(".")[0]) is not None
+                layer_at(self._parts.root, name.name.rpartition(".")[0]) is not None
             ):
                 dtype: Any = described.dtype
                 made = paddle.zeros(list(described.shape), dtype)
@@ -173,14 +160,14 @@ class NamedTensors:
         """Gives parts of one tensor, which was filled as a whole, their values."""
         self._joined.hand_out()
         for name, tensor in self._made.items():
-            put_buffer(self._root, name, tensor)
+            put_buffer(self._parts.root, name, tensor)
 
     def abandon(self) -> None:
         """Does nothing."""
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
         """Returns the saved name of each tensor of the whole model."""
-        return saved_names(self._outline, self.plain_names, saved)
+        return saved_names(self._parts.outline, self.plain_names, saved)
 
 
 def _has_grown(held: Held | None, saved: Described) -> bool:
@@ -193,38 +180,8 @@ def _has_grown(held: Held | None, saved: Described) -> bool:
     )
 
 
-def held_of(tensor: Tensor, shard: tuple[int, int]) -> Held:
-    """Describes a parameter or buffer.
-
-    Args:
-        tensor: It, or this process's shard of it.
-        shard: Which mp shard of tensor-parallel layers this process holds, and of how many.
-    """
-    member, members = shard
-    # Paddle's running statistics are parameters that need no gradient.
-    differs = bool(tensor.stop_gradient)
-    if (part := part_of(tensor)) is not None:
-        return Held(tensor, part.cut, differs)
-    if members == 1 or not getattr(tensor, "is_distributed", False):
-        return Held(tensor, None, differs)
-    if not hasattr(tensor, "split_axis"):
-        raise CheckpointError(
-            "a parameter is distributed over the tensor-parallel ranks in a way that nobody knows",
-            got=f"{tensor.name}: is_distributed, and no split_axis",
-            fix="set its split_axis to the axis that is cut, or is_distributed=False if none is",
-        )
-    axis, size = int(tensor.split_axis), int(tensor.shape[tensor.split_axis])
-    return Held(tensor, Region(axis, member * size, (member + 1) * size, members * size), differs)
-
-
 def _is_parameter(tensor: Tensor) -> bool:
     return hasattr(tensor, "trainable")
-
-
-def mp_shard() -> tuple[int, int]:
-    """Returns which mp shard of tensor-parallel layers this process holds, and of how many."""
-    job = current_job()
-    return (0, 1) if job is None else job.shard
 
 
 def without_wrappers(layer: Layer) -> Layer:
@@ -264,7 +221,7 @@ class OptimizerState:
         self._model = model
         self._created: list[Tensor] = []
         self._unsaved: list[Tensor] = []
-        self._joined = JoinedParts([])
+        self._joined: JoinedParts[TensorName] = JoinedParts([])
 
     @property
     def kind(self) -> str:

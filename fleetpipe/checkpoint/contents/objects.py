@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents import layer_and_optimizer, parts
+from fleetpipe.checkpoint.contents.program import ProgramState
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
 from fleetpipe.errors import ConfigError, listed, nearest
+from fleetpipe.job.job import mp_shard
 from fleetpipe.paddle_api import paddle
 
 _NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data")
@@ -78,7 +80,7 @@ class Objects:
         if isinstance(model, paddle.nn.Layer):
             model = layer_and_optimizer.without_wrappers(model)
         elif isinstance(model, parts.SavedProgram):
-            return model.checkpoint_part_of_program(self.names)
+            return ProgramState(model.checkpoint_part_of_program(self.names))
         if self.names is not None:
             raise ConfigError(
                 "names= is for static programs: a model of dynamic graph has names of its own",
@@ -86,7 +88,7 @@ class Objects:
                 fix="leave names= out",
             )
         if isinstance(model, parts.SavedModel):
-            return model.checkpoint_part()
+            return layer_and_optimizer.NamedTensors(model.checkpoint_part())
         if not isinstance(model, paddle.nn.Layer):
             raise ConfigError(
                 "a checkpoint is one of a model",
@@ -96,7 +98,7 @@ class Objects:
                 got=f"a {type(model).__name__}",
                 fix="pass model=paddle.static.default_main_program() after minimize",
             )
-        return layer_and_optimizer.NamedTensors.of_layer(model, layer_and_optimizer.mp_shard())
+        return layer_and_optimizer.NamedTensors.of_layer(model, mp_shard())
 
     def require_losses_without_state(self) -> None:
         """Refuses to save a model whose loss function has trained parameters: no file has them."""
@@ -133,7 +135,7 @@ class Objects:
                 "an optimizer's state goes by the names of the model's parameters",
                 fix='pass model= as well; only=("optimizer",) leaves the model as it is',
             )
-        if isinstance(model, parts.ProgramPart):
+        if isinstance(model, ProgramState):
             return model.optimizer(self.optimizer)
         return layer_and_optimizer.OptimizerState(self.optimizer, model)
 
@@ -150,5 +152,5 @@ class Objects:
             None if self.optimizer is None else layer_and_optimizer.unwrapped(self.optimizer)
         )
         rate_of = optimizer if self.rate else None
-        program = model if isinstance(model, parts.ProgramPart) else None
+        program = model if isinstance(model, ProgramState) else None
         return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of, program)

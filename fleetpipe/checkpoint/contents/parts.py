@@ -7,13 +7,10 @@ protocols here, what they hold of which whole tensor, and under which lasting na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
 
-import numpy as np
-
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.checkpoint.files.tensors import Described, Region
+from fleetpipe.mesh.parts import Described, Held, ModelParts
 
 #: The lasting names of a program's variables, or how they are found; None: they are their own.
 Names = Union[Mapping[str, str], str, None]
@@ -35,34 +32,6 @@ class TensorName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name!r} of the {self.group.replace('_', ' ')}"
-
-
-class Held(NamedTuple):
-    """A tensor, or the part of one that this rank holds.
-
-    Attributes:
-        tensor: A tensor of Paddle's, or an array.
-        cut: Which part of the whole it is; None where it is all of it.
-        differs: Whether other ranks may hold other values, as the statistics of replicas are: the
-            first rank's are saved, and other replicas' beside them: :meth:`TensorName.of_replica`.
-    """
-
-    tensor: Tensor | np.ndarray
-    cut: Region | None = None
-    differs: bool = False
-
-    @property
-    def described(self) -> Described:
-        """The whole tensor's dtype and shape."""
-        shape = tuple(map(int, self.tensor.shape))
-        name = _dtype_name(self.tensor.dtype)
-        return Described(name, shape if self.cut is None else self.cut.whole(shape))
-
-
-@cache
-def _dtype_name(dtype: Any) -> str:
-    """Returns Paddle's name of a dtype, without asking for it once for each tensor of a save."""
-    return str(dtype).removeprefix("paddle.")
 
 
 class Saved(NamedTuple):
@@ -163,19 +132,28 @@ class ModelPart(SavedPart, Protocol):
         """
 
 
-@runtime_checkable
-class ProgramPart(ModelPart, Protocol):
-    """A static program, as one rank holds it."""
+class ProgramSource(Protocol):
+    """What a static program says of itself to a checkpoint.
 
-    def optimizer(self, optimizer: Optimizer) -> OptimizerPart:
-        """Returns the state of the optimizer that the program was minimized by.
+    Attributes:
+        parts: Its parameters and running statistics that this process has.
+        by_order: Whether the names of a checkpoint are those of the same place in its order.
+        minimized_by: The optimizer of its ``minimize``.
+    """
+
+    parts: ModelParts
+    by_order: bool
+    minimized_by: Optimizer
+
+    def optimizer_state(self) -> Mapping[str, tuple[Mapping[str, Held], Held | None]]:
+        """Returns the optimizer's variables by kind, and the master weight, of each parameter.
 
         Raises:
-            ConfigError: It is another one.
+            ConfigError: The optimizer keeps what belongs to no parameter.
         """
 
-    def streams(self) -> StageStreams:
-        """Returns the random streams of this rank's stages."""
+    def streams(self) -> tuple[int, bool, Mapping[int, Any]]:
+        """Returns the fields of :class:`StageStreams`."""
 
     def set_streams(self, streams: Mapping[int, Any]) -> None:
         """Sets ``later`` of :meth:`streams`; a stage without one begins anew.
@@ -188,7 +166,7 @@ class ProgramPart(ModelPart, Protocol):
 class SavedModel(Protocol):
     """A model that knows its lasting names by itself."""
 
-    def checkpoint_part(self) -> ModelPart:
+    def checkpoint_part(self) -> ModelParts:
         """Returns what this process holds of it."""
 
 
@@ -196,7 +174,7 @@ class SavedModel(Protocol):
 class SavedProgram(Protocol):
     """A static program that is run as a pipeline."""
 
-    def checkpoint_part_of_program(self, names: Names) -> ProgramPart:
+    def checkpoint_part_of_program(self, names: Names) -> ProgramSource:
         """Returns what this process holds of it.
 
         Args:

@@ -18,7 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint.contents.parts import ProgramPart, StageStreams
+from fleetpipe.checkpoint.contents.parts import StageStreams
+from fleetpipe.checkpoint.contents.program import ProgramState
 from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
@@ -86,7 +87,7 @@ class TrainingState:
         scaler: Scaler = None,
         data: SavedData | None = None,
         optimizer: Optimizer = None,
-        program: ProgramPart | None = None,
+        program: ProgramState | None = None,
     ) -> None:
         """Takes the objects.
 

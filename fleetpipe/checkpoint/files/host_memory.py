@@ -9,8 +9,8 @@ import numpy as np
 
 from fleetpipe import systems
 from fleetpipe.aliases import Tensor
-from fleetpipe.checkpoint.contents.parts import Held, TensorName
-from fleetpipe.checkpoint.files.tensors import Described
+from fleetpipe.checkpoint.contents.parts import TensorName
+from fleetpipe.mesh.parts import Described, Held
 from fleetpipe.paddle_api import paddle
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.structure import TensorLeaf

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, Saved, TensorName
-from fleetpipe.checkpoint.files.tensors import CODES, Described, Region, is_whole
+from fleetpipe.checkpoint.files.tensors import CODES, is_whole
 from fleetpipe.errors import CheckpointError
 from fleetpipe.json_value import JsonValue, Source, parse, read_text
 from fleetpipe.mesh.axes import COPIES
+from fleetpipe.mesh.parts import Described, Region
 
 MANIFEST = "manifest.json"
 #: Of the format, not of the package. A reader refuses what is newer.

@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, OPTIMIZER, Held, TensorName
-from fleetpipe.checkpoint.files.tensors import CODES, Described, Layout, Region, is_whole, laid_out
+from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, OPTIMIZER, TensorName
+from fleetpipe.checkpoint.files.tensors import CODES, Layout, is_whole, laid_out
 from fleetpipe.errors import CheckpointError
+from fleetpipe.mesh.parts import Described, Held, Region
 
 #: Bytes of tensors after which the next file begins.
 FILE_BYTES = 4 << 30
@@ -60,7 +61,7 @@ class FilePlan(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What one rank holds of a tensor, without the values; see :class:`parts.Held`."""
+    """What one rank holds of a tensor, without the values; see :class:`Held`."""
 
     tensor: Described
     cut: Region | None

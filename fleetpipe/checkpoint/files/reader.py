@@ -17,8 +17,9 @@ from typing import Any, Protocol
 from fleetpipe.checkpoint.contents.parts import GROUPS, TensorName
 from fleetpipe.checkpoint.files import manifest, tensors
 from fleetpipe.checkpoint.files.manifest import Manifest, Whole, WrittenPart
-from fleetpipe.checkpoint.files.tensors import Layout, Region, Stored, damaged
+from fleetpipe.checkpoint.files.tensors import Layout, Stored, damaged
 from fleetpipe.errors import CheckpointError
+from fleetpipe.mesh.parts import Region
 
 #: A value of JSON.
 Json = Any

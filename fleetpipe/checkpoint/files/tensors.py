@@ -17,53 +17,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fleetpipe.errors import CheckpointError
+from fleetpipe.mesh.parts import Described, Region
 
-#: The format's code of each dtype, by Paddle's name, and the bytes of an element.
-CODES: Mapping[str, tuple[str, int]] = {
-    "float64": ("F64", 8),
-    "int64": ("I64", 8),
-    "complex64": ("C64", 8),
-    "float32": ("F32", 4),
-    "int32": ("I32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
+#: The format's code of each dtype, by Paddle's name.
+CODES: Mapping[str, str] = {
+    "float64": "F64",
+    "int64": "I64",
+    "complex64": "C64",
+    "float32": "F32",
+    "int32": "I32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
 }
-_NAMES = {code: name for name, (code, _) in CODES.items()}
+_NAMES = {code: name for name, code in CODES.items()}
 _LENGTH_BYTES = 8
 #: As the library: a header is not believed to be larger than this.
 _LARGEST_HEADER = 100_000_000
 #: Bytes that are read at a time where only their checksum is wanted.
 _BLOCK = 1 << 20
-
-
-class Region(NamedTuple):
-    """The part of a tensor that a rank holds.
-
-    Attributes:
-        axis: The axis that is cut.
-        start: The first place along it.
-        stop: The place after the last.
-        size: Places of the whole tensor along it.
-    """
-
-    axis: int
-    start: int
-    stop: int
-    size: int
-
-    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the whole tensor of which ``shape`` is the part's."""
-        return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
-
-    def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of the part of a whole tensor of ``shape``."""
-        return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
 
 class ByteRun(NamedTuple):
@@ -106,26 +83,6 @@ def is_whole(cuts: Sequence[Region | None], shape: tuple[int, ...]) -> bool:
     return len(axes) == 1 and end == shape[axes.pop()]
 
 
-class Described(NamedTuple):
-    """What is known of a whole tensor without its values: Paddle's name of the dtype, the shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return CODES[self.dtype][1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {list(self.shape)}"
-
-
 class Stored(NamedTuple):
     """A tensor in a file, and the place in the file where it begins."""
 
@@ -159,7 +116,7 @@ def laid_out(tensors: Mapping[str, Described], made_for: str = "pd") -> Layout:
     ends, end = {}, 0
     for name, tensor in ordered:
         ends[name], end = end, end + tensor.nbytes
-        code = CODES[tensor.dtype][0]
+        code = CODES[tensor.dtype]
         entries[name] = {"dtype": code, "shape": tensor.shape, "data_offsets": [ends[name], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)

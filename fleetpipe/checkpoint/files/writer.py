@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe import atomic_file, log, systems
-from fleetpipe.checkpoint.contents.parts import Held, TensorName
+from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
 from fleetpipe.checkpoint.files.manifest import MANIFEST, Entry, Manifest, Whole, WrittenPart
 from fleetpipe.checkpoint.files.plan import FilePlan
 from fleetpipe.checkpoint.files.run_folder import Retention
-from fleetpipe.checkpoint.files.tensors import Region
 from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.mesh.parts import Held, Region
 
 _log = log.logger(__name__)
 

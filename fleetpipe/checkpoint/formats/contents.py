@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fleetpipe.checkpoint import fleet_files
+from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.checkpoint.files import host_memory, tensors
-from fleetpipe.checkpoint.files.tensors import CODES, Described, Region, Stored
-from fleetpipe.checkpoint.pickled import Placed
+from fleetpipe.checkpoint.files.tensors import CODES, Stored
+from fleetpipe.fleet_files.pickled import Placed
+from fleetpipe.mesh.parts import Described, Region
 
 #: The file of a learning rate's scheduler in checkpoints of PaddleNLP and PaddleFormers.
 SCHEDULER = "scheduler.pdparams"

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from fleetpipe import fleet_files
 from fleetpipe.atomic_file import appearing
-from fleetpipe.checkpoint import fleet_files
 from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, MODEL, OPTIMIZER
 from fleetpipe.checkpoint.files.run_folder import complete_steps
 from fleetpipe.checkpoint.formats import (

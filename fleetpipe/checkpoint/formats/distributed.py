@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fleetpipe.checkpoint import fleet_files
+from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.checkpoint.files.tensors import CODES, Described, Region
+from fleetpipe.checkpoint.files.tensors import CODES
 from fleetpipe.checkpoint.formats import flex_checkpoint
 from fleetpipe.checkpoint.formats.contents import (
     SCHEDULER,
@@ -34,8 +34,9 @@ from fleetpipe.checkpoint.formats.contents import (
     stored_tensor,
     write_rest,
 )
-from fleetpipe.checkpoint.pickled import PickledObject
 from fleetpipe.errors import CheckpointError
+from fleetpipe.fleet_files.pickled import PickledObject
+from fleetpipe.mesh.parts import Described, Region
 from fleetpipe.paddle_api import paddle
 
 #: PaddleFormers' folder of each group.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fleetpipe.checkpoint import fleet_files, layer_manifest
+from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.formats.contents import (
     Checkpoint,
@@ -14,11 +14,9 @@ from fleetpipe.checkpoint.formats.contents import (
     placed_tensor,
 )
 from fleetpipe.errors import CheckpointError
+from fleetpipe.fleet_files import manifest
+from fleetpipe.fleet_files.layers import LayerFile
 
-_FILE = re.compile(
-    r"layer_(?P<layer>\d{2,})(-virtual_pp_stage_\d{2,})?"
-    r"-tensor_(?P<shard>\d{2,})-model_states\.pdparams"
-)
 _NAME = re.compile(r"(?P<layer>\d+)\.(?P<name>.+)")
 
 
@@ -34,12 +32,14 @@ def read_folder(folder: Path) -> Checkpoint:
         CheckpointError: A file cannot be read, or holds a shard of its layer.
     """
     contents: dict[TensorName, LazyTensor] = {}
-    saved = layer_manifest.save_in(folder)
-    matches = [
-        (match, saved.path(name)) for name in saved.paths if (match := _FILE.fullmatch(name))
+    saved = manifest.save_in(folder)
+    files = [
+        (file.number, saved.path(name), file.shard)
+        for name in saved.paths
+        if (file := LayerFile.named(name))
     ]
-    for match, path in sorted(matches, key=lambda pair: (int(pair[0]["layer"]), pair[1])):
-        if int(match["shard"]):
+    for number, path, shard in sorted(files):
+        if shard:
             raise CheckpointError(
                 "files of shards do not say how their layers were cut",
                 where=str(path),
@@ -48,7 +48,7 @@ def read_folder(folder: Path) -> Checkpoint:
             )
         saved.require(path.name)
         for name, array in fleet_files.placed(path).items():
-            full = TensorName(MODEL, f"{int(match['layer'])}.{name}")
+            full = TensorName(MODEL, f"{number}.{name}")
             if full in contents:
                 raise CheckpointError(
                     f"two files have {full}",
@@ -80,4 +80,4 @@ def write_folder(state: Checkpoint, folder: Path) -> None:
         layers.setdefault(int(match["layer"]), {})[match["name"]] = tensor
     for layer in range(max(layers, default=-1) + 1):
         read = {name: paddle_tensor(tensor) for name, tensor in layers.get(layer, {}).items()}
-        fleet_files.save(folder / f"layer_{layer:02d}-tensor_00-model_states.pdparams", read)
+        fleet_files.save(folder / LayerFile(layer).name, read)

@@ -16,7 +16,6 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import MODEL, OPTIMIZER, SavedModel, TensorName
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest
 from fleetpipe.checkpoint.files.reader import SavedStep, StepReader
-from fleetpipe.checkpoint.files.tensors import Region
 from fleetpipe.checkpoint.formats import run
 from fleetpipe.checkpoint.formats.contents import Checkpoint, memory_of
 from fleetpipe.checkpoint.formats.convert import FLEETPIPE, FORMATS, format_of, read_checkpoint
@@ -25,6 +24,7 @@ from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import restore_from
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.log import logger, once
+from fleetpipe.mesh.parts import Region
 from fleetpipe.paddle_api.optimizer import scheduler_of
 from fleetpipe.paddle_types import Layer, Optimizer, Program
 

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
-from fleetpipe.checkpoint.files.tensors import Described, Region
 from fleetpipe.checkpoint.formats.casts import can_cast, cast
 from fleetpipe.checkpoint.formats.contents import (
     Checkpoint,
@@ -33,6 +32,7 @@ from fleetpipe.checkpoint.formats.contents import (
 from fleetpipe.checkpoint.formats.flex_checkpoint import Copied, composed
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.json_value import JsonValue, Source, read
+from fleetpipe.mesh.parts import Described, Region
 
 _FOLDER = Path(__file__).parent / "names"
 #: What stands in a statement beside names: attributes, and patterns whose names are not counted.

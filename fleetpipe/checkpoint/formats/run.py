@@ -15,12 +15,12 @@ from fleetpipe.checkpoint.files.manifest import Manifest
 from fleetpipe.checkpoint.files.plan import Holding, Inventory, indexes, planned
 from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
-from fleetpipe.checkpoint.files.tensors import Described, Region
 from fleetpipe.checkpoint.files.writer import Assignment, described_files, write
 from fleetpipe.checkpoint.formats.contents import Checkpoint, LazyTensor, bits, memory_of
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.groups import SoleGroup
+from fleetpipe.mesh.parts import Described, Region
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.version import __version__
 

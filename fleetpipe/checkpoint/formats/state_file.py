@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from fleetpipe.checkpoint import fleet_files
+from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.formats.contents import (
     Checkpoint,

@@ -18,13 +18,13 @@ import numpy as np
 
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Held, Saved, TensorName
+from fleetpipe.checkpoint.contents.parts import Saved, TensorName
 from fleetpipe.checkpoint.files import host_memory
-from fleetpipe.checkpoint.files.tensors import Described
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import CheckpointError
 from fleetpipe.launch.keeping import copies
 from fleetpipe.launch.keeping.slots import SlotForm, Slots, aligned
+from fleetpipe.mesh.parts import Described, Held
 from fleetpipe.paddle_api.device import dynamic_mode
 
 #: Names the folder in memory; whoever starts a job again gives it.

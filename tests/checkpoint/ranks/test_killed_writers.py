@@ -14,10 +14,11 @@ import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 import numpy as np
 import paddle
-from fleetpipe.checkpoint import fleet_files
+from fleetpipe import fleet_files
+from fleetpipe.fleet_files import states
 
 folder = sys.argv[1]
-moments = [(os, "fsync"), (os, "replace"), (os, "rename"), (fleet_files, "_write")]
+moments = [(os, "fsync"), (os, "replace"), (os, "rename"), (states, "_write")]
 
 def killed_at(moment, save):
     child = os.fork()
@@ -35,7 +36,7 @@ def killed_at(moment, save):
                 os.kill(os.getpid(), signal.SIGKILL)
             return act(*args, **named)
         return acting
-    write = fleet_files._write
+    write = states._write
     for module, name in moments:
         setattr(module, name, counted(getattr(module, name)))
     save()

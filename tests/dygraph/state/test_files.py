@@ -15,13 +15,14 @@ from paddle.distributed.fleet.meta_parallel import PipelineLayer as StockPipelin
 
 from fleetpipe import fleet
 from fleetpipe.checkpoint.formats import layer_files
-from fleetpipe.checkpoint.layer_manifest import Writer
 from fleetpipe.dygraph import VocabularyHead
 from fleetpipe.dygraph.state import files
 from fleetpipe.dygraph.state.layer_in_parts import LayerInParts
 from fleetpipe.errors import CheckpointError
 from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from fleetpipe.fleet_files.layers import LayerFile
+from fleetpipe.fleet_files.manifest import Writer
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS
 from tests.pipelines import batch, bits, job, mlp_layers, pipeline
@@ -73,7 +74,7 @@ def test_each_layer_has_a_file_under_fleets_name(
 
 
 def test_a_save_is_whole_until_all_ranks_have_written_the_next(tmp_path: Path) -> None:
-    places = [files.ParameterPlace(number, None) for number in range(3)]
+    places = [LayerFile(number) for number in range(3)]
 
     def save(rank: int, run: str, ranks: int) -> None:
         layers = {}
@@ -106,7 +107,7 @@ def test_a_save_is_whole_until_all_ranks_have_written_the_next(tmp_path: Path) -
 
 
 def test_layers_of_two_saves_and_missing_ones_are_refused_by_name(tmp_path: Path) -> None:
-    places = [files.ParameterPlace(number, None) for number in range(2)]
+    places = [LayerFile(number) for number in range(2)]
 
     def save(folder: Path, rank: int, run: str) -> None:
         layers = {places[rank]: nn.Linear(3, 3).state_dict()}
@@ -267,13 +268,13 @@ def test_slices_are_read_as_fleet_assigns_them(tmp_path: Path) -> None:
     for tensor_shard in range(4):
         layer.bias.set_value(paddle.full([2], float(tensor_shard)))
         writer = Writer("run/1", tensor_shard, 5)
-        place = files.ParameterPlace(104, None)
+        place = LayerFile(104)
         files.save(tmp_path, {place: layer.state_dict()}, tensor_shard, writer)
-    other = {files.ParameterPlace(10, None): nn.Linear(2, 2).state_dict()}
+    other = {LayerFile(10): nn.Linear(2, 2).state_dict()}
     files.save(tmp_path, other, 0, Writer("run/1", 4, 5))
     assert names(tmp_path)[1:3] == ["layer_104-tensor_00", "layer_104-tensor_01"]
     for tensor_shard, slices, expected in [(1, 4, 1), (1, 2, 2), (0, 1, 0), (5, 8, 2)]:
-        files.load(tmp_path, {files.ParameterPlace(104, None): layer}, tensor_shard, slices)
+        files.load(tmp_path, {LayerFile(104): layer}, tensor_shard, slices)
         assert layer.bias.tolist() == [expected, expected]
 
 
@@ -360,7 +361,7 @@ def test_a_rank_reads_its_part_of_a_head_and_never_the_whole(tmp_path: Path) -> 
     part = VocabularyHead(64, 32768).layers(8)[2].build_layer()
     first, last = part.rows
     numbers = np.random.default_rng(0).standard_normal((32768, 64)).astype("float32")
-    place = files.ParameterPlace(3, None)
+    place = LayerFile(3)
     state = {"weight": paddle.to_tensor(numbers)}
     files.save(tmp_path, {place: state}, 0, Writer("run/1", 0, 1))
     tracemalloc.start()

@@ -16,7 +16,6 @@ from paddle.distributed.communication.group import Group
 from paddle.distributed.fleet.layers import mpu
 
 from fleetpipe import fleet
-from fleetpipe.checkpoint.contents.layer_and_optimizer import held_of
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.optimizer.clip_global import SlicedNormClip
 from fleetpipe.dygraph.tensor_parallel import (
@@ -29,6 +28,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     replacements,
 )
 from fleetpipe.errors import CheckpointError, ConfigError, StateError
+from fleetpipe.mesh.parts import held_of
 from tests.dygraph.members import MEMBERS, NAMES, Twins
 from tests.groups import members, on_all
 from tests.pipelines import job, pipeline

@@ -12,8 +12,8 @@ from paddle import nn
 from paddle.static import device_guard
 
 from fleetpipe import fleet, static
-from fleetpipe.checkpoint.fleet_files import arrays
 from fleetpipe.errors import CheckpointError
+from fleetpipe.fleet_files import arrays
 from tests.static.networks import (
     CLASSES,
     FEATURES,

@@ -14,8 +14,9 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.checkpoint import fleet_files
+from fleetpipe import fleet_files
 from fleetpipe.errors import CheckpointError
+from fleetpipe.fleet_files import states as state_files
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64"]
 DTYPES = [*FLOATS, "int8", "uint8", "int16", "int32", "int64", "bool"]
@@ -275,13 +276,13 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
 ) -> None:
     path = tmp_path / "x.pdparams"
     fleet_files.save(path, {"a": paddle.ones([2])})
-    write = fleet_files._write
+    write = state_files._write
 
     def full(contents: Any, draft: str, protocol: int) -> None:
         write(contents, draft, protocol=protocol)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fleet_files, "_write", full)
+    monkeypatch.setattr(state_files, "_write", full)
     with pytest.raises(OSError, match="No space left"):
         fleet_files.save(path, {"a": paddle.zeros([2])})
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.pdparams"]

@@ -1,0 +1,136 @@
+"""A static program and its optimizer in a checkpoint, as the program describes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fleetpipe.aliases import Optimizer
+from fleetpipe.checkpoint.contents import layer_and_optimizer
+from fleetpipe.checkpoint.contents.parts import (
+    MASTER_WEIGHTS,
+    ProgramSource,
+    Saved,
+    StageStreams,
+    TensorName,
+)
+from fleetpipe.errors import CheckpointError, ConfigError
+from fleetpipe.mesh.parts import Held
+
+
+class ProgramState(layer_and_optimizer.NamedTensors):
+    """The parameters and running statistics of a program's stages."""
+
+    def __init__(self, program: ProgramSource) -> None:
+        super().__init__(program.parts)
+        self._program = program
+
+    def saved_names(self, saved: Saved) -> Mapping[str, str]:
+        """Returns the saved name of each tensor of the whole program."""
+        order = self.order()
+        if set(order) != set(saved.order) and not self._program.by_order:
+            missing_there = [name for name in order if name not in saved.order]
+            missing_here = [name for name in saved.order if name not in order]
+            raise ConfigError(
+                "the program and the checkpoint call parameters by other names",
+                expected=_listed(missing_there, "of the program"),
+                got=_listed(missing_here, "of the checkpoint"),
+                cause="Paddle counts the names of static parameters, and versions count otherwise",
+                fix='CheckpointManager(.., names={"name in the program": "name in the '
+                'checkpoint", ..}); names="order", where both declare the same layers in the '
+                "same order",
+            )
+        return super().saved_names(saved)
+
+    def optimizer(self, optimizer: Optimizer) -> ProgramOptimizer:
+        """Returns the state of the optimizer that the program was minimized by.
+
+        Raises:
+            ConfigError: It is another one.
+        """
+        minimized_by = layer_and_optimizer.unwrapped(self._program.minimized_by)
+        if layer_and_optimizer.unwrapped(optimizer) is not minimized_by:
+            raise ConfigError(
+                "the program was minimized by another optimizer",
+                expected=f"that {type(self._program.minimized_by).__name__}, or what "
+                "fleet.distributed_optimizer made of it",
+                got=f"another {type(layer_and_optimizer.unwrapped(optimizer)).__name__}",
+                fix="pass the optimizer of which minimize(loss) was called",
+            )
+        return ProgramOptimizer(type(minimized_by).__name__, self._program.optimizer_state(), self)
+
+    def streams(self) -> StageStreams:
+        """Returns the random streams of this process's stages."""
+        return StageStreams(*self._program.streams())
+
+    def set_streams(self, streams: Mapping[int, Any]) -> None:
+        """Sets ``later`` of :meth:`streams`; see :class:`ProgramSource`."""
+        self._program.set_streams(streams)
+
+
+class ProgramOptimizer:
+    """The optimizer's variables of this process's parameters.
+
+    Attributes:
+        kind: The type of the optimizer.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        state: Mapping[str, tuple[Mapping[str, Held], Held | None]],
+        model: ProgramState,
+    ) -> None:
+        self.kind = kind
+        self._by_parameter, self._model = state, model
+
+    def held(self) -> Mapping[TensorName, Held]:
+        """Returns the state that this process keeps."""
+        return {
+            name: held
+            for parameter in self._by_parameter
+            for name, held in self._state(parameter, parameter)
+        }
+
+    def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
+        """Returns what is to be filled with the saved state.
+
+        Raises:
+            CheckpointError: The state is of another optimizer, or a parameter has none.
+        """
+        layer_and_optimizer.require_kind(self.kind, saved)
+        names, there = self._model.saved_names(saved), layer_and_optimizer.by_parameter(saved)
+        targets: dict[TensorName, Held] = {}
+        for parameter in self._by_parameter:
+            path = names[parameter]
+            state = dict(self._state(parameter, path))
+            if state and path not in there:
+                raise CheckpointError(
+                    f"the checkpoint has no state of the optimizer for {path!r}",
+                    cause="it was saved before the first step, or did not train this parameter",
+                    fix="restore the model alone right after the startup program has run: "
+                    'only=("model",)',
+                )
+            layer_and_optimizer.require_kinds(path, set(state), there.get(path, set()))
+            targets.update(state)
+        for name, held in targets.items():
+            layer_and_optimizer.require_fit(name, held, saved.tensors[name])
+        return targets
+
+    def settle(self) -> None:
+        """Does nothing: memory was there before."""
+
+    def abandon(self) -> None:
+        """Does nothing."""
+
+    def _state(self, parameter: str, path: str) -> Iterator[tuple[TensorName, Held]]:
+        kinds, master = self._by_parameter[parameter]
+        for kind, held in kinds.items():
+            yield layer_and_optimizer.state_name(path, kind), held
+        if master is not None:
+            yield TensorName(MASTER_WEIGHTS, path), master
+
+
+def _listed(names: Sequence[str], whose: str) -> str:
+    shown = ", ".join(names[:6]) + (", .." if len(names) > 6 else "")
+    return f"{shown} {whose}" if names else f"nothing {whose}"

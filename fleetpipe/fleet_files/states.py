@@ -1,0 +1,210 @@
+"""Files of saved parameters and optimizer states as Paddle has them: written whole, read safely.
+
+Paddle's ``.pdparams`` and ``.pdopt`` are pickles, in which ``pickled.py`` finds values alone. What
+cannot be read is a ``CheckpointError`` that says what the file seems to be.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+
+from fleetpipe.aliases import Nest
+from fleetpipe.atomic_file import replacing
+from fleetpipe.errors import CheckpointError
+from fleetpipe.fleet_files import pickled
+from fleetpipe.paddle_api import paddle
+
+Contents = TypeVar("Contents")
+
+#: The stub knows tensors only.
+_write: Any = paddle.save
+#: What Paddle adds to a dict of tensors: their names, and how it divided the largest of them.
+_NAMES, _DIVIDED = "StructuredToParameterName@@", "UnpackBigParamInfor@@"
+_BEGINNINGS = (
+    (b"\x89PNG", "a PNG image"),
+    (b"\xff\xd8\xff", "a JPEG image"),
+    (b"\x1f\x8b", "a gzip archive"),
+    (b"PK\x03\x04", "a zip archive, as .npz and the files of PyTorch are"),
+    (b"version https://git-lfs", "a pointer of Git LFS: `git lfs pull` brings the file itself"),
+    (b"\x93NUMPY", "a single array of numpy (.npy)"),
+    (b"\x80", "a pickle; paddle.load would run what it names"),
+)
+
+
+def save(path: str | os.PathLike[str], contents: Nest, protocol: int = 4) -> None:
+    """Writes a file as ``paddle.save`` does: at any moment it is the old one, or the new one whole.
+
+    Args:
+        path: The file.
+        contents: A dict of tensors or arrays.
+        protocol: Of the pickle, 2 to 4.
+
+    Raises:
+        OSError: It cannot be written; the file that was there stays.
+    """
+    target = Path(path)
+    save_all(target.parent, {target.name: contents}, protocol)
+
+
+def save_all(folder: str | os.PathLike[str], files: Mapping[str, Nest], protocol: int = 4) -> None:
+    """Does what :func:`save` does for several files of a folder, which is made where it is not.
+
+    Args:
+        folder: The folder.
+        files: The contents of each file by its name.
+        protocol: As for :func:`save`.
+
+    Raises:
+        OSError: One cannot be written; all files that were there stay.
+    """
+    with replacing(Path(folder)) as draft:
+        for name, contents in files.items():
+            _write(contents, str(draft / name), protocol=protocol)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Nest]:
+    """Reads a file of ``paddle.save``, as ``paddle.load`` does, without running what it names.
+
+    Args:
+        path: A ``.pdparams`` or ``.pdopt`` file of Fleet's, of Paddle's or of fleetpipe's.
+
+    Returns:
+        What was saved, with tensors on the current device.
+
+    Raises:
+        CheckpointError: There is no such file, it cannot be read, or it holds something else.
+    """
+    contents: dict[str, Nest] = _with_tensors(arrays(path), {})
+    return contents
+
+
+def arrays(path: str | os.PathLike[str]) -> dict[str, Nest]:
+    """Does what :func:`load` does, with arrays in the place of tensors; bfloat16 is uint16."""
+    return _read(path)[0]
+
+
+def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
+    """Returns the name of each tensor of a state dict, and that which Paddle had counted for it.
+
+    ``linear_0.w_0`` is one of the latter; the file of an optimizer goes by them.
+
+    Args:
+        path: A ``.pdparams`` file.
+
+    Raises:
+        CheckpointError: As for :func:`load`.
+    """
+    return [*_read(path)[1].items()]
+
+
+def placed(path: str | os.PathLike[str]) -> dict[str, Nest]:
+    """Does what :func:`arrays` does, with :class:`pickled.Placed` for what is large."""
+    return _guarded(path, lambda file: _pickled_dict(file, placed=True))[0]
+
+
+def mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
+    """Does what :func:`arrays` does; what an array has is read from the file when it is used."""
+    return {name: _mapped(path, value) for name, value in placed(path).items()}
+
+
+def _mapped(path: str | os.PathLike[str], value: Nest) -> Nest:
+    if not isinstance(value, pickled.Placed):
+        return value
+    if not math.prod(value.shape):
+        return np.zeros(value.shape, value.dtype)
+    return np.memmap(path, value.dtype, "r", value.begin, value.shape, value.order)
+
+
+def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.PickledObject:
+    """Reads an object that ``paddle.save`` wrote, without making or running any.
+
+    Args:
+        path: The file.
+        kinds: Names of classes, with their modules, of which it may hold objects.
+
+    Raises:
+        CheckpointError: As for :func:`load`.
+    """
+
+    def read_record(file: BinaryIO) -> pickled.PickledObject:
+        contents = pickled.read(file, kinds)
+        if not isinstance(contents, pickled.PickledObject):
+            raise pickled.Refused(f"a {type(contents).__name__}, not an object")
+        return contents
+
+    return _guarded(path, read_record)
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Nest], dict[str, str]]:
+    return _guarded(path, _pickled_dict)
+
+
+def _guarded(path: str | os.PathLike[str], read: Callable[[BinaryIO], Contents]) -> Contents:
+    """Returns what ``read`` makes of a file; what it stumbles over is one error of the file."""
+    name = os.fspath(path)
+    if not os.path.exists(name):
+        raise CheckpointError(f"there is no {name}", fix="check the path, and which ranks saved")
+    if not os.path.isfile(name):
+        raise CheckpointError(f"{name} is no file", fix="pass a file that paddle.save wrote")
+    try:
+        with open(name, "rb") as file:
+            return read(file)
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} cannot be read", cause=str(error), fix="make it readable for this process"
+        ) from error
+    # A damaged file makes the reader stumble in ways of which no list would be complete.
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} is not what paddle.save writes; nothing of it was run or loaded",
+            expected="a dict of tensors that paddle.save wrote",
+            got=f"it holds {error}" if isinstance(error, pickled.Refused) else str(error)[:200],
+            cause=_cause(name),
+            fix="save it again with paddle.save, if it is yours",
+        ) from error
+
+
+def _cause(name: str) -> str:
+    with open(name, "rb") as file:
+        begin = file.read(64)
+    size = os.path.getsize(name)
+    if not begin:
+        return "it is empty: the disk was full, or the one who wrote it was stopped"
+    for magic, what in _BEGINNINGS:
+        if begin.startswith(magic):
+            return f"it has {size} bytes and begins as {what}"
+    return f"it has {size} bytes and begins with {begin[:24]!r}"
+
+
+def _pickled_dict(
+    file: BinaryIO, *, placed: bool = False
+) -> tuple[dict[str, Nest], dict[str, str]]:
+    """Returns the contents of a file, and the names that Paddle counted."""
+    contents = pickled.read(file, placed=placed)
+    if not isinstance(contents, dict):
+        raise pickled.Refused(f"a {type(contents).__name__}, not a dict")
+    names = contents.pop(_NAMES, {})
+    for name, description in contents.pop(_DIVIDED, {}).items():
+        parts = [contents.pop(part) for part in description["slices"]]
+        contents[name] = np.concatenate(parts).reshape(description["OriginShape"])
+    return contents, names
+
+
+def _with_tensors(value: Nest, made: dict[int, Nest]) -> Nest:
+    """Returns ``value`` with tensors for its arrays; what it holds twice is made once."""
+    if id(value) not in made:
+        if isinstance(value, np.ndarray):
+            made[id(value)] = paddle.to_tensor(value)
+        elif isinstance(value, dict):
+            made[id(value)] = {key: _with_tensors(item, made) for key, item in value.items()}
+        elif isinstance(value, (list, tuple)):
+            made[id(value)] = type(value)(_with_tensors(item, made) for item in value)
+        else:
+            return value
+    return made[id(value)]

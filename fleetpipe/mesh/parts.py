@@ -1,0 +1,243 @@
+"""Parts of a parameter: who holds what of a tensor, for all that save, load, clip or compare it.
+
+How many parts there are, and which process has which, depends on the ranks that train; the whole
+does not. A process that has several parts of a tensor saves and restores them as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.errors import CheckpointError
+from fleetpipe.transport.wire.structure import SIZES
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Region(NamedTuple):
+    """The part of a tensor that a rank holds.
+
+    Attributes:
+        axis: The axis that is cut.
+        start: The first place along it.
+        stop: The place after the last.
+        size: Places of the whole tensor along it.
+    """
+
+    axis: int
+    start: int
+    stop: int
+    size: int
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the whole tensor of which ``shape`` is the part's."""
+        return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
+
+    def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the part of a whole tensor of ``shape``."""
+        return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
+
+    def taken_from(self, whole: Any) -> Any:
+        """Returns the part of a whole tensor or array."""
+        return whole[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
+
+
+class Described(NamedTuple):
+    """What is known of a whole tensor without its values: Paddle's name of the dtype, the shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return SIZES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {list(self.shape)}"
+
+
+class Held(NamedTuple):
+    """A tensor, or the part of one that this rank holds.
+
+    Attributes:
+        tensor: A tensor of Paddle's, or an array.
+        cut: Which part of the whole it is; None where it is all of it.
+        differs: Whether other ranks may hold other values, as the statistics of replicas are.
+    """
+
+    tensor: Tensor | np.ndarray
+    cut: Region | None = None
+    differs: bool = False
+
+    @property
+    def described(self) -> Described:
+        """The whole tensor's dtype and shape."""
+        shape = tuple(map(int, self.tensor.shape))
+        name = _dtype_name(self.tensor.dtype)
+        return Described(name, shape if self.cut is None else self.cut.whole(shape))
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
+    """Returns Paddle's name of a dtype, without asking for it once for each tensor of a save."""
+    name = str(dtype).removeprefix("paddle.")
+    # NumPy has no bfloat16: Paddle gives its bits.
+    return "bfloat16" if name == "uint16" and isinstance(dtype, np.dtype) else name
+
+
+class PartOfWhole(NamedTuple):
+    """What makes a parameter a part of a whole one, as its attribute ``part_of_whole``.
+
+    Attributes:
+        number: That of the part, whose layer stands so many places behind that of the first.
+        cut: Which part of the whole it is.
+    """
+
+    number: int
+    cut: Region
+
+    def whole_name(self, name: str) -> str:
+        """Returns the lasting name of the whole, given that of the part."""
+        *path, attribute = name.split(".")
+        if attribute == f"part{self.number}":
+            return ".".join([*path, "weight"])
+        # A layer of a list of layers, or of one layer that has all parts.
+        stem = [str(int(path[0]) - self.number)] if len(path) == 1 else path[:-1]
+        return ".".join([*stem, attribute])
+
+
+class ModelParts(NamedTuple):
+    """What a process holds of a model, as a checkpoint takes it.
+
+    Attributes:
+        tensors: The parameters and buffers that this process holds, each once, by lasting name.
+        outline: The names and whole shapes of the whole model, in its order.
+        buffers: Buffers that no state dict has, by lasting name; a checkpoint may lack them.
+        wholes: The name of the whole of each of ``tensors`` that is a part; the outline has that.
+        late: Buffers that the model did not have when it was built, as a forward registers them.
+        root: What has these at their names, and may take them: a restored model may lack them.
+        plain_names: The lasting name of each name of the plain model that a list of layers was made
+            of, in its order; a tied weight may have several. Empty where it was made of none.
+    """
+
+    tensors: Mapping[str, Held]
+    outline: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, Held] = MappingProxyType({})
+    wholes: Mapping[str, str] = MappingProxyType({})
+    late: Mapping[str, Held] = MappingProxyType({})
+    root: Layer | None = None
+    plain_names: Mapping[str, str] = MappingProxyType({})
+
+
+def part_of(tensor: Tensor) -> PartOfWhole | None:
+    """Returns which part of a whole one a parameter is; None where it is whole itself."""
+    part: PartOfWhole | None = getattr(tensor, "part_of_whole", None)
+    return part
+
+
+def whole_name(name: str, part: PartOfWhole | None) -> str:
+    """Returns the name under which a checkpoint has a parameter."""
+    return name if part is None else part.whole_name(name)
+
+
+def held_of(tensor: Tensor, shard: tuple[int, int]) -> Held:
+    """Describes a parameter or buffer.
+
+    Args:
+        tensor: It, or this process's shard of it.
+        shard: Which mp shard of tensor-parallel layers this process holds, and of how many.
+    """
+    member, members = shard
+    # Paddle's running statistics are parameters that need no gradient.
+    differs = bool(tensor.stop_gradient)
+    if (part := part_of(tensor)) is not None:
+        return Held(tensor, part.cut, differs)
+    if members == 1 or not getattr(tensor, "is_distributed", False):
+        return Held(tensor, None, differs)
+    if not hasattr(tensor, "split_axis"):
+        raise CheckpointError(
+            "a parameter is distributed over the tensor-parallel ranks in a way that nobody knows",
+            got=f"{tensor.name}: is_distributed, and no split_axis",
+            fix="set its split_axis to the axis that is cut, or is_distributed=False if none is",
+        )
+    axis, size = int(tensor.split_axis), int(tensor.shape[tensor.split_axis])
+    return Held(tensor, Region(axis, member * size, (member + 1) * size, members * size), differs)
+
+
+def parted(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns a state in which parts stand in the place of what is whole.
+
+    Args:
+        state: Tensors or arrays by name.
+        tensors: By name, the parameters that it is for.
+    """
+    split: dict[str, Any] = {}
+    wholes = set()
+    for name, tensor in tensors.items():
+        part = part_of(tensor)
+        whole = None if part is None else state.get(part.whole_name(name))
+        # The first part may go by the name of the whole.
+        if part is not None and whole is not None and _is_whole(whole, part.cut):
+            split[name] = part.cut.taken_from(whole)
+            wholes.add(part.whole_name(name))
+    return {**{name: value for name, value in state.items() if name not in wholes}, **split}
+
+
+def _is_whole(value: Any, cut: Region) -> bool:
+    shape = tuple(value.shape)
+    return len(shape) > cut.axis and shape[cut.axis] == cut.size
+
+
+class JoinedParts(Generic[Name]):
+    """What a process holds, each tensor once: parts of one tensor are joined.
+
+    Attributes:
+        held: By name. What is made of several parts is a copy.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[Name, Held]]) -> None:
+        """Takes tensors, those of one name in the order of their parts."""
+        parts: dict[Name, list[Held]] = {}
+        for name, held in tensors:
+            parts.setdefault(name, []).append(held)
+        self.held = {name: _joined(ones) for name, ones in parts.items()}
+        self._parts = [(self.held[name], ones) for name, ones in parts.items() if len(ones) > 1]
+
+    def hand_out(self) -> None:
+        """Gives the parts what the joined tensors have been filled with."""
+        for whole, parts in self._parts:
+            for part in parts:
+                target: Tensor = part.tensor
+                value: Tensor = whole.tensor
+                if part.cut is not None and whole.cut is not None:
+                    begin = whole.cut.start
+                    value = part.cut._replace(
+                        start=part.cut.start - begin, stop=part.cut.stop - begin
+                    ).taken_from(value)
+                if part is not whole:
+                    target.set_value(value)
+
+
+def _joined(parts: list[Held]) -> Held:
+    first, last = parts[0], parts[-1]
+    if first.cut is None or last.cut is None or len(parts) == 1:
+        # One number, such as the powers of Adam, is the same for all parts.
+        return first
+    from fleetpipe.paddle_api import paddle
+
+    tensors: list[Tensor] = [part.tensor for part in parts]
+    values = paddle.concat([tensor.detach() for tensor in tensors], first.cut.axis)
+    return Held(values, first.cut._replace(stop=last.cut.stop), first.differs)

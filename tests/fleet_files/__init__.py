@@ -1,0 +1,1 @@
+"""Files as Paddle and Fleet write them."""
