@@ -107,7 +107,7 @@ test-262: .venv-262/.installed
 # The package for CPUs, which shares all but its kernels with that for GPUs, by the examples.
 test-262-cpu: .venv-262-cpu/.installed
 	.venv-262-cpu/$(BIN)/python $(PYTEST) $(PYTEST_ARGS) \
-	    $(addprefix tests/processes/examples/test_,alexnet.py gpt.py mlp.py static.py)
+	    tests/processes/examples/test_examples.py tests/static/run/test_epochs.py
 
 # The branches for GPUs, by a CPU that says it is one. What this shows is that they run, not what a
 # card makes of them; tests/gpu/pretending.py names what is left out.

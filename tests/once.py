@@ -79,7 +79,7 @@ ONCE: dict[str, tuple[str, ...]] = {
     ),
     "joins on ranks what one process, or fewer axes, shows of both versions": (
         *("processes/combinations", "processes/captured/test_captured_slices.py"),
-        *("processes/pipeline/test_schedules.py", "processes/examples/test_doors.py"),
+        "processes/pipeline/test_schedules.py",
         *("compat/colossalai/test_ranks.py", "compat/mindspore/test_ranks.py"),
         "processes/axes/test_sequences.py::test_checkpoints_and_traces_of_split_sequences",
         "processes/axes/test_sequences.py::test_parity_joins_the_parts_of_sequences",
@@ -112,8 +112,7 @@ ONCE: dict[str, tuple[str, ...]] = {
         *("paddle_api/test_rehearsal.py", "dygraph/train/test_rehearsal.py"),
     ),
     "is what make test-262-cpu runs, on the wheel of 2.6.2 for CPUs": (
-        *("processes/examples/test_alexnet.py", "processes/examples/test_gpt.py"),
-        *("processes/examples/test_mlp.py", "processes/examples/test_static.py"),
+        *("processes/examples/test_examples.py", "static/run/test_epochs.py"),
     ),
 }
 PATHS = tuple(f"tests/{path}" for paths in ONCE.values() for path in paths)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import full_state_dict, state_dict
 from tests.fixtures import Call, Launch
-from tests.launching import ROOT, Finished, JobFailed
+from tests.launching import Finished, JobFailed
 from tests.static.networks import MICRO_BATCHES, batches, executor_of, mlp, strategy_of, unsplit
 
 
@@ -136,23 +134,6 @@ def test_a_rank_that_dies_ends_the_other(on_ranks: Call) -> None:
     assert "PeerFailed" in job.logs[0]
     assert "rank 1" in job.logs[0]
     assert job.seconds < 40
-
-
-def test_the_examples_equal_one_program(launch: Launch, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    args = ["--steps", "2", "--report", str(report)]
-    launch(ROOT / "examples" / "static_mlp.py", None, args=["--pp", "3", *args])
-    found = json.loads(report.read_text())
-    assert found["bit_exact"]
-    assert found["pipeline_loss"] == found["single_loss"]
-    network = ["--layers", "18", "--width", "4", "--micro-batch-size", "2"]
-    job = launch(ROOT / "examples" / "static_resnet.py", 4, args=[*network, *args])
-    found = json.loads(report.read_text())
-    assert found["bit_exact"]
-    assert (found["ranks"], found["steps"]) == (4, 2)
-    for rank in range(3):
-        assert "[Epoch 0, batch 1] loss: None, acc1: None, acc5: None" in job.logs[rank]
-    assert f"[Epoch 0, batch 1] loss: {found['pipeline_loss'][1]:.5f}" in job.logs[3]
 
 
 OLDER = """

@@ -1,18 +1,13 @@
-"""Static graph on real ranks: the end of an epoch, Paddle's own save and load, export, examples."""
+"""Static graph on real ranks: the end of an epoch, Paddle's own save and load, export."""
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import re
-import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import paddle
-import pytest
 
 from tests.fixtures import Launch
 from tests.launching import ROOT
@@ -134,59 +129,3 @@ def test_two_ranks_end_an_epoch_save_load_and_export_as_one_process_does(
     assert first["clone"] != last["clone"]
     np.testing.assert_array_equal(exported(tmp_path / "net"), exported(tmp_path / "alone" / "net"))
     assert not list(tmp_path.glob("*.pd*.[0-9]*")), "drafts that were left"
-
-
-def test_resnet_50_trains_on_four_ranks(launch: Launch, tmp_path: Path) -> None:
-    report = tmp_path / "r.json"
-    args = ["--layers", "50", "--width", "8", "--steps", "6", "--report", str(report)]
-    job = launch(ROOT / "examples" / "static_resnet.py", 4, args=args, timeout=280)
-    found = json.loads(report.read_text())
-    assert found["bit_exact"]
-    assert (found["steps"], found["ranks"]) == (6, 4)
-    for rank in range(3):
-        assert job.logs[rank].count("loss: None, acc1: None, acc5: None") == 6
-    assert f"loss: {found['pipeline_loss'][5]:.5f}" in job.logs[3]
-
-
-def cifar(path: Path) -> None:
-    """Writes the digits in the form of cifar-10-python.tar.gz: five training batches and a test."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = (digits.images * 15.9).astype("uint8").repeat(4, axis=1).repeat(4, axis=2)
-    rows = images.reshape(len(images), 1, -1).repeat(3, axis=1).reshape(len(images), -1)
-    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-    with tarfile.open(path, "w:gz") as file:
-        for name, part, labels in zip(
-            names, np.array_split(rows, 6), np.array_split(digits.target, 6)
-        ):
-            content = pickle.dumps({b"data": part, b"labels": labels.tolist()})
-            entry = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
-            entry.size = len(content)
-            file.addfile(entry, io.BytesIO(content))
-
-
-def test_resnet_trains_on_a_cifar_10_file(launch: Launch, tmp_path: Path) -> None:
-    data, report = tmp_path / "cifar-10-python.tar.gz", tmp_path / "report.json"
-    cifar(data)
-    args = ["--layers", "18", "--width", "4", "--steps", "2", "--report", str(report)]
-    example = ROOT / "examples" / "static_resnet.py"
-    job = launch(example, None, args=[*args, "--data", str(data)])
-    found: dict[str, Any] = json.loads(report.read_text())
-    assert found["bit_exact"]
-    assert found["data"] == "CIFAR-10"
-    assert "CIFAR-10, 1498 images" in job.logs[0]
-
-
-@pytest.mark.parametrize("content", [None, b"no archive"])
-def test_a_data_file_that_is_none_is_an_error(
-    launch: Launch, tmp_path: Path, content: bytes | None
-) -> None:
-    data = tmp_path / "cifar.tar.gz"
-    if content is not None:
-        data.write_bytes(content)
-    job = launch(
-        ROOT / "examples" / "static_resnet.py", None, args=["--data", str(data)], check=False
-    )
-    assert job.returncode == 1
-    assert f"there is none at {data}" in job.logs[0]
