@@ -19,7 +19,7 @@ from tests.launching import ROOT
 
 DISTRIBUTIONS = {
     "prometheus_client": "prometheus-client",
-    "ray": "ray[train]==2.60.*;",
+    "ray": "ray[train]==2.60.*",
     "sklearn": "scikit-learn",
     "yaml": "PyYAML",
 }
