@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any
 
 from fleetpipe.aliases import Strategy
-from fleetpipe.errors import ConfigError, ScheduleError, nearest
+from fleetpipe.errors import ConfigError, ScheduleError, is_whole_number, nearest, require_whole
 from fleetpipe.schedules import Costs, Edge, Schedule, build_verified, canonical_name, option_names
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 
@@ -34,13 +34,7 @@ def _option(check: Callable[[str, Any], Any], default: object = None) -> Any:
 
 
 def _positive(name: str, value: object, group: str = "fleetpipe_configs") -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"{name} must be a whole number of at least 1",
-            got=f"{value!r}",
-            fix=f"set strategy.{group} = {{{name!r}: ...}}",
-        )
-    return value
+    return require_whole(name, value, fix=f"set strategy.{group} = {{{name!r}: ...}}")
 
 
 def _refused(name: str, rule: str, value: object, usual: object) -> ConfigError:
@@ -75,8 +69,8 @@ def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
 def _slices(name: str, value: Any) -> int | tuple[int, ...]:
     """Returns the number of slices, or their lengths in proportion."""
     sizes = value if isinstance(value, (list, tuple)) else [value]
-    if sizes and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
-        return tuple(value) if isinstance(value, (list, tuple)) else sizes[0]
+    if sizes and all(map(is_whole_number, sizes)):
+        return tuple(map(int, sizes)) if isinstance(value, (list, tuple)) else int(value)
     raise ConfigError(
         "fleetpipe_configs['slices'] is a whole number of at least 1, or the lengths of slices",
         got=repr(value),
@@ -85,10 +79,9 @@ def _slices(name: str, value: Any) -> int | tuple[int, ...]:
 
 
 def _guards(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
     rule = "fleetpipe_configs['guards'] is a number of steps, or 0 for none"
-    raise _refused(name, rule, value, 100)
+    fix = "set strategy.fleetpipe_configs = {'guards': 100}"
+    return require_whole(name, value, 0, rule=rule, fix=fix)
 
 
 def _trace(name: str, value: object) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any
 
 
 class FleetPipeError(Exception):
@@ -150,6 +152,39 @@ def is_permanent(error: BaseException) -> bool:
 
 class PackageNotFound(ConfigError, ImportError):
     """A package that only some parts need is not installed."""
+
+
+def require_whole(
+    name: str,
+    value: Any,
+    least: int = 1,
+    *,
+    rule: str | None = None,
+    where: str | None = None,
+    fix: str = "give a number such as 1 or 4",
+) -> int:
+    """Returns an argument that must be a whole number.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+        least: The smallest that is taken.
+        rule: What it must be, where a whole number of at least ``least`` says too little.
+        where: As of :class:`FleetPipeError`.
+        fix: Likewise.
+
+    Raises:
+        ConfigError: It is no whole number, or below ``least``.
+    """
+    if is_whole_number(value, least):
+        return int(value)
+    rule = rule or f"{name} must be a whole number of at least {least}"
+    raise ConfigError(rule, where=where, got=f"{name}={value!r}", fix=fix)
+
+
+def is_whole_number(value: Any, least: int = 1) -> bool:
+    """Whether a value is a whole number of at least ``least``, which True and 1.0 are not."""
+    return type(value) is not bool and isinstance(value, Integral) and int(value) >= least
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

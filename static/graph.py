@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.paddle_api import paddle
 
 #: The tag of ``device_guard("gpu:all")``: computed by every stage that needs it.
@@ -163,11 +163,7 @@ def stage_of_device(device: str | None) -> int | None:
 
 def stage_guard(stage: int) -> AbstractContextManager[object]:
     """Builds what stands in it into a stage: ``device_guard("gpu:k")`` under a plainer name."""
-    if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-        raise ConfigError(
-            "a stage is a whole number of at least 0",
-            got=repr(stage),
-            fix="number the stages 0, 1, 2, .. in the order of the network",
-        )
-    guard: AbstractContextManager[object] = paddle.static.device_guard(f"gpu:{stage}")
+    fix = "number the stages 0, 1, 2, .. in the order of the network"
+    number = require_whole("stage", stage, 0, fix=fix)
+    guard: AbstractContextManager[object] = paddle.static.device_guard(f"gpu:{number}")
     return guard

@@ -12,7 +12,7 @@ from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.recompute import HeldInputs, RecomputedPiece
 from fleetpipe.dygraph.layers import refusals
 from fleetpipe.dygraph.nest import copied, copies_of, differentiable, replace
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.partition import Partition
 from fleetpipe.schedules.action import GlobalMicroBatch
 
@@ -152,21 +152,14 @@ def checked_interval(recompute_interval: object, recompute_ctx: object) -> int:
     Raises:
         ConfigError: The interval is no such number, or is given without ``recompute_ctx``.
     """
-    if (
-        isinstance(recompute_interval, bool)
-        or not isinstance(recompute_interval, int)
-        or (recompute_interval < 0)
-    ):
-        raise ConfigError(
-            "recompute_interval is a number of layers, or 0 for no recompute",
-            got=repr(recompute_interval),
-            fix="give a whole number of 0 or more",
-        )
-    if recompute_interval and recompute_ctx is None:
+    rule = "recompute_interval is a number of layers, or 0 for no recompute"
+    fix = "give a whole number of 0 or more"
+    interval = require_whole("recompute_interval", recompute_interval, 0, rule=rule, fix=fix)
+    if interval and recompute_ctx is None:
         raise ConfigError(
             "recompute_interval needs recompute_ctx, as it does in Fleet",
-            got=f"recompute_interval={recompute_interval}, recompute_ctx=None",
+            got=f"recompute_interval={interval}, recompute_ctx=None",
             fix='pass recompute_ctx={"mp_group": hcg.get_model_parallel_group(), '
             '"offload": False, "partition": False}',
         )
-    return recompute_interval
+    return interval

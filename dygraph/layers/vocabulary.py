@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe.aliases import Context, Nest, Tensor
-from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.errors import BoundaryError, ConfigError, require_whole
 from fleetpipe.mesh.parts import PartOfWhole, Region
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.representation import shows
@@ -34,12 +34,9 @@ class _Description:
 
     def __init__(self, hidden: int, vocabulary: int, weight_attr: Any, tied: str | None) -> None:
         for name, size in (("hidden", hidden), ("vocabulary", vocabulary)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ConfigError(
-                    f"{name} of a {type(self).__name__} is a number of 1 or more",
-                    got=f"{name}={size!r}",
-                    fix="give the whole number that the layers before it, or the labels, have",
-                )
+            rule = f"{name} of a {type(self).__name__} is a number of 1 or more"
+            fix = "give the whole number that the layers before it, or the labels, have"
+            require_whole(name, size, rule=rule, fix=fix)
         self.hidden, self.vocabulary = hidden, vocabulary
         self.weight_attr, self.tied = weight_attr, tied
 

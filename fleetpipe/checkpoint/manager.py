@@ -8,8 +8,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from fleetpipe.arguments import require_folder
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Names, SavedModel
@@ -19,7 +17,7 @@ from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import Restored, restore
 from fleetpipe.checkpoint.saving import Saver, Saving
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import require_whole
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
 from fleetpipe.representation import shows
@@ -68,14 +66,10 @@ class CheckpointManager:
         Raises:
             ConfigError: A value that cannot be meant.
         """
-        if save_interval < 1:
-            raise ConfigError(
-                f"save_interval must be at least 1 (={save_interval})",
-                fix="save_interval=1 saves at every step that save is called with",
-            )
         self._home = Path(folder).absolute()
         self._names = names
-        self._interval = save_interval
+        fix = "save_interval=1 saves at every step that save is called with"
+        self._interval = require_whole("save_interval", save_interval, fix=fix)
         self._retention = Retention(self._home, max_to_keep, best)
         self._saver = Saver(self._retention, async_save)
 
@@ -124,13 +118,8 @@ class CheckpointManager:
                 was, and training may go on.
             PipelineTimeout: Some rank did not come within the limit.
         """
-        number: object = step
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)) or number < 0:
-            raise ConfigError(
-                "a step is saved under its number, 0 or more",
-                got=f"step={step!r}",
-                fix="count the steps of the run from 0",
-            )
+        rule, fix = "a step is saved under its number, 0 or more", "count the steps from 0"
+        step = require_whole("step", step, 0, rule=rule, fix=fix)
         due = force or step % self._interval == 0
         self._saver.settle(wait=due)
         if not due:

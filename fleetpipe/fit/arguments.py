@@ -7,9 +7,8 @@ from typing import Any
 
 from fleetpipe.aliases import Nest, Optimizer
 from fleetpipe.dygraph.batch.losses import require_functions
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.fit.criterion import Metric
-from fleetpipe.io.position import whole
 from fleetpipe.paddle_api import paddle
 
 _OF_METRIC = ("compute", "update", "accumulate", "name", "reset")
@@ -54,7 +53,7 @@ def require_numbers(**numbers: int | None) -> None:
     """Refuses a number that is none, or too small; None where there may be one or none."""
     for name, value in numbers.items():
         if value is not None or name != "num_iters":
-            whole(name, value, _LEAST[name])
+            require_whole(name, value, _LEAST[name])
 
 
 def sizes_of(batch_size: int | Sequence[int]) -> tuple[int, int]:
@@ -70,7 +69,7 @@ def sizes_of(batch_size: int | Sequence[int]) -> tuple[int, int]:
             got=repr(batch_size),
             fix="batch_size=64",
         )
-    train, evaluation = (whole("batch_size", size, 1) for size in pair)
+    train, evaluation = (require_whole("batch_size", size) for size in pair)
     return train, evaluation
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Callable
 
-from fleetpipe.errors import UsageError
-from fleetpipe.io.position import BatchesInTurn, DrawnBatches, Iterated, ResumableSampler, whole
+from fleetpipe.errors import UsageError, require_whole
+from fleetpipe.io.position import BatchesInTurn, DrawnBatches, Iterated, ResumableSampler
 from fleetpipe.io.sample_streams import KeyedCollate, KeyedDataset
 from fleetpipe.io.sampler import DistributedBatchSampler, place_of_replica
 from fleetpipe.job.job import current_job
@@ -71,7 +71,7 @@ class DataLoader(paddle.io.DataLoader):
             StateError: ``fleet.init`` was not called before, in a process that is one of several.
             UsageError: The dataset is neither, or is an iterator and would be read by workers.
         """
-        whole("seed", seed)
+        require_whole("seed", seed, 0)
         numbered = _has_numbers(dataset)
         alone = numbered and batch_sampler is None and batch_size is None
         options.update(feed_list=feed_list, places=places, return_list=return_list)

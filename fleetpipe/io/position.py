@@ -10,24 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import Any, Callable, Protocol, runtime_checkable
 
-from fleetpipe.errors import CheckpointError, ConfigError, StateError
+from fleetpipe.errors import CheckpointError, StateError, require_whole
 from fleetpipe.io.sample_streams import Key
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import ended
-
-
-def whole(name: str, value: Any, least: int = 0) -> int:
-    """Returns an argument that must be a whole number."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ConfigError(
-            f"{name} must be a whole number of at least {least}",
-            got=f"{name}={value!r}",
-            fix=f"give {name} by its name, as a number",
-        )
-    return int(value)
 
 
 def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
@@ -113,8 +101,8 @@ class BatchesInTurn:
 
     def set_epoch(self, epoch: int) -> None:
         """Says which number the next pass has: from its begin, or from a restored position."""
-        if self._begun or whole("epoch", epoch) != self.epoch:
-            self.epoch, self._taken, self._begun = whole("epoch", epoch), 0, False
+        if self._begun or require_whole("epoch", epoch, 0) != self.epoch:
+            self.epoch, self._taken, self._begun = require_whole("epoch", epoch, 0), 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the batch that the training took last."""

@@ -18,8 +18,8 @@ from typing import Any, Union
 
 import numpy as np
 
-from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.io.position import fields, foreign, require_same, whole
+from fleetpipe.errors import ConfigError, StateError, require_whole
+from fleetpipe.io.position import fields, foreign, require_same
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
@@ -81,16 +81,16 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
             replicas, replica = place_of_replica()
             num_replicas = replicas if num_replicas is None else num_replicas
             rank = replica if rank is None else rank
-        replicas = whole("num_replicas", num_replicas, 1)
-        self.seed = whole("seed", seed)
+        replicas = require_whole("num_replicas", num_replicas)
+        self.seed = require_whole("seed", seed, 0)
         # Paddle's constructor sets the epoch.
         self._position = _Position(0)
         self._begun = False
         super().__init__(
             dataset,
-            whole("batch_size", batch_size, 1),
+            require_whole("batch_size", batch_size),
             num_replicas=replicas,
-            rank=whole("rank", rank),
+            rank=require_whole("rank", rank, 0),
             shuffle=shuffle,
             drop_last=drop_last,
         )
@@ -118,8 +118,8 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
         Raises:
             ConfigError: It is no such number.
         """
-        if self._begun or whole("epoch", epoch) != self.epoch:
-            self._position = _Position(whole("epoch", epoch))
+        if self._begun or require_whole("epoch", epoch, 0) != self.epoch:
+            self._position = _Position(require_whole("epoch", epoch, 0))
             self._begun = False
 
     def __iter__(self) -> Iterator[list[int]]:

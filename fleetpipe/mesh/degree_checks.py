@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
-from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.errors import ConfigError, nearest, require_whole
 
 
 def take_context_out(wanted: dict[str, int], cp_sharding: Any) -> bool:
@@ -128,13 +127,8 @@ def require_degree(name: str, degree: Any, least: int = 1) -> None:
     Raises:
         ConfigError: It is no int, or below ``least``.
     """
-    if isinstance(degree, bool) or not isinstance(degree, Integral) or degree < least:
-        raise ConfigError(
-            f"{name} must be a whole number of at least {least}",
-            where="strategy.hybrid_configs",
-            got=f"{name}={degree!r}",
-            fix=f"set strategy.hybrid_configs = {{{name!r}: 2}}, or leave it out",
-        )
+    fix = f"set strategy.hybrid_configs = {{{name!r}: 2}}, or leave it out"
+    require_whole(name, degree, least, where="strategy.hybrid_configs", fix=fix)
 
 
 def require_order(order: Sequence[str], axes: Collection[str]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.errors import ConfigError, nearest, require_whole
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.profiling.candidates import Boundaries, Lack, PlanTask
 from fleetpipe.profiling.cost_model import StageCost
@@ -17,7 +17,6 @@ from fleetpipe.profiling.recomputing import Recompute
 from fleetpipe.profiling.search import best_plan
 from fleetpipe.profiling.sizes import read_bytes, show_bytes
 from fleetpipe.schedules import Placement, Schedule
-from fleetpipe.schedules.placement import check_count
 
 #: All that may be chosen.
 SEARCH = ("partition", "placement", "schedule", "recompute")
@@ -64,8 +63,8 @@ def plan(
     """
     if not isinstance(profile, Profile):
         profile = Profile.read(profile)
-    check_count("ranks", ranks)
-    check_count("micro_batches", micro_batches)
+    ranks = require_whole("ranks", ranks)
+    micro_batches = require_whole("micro_batches", micro_batches)
     chosen = [search] if isinstance(search, str) else list(search)
     for name in chosen:
         if name not in SEARCH:

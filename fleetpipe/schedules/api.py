@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from functools import cached_property
 
+from fleetpipe.errors import require_whole
 from fleetpipe.schedules.check.deadlock import linear_order
 from fleetpipe.schedules.check.plan import verify_plan
 from fleetpipe.schedules.check.schedule import verify
@@ -13,7 +14,7 @@ from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.families.forward_only import forward_rows
 from fleetpipe.schedules.forms.text import read_plan, read_schedule, write_plan, write_schedule
-from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows, computations
 from fleetpipe.schedules.simulation.lower import lower
 from fleetpipe.schedules.simulation.timeline import Timeline, simulate
@@ -169,6 +170,6 @@ def forward_only(placement: Placement, micro_batches: int) -> Schedule:
     Raises:
         ConfigError: Fewer than one micro-batch.
     """
-    check_count("micro_batches", micro_batches)
+    micro_batches = require_whole("micro_batches", micro_batches)
     rows = tuple(map(tuple, forward_rows(placement, micro_batches)))
     return Schedule("ForwardOnly", placement, micro_batches, rows, forward_only=True)

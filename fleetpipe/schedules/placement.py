@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.errors import ConfigError, nearest, require_whole
 
 #: The placements that exist. ``loop``: stage c*p+r on rank r. ``vee``: stages r and 2p-1-r.
 #: ``wave``: like a vee, again and again.
@@ -12,16 +12,6 @@ PLACEMENTS = ("loop", "vee", "wave")
 
 #: Ends the name of a placement with a vocabulary head: ``loop+head``.
 HEAD = "+head"
-
-
-def check_count(label: str, value: object) -> None:
-    """Raises ConfigError where ``value`` is not a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"`{label}` must be a whole number of at least 1",
-            got=f"{label}={value!r}",
-            fix="give a number such as 1 or 4",
-        )
 
 
 @dataclass(frozen=True)
@@ -54,8 +44,8 @@ class Placement:
         names = [*PLACEMENTS, *(name + HEAD for name in PLACEMENTS)]
         if self.name not in names:
             raise ConfigError(f"there is no placement {self.name!r}", fix=nearest(self.name, names))
-        check_count("ranks", self.ranks)
-        check_count("chunks", self.chunks)
+        for field in ("ranks", "chunks"):
+            object.__setattr__(self, field, require_whole(field, getattr(self, field)))
         if self.shape == "vee" and self.chunks != 2:
             raise ConfigError(
                 "a vee places exactly two chunks on each rank",

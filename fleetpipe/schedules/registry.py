@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from fleetpipe.errors import ConfigError, ScheduleError, nearest
+from fleetpipe.errors import ConfigError, ScheduleError, nearest, require_whole
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.check.schedule import verify
@@ -16,7 +16,7 @@ from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families import table
 from fleetpipe.schedules.families.interleaved import balanced_groups
 from fleetpipe.schedules.options import kept, names_of
-from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.search.auto import auto
 
@@ -178,7 +178,7 @@ def build(
         9
     """
     canonical = canonical_name(name)
-    check_count("micro_batches", micro_batches)
+    micro_batches = require_whole("micro_batches", micro_batches)
     if canonical == AUTO and head:
         raise ConfigError(
             "the search cannot place the parts of a vocabulary head",

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
-from fleetpipe.errors import ConfigError, ScheduleError
+from fleetpipe.errors import ConfigError, ScheduleError, require_whole
 from fleetpipe.schedules.action import Action, Fused, Item, flatten
 from fleetpipe.schedules.edges import Edge
 from fleetpipe.schedules.operations import Op
 from fleetpipe.schedules.options import Options
-from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.placement import Placement
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,8 +53,8 @@ class ScheduleRows:
                 got=repr(self.name),
                 fix="join its words with hyphens",
             )
-        check_count("micro_batches", self.micro_batches)
-        check_count("slices", self.slices)
+        for field in ("micro_batches", "slices"):
+            object.__setattr__(self, field, require_whole(field, getattr(self, field)))
         if len(self.actions) != self.placement.ranks:
             raise ScheduleError(
                 "a schedule has one row of actions for each rank",

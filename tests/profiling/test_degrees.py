@@ -92,8 +92,8 @@ def test_there_and_back_is_the_same_profile(degrees: dict[str, int]) -> None:
     [
         (PROFILE, {"ep": 3}, "(?s)4 experts cannot be shared out to ep_degree=3.*Mixture.*=2"),
         (PROFILE, {"sep": 4}, "(?s)6 heads cannot be shared out to sep_degree=4.*Attention.*=3"),
-        (PROFILE, {"ep": 0}, "`ep_degree` must be a whole number"),
-        (PROFILE, {"cp": 1.5}, "`cp_degree` must be a whole number"),
+        (PROFILE, {"ep": 0}, "ep_degree must be a whole number"),
+        (PROFILE, {"cp": 1.5}, "cp_degree must be a whole number"),
         (PROFILE, {"ep": 8}, "give ep_degree=4"),
         (Profile((BLOCK, ATTENTION)), {"ep": 2}, "says nothing of experts"),
         (Profile((BLOCK, MIXTURE)), {"cp": 2}, "says nothing of attention"),
@@ -109,7 +109,7 @@ def test_degrees_that_a_profile_does_not_know(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"degrees": {"ep": 0}}, "`ep_degree` must be a whole number"),
+        ({"degrees": {"ep": 0}}, "ep_degree must be a whole number"),
         ({"degrees": {"mp": 2}}, "(?s)no profile.*ep, sep, cp"),
         ({"layers": [{**vars(BLOCK), "loads": [1, 2]}]}, r"(?s)loads\[0\].*a list"),
         ({"layers": [{**vars(BLOCK), "loads": [[1, -2]]}]}, r"loads\[0\]\[1\]"),

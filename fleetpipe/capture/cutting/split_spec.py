@@ -9,7 +9,7 @@ from typing import Union
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.cutting import cuts
 from fleetpipe.capture.tracing.value import Capture
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.partition import uniform
 
 #: ``{name: SplitPoint}``, ``{name: stage}``, names, a prefix, or None for what the model says.
@@ -127,13 +127,9 @@ def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[cuts.Border
         if not named:
             continue
         path = named[-1].path
-        stage = stages[path]
-        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-            raise ConfigError(
-                f"the stage of {path!r} is no number of a stage",
-                got=repr(stage),
-                fix="give whole numbers from 0, in the order in which the sublayers run",
-            )
+        rule = f"the stage of {path!r} is no number of a stage"
+        fix = "give whole numbers from 0, in the order in which the sublayers run"
+        stage = require_whole("stage", stages[path], 0, rule=rule, fix=fix)
         if stage == len(borders) + 1:
             borders.append(cuts.AtCall(path))
         elif stage != len(borders):

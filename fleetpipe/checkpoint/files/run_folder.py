@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fleetpipe import atomic_file, systems
 from fleetpipe.checkpoint.files import manifest
-from fleetpipe.errors import CheckpointError, ConfigError
+from fleetpipe.errors import CheckpointError, ConfigError, require_whole
 
 LATEST, BEST = "latest", "best"
 _MODES = ("min", "max")
@@ -163,11 +163,8 @@ class Retention:
     _metrics: dict[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.max_to_keep is not None and self.max_to_keep < 1:
-            raise ConfigError(
-                f"max_to_keep must be at least 1, or None (={self.max_to_keep})",
-                fix="max_to_keep=None keeps all steps",
-            )
+        if self.max_to_keep is not None:
+            require_whole("max_to_keep", self.max_to_keep, fix="max_to_keep=None keeps all steps")
         if self.best is not None and (len(self.best) != 2 or self.best[1] not in _MODES):
             raise ConfigError(
                 f"best is a metric and how to compare it (={self.best!r})",

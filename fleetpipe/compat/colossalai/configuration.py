@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union
 
-from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.errors import ConfigError, UsageError, is_whole_number, require_whole
 
 #: What a program may give as its configuration.
 ConfigSource = Union[Mapping[str, Any], str, "os.PathLike[str]"]
@@ -67,7 +67,7 @@ class Config(dict[str, Any]):
             if config.get(name):
                 raise ConfigError(f"{name} is not configured here", got=str(config[name]), fix=fix)
         for name in ("NUM_MICRO_BATCHES", "NUM_CHUNKS"):
-            _require_count(name, config.get(name, 1))
+            require_whole(name, config.get(name, 1))
         if config.tensor_shape is not None:
             _require_shape(config.tensor_shape)
         if config._degree("tensor") > 1:
@@ -103,7 +103,7 @@ class Config(dict[str, Any]):
         """Returns an entry of ``parallel``, which may be a number or a mapping with a ``size``."""
         value = (self.get("parallel") or {}).get(axis, 1)
         size = value.get("size", 1) if isinstance(value, Mapping) else value
-        _require_count(f"parallel[{axis!r}]", size)
+        require_whole(f"parallel[{axis!r}]", size)
         return int(size)
 
 
@@ -129,18 +129,9 @@ def _refuse_misspelt(entries: Mapping[str, Any], names: Sequence[str], where: st
             )
 
 
-def _require_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(
-            f"{name} must be a whole number of at least 1",
-            got=repr(value),
-            fix=f"set {name} to 1 or more, or leave it out",
-        )
-
-
 def _require_shape(shape: object) -> None:
     sizes = shape if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
-    if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
+    if not sizes or not all(map(is_whole_number, sizes)):
         raise ConfigError(
             "TENSOR_SHAPE is the shape of a micro-batch's values between stages",
             expected="whole numbers of at least 1, the rows of a micro-batch first",

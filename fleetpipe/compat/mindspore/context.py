@@ -13,7 +13,7 @@ from typing import Any
 
 from fleetpipe import fleet
 from fleetpipe.aliases import Strategy
-from fleetpipe.errors import ConfigError, StateError, UsageError, nearest
+from fleetpipe.errors import ConfigError, StateError, UsageError, nearest, require_whole
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
 
@@ -69,12 +69,7 @@ class Options:
         stages = self.pipeline_stages
         if isinstance(stages, bool) or not isinstance(stages, int):
             raise _of_type("pipeline_stages", "int", stages)
-        if stages < 1:
-            raise ConfigError(
-                "pipeline_stages is a number of at least 1",
-                got=str(stages),
-                fix="set_auto_parallel_context(pipeline_stages=2)",
-            )
+        require_whole("pipeline_stages", stages, fix="set_auto_parallel_context(pipeline_stages=2)")
         for name in ("gradients_mean", "full_batch", "save_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise _of_type(name, "bool", getattr(self, name))
@@ -255,6 +250,16 @@ def get_rank() -> int:
 def get_group_size() -> int:
     """Returns the number of processes."""
     return meeting.world_size()
+
+
+def require_number(
+    name: str, value: object, least: int, rule: str, fix: str, where: str | None = None
+) -> int:
+    """As :func:`require_whole`, with the TypeError of MindSpore for what is no whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        got = f"{value!r} of type {type(value).__name__}"
+        raise UsageError(rule, where=where, got=got, fix=fix)
+    return require_whole(name, value, least, rule=rule, where=where, fix=fix)
 
 
 def _of_type(name: str, kind: str, value: object) -> UsageError:

@@ -113,7 +113,8 @@ class Model:
             UsageError: ``epoch`` is no int, there is no optimizer, or see :meth:`build`.
             BoundaryError: ``LossMonitor`` found a loss that is NaN or Inf; on every rank.
         """
-        _require_epochs(epoch)
+        rule, fix = "epoch is a number of passes, at least 1", "model.train(10, dataset)"
+        context.require_number("epoch", epoch, 1, rule, fix)
         if self._optimizer is None:
             raise UsageError(
                 "there is no optimizer to train with",
@@ -189,21 +190,6 @@ def _require_declared(captured: CapturedPipeline, network: Layer) -> None:
                 got=f"stages {sorted(used)}",
                 fix=f"add_pipeline_stage(net.{name}, {missing[0]})",
             )
-
-
-def _require_epochs(epoch: object) -> None:
-    if isinstance(epoch, bool) or not isinstance(epoch, int):
-        raise UsageError(
-            "epoch is a number of passes",
-            got=f"{epoch!r} of type {type(epoch).__name__}",
-            fix="model.train(10, dataset)",
-        )
-    if epoch < 1:
-        raise ConfigError(
-            "epoch is a number of passes, at least 1",
-            got=str(epoch),
-            fix="model.train(10, dataset)",
-        )
 
 
 def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) -> None:

@@ -132,19 +132,13 @@ class PipelineCell(Cell):
                 got=type(network).__name__,
                 fix="nn.PipelineCell(nn.WithLossCell(net, loss), micro_size)",
             )
-        if isinstance(micro_size, bool) or not isinstance(micro_size, int):
-            raise UsageError(
-                "micro_size is the number of micro-batches",
-                got=f"{micro_size!r} of type {type(micro_size).__name__}",
-                fix="nn.PipelineCell(network, 4)",
-            )
         stages = context.options().pipeline_stages
-        if micro_size < max(stages, 1):
-            raise ConfigError(
-                f"micro_size (={micro_size}) is the number of micro-batches, and must be at least "
-                f"that of the stages (={stages})",
-                fix=f"nn.PipelineCell(network, {max(stages, 2)}), or fewer stages",
-            )
+        rule = (
+            "micro_size is the number of micro-batches, and must be at least that of the stages "
+            f"(={stages})"
+        )
+        fix = f"nn.PipelineCell(network, {max(stages, 2)}), or fewer stages"
+        context.require_number("micro_size", micro_size, max(stages, 1), rule, fix)
         self.network = network
         self.micro_size = micro_size
 
@@ -268,17 +262,5 @@ def stages_of_layers(network: Layer) -> dict[str, int]:
 
 
 def _require_stage(stage: object, name: str) -> None:
-    if isinstance(stage, bool) or not isinstance(stage, int):
-        raise UsageError(
-            "pipeline_stage is the number of a stage",
-            where=name,
-            got=f"{stage!r} of type {type(stage).__name__}",
-            fix="write cell.pipeline_stage = 0",
-        )
-    if stage < 0:
-        raise ConfigError(
-            "pipeline_stage is the number of a stage, from 0",
-            where=name,
-            got=str(stage),
-            fix="write cell.pipeline_stage = 0",
-        )
+    rule = "pipeline_stage is the number of a stage, from 0"
+    context.require_number("pipeline_stage", stage, 0, rule, "write cell.pipeline_stage = 0", name)

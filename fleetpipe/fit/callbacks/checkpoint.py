@@ -14,7 +14,7 @@ from typing import Any
 from fleetpipe.aliases import Nest
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.checkpoint.saving import Saving
-from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.errors import ConfigError, nearest, require_whole
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.position import Position
 from fleetpipe.launch.resume import FOLDER, STOP_SIGNALS, Run, resume
@@ -72,10 +72,8 @@ class PipelineCheckpoint(rank_policy.Callback):
         """
         super().__init__()
         for name, value in (("every_steps", every_steps), ("every_epochs", every_epochs)):
-            if value is not None and value < 1:
-                raise ConfigError(
-                    f"{name} must be at least 1 (={value})", fix=f"{name}=None is for never"
-                )
+            if value is not None:
+                require_whole(name, value, fix=f"{name}=None is for never")
         self._folder = folder
         self._steps, self._epochs = every_steps, every_epochs
         self._options: dict[str, Any] = {"max_to_keep": max_to_keep, "async_save": async_save}

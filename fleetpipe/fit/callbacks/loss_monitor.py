@@ -7,7 +7,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph import tensors_of
-from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.errors import BoundaryError, require_whole
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.paddle_api import paddle
 
@@ -31,14 +31,8 @@ class LossMonitor(rank_policy.Callback):
             ConfigError: ``per_print_times`` is no whole number of at least 0.
         """
         super().__init__()
-        whole = isinstance(per_print_times, int) and not isinstance(per_print_times, bool)
-        if not whole or per_print_times < 0:
-            raise ConfigError(
-                "per_print_times is a whole number of at least 0",
-                got=repr(per_print_times),
-                fix="LossMonitor(1) prints the loss of every batch, LossMonitor(0) none",
-            )
-        self._every = per_print_times
+        fix = "LossMonitor(1) prints the loss of every batch, LossMonitor(0) none"
+        self._every = require_whole("per_print_times", per_print_times, 0, fix=fix)
         self._find_layer = find_layer
         self._epoch = 0
         self._batches = 0

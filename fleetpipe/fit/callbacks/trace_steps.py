@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.engine.trace import Trace
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, is_whole_number
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.networks import required_job
 
@@ -34,7 +34,7 @@ class TraceSteps(rank_policy.Callback):
             ConfigError: There is none, or one below 1.
         """
         super().__init__()
-        if not steps or min(steps) < 1:
+        if not steps or not all(map(is_whole_number, steps)):
             raise ConfigError(
                 "steps are numbers of batches, from 1",
                 got=repr(steps),

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.profiling.cost_model import LayerCost, Link, Transfer
-from fleetpipe.schedules.placement import check_count
 
 _TIMES = ("forward", "backward", "input_grad", "weight_grad")
 #: What grows with the places of a sequence.
@@ -45,7 +44,7 @@ class LayerDegrees(NamedTuple):
     def check(self) -> None:
         """Raises ConfigError where one is no whole number of at least 1."""
         for axis, degree in self._asdict().items():
-            check_count(f"{axis}_degree", degree)
+            require_whole(f"{axis}_degree", degree)
 
     @property
     def sequences(self) -> int:

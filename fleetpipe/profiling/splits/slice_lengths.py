@@ -8,8 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from fleetpipe.errors import ConfigError
-from fleetpipe.schedules.placement import check_count
+from fleetpipe.errors import ConfigError, require_whole
 
 
 def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tuple[int, ...]:
@@ -27,7 +26,7 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
     Raises:
         ConfigError: There are fewer places than slices.
     """
-    check_count("slices", slices)
+    require_whole("slices", slices)
     ends = list(accumulate(lengths))
     length = ends[-1]
     if slices > length:

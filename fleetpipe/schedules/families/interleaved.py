@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.schedules.action import Action
-from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.placement import Placement
 
 
 def interleaved_one_f_one_b(
@@ -93,8 +93,7 @@ def _checked(groups: Sequence[int], micro_batches: int) -> list[int]:
     """Returns ``groups`` as a list, having checked that they make up a batch."""
     if not isinstance(groups, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[4, 4]")
-    for size in groups:
-        check_count("groups", size)
+    groups = [require_whole("groups", size) for size in groups]
     if sum(groups) != micro_batches:
         raise ConfigError(
             "`groups` must make up the micro-batches of a batch",

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.schedules.action import Action
-from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.placement import Placement
 
 
 def k_f_k_b(
@@ -55,8 +55,7 @@ def _bounds(groups: Sequence[int], micro_batches: int) -> list[tuple[int, int]]:
     """Returns the first micro-batch of each group and the one after its last."""
     if not isinstance(groups, (list, tuple)) or not groups:
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[2]")
-    for size in groups:
-        check_count("groups", size)
+    groups = [require_whole("groups", size) for size in groups]
     before = sum(groups[:-1])
     if before >= micro_batches and len(groups) > 1:
         raise ConfigError(

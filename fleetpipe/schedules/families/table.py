@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.errors import ConfigError, nearest, require_whole
 from fleetpipe.schedules.action import Item
 from fleetpipe.schedules.families.controllable_memory import v_half, v_min
 from fleetpipe.schedules.families.dualpipev import dual_pipe_v
@@ -21,7 +21,7 @@ from fleetpipe.schedules.families.zbv import zb_v
 from fleetpipe.schedules.families.zero_bubble import zb_h1, zb_h2
 from fleetpipe.schedules.garbage import collector_paused
 from fleetpipe.schedules.options import kept, names_of
-from fleetpipe.schedules.placement import HEAD, Placement, check_count
+from fleetpipe.schedules.placement import HEAD, Placement
 from fleetpipe.schedules.rows import ScheduleRows
 
 #: Makes the rows of all ranks from a placement, m, and options of its own given by keyword.
@@ -108,7 +108,7 @@ def schedule_rows(
         )
     check_options(name, family.rows, options)
     slices = slices_of(name, options)
-    check_count("slices", slices)
+    require_whole("slices", slices)
     # The slices of a family are a field of their own.
     family_options = {option: value for option, value in options.items() if option != "slices"}
     kept_options = kept(name, family.rows, family_options if family.sliced else options)

@@ -19,10 +19,10 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families.table import FAMILIES, SLICED, schedule_rows
-from fleetpipe.schedules.placement import Placement, check_count
+from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.search.fill_weight_grads import Policy, fill
 from fleetpipe.schedules.search.list_scheduler import Preference, listed_order
@@ -123,7 +123,7 @@ def _placements(chunks: int) -> tuple[str, ...]:
 def _parts(costs: Costs, slices: int | None) -> list[int]:
     """Returns the numbers of slices to try."""
     if slices is not None:
-        check_count("slices", slices)
+        require_whole("slices", slices)
     if costs.each_slice is None:
         return counts(slices or 1)
     number = len(costs.each_slice)
