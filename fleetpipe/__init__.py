@@ -11,6 +11,7 @@ import os.path
 import warnings
 from typing import TYPE_CHECKING
 
+from fleetpipe import contrib
 from fleetpipe.version import __version__ as __version__
 
 # Paddle warns of it at every import where there is no ccache; it matters to those who compile.
@@ -20,18 +21,20 @@ warnings.filterwarnings("ignore", "No ccache found")
 if not os.path.isdir(os.path.join(__path__[0], "dygraph")):
     __path__.append(os.path.dirname(__path__[0]))
 
+contrib.install()
+
 if TYPE_CHECKING:
     from fleetpipe import callbacks as callbacks
     from fleetpipe.capture.api import pipeline as pipeline
     from fleetpipe.capture.cutting.cuts import SplitPoint as SplitPoint
     from fleetpipe.capture.explain import explain as explain
     from fleetpipe.capture.tracing.mark import pipe_split as pipe_split
-    from fleetpipe.checkpoint.formats.load import load_checkpoint as load_checkpoint
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.checkpoint.restoring import load_single as load_single
+    from fleetpipe.contrib.formats.load import load_checkpoint as load_checkpoint
+    from fleetpipe.contrib.locator.command import locate as locate
     from fleetpipe.fit.model import Model as Model
     from fleetpipe.launch.resume import resume as resume
-    from fleetpipe.locator.command import locate as locate
     from fleetpipe.profiling.planner import plan as plan
 
 #: Names that are loaded when they are used, by the module that has them.
@@ -41,9 +44,9 @@ _LATE = {
     "SplitPoint": "fleetpipe.capture.cutting.cuts",
     "callbacks": "fleetpipe.callbacks",
     "explain": "fleetpipe.capture.explain",
-    "load_checkpoint": "fleetpipe.checkpoint.formats.load",
+    "load_checkpoint": "fleetpipe.contrib.formats.load",
     "load_single": "fleetpipe.checkpoint.restoring",
-    "locate": "fleetpipe.locator.command",
+    "locate": "fleetpipe.contrib.locator.command",
     "pipe_split": "fleetpipe.capture.tracing.mark",
     "pipeline": "fleetpipe.capture.api",
     "plan": "fleetpipe.profiling.planner",

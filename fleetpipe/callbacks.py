@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fleetpipe.contrib.callbacks.log_by_epoch import LogMetricByEpoch
+from fleetpipe.contrib.callbacks.loss_monitor import LossMonitor
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
-from fleetpipe.fit.callbacks.log_by_epoch import LogMetricByEpoch
-from fleetpipe.fit.callbacks.loss_monitor import LossMonitor
 from fleetpipe.fit.callbacks.metrics_logger import MetricsLogger
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.fit.callbacks.throughput import ThroughputMonitor

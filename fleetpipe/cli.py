@@ -53,12 +53,12 @@ COMMANDS = (
     Command(
         "launch",
         "run a script on the ranks of a job, and start it again where one fails",
-        "fleetpipe.ray.command:configure",
+        "fleetpipe.contrib.ray.command:configure",
     ),
     Command(
         "chaos",
         "launch a job, and kill one of its ranks in every attempt",
-        "fleetpipe.launch.chaos:configure",
+        "fleetpipe.contrib.chaos.command:configure",
     ),
     Command(
         "parity",
@@ -69,13 +69,13 @@ COMMANDS = (
     Command(
         "locate",
         "name the first place where a job computes something else than one device does",
-        "fleetpipe.locator.options:configure",
-        "fleetpipe.locator.command:run",
+        "fleetpipe.contrib.locator.options:configure",
+        "fleetpipe.contrib.locator.command:run",
     ),
     Command(
         "doctor",
         "say what this machine or cluster can do, and what is wrong with it",
-        "fleetpipe.doctor.command:configure",
+        "fleetpipe.contrib.doctor.command:configure",
     ),
     Command(
         "profile",
@@ -101,22 +101,22 @@ COMMANDS = (
     Command(
         "new",
         "make a project to begin with: a training script, its settings, a test",
-        "fleetpipe.starter.command:configure",
+        "fleetpipe.contrib.starter.command:configure",
     ),
     Command(
         "report",
         "write the page of a run: curves, the pipeline's picture, memory, restarts",
-        "fleetpipe.report.command:configure",
+        "fleetpipe.contrib.report.command:configure",
     ),
     Command(
         "watch",
         "show a job that runs: what each rank does, which is slow, when it ends",
-        "fleetpipe.watch.command:configure",
+        "fleetpipe.contrib.watch.command:configure",
     ),
     Command(
         "why",
         "say from a trace why steps were slow: which rank, stage, link or micro-batch",
-        "fleetpipe.why.command:configure",
+        "fleetpipe.contrib.why.command:configure",
     ),
 )
 

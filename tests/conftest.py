@@ -50,10 +50,10 @@ CLOCK = {
     "tests/processes/examples/test_run.py",
     "tests/processes/hosts/test_start.py",
     "tests/processes/hosts/test_two_hosts.py",
-    "tests/ray/test_cluster.py",
-    "tests/ray/test_launch.py",
-    "tests/ray/test_trainer.py",
-    "tests/starter/test_new.py",
+    "tests/contrib/ray/test_cluster.py",
+    "tests/contrib/ray/test_launch.py",
+    "tests/contrib/ray/test_trainer.py",
+    "tests/contrib/starter/test_new.py",
     "tests/harness/test_launching.py",
 }
 

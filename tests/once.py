@@ -25,7 +25,7 @@ dygraph/train/test_random_models.py::test_a_random_model_has_the_bits_of_plain_p
 dygraph/train/test_random_slices.py::test_random_models_have_the_bits_of_plain_layers 5 6 7 8 9
 dygraph/train/test_slices.py::test_it_has_the_bits_of_the_single_model_fed_the_same_slices 3
 launch/test_run.py::test_an_error_is_shown_once_whichever_rank_has_it failing1
-locator/test_bugs.py::test_a_bug_is_named column-backward-not-reduced
+contrib/locator/test_bugs.py::test_a_bug_is_named column-backward-not-reduced
 """
 
 #: By reason, folders, files and tests below ``tests``. Everything under NO_PADDLE can be collected
@@ -33,29 +33,37 @@ locator/test_bugs.py::test_a_bug_is_named column-backward-not-reduced
 NO_PADDLE = "imports no Paddle"
 ONCE: dict[str, tuple[str, ...]] = {
     NO_PADDLE: (
-        *("launch/supervisor", "partition", "profiling", "report/test_page.py"),
-        *("report/test_run.py", "schedules/check", "schedules/families", "schedules/forms"),
-        *("schedules/search", "schedules/simulation", "schedules/test_pages.py"),
-        *("schedules/test_registry.py", "schedules/test_terms.py", "why", "job/watching"),
+        *("launch/supervisor", "partition", "profiling", "contrib/report/test_page.py"),
+        *("contrib/report/test_run.py", "schedules/check", "schedules/families", "schedules/forms"),
+        *("contrib/search", "schedules/simulation", "schedules/test_pages.py"),
+        *("schedules/test_registry.py", "schedules/test_terms.py", "contrib/why", "job/watching"),
         *("job/test_attempt_files.py", "ground/test_atomic_file.py", "ground/test_heap.py"),
-        *("launch/keeping/test_slots.py", "ground/test_log.py"),
+        *("contrib/kept_state/test_slots.py", "ground/test_log.py"),
         *("cli", "io/test_killed.py", "job/test_run_progress.py"),
-        *("processes/hosts/test_slurm.py", "report/test_compare.py", "starter"),
+        *("processes/hosts/test_slurm.py", "contrib/report/test_compare.py", "contrib/starter"),
         *("transport/joining/test_handshake.py", "transport/test_limit.py"),
         "transport/test_listening.py",
         *("transport/wire/test_message.py", "transport/wire/test_structure.py"),
         "ground/test_without_paddle.py",
-        *("watch/test_board.py", "watch/test_server.py", "watch/test_slow_ranks.py"),
+        *(
+            "contrib/watch/test_board.py",
+            "contrib/watch/test_server.py",
+            "contrib/watch/test_slow_ranks.py",
+        ),
     ),
     "reads text, numbers and files of Python's": (
         *(
             "engine/test_step_meter.py",
             "job/test_slurm.py",
-            "report/test_in_a_browser.py",
+            "contrib/report/test_in_a_browser.py",
             "repository/test_benchmarks.py",
         ),
-        *("ground/test_json_value.py", "ground/test_representation.py", "watch/test_command.py"),
-        "launch/keeping/test_segment.py",
+        *(
+            "ground/test_json_value.py",
+            "ground/test_representation.py",
+            "contrib/watch/test_command.py",
+        ),
+        "contrib/kept_state/test_segment.py",
     ),
     "reads the repository's files or builds its packages": (
         *("repository/test_repository.py", "repository/test_errors.py", "style", "packaging"),
@@ -80,7 +88,7 @@ ONCE: dict[str, tuple[str, ...]] = {
     "joins on ranks what one process, or fewer axes, shows of both versions": (
         *("processes/combinations", "processes/captured/test_captured_slices.py"),
         "processes/pipeline/test_schedules.py",
-        *("compat/colossalai/test_ranks.py", "compat/mindspore/test_ranks.py"),
+        *("contrib/compat/colossalai/test_ranks.py", "contrib/compat/mindspore/test_ranks.py"),
         "processes/axes/test_sequences.py::test_checkpoints_and_traces_of_split_sequences",
         "processes/axes/test_sequences.py::test_parity_joins_the_parts_of_sequences",
         "processes/axes/test_sharding.py::test_checkpoints_parity_and_captured_models",
@@ -95,7 +103,7 @@ ONCE: dict[str, tuple[str, ...]] = {
         "dygraph/train/test_schedules.py::test_the_pipeline_has_the_bits_of_the_single_model",
         "dygraph/train/test_schedules.py::test_any_number_of_micro_batches_will_do",
         "dygraph/train/test_schedules.py::test_loops_take_any_number_of_chunks",
-        "locator/test_bugs.py::test_a_right_program_whose_degrees_are_set_to_one_gives_no_alarm",
+        "contrib/locator/test_bugs.py::test_a_right_program_whose_degrees_are_set_to_one_gives_no_alarm",
         "processes/examples/test_run.py::test_the_exit_code_is_that_of_the_rank_that_failed_first",
         "repository/test_notebook.py",
         *(
@@ -106,7 +114,7 @@ ONCE: dict[str, tuple[str, ...]] = {
     ),
     "sends over Paddle's groups, or reads late: run on 3.3.1 alone until now": (
         "transport/process_group/test_threaded.py",
-        *("static/run/test_late.py", "processes/pipeline/test_process_group.py", "doctor"),
+        *("static/run/test_late.py", "processes/pipeline/test_process_group.py", "contrib/doctor"),
     ),
     "rehearses half precision, which 2.6.2's casts on a CPU cannot": (
         *("paddle_api/test_rehearsal.py", "dygraph/train/test_rehearsal.py"),

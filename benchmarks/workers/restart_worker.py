@@ -25,7 +25,7 @@ from paddle import nn  # noqa: E402
 
 import fleetpipe  # noqa: E402
 from fleetpipe import fleet  # noqa: E402
-from fleetpipe.engine.chaos import Chaos, Strike  # noqa: E402
+from fleetpipe.contrib.chaos.strike import Chaos, Strike  # noqa: E402
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer  # noqa: E402
 from fleetpipe.job import attempt_files  # noqa: E402
 

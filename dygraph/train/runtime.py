@@ -11,6 +11,7 @@ from typing import Callable
 
 from fleetpipe.aliases import Nest, Strategy, Tensor
 from fleetpipe.config import PipelineConfig, scale_strategy
+from fleetpipe.contrib.chaos.strike import Chaos
 from fleetpipe.dygraph import experts, random_keys, tensor_parallel
 from fleetpipe.dygraph.backward.own_state import OwnState
 from fleetpipe.dygraph.backward.split import SplitBackward
@@ -34,7 +35,6 @@ from fleetpipe.dygraph.observe.timers import TimedActions, Timers
 from fleetpipe.dygraph.optimizer import replicas
 from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.dygraph.train.switches import Switches
-from fleetpipe.engine.chaos import Chaos
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.observer import Observer
 from fleetpipe.engine.step_meter import StepMeter

@@ -10,7 +10,6 @@ from typing import Any, Callable, NamedTuple
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting.auto import Choice, places
 from fleetpipe.capture.cutting.node_meter import state_of
-from fleetpipe.capture.graphviz import graph
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.dependencies import Same, require_same_parameters, tensors_of
 from fleetpipe.capture.running.files import files_of_model
@@ -22,6 +21,7 @@ from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.shadow import Shadow
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.vocabulary import HeadedStages, HeadInParts, with_logits
+from fleetpipe.contrib.pictures.graphviz import graph
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner

@@ -9,11 +9,11 @@ from fleetpipe.capture.arguments import classes_of, plain_model
 from fleetpipe.capture.cutting.auto import places
 from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.node_meter import measured, parameter_bytes
-from fleetpipe.capture.graphviz import graph
 from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
 from fleetpipe.capture.tracing.value import Capture
+from fleetpipe.contrib.pictures.graphviz import graph
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import LayerCost
 from fleetpipe.representation import shows, table

@@ -25,7 +25,7 @@ from fleetpipe.mesh.parts import Described
 
 #: Shown however many ways they are split; the others where they are.
 _USUAL_AXES = ("dp", "mp", "pp", "sharding")
-#: Those of fleetpipe.checkpoint.formats.convert, which loads Paddle.
+#: Those of fleetpipe.contrib.formats.convert, which loads Paddle.
 _FORMATS = ("fleetpipe", "fleet", "formers", "distributed", "unified", "huggingface")
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -230,7 +230,7 @@ _ALONE = ("list", "ls", "show", "verify")
 
 def _converting() -> Any:
     """Returns the module that loads Paddle."""
-    return importlib.import_module("fleetpipe.checkpoint.formats.convert")
+    return importlib.import_module("fleetpipe.contrib.formats.convert")
 
 
 def _is_step(path: Path) -> bool:

@@ -16,6 +16,8 @@ from typing import Callable, Protocol
 
 from fleetpipe import log
 from fleetpipe.arguments import require_folder
+from fleetpipe.contrib.pictures.panel import Panel, panel_of
+from fleetpipe.contrib.pictures.schedule_picture import draw
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import PackageNotFound
@@ -26,8 +28,6 @@ from fleetpipe.paddle_api.device import device_clock, device_kind
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, caveat, write_trace
 from fleetpipe.schedules.forms.events import Event, events_of, figures_of, median_step
-from fleetpipe.schedules.forms.panel import Panel, panel_of
-from fleetpipe.schedules.forms.picture import draw
 from fleetpipe.transport import Transport
 from fleetpipe.transport.joining.hosts import host_name
 

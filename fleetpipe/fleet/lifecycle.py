@@ -14,11 +14,12 @@ from typing import Any
 
 from fleetpipe import log, static
 from fleetpipe.config import PipelineConfig, scale_strategy
+from fleetpipe.contrib.watch import reporting
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.random_keys import GeneratorStates
 from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateError
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import agreement, job, meeting, reporting, slurm, start
+from fleetpipe.job import agreement, job, meeting, slurm, start
 from fleetpipe.job.groups import neighbours
 from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.groups.workers import Workers

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+from fleetpipe.contrib.watch.board import Heard
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.watch import Watch
@@ -34,7 +35,6 @@ from fleetpipe.transport import (
     Transport,
     View,
 )
-from fleetpipe.watch.board import Heard
 
 #: Methods of Paddle's topology that return the group, which adds large tensors, along an axis.
 _PADDLE_GROUPS: Mapping[tuple[str, ...], str] = {

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from fleetpipe.job import attempt_files
+from fleetpipe.job.records import MOST_ROWS, RankRecord, StepRow
 from fleetpipe.systems import ProcessorQueue
-from fleetpipe.watch.records import MOST_ROWS, RankRecord, StepRow
 
 #: Steps whose mean is the time of a step.
 _STEPS = 10

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
+from fleetpipe.contrib.watch.address import SERVE
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
-from fleetpipe.watch.address import SERVE
 
 
 def run(options: argparse.Namespace) -> int:

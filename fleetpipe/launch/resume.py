@@ -20,9 +20,9 @@ from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.config import DEFAULT_TIMEOUT
+from fleetpipe.contrib.kept_state.kept_state import KeptState
 from fleetpipe.errors import PeerFailed
 from fleetpipe.job import attempt_files, job
-from fleetpipe.launch.keeping.kept_state import KeptState
 from fleetpipe.mesh.groups import DirectGroup, Group
 from fleetpipe.paddle_api.loading import keep_workers_from_signals
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program

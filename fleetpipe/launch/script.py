@@ -18,11 +18,11 @@ from types import CodeType, ModuleType, TracebackType
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
+from fleetpipe.contrib.watch.address import configure_serve
+from fleetpipe.contrib.watch.serving import serving
 from fleetpipe.errors import PeerFailed
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import log_filter
-from fleetpipe.launch.serving import serving
-from fleetpipe.watch.address import configure_serve
 
 LAUNCHED = Path(__file__).with_name("rank_main.py")
 _LAUNCHER = Path(__file__).with_name("launcher.py")

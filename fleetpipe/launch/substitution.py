@@ -1,7 +1,7 @@
 """Puts fleetpipe's modules in the place of ``paddle.distributed.fleet`` for the code that follows.
 
 Whoever imported Paddle's modules before keeps them: Paddle itself, and fleetpipe, which delegates
-to them. The names of older Paddle come with them, see :mod:`fleetpipe.launch.fluid`.
+to them. The names of older Paddle come with them, see :mod:`fleetpipe.contrib.fluid.names`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any, Callable
 
 from fleetpipe import fleet as our_fleet
 from fleetpipe.config import PipelineConfig
-from fleetpipe.fleet import gpu_only, pipelining
+from fleetpipe.contrib.fluid import names as fluid
+from fleetpipe.contrib.pipelining import stock_schedules as pipelining
+from fleetpipe.fleet import gpu_only
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
 from fleetpipe.job import meeting
-from fleetpipe.launch import fluid
 from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.meta_parallel import resharding_within

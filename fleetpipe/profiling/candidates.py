@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+from fleetpipe.contrib.search.variants import variants
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Bottleneck, fastest, uniform
 from fleetpipe.profiling.cost_model import StageCost, Stages, costs_of
@@ -17,7 +18,6 @@ from fleetpipe.profiling.recomputing import Recompute, everything, recomputed
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.families.table import FAMILIES
 from fleetpipe.schedules.placement import HEAD
-from fleetpipe.schedules.search.variants import variants
 from fleetpipe.schedules.simulation.replay import replay
 
 #: Most chunks on a rank that are tried.

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, positive, using
+from fleetpipe.contrib.clusters import commands as clusters
 from fleetpipe.errors import ConfigError
-from fleetpipe.profiling.clusters import commands as clusters
 from fleetpipe.profiling.estimating import estimates, shown
 from fleetpipe.profiling.planner import SEARCH, plan
 from fleetpipe.profiling.profile import Profile

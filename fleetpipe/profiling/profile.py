@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fleetpipe.contrib.pictures.profile_picture import draw_layers
 from fleetpipe.errors import ConfigError, PartitionError
 from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.profiling.cost_model import (
@@ -21,7 +22,6 @@ from fleetpipe.profiling.cost_model import (
     check_figure,
     check_layer,
 )
-from fleetpipe.profiling.picture import draw_layers
 from fleetpipe.profiling.splits.degrees import LayerDegrees, costs_at
 from fleetpipe.profiling.splits.slice_lengths import balanced
 from fleetpipe.representation import shows, table

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, using
+from fleetpipe.contrib.pictures.schedule_picture import plot
 from fleetpipe.errors import ConfigError, printable
 from fleetpipe.schedules import registry
 from fleetpipe.schedules.api import Plan, Schedule
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.forms.chrome import write_trace
 from fleetpipe.schedules.forms.events import events_of
-from fleetpipe.schedules.forms.picture import plot
 from fleetpipe.schedules.forms.terminal import render, summary
 from fleetpipe.schedules.placement import PLACEMENTS
 from fleetpipe.schedules.rows import in_slices

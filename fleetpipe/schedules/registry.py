@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from fleetpipe.contrib.search.auto import auto
 from fleetpipe.errors import ConfigError, ScheduleError, nearest, require_whole
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.api import Schedule
@@ -18,7 +19,6 @@ from fleetpipe.schedules.families.interleaved import balanced_groups
 from fleetpipe.schedules.options import kept, names_of
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
-from fleetpipe.schedules.search.auto import auto
 
 #: The name of the search, which has no rows of its own.
 AUTO = "auto"

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from fleetpipe.aliases import Program, Scope, Variable
+from fleetpipe.contrib.program_ir.loader import items_of, note_starts
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import (
@@ -29,7 +30,6 @@ from fleetpipe.paddle_api.static import (
 )
 from fleetpipe.static.entry.data_loader import items_for
 from fleetpipe.static.graph import stage_of_device
-from fleetpipe.static.ir.program.loader import items_of, note_starts
 from fleetpipe.static.pipeline_programs import (
     is_attached,
     note_clone,

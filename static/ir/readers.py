@@ -13,7 +13,7 @@ def read(program: Program) -> GraphReader:
         from fleetpipe.static.ir.pir.reader import PirReader
 
         return PirReader(program)
-    from fleetpipe.static.ir.program.reader import ProgramReader
+    from fleetpipe.contrib.program_ir.reader import ProgramReader
 
     return ProgramReader(program)
 

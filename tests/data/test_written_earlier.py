@@ -14,9 +14,9 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet, fleet_files
+from fleetpipe.contrib.report.run import read
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.profiling import PipelinePlan, Profile
-from fleetpipe.report.run import read
 from fleetpipe.schedules import Costs
 from tests.jobs import job
 from tests.pipelines import bits, pipeline

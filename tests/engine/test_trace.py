@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from fleetpipe import fleet
+from fleetpipe.contrib.report.timelines import pipeline_of
+from fleetpipe.contrib.why.operations import read_trace
 from fleetpipe.engine.trace import Trace, measured_costs
 from fleetpipe.mesh.groups import SoleGroup
-from fleetpipe.report.timelines import pipeline_of
 from fleetpipe.schedules import Costs, build
 from fleetpipe.schedules.forms.events import Event, events_of, figures_of
-from fleetpipe.why.operations import read_trace
 from tests.fixtures import LogCapture, Patch
 from tests.pipelines import batch, model_in_job, pipeline, sgd
 

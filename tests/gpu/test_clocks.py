@@ -17,13 +17,13 @@ import pytest
 from paddle import nn
 
 from fleetpipe.cli import main
+from fleetpipe.contrib.report.timelines import pipeline_of
 from fleetpipe.dygraph.observe.timers import Timer
 from fleetpipe.engine.observer import Blocked
 from fleetpipe.engine.step_meter import EVERY, StepMeter
 from fleetpipe.fit.callbacks.throughput import ThroughputMonitor
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.device import synchronize
-from fleetpipe.report.timelines import pipeline_of
 from fleetpipe.schedules import Action, Recv, build
 from fleetpipe.systems import ProcessorQueue
 from tests.fixtures import LogCapture, Patch

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleetpipe.checkpoint.files import manifest
+from fleetpipe.contrib.report import run
+from fleetpipe.contrib.why import read_trace
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, ScheduleError
 from fleetpipe.fleet_files.manifest import save_in
 from fleetpipe.json_value import Source, parse, read
 from fleetpipe.profiling import PipelinePlan, Profile
-from fleetpipe.report import run
 from fleetpipe.schedules import Costs, Schedule, build
-from fleetpipe.why import read_trace
 
 DATA = Path(__file__).parents[1] / "data"
 SOURCE = Source("this is no shelf", ConfigError, "build one")

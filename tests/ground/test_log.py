@@ -24,15 +24,20 @@ WRITES = (
     *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/rank_policy", "cli"),
     *(
         "checkpoint/commands",
-        "doctor/command",
-        "locator/command",
+        "contrib/doctor/command",
+        "contrib/locator/command",
         "launch/noted_launch",
         "launch/profile",
         "launch/script",
-        "launch/serving",
+        "contrib/watch/serving",
     ),
-    *("launch/supervisor/", "parity/command", "profiling/commands", "report/command"),
-    *("schedules/commands", "starter/command", "watch/command", "why/command"),
+    *("launch/supervisor/", "parity/command", "profiling/commands", "contrib/report/command"),
+    *(
+        "schedules/commands",
+        "contrib/starter/command",
+        "contrib/watch/command",
+        "contrib/why/command",
+    ),
 )
 
 SCRIPT = """

@@ -25,7 +25,7 @@ ROOMS = (
     "fleetpipe/arguments fleetpipe/cli fleetpipe/config fleetpipe/io fleetpipe/numerics"
     " fleetpipe/paddle_api",
     "fleetpipe/checkpoint",
-    "fleetpipe/compat",
+    "fleetpipe/contrib/compat",
     "fleetpipe/engine",
     "fleetpipe/fleet/meta_parallel fleetpipe/fleet/overlay fleetpipe/fleet/strategy"
     " fleetpipe/fleet/high_level fleetpipe/fleet/lifecycle fleetpipe/fleet/wrapping",

@@ -29,6 +29,6 @@ def test_nothing_else_listens() -> None:
         ("fleetpipe/transport/joining/hosts.py", "listen"),
         ("fleetpipe/transport/joining/hosts.py", "Listener"),  # what it returns
         ("fleetpipe/paddle_api/topology.py", "TCPStore"),
-        ("fleetpipe/ray/nodes.py", "create_server"),  # see above
-        ("fleetpipe/watch/server.py", "start_server"),  # where it is asked for
+        ("fleetpipe/contrib/ray/nodes.py", "create_server"),  # see above
+        ("fleetpipe/contrib/watch/server.py", "start_server"),  # where it is asked for
     }

@@ -21,17 +21,17 @@ import numpy as np
 
 from fleetpipe import atomic_file, version
 from fleetpipe.arguments import require_folder
+from fleetpipe.contrib.callbacks.trackers import TRACKERS, numbers, require_packages
+from fleetpipe.contrib.watch import reporting
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.callbacks.throughput import PER_RANK
-from fleetpipe.fit.callbacks.trackers import TRACKERS, numbers, require_packages
 from fleetpipe.fit.networks import required_job
-from fleetpipe.job import attempt_files, reporting
+from fleetpipe.job import attempt_files, run_files
 from fleetpipe.mesh.axes import AXES
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.optimizer import base_optimizer
-from fleetpipe.report import files
 
 
 class Sink(Protocol):
@@ -134,8 +134,8 @@ class _JsonLines:
     """One JSON object in each line."""
 
     def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
-        path = folder / files.METRICS
-        files.replace_lines(path, rows_up_to(path, step))
+        path = folder / run_files.METRICS
+        run_files.replace_lines(path, rows_up_to(path, step))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ _SINKS: dict[str, Any] = {"jsonl": _JsonLines, "csv": _Csv, **TRACKERS}
 
 def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
     """Returns the rows of a ``metrics.jsonl`` up to a step; what is no row is left out."""
-    rows = files.read_lines(path).values
+    rows = run_files.read_lines(path).values
     return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
 
 
@@ -247,7 +247,7 @@ def write_about(
         "config": dict(config),
     }
     text = json.dumps(about, indent=1, default=str, skipkeys=True)
-    atomic_file.replace_text(folder / files.ABOUT, text + "\n")
+    atomic_file.replace_text(folder / run_files.ABOUT, text + "\n")
 
 
 def begin_attempt(folder: Path, step: int) -> None:
@@ -262,7 +262,7 @@ def begin_attempt(folder: Path, step: int) -> None:
         OSError: It cannot be written.
     """
     if step == 0 and attempt_files.number() <= 1:
-        files.replace_lines(folder / files.ATTEMPTS, ())
+        run_files.replace_lines(folder / run_files.ATTEMPTS, ())
     _tell(folder, "begin", step)
     attempt_files.tell_record(folder)
     reporting.record_in(folder)
@@ -275,7 +275,7 @@ def end_attempt(folder: Path, step: int) -> None:
 
 def _tell(folder: Path, event: str, step: int, **more: int) -> None:
     line = {"event": event, "life": attempt_files.number(), "time": time.time(), "step": step}
-    files.append_line(folder / files.ATTEMPTS, {**line, "process": _PROCESS, **more})
+    run_files.append_line(folder / run_files.ATTEMPTS, {**line, "process": _PROCESS, **more})
 
 
 def _stages(model: Any) -> list[dict[str, Any]]:

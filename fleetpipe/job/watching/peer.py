@@ -18,10 +18,10 @@ from typing import Any
 
 from fleetpipe import log, systems
 from fleetpipe.errors import ConfigError
+from fleetpipe.job.records import MOST_ROWS, RankRecord, StepRow
 from fleetpipe.job.watching.failure import KINDS, Failure
 from fleetpipe.transport.wire.parsing import parse
 from fleetpipe.transport.wire.seal import SEAL_BYTES, Seal, Seals
-from fleetpipe.watch.records import MOST_ROWS, RankRecord, StepRow
 
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 20

@@ -23,16 +23,16 @@ from dataclasses import asdict, replace
 from typing import Any, Callable, NamedTuple
 
 from fleetpipe import log
+from fleetpipe.contrib.watch.board import Heard
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.job import attempt_files
+from fleetpipe.job.records import RankRecord
 from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.peer import Peer
 from fleetpipe.transport.limit import STOPPED_SECONDS
 from fleetpipe.transport.sockets import forks
 from fleetpipe.transport.wire.seal import Seals
-from fleetpipe.watch.board import Heard
-from fleetpipe.watch.records import RankRecord
 
 _log = log.logger(__name__)
 

@@ -9,12 +9,11 @@ import time
 from pathlib import Path
 
 from fleetpipe import systems
-from fleetpipe.job import attempt_files
+from fleetpipe.contrib.watch.serving import AttemptBoard
+from fleetpipe.job import attempt_files, run_files
 from fleetpipe.launch.script import LAUNCHED, remove_logs_beyond, signal_ranks
-from fleetpipe.launch.serving import AttemptBoard
 from fleetpipe.launch.supervisor.attempts import Attempt, Verdict, judge
 from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions
-from fleetpipe.report import files
 
 
 class Local:
@@ -114,4 +113,4 @@ def record(home: Path, number: int, verdict: Verdict) -> None:
     for folder in attempt_files.records(home):
         # A disk that is full must not keep the job from being started again.
         with contextlib.suppress(OSError):
-            files.append_line(folder / files.ATTEMPTS, end)
+            run_files.append_line(folder / run_files.ATTEMPTS, end)

@@ -6,8 +6,8 @@ import argparse
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
+from fleetpipe.contrib.watch.address import configure_serve
 from fleetpipe.launch.script import add_script
-from fleetpipe.watch.address import configure_serve
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,9 @@ import time
 from contextlib import ExitStack
 
 from fleetpipe.arguments import require_folder
+from fleetpipe.contrib.watch.serving import serving
 from fleetpipe.errors import ConfigError
 from fleetpipe.launch import log_filter
-from fleetpipe.launch.serving import serving
 from fleetpipe.launch.supervisor.attempts import Attempt, End, Verdict, after, interrupted
 from fleetpipe.launch.supervisor.local_ranks import Local
 from fleetpipe.launch.supervisor.pods import Pods

@@ -7,10 +7,10 @@ Users import events, pictures and traces from here; ``text.py`` is behind
 
 from __future__ import annotations
 
+from fleetpipe.contrib.pictures.panel import Panel, panel_of
+from fleetpipe.contrib.pictures.schedule_picture import draw, plot
 from fleetpipe.schedules.forms.chrome import chrome_trace, write_trace
 from fleetpipe.schedules.forms.events import Event, Figures, events_of, figures_of
-from fleetpipe.schedules.forms.panel import Panel, panel_of
-from fleetpipe.schedules.forms.picture import draw, plot
 from fleetpipe.schedules.forms.terminal import render, summary
 
 __all__ = [

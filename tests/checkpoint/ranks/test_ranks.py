@@ -16,8 +16,8 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.checkpoint.formats.convert import convert
 from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.contrib.formats.convert import convert
 from fleetpipe.errors import CheckpointError, StateError
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,

@@ -14,7 +14,7 @@ from paddle import nn
 from paddle.distributed.fleet.meta_parallel import PipelineLayer as StockPipelineLayer
 
 from fleetpipe import fleet
-from fleetpipe.checkpoint.formats import layer_files
+from fleetpipe.contrib.formats import layer_files
 from fleetpipe.dygraph import VocabularyHead
 from fleetpipe.dygraph.state import files
 from fleetpipe.dygraph.state.layer_in_parts import LayerInParts

@@ -15,12 +15,12 @@ from itertools import combinations
 import pytest
 
 from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, TransportError
+from fleetpipe.job.records import MOST_ROWS, RankRecord
 from fleetpipe.job.watching import peer as peers
 from fleetpipe.job.watching import watch as module
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.transport.wire.seal import Seal, Seals
-from fleetpipe.watch.records import MOST_ROWS, RankRecord
 from tests.fixtures import Capture, Patch
 
 Begin = Callable[[int], "list[Watch]"]

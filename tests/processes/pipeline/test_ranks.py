@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from paddle import nn
 
+from fleetpipe.contrib.why import read_trace, steps_of
 from fleetpipe.fleet import lifecycle
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import build
-from fleetpipe.why import read_trace, steps_of
 from tests.engine.test_trace import actions
 from tests.launching import ROOT, Finished, JobFailed
 from tests.pipelines import batch, job, pipeline, sgd

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.cli import main
+from fleetpipe.contrib.pictures.panel import Panel, panel_of
+from fleetpipe.contrib.pictures.schedule_picture import Picture, draw, plot
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Costs, Placement, build
 from fleetpipe.schedules.forms.events import Event
-from fleetpipe.schedules.forms.panel import Panel, panel_of
-from fleetpipe.schedules.forms.picture import Picture, draw, plot
 
 
 def test_a_picture_names_ranks_kinds_bubble_and_peak(tmp_path: Path) -> None:

@@ -1,7 +1,0 @@
-"""``colossalai.core``: ``global_context``, which programs call ``gpc``."""
-
-from __future__ import annotations
-
-from fleetpipe.compat.colossalai.context import gpc as global_context
-
-__all__ = ["global_context"]

@@ -1,7 +1,0 @@
-"""MindSpore's module of this name: the job of the options, and this process's place in it."""
-
-from __future__ import annotations
-
-from fleetpipe.compat.mindspore.context import get_group_size, get_rank, init
-
-__all__ = ["get_group_size", "get_rank", "init"]

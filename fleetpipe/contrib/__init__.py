@@ -1,0 +1,75 @@
+"""The extras: what a user of a pipeline can do without, a package for each, with a README.
+
+They import the core and the standard ring; nothing there imports them. Tables (of commands, of
+callbacks, of observers) name them as text and load them when they are asked for.
+
+Users import an extra by the shorter path of ``SHORTER``: ``fleetpipe.ray`` is
+``fleetpipe.contrib.ray``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+#: The paths by which users import modules of this package, and what is below them.
+SHORTER = {
+    "fleetpipe.checkpoint.formats": "formats",
+    "fleetpipe.compat": "compat",
+    "fleetpipe.doctor": "doctor",
+    "fleetpipe.locator": "locator",
+    "fleetpipe.profiling.clusters": "clusters",
+    "fleetpipe.ray": "ray",
+    "fleetpipe.report": "report",
+    "fleetpipe.schedules.forms.panel": "pictures.panel",
+    "fleetpipe.schedules.forms.picture": "pictures.schedule_picture",
+    "fleetpipe.schedules.search": "search",
+    "fleetpipe.starter": "starter",
+    "fleetpipe.watch": "watch",
+    "fleetpipe.why": "why",
+}
+
+
+class _SharedModule(Loader):
+    """Gives the module of a longer path, and leaves its ``__spec__`` as it is."""
+
+    def __init__(self, name: str) -> None:
+        self._module = importlib.import_module(name)
+        self._spec = self._module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+class _Finder(MetaPathFinder):
+    """Finds what is imported by a shorter path; it stands before the path finder.
+
+    The packages that it gives have their own ``__path__``, in which the path finder would find
+    their modules and load them a second time.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        for shorter, extra in SHORTER.items():
+            if f"{fullname}.".startswith(f"{shorter}."):
+                name = f"{__name__}.{extra}{fullname.removeprefix(shorter)}"
+                try:
+                    return ModuleSpec(fullname, _SharedModule(name))
+                except ModuleNotFoundError as error:
+                    if error.name != name:
+                        raise
+        return None
+
+
+def install() -> None:
+    """Puts the finder in front, once."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,1 @@
+"""Kills or stops a rank in every attempt of a job, so that its recovery is tried."""

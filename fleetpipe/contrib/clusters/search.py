@@ -1,0 +1,158 @@
+"""All layouts of a job, the fastest first. Those that cannot be among the best are not played.
+
+Each has a bound that its step cannot be below, which takes microseconds. In the order of bounds,
+pipelines are simulated until the next bound is above the slowest of those wanted.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any, NamedTuple, NoReturn
+
+from fleetpipe.contrib.clusters.estimate import StepEstimate, TrainingJob
+from fleetpipe.contrib.clusters.layout import JobLayout
+from fleetpipe.contrib.clusters.transformer import RECOMPUTES
+from fleetpipe.errors import ConfigError
+from fleetpipe.profiling.sizes import show_bytes
+from fleetpipe.schedules.families.table import FAMILIES
+
+#: Chunks that are tried where a schedule takes any number.
+_CHUNKS = (2, 4, 8)
+
+#: Most ranks of a pipeline that are tried where none are named.
+_MOST_RANKS = 128
+
+#: How many layouts that lack little memory are simulated, and how much is not looked at.
+_LACKING, _MUCH = 20, 4
+
+#: Tokens of a sequence above which more ranks share it, where nothing is named.
+_TOKENS = 8192
+
+
+#: What is tried, by what may be named; an empty tuple stands for all that makes sense.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "pp": (),
+    "tp": (),
+    "cp": (),
+    "ep": (),
+    "schedule": (),
+    "micro-batch": (1, 2, 4, 8),
+    "recompute": RECOMPUTES,
+    "sharding-stage": (1,),
+}
+
+
+class FastestLayouts(NamedTuple):
+    """What a search says.
+
+    Attributes:
+        best: The fastest layouts that fit, the fastest first.
+        layouts: How many there are.
+        played: How many of them were simulated.
+        lacking: What is faster than the best, and lacks least memory of such, if any.
+    """
+
+    best: tuple[StepEstimate, ...]
+    layouts: int
+    played: int
+    lacking: StepEstimate | None
+
+
+def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10) -> FastestLayouts:
+    """Returns the fastest layouts of a job that fit into memory.
+
+    Args:
+        job: What is trained, on what.
+        only: What is tried, in the place of some of :data:`CHOICES`.
+        top: How many are wanted.
+
+    Raises:
+        ConfigError: No layout fits.
+    """
+    bounds: list[tuple[float, float, JobLayout]] = []
+    for layout in layouts(job, {**CHOICES, **only}):
+        least = job.least(layout)
+        if least is not None:
+            bounds.append((*least, layout))
+    bounds.sort(key=lambda bound: bound[:2])
+    most = job.cluster.memory
+    best: list[tuple[float, int, StepEstimate]] = []
+    lacking: list[tuple[float, int, JobLayout]] = []
+    for number, (seconds, kept, layout) in enumerate(bounds):
+        if len(best) >= top and seconds > best[top - 1][0]:
+            break
+        memory = job.memory(layout) if kept <= _MUCH * most else None
+        peak = max(rank.total for rank in memory) if memory else 0.0
+        if peak > most:
+            insort(lacking, (peak, number, layout))
+        elif memory is not None and (made := job.estimate(layout)):
+            insort(best, (made.seconds, number, made))
+    if not best:
+        _refuse(most, bounds, lacking)
+    larger = (job.estimate(layout) for _, _, layout in lacking[:_LACKING])
+    faster = next((made for made in larger if made and made.seconds < best[0][0]), None)
+    return FastestLayouts(tuple(made for _, _, made in best[:top]), len(bounds), len(best), faster)
+
+
+def _refuse(
+    most: float,
+    bounds: list[tuple[float, float, JobLayout]],
+    lacking: list[tuple[float, int, JobLayout]],
+) -> NoReturn:
+    """Raises the error where no layout fits."""
+    least = min((kept for _, kept, _ in bounds), default=0.0)
+    raise ConfigError(
+        "no layout fits into the memory of a device" if bounds else "there is no layout",
+        expected=f"at most {show_bytes(most)}"
+        if bounds
+        else "degrees that split the ranks, the model and the batch: it is a multiple of replicas"
+        " times micro-batch",
+        got=f"{show_bytes(lacking[0][0] if lacking else least)} or more" if bounds else None,
+        fix="use more hosts, a smaller micro-batch, recompute, or --only sharding-stage=3"
+        if bounds
+        else "give another --batch, or fewer of --only",
+    )
+
+
+def layouts(job: TrainingJob, only: Mapping[str, tuple[Any, ...]]) -> Iterator[JobLayout]:
+    """Yields the layouts that use all ranks and whose degrees fit the model and the hosts."""
+    ranks, model = job.cluster.ranks, job.model
+    tensors = only["tp"] or _powers(job.cluster.devices)
+    contexts = only["cp"] or _powers(max(getattr(model, "sequence", 1) // _TOKENS, 1))
+    experts = only["ep"] or _powers(max(getattr(model, "experts", 0), 1))
+    parts = only["pp"] or range(1, min(ranks, _MOST_RANKS) + 1)
+    for pipeline, tensor, context in product(parts, tensors, contexts):
+        replicas, rest = divmod(ranks, tensor * context * pipeline)
+        if rest:
+            continue
+        for stage, expert, micro_batch, recompute in product(
+            only["sharding-stage"], experts, only["micro-batch"], only["recompute"]
+        ):
+            layers = JobLayout(
+                *(1, tensor, 1, 1, context, expert), micro_batch=micro_batch, recompute=recompute
+            )
+            whole = job.batch % (replicas * micro_batch) == 0
+            if not whole or replicas % expert or not model.fits(layers):
+                continue
+            for sharding in {replicas} if stage > 1 else {1, replicas}:
+                degrees = (pipeline, tensor, replicas // sharding, sharding, context, expert)
+                for name, chunks in _schedules(only["schedule"], pipeline):
+                    yield JobLayout(*degrees, name, chunks, micro_batch, recompute, stage)
+
+
+def _schedules(names: tuple[str, ...], parts: int) -> Iterator[tuple[str, int]]:
+    """Yields schedules and their chunks: F then B, never the better of 1F1B, only if named."""
+    if parts == 1:
+        yield "1F1B", 1
+        return
+    for name, family in FAMILIES.items():
+        if name in names or (not names and name != "FThenB" and not family.sliced):
+            several = family.chunks > 1 and family.most_chunks is None
+            yield from ((name, chunks) for chunks in (_CHUNKS if several else (family.chunks,)))
+
+
+def _powers(most: int) -> tuple[int, ...]:
+    """Returns 1, 2, 4 and so on, up to a number."""
+    return tuple(1 << power for power in range(most.bit_length()))

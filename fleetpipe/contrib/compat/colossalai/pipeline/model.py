@@ -1,0 +1,239 @@
+"""The model that ``partition`` returns: a ``PipelineLayer`` with the plain model's keys.
+
+Layers that share parameters, and one that stands in a sequence twice, become entries with one key,
+so that they are tied on whatever ranks they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.contrib.compat.colossalai.pipeline.sequence import Called, RecordedCall, SequenceStep
+from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.tensor import has_memory
+
+_descriptions: Any = paddle_fleet.meta_parallel
+
+
+class LazyLayer(_descriptions.LayerDesc):  # type: ignore[misc]
+    """Describes a layer that was made without memory."""
+
+    def __init__(self, layer: Layer, call: RecordedCall) -> None:
+        super().__init__(type(layer))
+        self._layer = layer
+        self._call = call
+
+    def build_layer(self, **_extra: object) -> Called:
+        """Returns a copy of the layer with fresh weights."""
+        return Called(_with_memory(self._layer), self._call)
+
+    def blueprint(self) -> Called:
+        """Returns the layer as it is, for names and shapes."""
+        return Called(self._layer, self._call)
+
+
+class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
+    """Describes a layer that was made without memory and shares weights with other entries."""
+
+    def __init__(
+        self, key: str, name: str, layer: Layer, call: RecordedCall, attributes: Sequence[str]
+    ) -> None:
+        """Takes the layer.
+
+        Args:
+            key: The key of all entries that share a weight.
+            name: What tells the layer from others of its class.
+            layer: The layer.
+            call: How it is called.
+            attributes: The weights that it shares with other layers.
+        """
+        super().__init__(key, type(layer), call, list(attributes), name)
+        self._layer = layer
+
+    def build_layer(self, **_extra: object) -> Layer:
+        """Returns a copy of the layer with fresh weights."""
+        return _with_memory(self._layer)
+
+    def blueprint(self) -> Layer:
+        """Returns the layer as it is, for names and shapes."""
+        return self._layer
+
+
+def described(steps: Sequence[SequenceStep]) -> list[Any]:
+    """Returns the entries of a ``PipelineLayer``, one for each step.
+
+    Raises:
+        ConfigError: Two layers share a parameter that has not the same name in both.
+    """
+    calls = _calls(steps)
+    tied = _tied(steps)
+    entries: list[Any] = []
+    for step, call in zip(steps, calls):
+        members = tied[id(step.layer)]
+        if len(members) == 1:
+            entries.append(LazyLayer(step.layer, call))
+            continue
+        first = members[0]
+        layer_name = next(member.name for member in members if member.layer is step.layer)
+        attributes = _shared_attributes(first, step, members)
+        key = first.name.replace(".", "/")
+        entries.append(LazyTiedLayer(key, layer_name, step.layer, call, attributes))
+    return entries
+
+
+def _calls(steps: Sequence[SequenceStep]) -> list[RecordedCall]:
+    """Returns how each step is called; it passes on what names of arguments later ones have."""
+    calls: list[RecordedCall] = []
+    later: frozenset[str] = frozenset()
+    for step in reversed(steps):
+        takes_batch = step is steps[0]
+        calls.append(RecordedCall(step.layer, step.front, step.behind, takes_batch, later))
+        later |= calls[-1].names()
+    return calls[::-1]
+
+
+def _tied(steps: Sequence[SequenceStep]) -> dict[int, list[SequenceStep]]:
+    """Returns, by the id of each layer, the steps that share a tensor with it, itself included."""
+    groups: dict[int, list[SequenceStep]] = {}
+    user: dict[int, int] = {}
+    for step in steps:
+        group = [step]
+        for tensor in step.layer.state_dict().values():
+            other = groups.get(user.setdefault(id(tensor), id(step.layer)), group)
+            if other is not group:
+                other += group
+                group = other
+        for member in group:
+            groups[id(member.layer)] = group
+    return groups
+
+
+def _shared_attributes(
+    first: SequenceStep, step: SequenceStep, members: Sequence[SequenceStep]
+) -> list[str]:
+    """Returns the parameters that a tied layer shares with others, by their names in it."""
+    if step.layer is not first.layer:
+        return _common(first, step)
+    common = (_common(first, other) for other in members if other.layer is not first.layer)
+    return sorted({name for names in common for name in names})
+
+
+def _common(first: SequenceStep, other: SequenceStep) -> list[str]:
+    """Returns the names of the parameters that two layers share.
+
+    Raises:
+        ConfigError: One of them has not the same name in both, or is deeper than an attribute.
+    """
+    names = {id(tensor): name for name, tensor in first.layer.named_parameters()}
+    shared = []
+    for name, tensor in other.layer.named_parameters():
+        if id(tensor) not in names:
+            continue
+        if names[id(tensor)] != name or "." in name:
+            raise ConfigError(
+                "two layers of exec_seq share a parameter under different names",
+                got=f"{first.name}.{names[id(tensor)]} and {other.name}.{name}",
+                fix="name the sublayers that hold it, of one class or with the attribute of one "
+                "name, or fleetpipe.pipeline, which needs no exec_seq",
+            )
+        shared.append(name)
+    if not shared:
+        raise ConfigError(
+            "three layers of exec_seq are tied in a chain, with no parameter in all of them",
+            got=f"{first.name} and {other.name} share none",
+            fix="tie the others to the first of them",
+        )
+    return shared
+
+
+def _with_memory(recorded: Layer) -> Layer:
+    """Returns a copy of a layer whose parameters have values, and the names of the recorded."""
+    layer = copy.deepcopy(recorded)
+    for parameter, before in zip(layer.parameters(), recorded.parameters()):
+        parameter.name = before.name
+        if not has_memory(parameter):
+            parameter.initialize()
+    return layer
+
+
+class PipelinableModel(PipelineLayer):
+    """The stages of a model that this process owns; its state has the keys of the plain model."""
+
+    def __init__(
+        self,
+        model: Layer,
+        steps: Sequence[SequenceStep],
+        bounds: Sequence[int],
+        ranks: int,
+        chunks: int,
+    ) -> None:
+        """Builds the layers of this process's stages.
+
+        Args:
+            model: The whole model, made without memory.
+            steps: Its layers in the order of their execution.
+            bounds: The first layer of each stage, then the number of layers.
+            ranks: Ranks of the pipeline.
+            chunks: Chunks of each rank.
+        """
+        super().__init__(
+            described(steps),
+            num_stages=ranks,
+            seg_method=list(bounds),
+            num_virtual_pipeline_stages=chunks,
+        )
+        self.state.plain_names = self._names_in(model, steps)
+
+    def state_dict(self, *args: Any, **named: Any) -> dict[str, Tensor]:
+        """Returns this process's parameters and buffers by their names in the plain model.
+
+        Arguments are those of ``nn.Layer.state_dict`` and have no effect.
+        """
+        state = self.own_state()
+        names = self.state.plain_names
+        return {plain: state[lasting] for plain, lasting in names.items() if lasting in state}
+
+    def set_state_dict(
+        self, state_dict: Mapping[str, Any], use_structured_name: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Takes this process's parameters and buffers from a state dict of the plain model.
+
+        Args:
+            state_dict: That of the whole model, or of this rank.
+            use_structured_name: As in ``nn.Layer.set_state_dict``.
+
+        Returns:
+            The keys of this process that are missing, and those that the model does not have.
+        """
+        if not use_structured_name:
+            missing, unexpected = super().set_state_dict(dict(state_dict), use_structured_name)
+            return missing, unexpected
+        here = {id(tensor): name for name, tensor in paddle.nn.Layer.state_dict(self).items()}
+        keys = {plain: here[id(tensor)] for plain, tensor in self.state_dict().items()}
+        renamed = {keys[name]: value for name, value in state_dict.items() if name in keys}
+        super().set_state_dict(renamed)
+        unknown = [name for name in state_dict if name not in self.state.plain_names]
+        return [name for name in keys if name not in state_dict], unknown
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Returns copies of all parameters and buffers of the model, with its keys, on every rank.
+
+        Collective over the pipeline.
+        """
+        whole = super().full_state_dict()
+        return {plain: whole[lasting] for plain, lasting in self.state.plain_names.items()}
+
+    def _names_in(self, model: Layer, steps: Sequence[SequenceStep]) -> dict[str, str]:
+        """Returns the lasting name of each parameter and buffer of the plain model."""
+        tied = {index: shared for shared in self._tied for index in shared.indices}
+        lasting: dict[int, str] = {}
+        for index, step in enumerate(steps):
+            for path, tensor in step.layer.state_dict().items():
+                name = tied[index].names[path] if index in tied else f"{index}.layer.{path}"
+                lasting.setdefault(id(tensor), name)
+        return {plain: lasting[id(tensor)] for plain, tensor in model.state_dict().items()}

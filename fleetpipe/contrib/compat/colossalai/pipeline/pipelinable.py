@@ -1,0 +1,354 @@
+"""``PipelinableContext``: a model is made without memory, put in order, and cut into stages.
+
+The policies of ColossalAI return boundaries as ``fleetpipe.partition`` has them: the first layer of
+each stage, then the number of layers. Stages are ranks times chunks, dealt to the ranks in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Union
+
+from fleetpipe.aliases import Layer
+from fleetpipe.contrib.compat.colossalai.context import gpc
+from fleetpipe.contrib.compat.colossalai.pipeline import sequence
+from fleetpipe.contrib.compat.colossalai.pipeline.model import PipelinableModel
+from fleetpipe.contrib.compat.colossalai.pipeline.sequence import SPLIT_NODE, ExecutionSequence
+from fleetpipe.dygraph.layers.entries import count_parameters
+from fleetpipe.dygraph.random_keys import random_states_kept
+from fleetpipe.errors import ConfigError, PartitionError, StateError, UsageError, nearest
+from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.partition import balanced, uniform
+
+#: Layers of one rank: ``(start, end)`` for each of its chunks.
+Parts = Sequence[tuple[int, int]]
+Policy = Union[str, Mapping[int, Parts]]
+
+POLICIES = ("uniform", "balanced", "customized")
+
+
+def require_policy(policy: object) -> None:
+    """Refuses what is no policy."""
+    if not isinstance(policy, (str, Mapping)):
+        raise UsageError(
+            "a policy is a name, or the layers of each rank",
+            expected=f"{', '.join(map(repr, POLICIES))} or {{rank: [(start, end)]}}",
+            got=repr(policy),
+            fix='PipelinableContext(policy="balanced")',
+        )
+    if isinstance(policy, str) and policy not in POLICIES:
+        raise PartitionError(f"there is no policy {policy!r}", fix=nearest(policy, POLICIES))
+
+
+def boundaries(
+    policy: Policy, weights: Sequence[int], splits: Sequence[int], ranks: int, chunks: int
+) -> list[int]:
+    """Cuts a list of layers.
+
+    Args:
+        policy: ``"uniform"``: in each of ``chunks`` equal pieces as many layers for each rank, one
+            more for the last ones; ``"balanced"``: the heaviest stage is as light as possible;
+            ``"customized"``: at ``splits``; a mapping: what it says.
+        weights: Numbers of parameters of the layers.
+        splits: How many layers stand before each SPLIT_NODE.
+        ranks: Ranks of the pipeline.
+        chunks: Chunks of each rank.
+    """
+    count, stages = len(weights), ranks * chunks
+    if splits and policy != "customized":
+        raise PartitionError(
+            f"exec_seq has {SPLIT_NODE}, and the policy is not 'customized'",
+            got=f"policy {policy!r}",
+            fix="PipelinableContext(policy='customized'), or leave the marks out",
+        )
+    if policy == "balanced":
+        # A layer without parameters counts a little: it would else cost nothing to pile them up.
+        return balanced([max(weight, 1) for weight in weights], stages)
+    if policy == "uniform":
+        return _uniform(count, ranks, chunks)
+    if isinstance(policy, Mapping):
+        return _explicit(policy, count, ranks, chunks)
+    if len(splits) + 1 != stages:
+        raise PartitionError(
+            f"exec_seq has {len(splits)} {SPLIT_NODE}, which makes {len(splits) + 1} parts",
+            expected=f"{stages} parts: {ranks} ranks with {chunks} chunks each",
+            fix=f"write {SPLIT_NODE!r} {stages - 1} times",
+        )
+    return [0, *splits, count]
+
+
+def parts_of(bounds: Sequence[int], ranks: int) -> dict[int, list[tuple[int, int]]]:
+    """Returns the layers of each rank, ``(start, end)`` for each of its chunks."""
+    stages = list(zip(bounds, bounds[1:]))
+    return {rank: stages[rank::ranks] for rank in range(ranks)}
+
+
+def _uniform(count: int, ranks: int, chunks: int) -> list[int]:
+    if count % chunks:
+        raise PartitionError(
+            f"policy 'uniform' cannot cut {count} layers into {chunks} equal chunks",
+            expected=f"a number of layers that {chunks} (num_chunks) divides",
+            got=f"{count} layers",
+            fix="use policy 'balanced', or another number of chunks",
+        )
+    piece = count // chunks
+    starts = uniform(piece, ranks)[:-1]
+    return [*(chunk * piece + start for chunk in range(chunks) for start in starts), count]
+
+
+def _explicit(policy: Mapping[int, Parts], count: int, ranks: int, chunks: int) -> list[int]:
+    numbers = {rank: len(parts) for rank, parts in policy.items()}
+    if numbers != dict.fromkeys(range(ranks), chunks):
+        raise PartitionError(
+            "the policy does not give each rank its chunks",
+            expected=f"ranks 0 to {ranks - 1} with {chunks} pairs (start, end) each",
+            got=str({rank: list(parts) for rank, parts in policy.items()}),
+            fix="write {rank: [(start, end), ..]} with one pair for each chunk",
+        )
+    ranges = [policy[rank][chunk] for chunk in range(chunks) for rank in range(ranks)]
+    end_before = 0
+    for stage, (start, end) in enumerate(ranges):
+        if start != end_before or end <= start:
+            raise PartitionError(
+                "the parts of the policy leave a gap, overlap or are empty",
+                where=f"rank {stage % ranks}, chunk {stage // ranks}",
+                expected=f"a part that begins with layer {end_before} and is not empty",
+                got=f"({start}, {end})",
+                fix="chunk c of rank r goes on where the stage before it ends: rank r - 1, or for "
+                "rank 0 the last rank's chunk c - 1",
+            )
+        end_before = end
+    if end_before != count:
+        raise PartitionError(
+            f"the parts of the policy end at layer {end_before}, the model at layer {count}",
+            fix=f"end the last part with {count}",
+        )
+    return [0, *(end for _, end in ranges)]
+
+
+class PipelinableContext:
+    """Within it a model is made whose parameters have no memory yet; then it is cut.
+
+    Parameters get their values in :meth:`partition`, those of this process's stages only. What is
+    drawn to make the model leaves no trace: all random states are put back at the end.
+
+    Example:
+        >>> from paddle.vision.models import resnet18
+        >>> pipelinable = PipelinableContext()
+        >>> with pipelinable:
+        ...     model = resnet18()
+        >>> names = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4"]
+        >>> flatten = (lambda x: paddle.flatten(x, 1), "behind")
+        >>> pipelinable.to_layer_list([*names, "avgpool", flatten, "fc"])
+        >>> pipelinable.parts(num_chunks=1, pipeline_size=2)
+        {0: [(0, 7)], 1: [(7, 10)]}
+    """
+
+    def __init__(self, policy: Policy = "balanced") -> None:
+        """Chooses where the model will be cut.
+
+        Args:
+            policy: ``"balanced"``: the stage with the most parameters has as few as possible;
+                ``"uniform"``: as many layers in each stage; ``"customized"``: where ``exec_seq``
+                has ``"SPLIT_NODE"``; or ``{rank: [(start, end), ..]}``, layers by their numbers,
+                one pair for each chunk.
+
+        Raises:
+            UsageError: ``policy`` is neither a name nor a mapping.
+            PartitionError: There is no policy of that name.
+        """
+        self._made: list[weakref.ref[Layer]] = []
+        self._model: Layer = None
+        self._sequence: ExecutionSequence | None = None
+        self._entered = ExitStack()
+        self.policy = policy
+
+    @property
+    def policy(self) -> Policy:
+        """Where the model is cut; may be set until :meth:`partition`."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        require_policy(policy)
+        self._policy = policy
+
+    def __enter__(self) -> PipelinableContext:
+        """Has layers be made without memory from here on."""
+        self._made = []
+        with ExitStack() as entered:
+            entered.enter_context(random_states_kept())
+            entered.enter_context(_noting_layers(self._made))
+            entered.enter_context(paddle.LazyGuard())
+            self._entered = entered.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends that; what was made last is forgotten where an error passes through.
+
+        Raises:
+            ConfigError: More than one model was made, or none; or its constructor computes with
+                parameters.
+        """
+        self._entered.close()
+        if error is None:
+            made = [layer for made in self._made if (layer := made()) is not None]
+            self._model, self._sequence = _outermost(made), None
+        elif isinstance(error, RuntimeError) and "PreconditionNotMet" in str(error):
+            raise ConfigError(
+                "a constructor computes with parameters, which have no memory yet",
+                where="within PipelinableContext",
+                cause=str(error).strip().splitlines()[0],
+                fix="give the parameters a paddle.ParamAttr(initializer=..), or set_value",
+            ) from error
+
+    @property
+    def layers_count(self) -> int:
+        """The number of layers of the list."""
+        return len(self._listed().steps)
+
+    @property
+    def funcs_count(self) -> int:
+        """The number of functions around the layers of the list."""
+        return sum(len(step.front) + len(step.behind) for step in self._listed().steps)
+
+    def to_layer_list(self, exec_seq: Iterable[object] | None = None) -> None:
+        """Puts the layers of the model in the order of their execution.
+
+        Args:
+            exec_seq: Names of sublayers in the order in which they run; functions, which run after
+                the layer named before them (at the beginning: on the inputs), as does
+                ``(function, "behind")``; ``(function, "front")``, which runs before the next one;
+                ``"SPLIT_NODE"``, where policy "customized" cuts. A function whose arguments have
+                names of the batch's, which is a dict then, changes these. None: the children in
+                the order in which the constructor made them, LayerLists and Sequentials opened.
+
+        Raises:
+            ConfigError: An entry is none of these, names no sublayer, has no layer to stand at; or
+                a parameter of the model is in none of the layers named.
+            StateError: No model was made within this context.
+        """
+        if self._model is None:
+            raise StateError(
+                "there is no model to list the layers of",
+                fix="with pipelinable: model = resnet50(), then pipelinable.to_layer_list(..)",
+            )
+        self._sequence = sequence.read(self._model, exec_seq)
+
+    def parts(self, num_chunks: int, pipeline_size: int) -> dict[int, Parts]:
+        """Returns the layers of each rank, ``(start, end)`` for each of its chunks.
+
+        Raises:
+            PartitionError: The policy has no such cut.
+            StateError: :meth:`to_layer_list` was not called.
+        """
+        return dict(parts_of(self._bounds(num_chunks, pipeline_size), pipeline_size))
+
+    def partition(self, num_chunks: int, pipeline_size: int, rank: int) -> PipelinableModel:
+        """Builds the layers of this process's stages.
+
+        Args:
+            num_chunks: Chunks of each rank; with more than one 1F1B becomes Interleaved1F1B.
+            pipeline_size: Ranks of the pipeline.
+            rank: This process's rank in it.
+
+        Returns:
+            The stages of this process, of all ranks where one process plays them all. Its
+            ``parameters()`` are what this process's optimizer trains. Layer i gets its initial
+            values under the seed 1234 + i, whatever the cut and the rank.
+
+        Raises:
+            ConfigError: ``pipeline_size`` or ``rank`` is not that of the job, or ``num_chunks``
+                not the configuration's.
+            PartitionError: The policy has no such cut.
+            StateError: :meth:`to_layer_list` was not called.
+        """
+        _require_configured(num_chunks)
+        bounds = self._bounds(num_chunks, pipeline_size)
+        _require_rank_of_process(rank, pipeline_size)
+        steps = self._listed().steps
+        return PipelinableModel(self._model, steps, bounds, pipeline_size, num_chunks)
+
+    def _bounds(self, num_chunks: int, pipeline_size: int) -> list[int]:
+        listed = self._listed()
+        weights = [count_parameters(step.layer) for step in listed.steps]
+        return boundaries(self._policy, weights, listed.splits, pipeline_size, num_chunks)
+
+    def _listed(self) -> ExecutionSequence:
+        if self._sequence is None:
+            raise StateError(
+                "the layers of the model are not in order yet",
+                fix="call to_layer_list(exec_seq) after the with block",
+            )
+        return self._sequence
+
+
+@contextmanager
+def _noting_layers(made: list[weakref.ref[Layer]]) -> Iterator[None]:
+    """Within it every layer whose constructor runs is added to ``made``, and may be dropped."""
+    constructor: Any = paddle.nn.Layer.__init__
+
+    @functools.wraps(constructor)
+    def begin(self: Layer, *args: Any, **named: Any) -> None:
+        constructor(self, *args, **named)
+        made.append(weakref.ref(self))
+
+    setattr(paddle.nn.Layer, "__init__", begin)  # noqa: B010  # mypy: a method is not assignable
+    try:
+        yield
+    finally:
+        setattr(paddle.nn.Layer, "__init__", constructor)  # noqa: B010
+
+
+def _outermost(made: list[Layer]) -> Layer:
+    """Returns the layer that holds all others; layers without parameters may stand beside it."""
+    inner = {id(part) for layer in made for part in layer.sublayers()}
+    outer = [layer for layer in made if id(layer) not in inner and layer.state_dict()]
+    if len(outer) == 1:
+        return outer[0]
+    raise ConfigError(
+        "a PipelinableContext makes one model"
+        if outer
+        else "no model was made within the PipelinableContext",
+        got=", ".join(type(layer).__name__ for layer in outer) or None,
+        fix="make losses and other models outside of the with block"
+        if outer
+        else "with pipelinable: model = resnet50()",
+    )
+
+
+def _require_configured(num_chunks: int) -> None:
+    """Refuses another number of chunks than the configuration's, which ColossalAI runs."""
+    configured = gpc.configured_chunks
+    if configured not in (None, num_chunks):
+        raise ConfigError(
+            "partition cuts another number of chunks than are configured",
+            expected=f"NUM_CHUNKS={configured} of the configuration",
+            got=f"partition({num_chunks}, ..)",
+            fix="partition(gpc.config.NUM_CHUNKS, ..), or leave NUM_CHUNKS out",
+        )
+
+
+def _require_rank_of_process(rank: int, pipeline_size: int) -> None:
+    """Refuses a rank that is not this process's."""
+    job = current_job()
+    played: Sequence[int] = range(pipeline_size)
+    if job is not None and not job.local and job.degrees.pp == pipeline_size:
+        played = (job.hcg.get_stage_id(),)
+    if rank not in played:
+        raise ConfigError(
+            "partition builds the stages of this process",
+            expected=f"rank {', '.join(map(str, played))} of a pipeline of {pipeline_size}",
+            got=f"rank {rank}",
+            fix="pass gpc.get_local_rank(ParallelMode.PIPELINE)",
+        )

@@ -1,0 +1,8 @@
+"""``colossalai.trainer``: epochs of batches, and hooks around them, on ``fleetpipe.Model.fit``."""
+
+from __future__ import annotations
+
+from fleetpipe.contrib.compat.colossalai.trainer import hooks
+from fleetpipe.contrib.compat.colossalai.trainer.trainer import Trainer
+
+__all__ = ["Trainer", "hooks"]

@@ -1,0 +1,371 @@
+"""``Trainer``: trains and evaluates what ``initialize`` returned, epoch by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any
+
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.callbacks import PipelineCheckpoint, Progress
+from fleetpipe.contrib.compat.colossalai.engine import Engine
+from fleetpipe.contrib.compat.colossalai.logging import DistributedLogger
+from fleetpipe.contrib.compat.colossalai.trainer.hooks.base import BaseHook, Metric
+from fleetpipe.contrib.compat.colossalai.utils import MultiTimer
+from fleetpipe.dygraph.batch.outputs import joined
+from fleetpipe.errors import StateError, UsageError
+from fleetpipe.fit.model import Model
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_clock
+
+
+class Seen:
+    """Stands among the metrics of ``fit``, and keeps outputs and labels where they are."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Nest, Tensor]] = []
+
+    def compute(self, *columns: Tensor) -> list[Tensor]:
+        """Keeps those of a micro-batch: the model's outputs, then the label."""
+        self._parts.append((one_of(columns[:-1]), columns[-1]))
+        return []
+
+    def update(self) -> None:
+        """Counts nothing."""
+
+    def accumulate(self) -> list[float]:
+        """Returns no value."""
+        return []
+
+    def name(self) -> list[str]:
+        """Returns no name."""
+        return []
+
+    def reset(self) -> None:
+        """Has nothing to forget."""
+
+    def take(self) -> tuple[Nest, Nest]:
+        """Returns those of the batch, and forgets them; None and None where there are none."""
+        parts, self._parts = self._parts, []
+        if not parts:
+            return None, None
+        outputs, labels = zip(*parts)
+        return joined(outputs), joined(labels)
+
+
+def one_of(columns: Sequence[Tensor]) -> Nest:
+    """Returns the one column, or a tuple of several."""
+    return columns[0] if len(columns) == 1 else tuple(columns)
+
+
+class TrainerHookCalls(paddle.callbacks.Callback):
+    """Calls the hooks of a trainer, in the order of their priorities, on every rank."""
+
+    model: Any
+
+    def __init__(self, trainer: Trainer, seen: Seen, timer: MultiTimer | None) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self._seen = seen
+        self._timer = timer or MultiTimer(on=False)
+        self._begun = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins the training."""
+        self._trainer.cur_step = self.model.global_step
+        self._call("before_train")
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Ends it."""
+        self._trainer.cur_epoch += 1
+        self._call("after_train")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begins an epoch."""
+        self._trainer.cur_epoch = epoch
+        self._call("before_train_epoch")
+        self._timer.start("Train-epoch")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Ends it."""
+        self._timer.stop("Train-epoch", keep_in_history=True)
+        self._call("after_train_epoch")
+        self._timer.reset("Train-epoch")
+
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        """Begins a batch."""
+        self._begin("Train")
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Ends it."""
+        self._end("Train", logs)
+        self._trainer.cur_step += 1
+
+    def on_eval_begin(self, logs: Any = None) -> None:
+        """Begins an evaluation."""
+        self._call("before_test")
+        self._call("before_test_epoch")
+        self._timer.start("Test-epoch")
+
+    def on_eval_batch_begin(self, step: int, logs: Any = None) -> None:
+        """Begins a batch of it."""
+        self._begin("Test")
+
+    def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
+        """Ends that."""
+        self._end("Test", logs)
+
+    def on_eval_end(self, logs: Any = None) -> None:
+        """Ends the evaluation."""
+        self._timer.stop("Test-epoch", keep_in_history=True)
+        # For callbacks that write what they are told.
+        metrics = self._trainer.metrics("test").items()
+        logs.update({name: metric.get_accumulated_value() for name, metric in metrics})
+        self._call("after_test_epoch")
+        self._call("after_test")
+        self._timer.reset("Test-step")
+        self._timer.reset("Test-epoch")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what hooks have counted in the middle of an epoch."""
+        states = ((str(n), hook) for n, hook in enumerate(self._trainer.hooks))
+        return {n: hook.state_dict() for n, hook in states if hasattr(hook, "state_dict")}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        """Has the hooks go on with it."""
+        for number, counted in state.items():
+            hook: Any = self._trainer.hooks[int(number)]
+            hook.set_state_dict(counted)
+
+    def _begin(self, mode: str) -> None:
+        self._call(f"before_{mode.lower()}_iter")
+        self._timer.start(f"{mode}-step")
+        self._begun = device_clock()()
+
+    def _end(self, mode: str, logs: Any) -> None:
+        trainer = self._trainer
+        trainer.step_seconds = device_clock()() - self._begun
+        trainer.batch_size = logs["batch_size"]
+        self._timer.stop(f"{mode}-step", keep_in_history=True)
+        output, label = self._seen.take()
+        loss = paddle.to_tensor(logs["loss"][0], "float32")
+        for hook in trainer.hooks:
+            getattr(hook, f"after_{mode.lower()}_iter")(trainer, output, label, loss)
+
+    def _call(self, event: str) -> None:
+        for hook in self._trainer.hooks:
+            getattr(hook, event)(self._trainer)
+
+
+class StepProgress(Progress):
+    """The progress of ``fit``, with what ``LogMetricByStepHook`` notes."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(verbose=1)
+        self._trainer = trainer
+
+    def _figures(self, logs: Any) -> str:
+        noted = self._trainer.states.get("step_metrics", {})
+        shown = [f"{name} {value}" for name, value in noted.items() if name not in self._names]
+        return ", ".join([*shown, super()._figures(logs)])
+
+
+class Trainer:
+    """The loop of :class:`fleetpipe.Model` around an engine, with hooks.
+
+    Attributes:
+        engine: What is trained.
+        states: What hooks leave for one another: ``metrics``, ``step_metrics`` and their own.
+        hooks: Those of the ``fit`` or ``evaluate`` that runs, in their order.
+        cur_epoch: Epochs that have ended.
+        cur_step: Batches that were trained.
+        batch_size: Rows of the last batch, of all replicas.
+        step_seconds: How long it took.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        timer: MultiTimer | None = None,
+        logger: DistributedLogger | None = None,
+    ) -> None:
+        """Takes an engine.
+
+        Args:
+            engine: What ``initialize`` returned.
+            timer: Takes the times ``Train-step``, ``Train-epoch``, ``Test-step``, ``Test-epoch``.
+            logger: Where it says which hooks there are.
+        """
+        self.engine = engine
+        self.states: dict[str, Any] = {}
+        self.hooks: list[BaseHook] = []
+        self.cur_epoch = self.cur_step = 0
+        self.batch_size = 0
+        self.step_seconds = 0.0
+        self.max_epochs = self.steps_per_epoch = 0
+        self.max_steps: int | None = None
+        self._timer = timer
+        self._logger = logger
+        self._model: Model | None = None
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any],
+        epochs: int,
+        max_steps: int | None = None,
+        test_dataloader: Iterable[Any] | None = None,
+        test_interval: int = 1,
+        hooks: Sequence[BaseHook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        """Trains for some epochs. Collective over the job.
+
+        Args:
+            train_dataloader: Yields batches ``(input, label)`` of this replica, two Tensors, and
+                has a length; all ranks of a pipeline read the same.
+            epochs: Passes over it.
+            max_steps: Most batches, in all epochs together.
+            test_dataloader: As ``train_dataloader``; it is evaluated after epochs 0,
+                ``test_interval``, twice that and so on.
+            test_interval: Epochs from one evaluation to the next.
+            hooks: Called in the order of their priorities.
+            display_progress: Whether the first rank shows how far it is.
+            return_output_label: Whether hooks are given outputs and labels.
+
+        Raises:
+            UsageError: The data has no length, or what stands among the hooks is none.
+            ConfigError: The engine has no loss or no optimizer, or the data does not fit.
+            CheckpointError: A checkpoint does not fit.
+        """
+        if not isinstance(train_dataloader, Sized):
+            raise UsageError(
+                "Trainer.fit counts the steps of an epoch",
+                expected="data with a length",
+                got=type(train_dataloader).__name__,
+                fix="pass a DataLoader over a dataset with a length, or a list of batches",
+            )
+        self.max_epochs, self.max_steps = epochs, max_steps
+        self.steps_per_epoch = len(train_dataloader)
+        steps = epochs * self.steps_per_epoch
+        with self._prepared(return_output_label) as (model, calls):
+            callbacks = self._attached(hooks)
+            saves = any(isinstance(callback, PipelineCheckpoint) for callback in callbacks)
+            # Hooks step the learning rate; fit would do so by itself after each batch.
+            still = paddle.callbacks.LRScheduler(by_step=False, by_epoch=False)
+            model.fit(
+                train_dataloader,
+                test_dataloader,
+                epochs=epochs,
+                eval_freq=test_interval,
+                num_iters=None if max_steps is None else min(max_steps, steps),
+                verbose=0,
+                callbacks=[calls, *self._progress(display_progress), still, *callbacks],
+                resume="auto" if saves else None,
+            )
+
+    def evaluate(
+        self,
+        test_dataloader: Iterable[Any],
+        hooks: Sequence[BaseHook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        """Evaluates; the hooks know the figures. Collective over the job.
+
+        Args:
+            test_dataloader: As for :meth:`fit`.
+            hooks: Likewise.
+            display_progress: Likewise.
+            return_output_label: Likewise.
+
+        Raises:
+            UsageError: What stands among the hooks is none.
+        """
+        with self._prepared(return_output_label) as (model, calls):
+            attached = self._attached(hooks)
+            callbacks = [calls, *self._progress(display_progress), *attached]
+            model.evaluate(test_dataloader, verbose=0, callbacks=callbacks)
+
+    def predict(self, data: Nest) -> Nest:
+        """Returns the outputs for a batch, on the owner of the last stage; None elsewhere.
+
+        Collective over the pipeline.
+
+        Args:
+            data: The inputs, of any number of rows.
+        """
+        self.engine.eval()
+        return self.engine.execute_schedule(iter([(data, None)]), True, return_loss=False)[0]
+
+    @property
+    def is_rank_to_log(self) -> bool:
+        """Whether this process owns the last stage of the first replica."""
+        return self._required().is_rank("loss")
+
+    def from_last_stage(self, value: Nest) -> list[Nest]:
+        """Returns what the owners of the last stage pass, replica by replica. Collective.
+
+        Args:
+            value: Tensors and plain values; other ranks may pass None.
+        """
+        return self._required().pipeline.from_last_stage(value)
+
+    def metrics(self, mode: str) -> Mapping[str, Metric]:
+        """Returns what hooks count, by name.
+
+        Args:
+            mode: ``"train"`` or ``"test"``.
+        """
+        return self.states.get("metrics", {}).get(mode, {})  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _prepared(self, return_output_label: bool) -> Iterator[tuple[Model, TrainerHookCalls]]:
+        """Within it ``fit`` has the engine's loss, optimizer and model."""
+        self.engine.zero_grad()
+        seen = Seen()
+        model = Model(self.engine.model)
+        criterion = self.engine.criterion
+        loss = None if criterion is None else _on_columns(criterion)
+        model.prepare(self.engine.optimizer, loss, [seen] if return_output_label else None)
+        self._model = model
+        try:
+            yield model, TrainerHookCalls(self, seen, self._timer)
+        finally:
+            self._model = None
+            self.engine.take_back()
+
+    def _attached(self, hooks: Sequence[BaseHook] | None) -> list[Any]:
+        """Takes hooks; returns the callbacks that they work by."""
+        for hook in hooks or ():
+            if not isinstance(hook, BaseHook):
+                raise UsageError(
+                    "hooks are objects of hooks.BaseHook",
+                    got=repr(hook) if isinstance(hook, type) else type(hook).__name__,
+                    fix=f"{hook.__name__}(..)"
+                    if isinstance(hook, type)
+                    else "derive it from fleetpipe.compat.colossalai.trainer.hooks.BaseHook",
+                )
+        self.states = {}
+        self.hooks = sorted(hooks or (), key=lambda hook: hook.priority)
+        for hook in self.hooks:
+            if self._logger is not None:
+                name = type(hook).__name__
+                self._logger.info(f"hook {name}, priority {hook.priority}", ranks=[0])
+            hook.after_hook_is_attached(self)
+        return [callback for hook in self.hooks for callback in hook.callbacks()]
+
+    def _progress(self, wanted: bool) -> list[StepProgress]:
+        return [StepProgress(self)] if wanted else []
+
+    def _required(self) -> Model:
+        if self._model is None:
+            raise StateError(
+                "this is known while a Trainer trains or evaluates", fix="ask for it within a hook"
+            )
+        return self._model
+
+
+def _on_columns(criterion: Callable[[Nest, Nest], Tensor]) -> Callable[..., Tensor]:
+    """Returns a loss of the outputs and the label one by one, as ``fit`` calls it."""
+    return lambda *columns: criterion(one_of(columns[:-1]), columns[-1])

@@ -1,0 +1,7 @@
+"""MindSpore's module of this name: the job of the options, and this process's place in it."""
+
+from __future__ import annotations
+
+from fleetpipe.contrib.compat.mindspore.context import get_group_size, get_rank, init
+
+__all__ = ["get_group_size", "get_rank", "init"]

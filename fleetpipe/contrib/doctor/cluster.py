@@ -1,0 +1,47 @@
+"""What ``fleetpipe doctor --ray`` says of a cluster: of each node what it says of a host."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from fleetpipe.contrib.doctor import host
+from fleetpipe.contrib.doctor.finding import WRONG, Finding
+from fleetpipe.contrib.ray import cluster, nodes
+from fleetpipe.errors import FleetPipeError
+
+
+def findings(address: str, ranks: int, folder: Path) -> list[Finding]:
+    """Looks at every node, at what it lacks, and at its clock.
+
+    Args:
+        address: The cluster's, as ``fleetpipe launch --ray`` takes it.
+        ranks: How many are to be on each node.
+        folder: That of the checkpoints, on each node.
+    """
+    try:
+        with cluster.connected(None if address == "local" else address, {"CPU": ranks}):
+            cluster.require_packages()
+            return _of_nodes(ranks, folder)
+    except FleetPipeError as error:
+        return [Finding("ray", WRONG, str(error).splitlines()[0], str(error).splitlines()[-1])]
+
+
+def _of_nodes(ranks: int, folder: Path) -> list[Finding]:
+    def look(ranks: int, folder: str) -> tuple[float, list[Finding]]:
+        return time.time(), host.findings(ranks, Path(folder))
+
+    remote: Any = ray.remote(num_cpus=0)(look)
+    listed: list[Finding] = []
+    for node in nodes.staying("CPU"):
+        # One after another: a clock is compared with that of here, around the call.
+        begin = time.time()
+        reference = remote.options(label_selector=node.label).remote(ranks, str(folder))
+        (answer,) = nodes.answers({node: reference}).values()
+        clock, looks = answer
+        listed += [one._replace(subject=f"{node.address} {one.subject}") for one in looks]
+        listed.append(host.clock(node.address, begin - clock, clock - time.time()))
+    return listed

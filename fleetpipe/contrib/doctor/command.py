@@ -1,0 +1,149 @@
+"""The command ``fleetpipe doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fleetpipe import arguments as kinds
+from fleetpipe.contrib.doctor import host, ranks
+from fleetpipe.contrib.doctor.finding import NOTE, OK, WRONG, Finding, looked_at, wrong
+from fleetpipe.extras import needed_for
+from fleetpipe.version import __version__
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe doctor`` to its parser."""
+    parser.add_argument(
+        "--nproc",
+        type=kinds.processes,
+        default=2,
+        metavar="N",
+        help="ranks to start on this host (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="look at every node of the Ray cluster at HOST:PORT too; auto, the default: the one "
+        "that ray start began here",
+    )
+    parser.add_argument(
+        *kinds.spelled("checkpoint_dir"),
+        type=Path,
+        default=Path(os.environ.get("FLEETPIPE_CHECKPOINT_DIR", "checkpoints")),
+        metavar="FOLDER",
+        help="where checkpoints are kept (default: $FLEETPIPE_CHECKPOINT_DIR, else checkpoints)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Looks at this host, at Paddle, at some ranks, and at a cluster's nodes.
+
+    Returns:
+        0 where nothing is wrong, else 1.
+    """
+    findings = host.findings(options.nproc, options.checkpoint_dir)
+    findings += (of_paddle := paddle_findings())
+    if options.nproc > 1 and not wrong(of_paddle):
+        findings += ranks.findings(options.nproc)
+    if options.ray is not None:
+        with needed_for("a Ray cluster is looked at"):
+            from fleetpipe.contrib.doctor import cluster
+        findings += cluster.findings(options.ray, options.nproc, options.checkpoint_dir)
+    if options.json:
+        listed = [finding._asdict() for finding in findings]
+        result = {"fleetpipe": __version__, "findings": listed, "wrong": len(wrong(findings))}
+        sys.stdout.write(json.dumps(result) + "\n")
+    else:
+        sys.stdout.writelines(f"{line}\n" for line in _lines(findings))
+    return int(bool(wrong(findings)))
+
+
+def _lines(findings: list[Finding]) -> Iterator[str]:
+    width = max(len(finding.subject) for finding in findings)
+    for subject, state, text, fix, _ in findings:
+        yield f"{state.upper() if state == WRONG else state:<6}{subject:<{width}}  {text}"
+        if fix and state != OK:
+            yield f"{'':<{width + 8}}what to do: {fix}"
+    count = len(wrong(findings))
+    yield f"fleetpipe {__version__}: " + (f"{count} wrong" if count else "nothing is wrong")
+
+
+#: Versions of Paddle that the tests run on.
+_SUPPORTED = ("3.3.", "2.6.2")
+
+
+def paddle_findings() -> list[Finding]:
+    """Looks at Paddle and at its device; the first finding is wrong where there is no Paddle."""
+    try:
+        from fleetpipe.paddle_api import paddle
+    except Exception as error:
+        text = f"cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
+        return [Finding("paddle", WRONG, text, "pip install 'fleetpipe[cpu]', or 'fleetpipe[gpu]'")]
+    checks = {"paddle": lambda: _version(paddle), "device": lambda: _device(paddle)}
+    return looked_at(checks)
+
+
+def _version(paddle: Any) -> Finding:
+    version = paddle.version.full_version
+    text = f"{version}, built for {'CUDA' if paddle.is_compiled_with_cuda() else 'CPUs'}"
+    if version.startswith(_SUPPORTED):
+        return Finding("paddle", OK, text)
+    fix = "pip install 'paddlepaddle>=3.3,<3.4', or paddlepaddle-gpu==2.6.2"
+    return Finding("paddle", NOTE, f"{text}; no test runs on this version", fix)
+
+
+def _device(paddle: Any) -> Finding:
+    from fleetpipe.paddle_api.device import device_kind
+
+    device = paddle.device.get_device()
+    if device_kind() == "gpu":
+        return _card(paddle, device)
+    if shutil.which("nvidia-smi") is None:
+        return Finding("device", OK, device)
+    fix = "install the paddlepaddle-gpu that fits the driver; see CUDA_VISIBLE_DEVICES"
+    return Finding("device", NOTE, f"{device}, though nvidia-smi is here", fix)
+
+
+def _card(paddle: Any, device: str) -> Finding:
+    """Compares the card with what the wheel was compiled for, and has it compute."""
+    major, minor = paddle.device.cuda.get_device_capability()
+    version = paddle.version
+    read = _ARCHS.get((version.full_version, version.cuda()), ())
+    archs: Callable[[], Any] = getattr(version, "cuda_archs", lambda: read)
+    count = paddle.device.cuda.device_count()
+    name = paddle.device.cuda.get_device_name()
+    text = f"{count} x {name}, compute capability {major}.{minor}; this process has {device}"
+    built = sorted(int(arch) for arch in archs() or [])
+    wheel = ", ".join(f"{arch / 10:.1f}" for arch in built) or "what it does not say"
+    text += f"; the wheel is compiled for {wheel}"
+    if built and not any(arch // 10 == major and arch % 10 <= minor for arch in built):
+        return Finding("device", WRONG, text, _OTHER_WHEEL)
+    ones = paddle.ones([1, 1, 2, 2])
+    try:
+        paddle.nn.functional.conv2d(paddle.matmul(ones, ones), ones).numpy()
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        return Finding("device", WRONG, f"{text}, and cannot compute: {reason}", _LIBRARIES)
+    return Finding("device", OK, text)
+
+
+_OTHER_WHEEL = (
+    "install a paddlepaddle-gpu for this card: PyPI's are for 6.1 to 8.9, and Paddle's own index "
+    "has newer ones; docs/gpu.md says where"
+)
+_LIBRARIES = (
+    "install CUDA and cuDNN of the versions that the wheel is built for, in a folder of "
+    "LD_LIBRARY_PATH: PyPI's wheel brings none of their libraries; docs/gpu.md has them"
+)
+#: What is in wheels that do not say it, read in their libraries: by version and CUDA's.
+_ARCHS = {("2.6.2", "11.8"): (61, 70, 75, 80, 86)}

@@ -1,0 +1,1 @@
+"""The names of ``paddle.fluid`` that PaddleFleetX's scripts use."""

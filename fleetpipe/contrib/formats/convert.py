@@ -1,0 +1,228 @@
+"""Converts a checkpoint of any format to any other: the table of formats, and how one is chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from fleetpipe import fleet_files
+from fleetpipe.atomic_file import appearing
+from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, MODEL, OPTIMIZER
+from fleetpipe.checkpoint.files.run_folder import complete_steps
+from fleetpipe.contrib.formats import (
+    distributed,
+    layer_files,
+    run,
+    safetensors_folder,
+    state_file,
+)
+from fleetpipe.contrib.formats.contents import Checkpoint, paddle_tensor, shown
+from fleetpipe.contrib.formats.name_map import NameMap, read_map, renamed
+from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
+
+FLEETPIPE, FLEET, PRETRAINED = "fleetpipe", "fleet", "pretrained"
+_TRAINED = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
+
+
+class Format(NamedTuple):
+    """A way to keep a checkpoint in files.
+
+    Attributes:
+        files: By which files it is recognized.
+        is_there: Whether a folder has it.
+        read: Reads a folder.
+        write: Fills an empty folder.
+        groups: What it has a place for.
+    """
+
+    files: str
+    is_there: Callable[[Path], bool]
+    read: Callable[[Path], Checkpoint]
+    write: Callable[[Checkpoint, Path], None] | None
+    groups: tuple[str, ...] = _TRAINED
+
+
+#: By name, in the order in which a folder is looked at: fleetpipe's has files of others in it.
+FORMATS = {
+    FLEETPIPE: Format("manifest.json", run.is_there, run.read_step, None, tuple(GROUPS)),
+    FLEET: Format(
+        "layer_*-model_states.pdparams",
+        *(layer_files.is_there, layer_files.read_folder, layer_files.write_folder),
+        (MODEL,),
+    ),
+    "formers": Format(
+        "model_state/*.metadata",
+        *(distributed.is_formers, distributed.read_folder, distributed.write_formers),
+    ),
+    "distributed": Format(
+        "*.metadata",
+        *(distributed.is_there, distributed.read_folder, distributed.write_folder),
+    ),
+    "unified": Format(
+        "optimizer.safetensors.index.json",
+        safetensors_folder.is_unified,
+        safetensors_folder.read_folder,
+        safetensors_folder.write_unified,
+    ),
+    "huggingface": Format(
+        "model.safetensors or model.safetensors.index.json",
+        safetensors_folder.is_there,
+        safetensors_folder.read_model,
+        safetensors_folder.write_huggingface,
+        (MODEL,),
+    ),
+    PRETRAINED: Format(
+        state_file.FILE,
+        *(state_file.is_there, state_file.read_folder, state_file.write_folder),
+        (MODEL,),
+    ),
+}
+
+
+def format_of(folder: Path) -> str:
+    """Returns the name of the format of a folder.
+
+    Raises:
+        CheckpointError: It is none of them.
+    """
+    there = [name for name, one in FORMATS.items() if folder.is_dir() and one.is_there(folder)]
+    # A Trainer's folder may have its model in safetensors as well, and a unified one is of them.
+    # The file of PaddleNLP, which is the last, may be another copy of the model.
+    lesser = (PRETRAINED, "huggingface" if "unified" in there else PRETRAINED)
+    alike = [name for name in there if name not in lesser]
+    if len(alike) > 1 and there[0] not in (FLEETPIPE, "formers"):
+        raise CheckpointError(
+            "the folder has files of several checkpoints",
+            where=str(folder),
+            got="; ".join(f"{name}: {FORMATS[name].files}" for name in alike),
+            fix="say by --from or source_format= which is meant, or move the others away",
+        )
+    if there:
+        return there[0]
+    raise CheckpointError(
+        "there is no checkpoint in this folder" if folder.is_dir() else "there is no such folder",
+        where=str(folder),
+        expected="; ".join(f"{name}: {one.files}" for name, one in FORMATS.items()),
+        fix="pass the folder in which these files are, of one step; --from or source_format= says "
+        "its format",
+    )
+
+
+def read_checkpoint(
+    folder: Path, source_format: str, names: NameMap | None = None, step: int | None = None
+) -> Checkpoint:
+    """Reads all of a checkpoint but the values of its tensors.
+
+    Args:
+        folder: Its folder; or that of a run of fleetpipe's.
+        source_format: Its format.
+        names: Gives the tensors other names.
+        step: Which step of a run; by default the newest.
+
+    Raises:
+        CheckpointError: It is damaged, or has no tensors.
+        ConfigError: The map of names does not fit.
+    """
+    if source_format == FLEETPIPE:
+        state = run.read_step(folder, step)
+    else:
+        state = FORMATS[source_format].read(folder)
+    if names is not None and state.tensors:
+        try:
+            state = renamed(state.with_plain_names(), names)
+        except FleetPipeError as error:
+            error.add_place(names.file)
+            raise
+    if not state.tensors:
+        raise CheckpointError(
+            "the checkpoint has no tensors" + " that the map does not leave out" * bool(names),
+            where=str(folder),
+            fix="pass the folder of a step that has a model",
+        )
+    return state
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    to: str | None = None,
+    source_format: str | None = None,
+    names: NameMap | None = None,
+    step: int | None = None,
+) -> str:
+    """Converts a checkpoint. The target appears whole, or not at all.
+
+    Args:
+        source: The folder of a checkpoint; or that of a run of fleetpipe's.
+        target: A folder that does not exist; or that of a run, to which a step is added.
+        to: The format to write; None: Fleet's of a run of fleetpipe's, fleetpipe's of others.
+        source_format: The format to read; None: what the folder has.
+        names: Gives the tensors other names.
+        step: Which step of a run; or, where fleetpipe's is written, the number of the new one.
+
+    Returns:
+        Sentences of what was written, and of what was left out.
+
+    Raises:
+        CheckpointError: The source is damaged, or the target is there.
+        ConfigError: The map of names does not fit.
+        OSError: A file cannot be written.
+    """
+    read_as = source_format or format_of(source)
+    write_as = to or (FLEET if read_as == FLEETPIPE else FLEETPIPE)
+    _require_free(source, target, write_as)
+    if step is not None and step < 0:
+        raise ConfigError(f"a step is a number of 0 or more (={step})", fix="give another --step")
+    whole = read_checkpoint(source, read_as, names, step if read_as == FLEETPIPE else None)
+    if write_as not in (FLEETPIPE, FLEET):
+        whole = whole.with_plain_names()
+    groups, write = FORMATS[write_as].groups, FORMATS[write_as].write
+    state = replace(whole, tensors={n: t for n, t in whole.tensors.items() if n.group in groups})
+    if write is None:
+        number = step if step is not None and read_as != FLEETPIPE else state.step or 0
+        run.write_step(state, target, number)
+        written = f"step {number} of {target}: {len(state.tensors)} tensors"
+    else:
+        with appearing(target) as draft:
+            write(state, draft)
+        written = f"{target}: {len(state.tensors)} tensors from {read_as} to {write_as}"
+    left_out = [str(name) for name in whole.tensors if name not in state.tensors]
+    if left_out:
+        written += f"\nleft out, as {write_as} has no place for it: {shown(left_out)}"
+    return written
+
+
+def _require_free(source: Path, target: Path, write_as: str) -> None:
+    """Raises a ``CheckpointError`` where something stands that a checkpoint would mix with."""
+    run_or_empty = complete_steps(target) or (target.is_dir() and not any(target.glob("[!.]*")))
+    if os.path.lexists(target) and not (write_as == FLEETPIPE and run_or_empty):
+        raise CheckpointError(
+            "the target is there, and nothing is written over",
+            where=str(target),
+            expected="a folder that does not exist" + ", or a run" * (write_as == FLEETPIPE),
+            fix="give a folder that does not exist",
+        )
+    if Path(os.path.realpath(source)) in Path(os.path.realpath(target)).parents:
+        raise CheckpointError(
+            "the target is within the source, in which nothing is changed",
+            where=str(target),
+            fix="give a folder outside of it",
+        )
+
+
+def write_parameters(folder: Path, target: Path) -> None:
+    """Writes the model of a step of fleetpipe's in one file of ``paddle.save``.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        OSError: The file cannot be written.
+    """
+    model = run.read_step(folder).of(MODEL)
+    fleet_files.save(target, {name: paddle_tensor(tensor) for name, tensor in model.items()})
+
+
+__all__ = ["FORMATS", "Format", "convert", "format_of", "read_map", "write_parameters"]

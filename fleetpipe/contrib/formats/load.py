@@ -1,0 +1,128 @@
+"""Loads a checkpoint of any format into a job, or a model of one process, without converting it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.checkpoint.contents.layer_and_optimizer import unwrapped
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.parts import MODEL, OPTIMIZER, SavedModel, TensorName
+from fleetpipe.checkpoint.files.manifest import Entry, Manifest
+from fleetpipe.checkpoint.files.reader import SavedStep, StepReader
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.restoring import restore_from
+from fleetpipe.contrib.formats import run
+from fleetpipe.contrib.formats.contents import Checkpoint, memory_of
+from fleetpipe.contrib.formats.convert import FLEETPIPE, FORMATS, format_of, read_checkpoint
+from fleetpipe.contrib.formats.name_map import read_map
+from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.log import logger, once
+from fleetpipe.mesh.parts import Region
+from fleetpipe.paddle_api.optimizer import scheduler_of
+from fleetpipe.paddle_types import Layer, Optimizer, Program
+
+_log = logger(__name__)
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    *,
+    model: Layer | Program | SavedModel,
+    optimizer: Optimizer | None = None,
+    source_format: str | None = None,
+    names: str | os.PathLike[str] | None = None,
+    reverse_names: bool = False,
+) -> int:
+    """Loads a checkpoint of any format that ``fleetpipe checkpoint convert`` reads. Collective.
+
+    Every rank reads the folder, and of its tensors those that it holds, one after another. All
+    ranks compare names, dtypes and shapes before the first value changes. Random states stay.
+
+    Args:
+        folder: Of one step, the same for every rank, or a copy of it; or of a run of fleetpipe's.
+        model: As for :meth:`fleetpipe.CheckpointManager.restore`: under the names of the
+            checkpoint, or with the same parameters and buffers in the same order.
+        optimizer: Gets its state and the state of its learning rate's scheduler, if the checkpoint
+            has one. None: the model alone is loaded.
+        source_format: A format of the table in the guide; None: what the folder has.
+        names: A map of names: the path of a file, or the name of one that fleetpipe brings along.
+        reverse_names: Whether the map is read from right to left.
+
+    Returns:
+        The step that the checkpoint says it is of; 0 where it says none.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or incomplete, or does not fit. Every rank
+            raises, and nothing has changed on any.
+        ConfigError: The map of names is none, or does not fit.
+        PipelineTimeout: Some rank did not come within the limit.
+    """
+    path = Path(folder)
+    objects = Objects(model, optimizer, random=False)
+
+    def begin() -> tuple[SavedStep, Objects]:
+        read_as = source_format or format_of(path)
+        if read_as not in FORMATS:
+            raise ConfigError(f"no format is {read_as!r}", fix=nearest(read_as, FORMATS))
+        renaming = None if names is None else read_map(os.fspath(names), reverse=reverse_names)
+        if read_as == FLEETPIPE and renaming is None:
+            return StepReader(run.folder_of(path, None)), objects
+        state = read_checkpoint(path, read_as, renaming)
+        return _StepOfAnother(state, optimizer), _fitting(objects, state)
+
+    return restore_from(Ranks.of_job(), f"loading {path.name}", begin).step
+
+
+def _fitting(objects: Objects, state: Checkpoint) -> Objects:
+    """Returns what is loaded: without the learning rate where the checkpoint has none."""
+    if objects.optimizer is None or state.scheduler is not None:
+        return objects
+    if scheduler_of(unwrapped(objects.optimizer)) is not None:
+        once(
+            _log.warning,
+            "the checkpoint has no state of the learning rate's scheduler, which stays",
+        )
+    return replace(objects, rate=False)
+
+
+class _StepOfAnother:
+    """A checkpoint of another program in the place of a step; it has no checksums."""
+
+    def __init__(self, state: Checkpoint, optimizer: Optimizer | None) -> None:
+        self._state = state
+        entries = {name: Entry("", tensor.described, ()) for name, tensor in state.tensors.items()}
+        kind = None
+        if optimizer is not None and state.of(OPTIMIZER):
+            # No other format says which it is: the kinds of its tensors are compared.
+            kind = type(unwrapped(optimizer)).__name__
+        order = (*state.of(MODEL),)
+        self.manifest = Manifest(
+            *(state.step or 0, {}, entries, order, kind, {}, {}, {}, state.plain_order)
+        )
+
+    def text(self, _name: str) -> dict[str, Any]:
+        """Returns all that is no tensor."""
+        rate = {} if self._state.scheduler is None else {run.SCHEDULER: self._state.scheduler}
+        return {"extra": {}, **rate}
+
+    def check_texts(self) -> None:
+        """Does nothing."""
+
+    def check(self, _groups: Collection[str], _share: int, _shares: int) -> None:
+        """Does nothing: what its files say of themselves was compared when they were opened."""
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
+        """Gives what reads a part of a tensor into memory."""
+
+        def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
+            memory[:] = memory_of(np.ascontiguousarray(self._state.tensors[name].read(cut)))
+
+        yield read

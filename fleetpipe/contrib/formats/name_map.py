@@ -1,0 +1,264 @@
+"""Other names, shapes and fusings of a model's tensors, in the language of Paddle's ``aoa_config``.
+
+A map is a file of JSON, or the name of one in ``names/``:
+
+    {"aoa_statements": ["model.layers.$LAYER_ID.mlp.up_proj.weight^T -> up.$LAYER_ID.weight", ..],
+     "optional_statements": ["lm_head.weight^T -> lm_head.weight", ..]}
+
+``^T`` transposes, ``a, b, c -> d, axis=1`` joins and the reverse splits, ``a -> _`` leaves out,
+``a -> b, dtype='float16'`` casts. The optimizer's tensors and the master weights go with their
+parameters, and keep their dtypes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
+from fleetpipe.contrib.formats.casts import can_cast, cast
+from fleetpipe.contrib.formats.contents import (
+    Checkpoint,
+    LazyTensor,
+    are_whole,
+    bits,
+    part_of,
+    shown,
+)
+from fleetpipe.contrib.formats.flex_checkpoint import Copied, composed
+from fleetpipe.errors import CheckpointError, ConfigError, nearest
+from fleetpipe.json_value import JsonValue, Source, read
+from fleetpipe.mesh.parts import Described, Region
+
+_FOLDER = Path(__file__).parent / "names"
+#: What stands in a statement beside names: attributes, and patterns whose names are not counted.
+_NO_NAME = re.compile(r"_?|.*[=*\[\]'].*|fused_(qkv|qkv_old|ffn)")
+#: Stands for the number of each layer.
+_LAYER = "$LAYER_ID"
+_SOURCE = Source(
+    "this is no map of names", ConfigError, "docs/checkpoints.md says what is in such a file"
+)
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """A map of names.
+
+    Attributes:
+        aoa_statements: All of them must fit.
+        optional_statements: Those count whose tensors are there.
+        reverse: Whether they are read from right to left.
+        file: Where they stand.
+    """
+
+    aoa_statements: tuple[str, ...]
+    optional_statements: tuple[str, ...] = ()
+    reverse: bool = False
+    file: str = ""
+
+
+def read_map(name: str, *, reverse: bool) -> NameMap:
+    """Reads a map.
+
+    Args:
+        name: The path of a file, or the name of a map that fleetpipe brings along.
+        reverse: Whether it is read from right to left.
+
+    Raises:
+        ConfigError: There is none, or it is no map.
+    """
+    brought = {path.stem: path for path in _FOLDER.glob("*.json")}
+    path = brought.get(name, Path(name))
+    if not path.is_file():
+        raise ConfigError(f"there is no map of names {name!r}", fix=nearest(name, brought))
+
+    def checked(value: JsonValue) -> NameMap:
+        value.require_names(("aoa_statements", "optional_statements"))
+        optional = value.get("optional_statements")
+        texts = value["aoa_statements"].texts()
+        return NameMap(texts, () if optional is None else optional.texts(), reverse, str(path))
+
+    return read(path, _SOURCE, checked)
+
+
+def renamed(state: Checkpoint, names: NameMap) -> Checkpoint:
+    """Returns a checkpoint under other names.
+
+    Raises:
+        CheckpointError: The checkpoint has tensors of which the map does not speak, or lacks some.
+        ConfigError: A statement does not fit.
+    """
+    model = state.of(MODEL)
+    shapes = {name: tensor.described for name, tensor in model.items()}
+    outputs, unread = composed(_fitting(names, model), names.reverse, shapes)
+    if unread:
+        raise CheckpointError(
+            f"the map of names does not speak of {len(unread)} tensors of the checkpoint",
+            got=shown(unread),
+            fix="add a statement for each, 'name -> _' leaves one out; or take the map of this "
+            "model, --reverse-names if it is for the other direction",
+        )
+    contents = {TensorName(MODEL, name): _built(parts, model) for name, parts in outputs.items()}
+    for name, parts in outputs.items():
+        for group, kind, sources in _beside(state):
+            if all(part.source in sources for part in parts):
+                full = TensorName(group, f"{name}/{kind}" if kind else name)
+                # Powers of beta are one number, whatever the shape of the parameter.
+                uncast = [part._replace(casts=()) for part in parts]
+                one = sources[parts[0].source] if "pow" in kind else _built(uncast, sources)
+                contents[full] = one
+    # The order of a map is that of its statements.
+    return replace(state, tensors=contents, plain_order=tuple(outputs))
+
+
+def _beside(state: Checkpoint) -> list[tuple[str, str, dict[str, LazyTensor]]]:
+    """Returns what goes with parameters: group, kind, and the tensors by parameter."""
+    kinds: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in state.of(OPTIMIZER).items():
+        parameter, _, kind = name.rpartition("/")
+        kinds.setdefault(kind, {})[parameter] = tensor
+    of_optimizer = [(OPTIMIZER, kind, sources) for kind, sources in kinds.items()]
+    return [*of_optimizer, (MASTER_WEIGHTS, "", state.of(MASTER_WEIGHTS))]
+
+
+def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
+    """Returns the statements that count, after a look for layers that lack a tensor."""
+    fitting = [*names.aoa_statements]
+    results = {name for one in fitting for name in _names(one, right=not names.reverse)}
+    inputs = {name for one in fitting for name in _names(one, right=names.reverse)}
+    layers = {pattern: _layers(pattern, model) for pattern in sorted(inputs)}
+    # What another statement makes is read from there.
+    layers = {name: one for name, one in layers.items() if one or name not in results}
+    every = set().union(*(one for pattern, one in layers.items() if _LAYER in pattern))
+    for pattern, numbers in layers.items():
+        lacking = sorted(every - numbers, key=int) if _LAYER in pattern else []
+        if not numbers or lacking:
+            missing = [pattern.replace(_LAYER, number) for number in lacking] or [pattern]
+            raise CheckpointError(
+                "the checkpoint lacks tensors of which the map of names speaks",
+                got=shown(missing),
+                fix="take the map of this model; copy the checkpoint again if it is cut short",
+            )
+    for statement in names.optional_statements:
+        if all(_layers(pattern, model) for pattern in _names(statement, right=names.reverse)):
+            fitting.append(statement)
+    _require_order(fitting, names.reverse, model)
+    # Paddle's language finds the layers of names that the checkpoint has, and of no others, and
+    # leaves out ("_") single names alone.
+    made = {pattern for pattern in inputs - layers.keys() if _LAYER in pattern}
+    expanded: list[str] = []
+    for statement in fitting:
+        reads_made = not made.isdisjoint(_names(statement, right=names.reverse))
+        one_sided = sum(_LAYER in side for side in statement.split("->")) == 1
+        written = sorted(every, key=int) if reads_made or one_sided else [_LAYER]
+        expanded += (statement.replace(_LAYER, number) for number in written)
+    return expanded
+
+
+def _require_order(
+    statements: Sequence[str], reverse: bool, model: Mapping[str, LazyTensor]
+) -> None:
+    """Raises a ``ConfigError`` where a tensor is lost: its name is made before it is read."""
+    read: set[str] = set()
+    made: set[str] = set()
+    for statement in reversed(statements) if reverse else statements:
+        sources, results = ({*_names(statement, right=side)} for side in (reverse, not reverse))
+        lost = [name for name in sorted(sources & made - read) if _layers(name, model)]
+        if lost:
+            raise ConfigError(
+                "statements of the map put another tensor under a name before they read its own",
+                got=f"{statement!r}, after one that makes {', '.join(lost)}",
+                fix="read it first, under a name of its own: a -> t, b -> a, t -> b swaps two",
+            )
+        read |= sources
+        made |= results
+
+
+def _names(statement: str, *, right: bool) -> list[str]:
+    """Returns the names, or patterns of them, on one side of a statement."""
+    side = statement.split("->")[-1 if right else 0]
+    words = (word.strip().removesuffix("^T") for word in side.split(","))
+    return [word for word in words if not _NO_NAME.fullmatch(word)]
+
+
+def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
+    """Returns the layers of which a model has the tensor; one of no number for a plain name."""
+    if _LAYER not in pattern:
+        return {""} if pattern in model or "$" in pattern else set()
+    text = re.escape(pattern).replace(re.escape(_LAYER), r"(\d+)", 1)
+    expression = re.compile(text.replace(re.escape("$EXPERT_ID"), r"\d+"))
+    return {match[1] for name in model if (match := expression.fullmatch(name))}
+
+
+def _built(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTensor:
+    """Returns a tensor that is put together when it is read."""
+    described = _described(parts, sources)
+
+    def read(cut: Region | None) -> np.ndarray:
+        whole = np.empty(described.shape, bits(described))
+        for part in parts:
+            whole[part.put] = _values(part, sources[part.source])
+        return part_of(whole, cut)
+
+    return LazyTensor(described, read)
+
+
+def _described(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Described:
+    """Returns what comes of some parts, which must fit each other and what they are taken of."""
+    dtypes = {_dtype_of(part, sources[part.source].described.dtype) for part in parts}
+    if len(dtypes) != 1:
+        names = ", ".join(f"{p.source} {sources[p.source].described.dtype}" for p in parts)
+        raise CheckpointError(
+            "tensors of several dtypes cannot be joined",
+            got=names,
+            fix="save them in one dtype, or leave them apart",
+        )
+    for part in parts:
+        source = sources[part.source].described
+        if any(piece.stop > size for piece, size in zip(part.taken, source.shape)):
+            raise CheckpointError(
+                f"what belongs to {part.source!r} has another shape",
+                got=str(source),
+                fix="save the checkpoint again: its optimizer is that of another model",
+            )
+        if any(sorted(order) != [*range(len(part.taken))] for order in part.orders):
+            raise ConfigError(
+                f"permute= is no order of the axes of {part.source!r}, {source}",
+                got=str(part.orders),
+                fix="give each axis once, from 0",
+            )
+    shape = tuple(max(piece.stop for piece in pieces) for pieces in zip(*(p.put for p in parts)))
+    boxes = [([s.start for s in p.put], [s.stop - s.start for s in p.put]) for p in parts]
+    if not are_whole(boxes, shape):
+        raise ConfigError(
+            "tensors of these shapes cannot be joined",
+            got=shown([f"{p.source} {[*sources[p.source].described.shape]}" for p in parts]),
+            fix="join along the axis in which alone they differ, axis=",
+        )
+    return Described(dtypes.pop(), shape)
+
+
+def _dtype_of(part: Copied, dtype: str) -> str:
+    """Returns the dtype of a part after its casts."""
+    for target in part.casts:
+        if not can_cast(dtype, target):
+            raise ConfigError(
+                f"{part.source!r} cannot be cast from {dtype} to {target}",
+                expected="float32, float16 or bfloat16",
+                fix="leave dtype= out of its statement: the tensor keeps its bits",
+            )
+        dtype = target
+    return dtype
+
+
+def _values(part: Copied, source: LazyTensor) -> np.ndarray:
+    array, dtype = source.read()[part.taken], source.described.dtype
+    for order in part.orders:
+        array = array.transpose(order)
+    for target in part.casts:
+        array, dtype = cast(array, dtype, target), target
+    return array

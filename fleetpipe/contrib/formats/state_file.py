@@ -1,0 +1,48 @@
+"""``model_state.pdparams``: a model's state dict, as PaddleNLP's ``save_pretrained`` writes it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from fleetpipe import fleet_files
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
+from fleetpipe.contrib.formats.contents import (
+    Checkpoint,
+    other_files,
+    paddle_tensor,
+    placed_tensor,
+)
+
+FILE = "model_state.pdparams"
+
+
+def is_there(folder: Path) -> bool:
+    """Whether a folder has such a file."""
+    return (folder / FILE).is_file()
+
+
+def read_folder(folder: Path) -> Checkpoint:
+    """Reads what the file says that it holds.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    path = folder / FILE
+    contents = fleet_files.placed(path).items()
+    tensors = {TensorName(MODEL, name): placed_tensor(path, array) for name, array in contents}
+    return Checkpoint(tensors, files=other_files(folder, FILE))
+
+
+def write_folder(state: Checkpoint, folder: Path) -> None:
+    """Writes a model, and copies of the files of JSON that were beside it.
+
+    Raises:
+        CheckpointError: A tensor cannot be read.
+        OSError: A file cannot be written.
+    """
+    tensors = {name: paddle_tensor(tensor) for name, tensor in state.of(MODEL).items()}
+    fleet_files.save(folder / FILE, tensors)
+    for file in state.files:
+        if file.suffix == ".json":
+            shutil.copy2(file, folder)

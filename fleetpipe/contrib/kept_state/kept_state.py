@@ -1,0 +1,256 @@
+"""Keeps the state after every step in memory that outlives this process, and goes back to it.
+
+It is what a checkpoint holds of one rank, in a :class:`Segment` that the supervisor owns: the bytes
+of each tensor, copied once from where they lie, and the rest as text. A segment has two slots:
+while one is written, the other holds the step before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.checkpoint.contents import training_state
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.parts import Saved, TensorName
+from fleetpipe.checkpoint.files import host_memory
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.contrib.kept_state import copies
+from fleetpipe.contrib.kept_state.slots import SlotForm, Slots, aligned
+from fleetpipe.errors import CheckpointError
+from fleetpipe.mesh.parts import Described, Held
+from fleetpipe.paddle_api.device import dynamic_mode
+
+#: Names the folder in memory; whoever starts a job again gives it.
+FOLDER = "FLEETPIPE_KEPT_STATE"
+
+#: What describes a segment: the layout of the job, and what its blocks are.
+Index = dict[str, Any]
+
+#: How much longer than the first one a text may get: a generator's state has no fixed length.
+_TEXT_TIMES = 2
+
+
+class KeptState:
+    """This rank's state after its last steps."""
+
+    def __init__(self, folder: Path, objects: Objects, ranks: Ranks) -> None:
+        """Takes what an earlier attempt has left in the folder."""
+        self._folder = folder
+        self._objects = objects
+        self._ranks = ranks
+        self._segments = dict(self._left())
+        self._index: Index = {}
+        self._tensors: list[tuple[TensorName, int]] = []
+
+    @classmethod
+    def asked_for(cls, objects: Objects, ranks: Ranks) -> KeptState | None:
+        """Returns where the state is kept; None where the environment does not ask for it."""
+        folder = os.environ.get(FOLDER)
+        return None if folder is None else cls(Path(folder), objects, ranks)
+
+    @dynamic_mode()
+    def keep(self, step: int) -> None:
+        """Keeps the state after ``step`` steps. Each rank by itself.
+
+        Raises:
+            CheckpointError: The host has not so much memory.
+        """
+        held = self._held()
+        state = self._objects.training_state(self._objects.model_part()).taken()
+        text = training_state.to_text(state).encode()
+        segment = self._segment(text)
+        segment.write(step, [host_memory.bytes_of(one) for one in held], text)
+        if len(segment.steps()) > 1:
+            self._forget_others(segment)
+        if step % copies.COPY_EVERY == 0:
+            copies.request(self._folder, self._ranks.rank, step)
+
+    @dynamic_mode()
+    def newest(self) -> int | None:
+        """Returns the newest step that is kept whole on all ranks, or None. Collective.
+
+        Raises:
+            PeerFailed: A rank died.
+        """
+        steps_here = [step for _, segment in self._segments.values() for step in segment.steps()]
+        first, *steps_elsewhere = self._ranks.together(
+            "looking for kept states", lambda: steps_here
+        )
+        return max(set(first).intersection(*steps_elsewhere), default=None)
+
+    def forget_after(self, step: int) -> None:
+        """Forgets what is behind the step that the run goes on after. Each rank by itself."""
+        for _, segment in self._segments.values():
+            segment.forget_after(step)
+
+    @dynamic_mode()
+    def restore(self, step: int) -> None:
+        """Gives the objects the state after a step that :meth:`newest` returned.
+
+        Collective.
+
+        Raises:
+            CheckpointError: It is the state of something else on some rank.
+        """
+        self._ranks.together(f"going back to step {step}", lambda: self._restore(step))
+
+    def _restore(self, step: int) -> None:
+        index, segment = next(
+            (index, segment)
+            for index, segment in self._segments.values()
+            if step in segment.steps()
+        )
+        blocks, text = segment.read(step)
+        described = {
+            TensorName(group, name): Described(dtype, tuple(shape))
+            for group, name, dtype, shape, _ in index["blocks"]
+        }
+        saved = Saved(described, tuple(index["order"]), index["optimizer"])
+        model = self._objects.model_part()
+        optimizer = self._objects.optimizer_part(model)
+        parts = [part for part in (model, optimizer) if part is not None]
+        wanted = {name: held for part in parts for name, held in part.wanted(saved).items()}
+        tensors = dict(zip(described, blocks))
+        for name, held in wanted.items():
+            value, memory = host_memory.empty_like(held)
+            memory[:] = tensors[name]
+            host_memory.assign(held, value)
+        for part in parts:
+            part.settle()
+        state = training_state.from_text(text.decode())
+        training = self._objects.training_state(model)
+        training.put_back(state)
+        training.put_back_random(state["random"])
+
+    def _held(self) -> list[Held]:
+        """Returns the tensors that make the state now; describes them where they are others."""
+        model = self._objects.model_part()
+        if model is None:
+            raise CheckpointError("a state is kept of a model", fix="resume(model, optimizer)")
+        optimizer = self._objects.optimizer_part(model)
+        held = {**model.held(), **({} if optimizer is None else optimizer.held())}
+        tensors = [(name, id(one.tensor)) for name, one in held.items()]
+        if tensors != self._tensors:
+            self._tensors = tensors
+            self._index = {
+                "layout": self._layout,
+                "order": [*model.order()],
+                "optimizer": None if optimizer is None else optimizer.kind,
+                "blocks": [_row(name, one) for name, one in held.items()],
+            }
+        return [*held.values()]
+
+    @property
+    def _layout(self) -> list[int]:
+        return [self._ranks.rank, self._ranks.count, *self._ranks.layout.values()]
+
+    def _segment(self, text: bytes) -> Segment:
+        """Returns where a state of the form of now goes, with a text as long as this one."""
+        for index, segment in self._segments.values():
+            if index == self._index and segment.takes(text):
+                return segment
+        # The steps that are kept in another form stay until this one has two.
+        number = 1 + max((int(file.suffix[1:]) for file in self._segments), default=0)
+        file = self._folder / f"rank-{self._ranks.rank}.{number}"
+        sizes = [size for *_, size in self._index["blocks"]]
+        segment = Segment.create(file, self._index, sizes, _TEXT_TIMES * len(text))
+        self._segments[file] = (self._index, segment)
+        return segment
+
+    def _forget_others(self, kept: Segment) -> None:
+        """Removes what is kept in other forms: all ranks have these steps in their newest one."""
+        for file, (_, segment) in list(self._segments.items()):
+            if segment is not kept:
+                del self._segments[file]
+                file.unlink()
+
+    def _left(self) -> Iterator[tuple[Path, tuple[Index, Segment]]]:
+        """Yields what an earlier attempt of this rank has left, under the same layout."""
+        for file in self._folder.glob(f"rank-{self._ranks.rank}.*"):
+            slots = Slots(file)
+            index = json.loads(slots.form.about)
+            if index["layout"] == self._layout:
+                yield file, (index, Segment(slots, [size for *_, size in index["blocks"]]))
+
+
+def _row(name: TensorName, held: Held) -> list[Any]:
+    """Returns name, dtype and shape of a whole tensor, and the bytes of the part here."""
+    whole = held.described
+    size = math.prod(int(size) for size in held.tensor.shape) * whole.itemsize
+    return [*name, whole.dtype, [*whole.shape], size]
+
+
+#: A value of JSON.
+Json = Any
+_SLOTS = 2
+
+
+class Segment:
+    """The tensors of one rank as blocks of bytes, and a text beside them, once for each slot."""
+
+    def __init__(self, slots: Slots, sizes: Sequence[int]) -> None:
+        self._slots = slots
+        text_bytes = slots.form.text_bytes
+        self._blocks = [
+            _blocks_of(np.frombuffer(slots.contents(slot), np.uint8), text_bytes, sizes)
+            for slot in range(slots.form.slots)
+        ]
+
+    @classmethod
+    def create(cls, file: Path, index: Json, sizes: Sequence[int], text_bytes: int) -> Segment:
+        """Makes a file with empty slots.
+
+        Args:
+            file: The file.
+            index: What the blocks are, in words of the caller's.
+            sizes: Bytes of each block.
+            text_bytes: Most bytes of the text beside them.
+
+        Raises:
+            CheckpointError: The host has not so much memory for files in memory.
+        """
+        form = SlotForm(json.dumps(index).encode(), text_bytes, sum(map(aligned, sizes)), _SLOTS)
+        return cls(Slots.create(file, form), sizes)
+
+    def steps(self) -> list[int]:
+        """Returns after how many steps the states are that are there whole, in order."""
+        return self._slots.steps()
+
+    def takes(self, text: bytes) -> bool:
+        """Whether a text is not too long for a slot."""
+        return len(text) <= self._slots.form.text_bytes
+
+    def write(self, step: int, blocks: Sequence[memoryview], text: bytes) -> None:
+        """Puts a state into the slot with the oldest one."""
+        slot = self._slots.begin()
+        for place, block in zip(self._blocks[slot], blocks):
+            place[:] = np.frombuffer(block, np.uint8)
+        self._slots.contents(slot)[: len(text)] = text
+        self._slots.end(slot, step, len(text))
+
+    def forget_after(self, step: int) -> None:
+        """Empties slots with later steps: they will be done again."""
+        self._slots.forget_after(step)
+
+    def read(self, step: int) -> tuple[list[memoryview], bytes]:
+        """Returns the blocks and the text of a state that is there; not copies."""
+        slot = self._slots.slot_of(step)
+        if slot is None:
+            raise KeyError(step)
+        blocks = [block.data for block in self._blocks[slot]]
+        return blocks, bytes(self._slots.text_of(slot))
+
+
+def _blocks_of(memory: np.ndarray, begin: int, sizes: Sequence[int]) -> list[np.ndarray]:
+    blocks = []
+    for size in sizes:
+        blocks.append(memory[begin : begin + size])
+        begin += aligned(size)
+    return blocks

@@ -1,0 +1,372 @@
+"""Hooks for a recorder: on layers, losses, backward, clips and optimizers, while a script runs."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetpipe import numerics
+from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.contrib.locator.options import SETTING, Setting
+from fleetpipe.contrib.locator.record import DROPPED, READ_ON, Meaning
+from fleetpipe.contrib.locator.recorder import Recorder
+from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
+from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
+from fleetpipe.dygraph.batch.losses import Losses
+from fleetpipe.dygraph.batch.stage import DygraphStage
+from fleetpipe.dygraph.observe.guards import Guards
+from fleetpipe.dygraph.train.runtime import Runtime
+from fleetpipe.launch import script
+from fleetpipe.launch.substitution import in_place_of_paddles
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import wrapped_layer
+from fleetpipe.paddle_api.optimizer import base_optimizer, optimized_parameters
+from fleetpipe.parity.differences import leaves, numbers_of
+
+#: A method's replacement: it takes the method, then what that takes.
+Around = Callable[..., Any]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs a script and records its steps as the environment says.
+
+    Returns:
+        The script's own exit code; 0 once as many steps as were wanted are recorded.
+    """
+    numerics.repeat_bits()
+    setting = Setting(**json.loads(os.environ[SETTING]))
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    recorder = Recorder(Path(setting.folder), setting.steps, rank)
+    feed = Feed(Path(setting.job), setting.perturbed) if setting.job else None
+    with ExitStack() as stack:
+        stack.enter_context(in_place_of_paddles())
+        if feed is not None and setting.automatic:
+            stack.enter_context(degrees_of_one(feed.replicas))
+        stack.enter_context(collecting(recorder, feed))
+        return script.execute_to_the_end(options.script, options.arguments)
+
+
+@contextmanager
+def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
+    """Within it all that is trained in this process is recorded.
+
+    Args:
+        recorder: Where it goes.
+        feed: Of a twin: gives each step the job's weights, data and gradients.
+    """
+    hooks = _Hooks(recorder, feed)
+    with ExitStack() as stack:
+
+        def put(owner: Any, name: str, around: Around) -> None:
+            method = owner.__dict__[name]
+
+            @functools.wraps(method)
+            def call(*arguments: Any, **named: Any) -> Any:
+                return around(method, *arguments, **named)
+
+            setattr(owner, name, call)
+            stack.callback(setattr, owner, name, method)
+
+        put(paddle.nn.Layer, "__call__", hooks.layer)
+        put(paddle.nn.functional, "dropout", hooks.dropout)
+        put(paddle.distributed.fleet.recompute, "recompute", hooks.recompute)
+        put(paddle.Tensor, "backward", hooks.backward)
+        put(PipelineParallel, "train_batch", hooks.train_batch)
+        put(PipelineParallel, "forward_backward_pipeline", hooks.forward_backward)
+        put(DygraphStage, "begin", hooks.batch)
+        put(DygraphStage, "forward", hooks.stage_forward)
+        put(Losses, "take", hooks.loss)
+        put(Runtime, "reduce_gradients", hooks.reduction)
+        if feed is not None:
+            # A twin steps by the job's gradients, not by those whose norm a guard has measured.
+            put(Guards, "begin", lambda *_: None)
+            put(PipelineLayer, "__init__", _without_recompute)
+        clips: Any = paddle.nn.ClipGradByNorm.__base__
+        for kind in _with_method(clips, "__call__"):
+            put(kind, "__call__", hooks.clip)
+        stepping: list[Any] = [PipelineOptimizer]
+        stepping += _with_method(paddle.optimizer.Optimizer, "step")
+        for kind in stepping:
+            put(kind, "step", hooks.optimizer_step)
+        for kind in _with_method(paddle.optimizer.Optimizer, "clear_grad"):
+            put(kind, "clear_grad", hooks.clear_grad)
+        yield
+
+
+def _with_method(base: type, name: str) -> list[type]:
+    """Returns a class and those derived from it that have a method of their own."""
+    derived: type
+    kinds: list[type] = [base]
+    for derived in base.__subclasses__():
+        kinds += _with_method(derived, name)
+    return [kind for kind in {*kinds} if name in kind.__dict__]
+
+
+def _without_recompute(call: Around, *arguments: Any, **named: Any) -> None:
+    call(*arguments, **{**named, "recompute_interval": 0})
+
+
+class _Hooks:
+    def __init__(self, recorder: Recorder, feed: Feed | None) -> None:
+        self._recorder = recorder
+        self._feed = feed
+        self._paths: list[str | None] = []
+        self._training = False
+        #: How often the twin had to read more samples before an optimizer could step.
+        self._put_off: Counter[int] = Counter()
+        self._backward_runs = False
+        self._in_recompute = False
+        self._steps_within = 0
+        self._clips_within = 0
+        self._first_micro_batch = 0
+        #: Micro-batches that earlier calls have had in this step of a loop of one's own.
+        self._earlier = 0
+
+    # Layers
+
+    def layer(self, call: Around, layer: Layer, *inputs: Any, **named: Any) -> Any:
+        recorder = self._recorder
+        outermost = not self._paths
+        training = paddle.is_grad_enabled() or self._in_recompute
+        wanted = recorder.forwarding if recorder.in_pipeline else training
+        if self._backward_runs or not wanted or isinstance(layer, PipelineParallel):
+            return call(layer, *inputs, **named)
+        if outermost:
+            # A frozen layer within is one of the model's: an evaluation is of a whole model.
+            self._training = recorder.in_pipeline or layer.training
+            self._enter_root(layer, [*inputs, *named.values()])
+        self._paths.append(recorder.path_of(layer) if self._training else None)
+        try:
+            output = call(layer, *inputs, **named)
+        finally:
+            self._paths.pop()
+        if self._training:
+            recorder.called(layer, [*inputs, *named.values()], output)
+        return output
+
+    def dropout(self, call: Around, x: Tensor, *more: Any, **named: Any) -> Tensor:
+        output = call(x, *more, **named)
+        bound = inspect.signature(call).bind(x, *more, **named)
+        bound.apply_defaults()
+        p, training, mode = (bound.arguments[name] for name in ("p", "training", "mode"))
+        path = self._paths[-1] if self._paths else None
+        if path is None or not training or not isinstance(p, (int, float)) or not 0 < p < 1:
+            return output
+        place = self._recorder.next_mask(path)
+        if self._feed is None:
+            self._recorder.put(
+                place._replace(part=DROPPED), numbers_of(x.detach().reshape([-1])[:32])
+            )
+            # Where it takes a zero, what it draws does not matter.
+            self._recorder.put(place, numbers_of((output != 0) | (x == 0)))
+            return output
+        mask = self._feed.mask(place, tuple(output.shape), self._recorder.recorded)
+        if mask is None:
+            return output
+        kept = x * paddle.to_tensor(mask).astype(x.dtype)
+        return kept / (1 - p) if mode == "upscale_in_train" else kept
+
+    def recompute(self, call: Around, function: Any, *inputs: Any, **named: Any) -> Any:
+        if self._feed is not None:
+            # A twin keeps all: what it would compute again has not the job's masks.
+            options = ("preserve_rng_state", "use_reentrant", "offload_indices")
+            return function(*inputs, **{k: v for k, v in named.items() if k not in options})
+        before, self._in_recompute = self._in_recompute, paddle.is_grad_enabled()
+        try:
+            return call(function, *inputs, **named)
+        finally:
+            self._in_recompute = before
+
+    def _enter_root(self, layer: Layer, inputs: list[Nest]) -> None:
+        recorder = self._recorder
+        inner = wrapped_layer(layer) or layer
+        new = recorder.path_of(inner) is None and recorder.add_root(layer)
+        if new and recorder.step == 0 and any(True for _ in inner.parameters()):
+            self._begin_step()
+        if recorder.in_pipeline or not layer.training:
+            return
+        if inner is recorder.main_root:
+            if recorder.micro_batch < 0 and recorder.step:
+                self._begin_step()
+            recorder.begin_micro_batch(recorder.micro_batch + 1)
+            self._data("input", inputs, recorder.micro_batch)
+        elif recorder.main_root is not None and not any(True for _ in inner.parameters()):
+            labels = [t for t in leaves(inputs).values() if isinstance(t, paddle.Tensor)]
+            integers = [t for t in labels if not t.is_floating_point()]
+            self._data("label", integers, recorder.micro_batch)
+
+    def _begin_step(self) -> None:
+        self._recorder.parameters_as("initial")
+        if self._feed is not None:
+            self._feed.parameters(self._recorder.step, self._recorder.parameters())
+
+    def _data(self, kind: str, values: Nest, micro_batch: int) -> None:
+        recorder = self._recorder
+        for path, tensor in leaves(values).items():
+            if isinstance(tensor, paddle.Tensor):
+                place = Meaning(recorder.step, "data", "", micro_batch, kind + path)
+                recorder.put(place, tensor)
+
+    # A pipeline's batch
+
+    def train_batch(
+        self, call: Around, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
+    ) -> Any:
+        recorder = self._recorder
+        loss = self.forward_backward(call, pipeline, data, *more, **named)
+        for number, value in enumerate(loss if isinstance(loss, list) else [loss]):
+            recorder.put(Meaning(recorder.step, "loss", "", part=f"returned {number}"), value)
+        recorder.end_step()
+        return loss
+
+    def forward_backward(
+        self, call: Around, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
+    ) -> Any:
+        """What ``train_batch`` does too; alone, a call or several make a step with an optimizer."""
+        recorder = self._recorder
+        recorder.add_root(pipeline.layers)
+        self._earlier = recorder.micro_batch + 1
+        if not self._earlier:
+            self._begin_step()
+        if self._feed is not None:
+            data = self._feed.batch(recorder.step, data, pipeline)
+        recorder.in_pipeline = True
+        try:
+            return call(pipeline, data, *more, **named)
+        finally:
+            recorder.in_pipeline = False
+
+    def batch(
+        self, call: Around, stage: DygraphStage, batch: Any, first: int = 0, *more: Any, **n: Any
+    ) -> None:
+        call(stage, batch, first, *more, **n)
+        self._first_micro_batch = first - self._earlier
+        if self._recorder.in_pipeline and batch.losses is not None:
+            for number, value in enumerate(batch.data.inputs or (), self._earlier):
+                self._data("input", value, number)
+
+    def stage_forward(
+        self, call: Around, stage: DygraphStage, number: int, micro_batch: int, inputs: Any
+    ) -> Any:
+        recorder = self._recorder
+        recorder.forwarding = recorder.in_pipeline and paddle.is_grad_enabled()
+        if recorder.forwarding:
+            recorder.begin_micro_batch(micro_batch - self._first_micro_batch)
+        try:
+            return call(stage, number, micro_batch, inputs)
+        finally:
+            recorder.forwarding = False
+
+    def loss(self, call: Around, losses: Losses, index: int, output: Nest, label: Nest) -> Tensor:
+        recorder = self._recorder
+        if not recorder.forwarding:
+            return call(losses, index, output, label)
+        self._data("label", label, index + self._earlier)
+        share = call(losses, index, output, label)
+        recorder.put(Meaning(recorder.step, "loss", "", index + self._earlier, "share"), share)
+        return share
+
+    def reduction(self, call: Around, runtime: Runtime) -> None:
+        if self._recorder.in_pipeline and not self._earlier:
+            self._recorder.gradients_as("gradient")
+        elif self._recorder.in_pipeline:
+            # Each call adds up its own: before that there is no sum over all of the step.
+            self._recorder.forget_gradients()
+        call(runtime)
+
+    # Backward and the step
+
+    def backward(self, call: Around, tensor: Tensor, *more: Any, **named: Any) -> None:
+        recorder = self._recorder
+        if recorder.main_root is None or recorder.in_pipeline or self._backward_runs:
+            call(tensor, *more, **named)
+            return
+        recorder.put(Meaning(recorder.step, "loss", "", recorder.micro_batch, "share"), tensor)
+        if not recorder.noted("gradient"):
+            recorder.note_gradients_left()
+        self._backward_runs = True
+        try:
+            call(tensor, *more, **named)
+        finally:
+            self._backward_runs = False
+        recorder.forget_tensors()
+        recorder.gradients_as("gradient")
+
+    def clip(self, call: Around, clip: Any, pairs: Any, *more: Any, **named: Any) -> Any:
+        self._clips_within += 1
+        try:
+            clipped = call(clip, pairs, *more, **named)
+        finally:
+            self._clips_within -= 1
+        recorder = self._recorder
+        for parameter, gradient in clipped if self._clips_within == 0 and clipped else ():
+            name = recorder.name_of(parameter)
+            if name is not None and gradient is not None:
+                recorder.put(Meaning(recorder.step, "clip", name, part="gradient"), gradient)
+        return clipped
+
+    def optimizer_step(self, call: Around, optimizer: Optimizer, *more: Any, **named: Any) -> Any:
+        recorder = self._recorder
+        if recorder.main_root is None:
+            return call(optimizer, *more, **named)
+        if self._steps_within == 0 and self._must_read_on():
+            self._put_off[id(base_optimizer(optimizer))] += 1
+            return None
+        if self._steps_within == 0 and not recorder.noted("gradient"):
+            recorder.gradients_as("gradient")
+        if isinstance(optimizer, paddle.optimizer.Optimizer):
+            self._inputs_of(optimizer)
+        self._steps_within += 1
+        try:
+            result = call(optimizer, *more, **named)
+        finally:
+            self._steps_within -= 1
+        if self._steps_within == 0:
+            self._put_off.pop(id(base_optimizer(optimizer)), None)
+            recorder.stepped()
+            if not recorder.in_pipeline:
+                recorder.end_step()
+        return result
+
+    def clear_grad(self, call: Around, optimizer: Optimizer, *more: Any, **named: Any) -> None:
+        if not self._put_off[id(base_optimizer(optimizer))]:
+            call(optimizer, *more, **named)
+
+    def _must_read_on(self) -> bool:
+        """Whether a twin has read fewer samples than all replicas of the job for this step.
+
+        Its script goes on then, as if the next step's samples were more of this one's.
+        """
+        if self._feed is None or self._recorder.in_pipeline:
+            return False
+        rows = sum(map(len, self._recorder.rows().values()))
+        return self._feed.must_read_on(self._recorder.step, rows)
+
+    def _inputs_of(self, optimizer: Optimizer) -> None:
+        recorder = self._recorder
+        put_off = self._put_off[id(base_optimizer(optimizer))]
+        if put_off and self._feed is not None:
+            recorder.put(Meaning(recorder.step, "data", "", part=READ_ON), np.array(put_off))
+            self._feed.average(put_off + 1, optimized_parameters(optimizer))
+            self._feed.rate(recorder.step, optimizer)
+        recorder.gradients_as("reduction")
+        if self._feed is not None:
+            self._feed.gradients(recorder.step, recorder.parameters())
+        rate = np.asarray(optimizer.get_lr(), "float64")
+        place = Meaning(recorder.step, "optimizer input", "", part="learning rate")
+        recorder.put(place, rate)
+        names = [recorder.name_of(p) for p in optimized_parameters(optimizer)]
+        names += recorder.recorded.listed(place)
+        listed = json.dumps(sorted({name for name in names if name is not None}))
+        text = np.frombuffer(listed.encode(), "uint8")
+        recorder.put(place._replace(part="parameters"), text)

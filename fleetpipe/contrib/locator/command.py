@@ -1,0 +1,243 @@
+"""``fleetpipe locate``: runs a job and its twin, and prints the first place that differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fleetpipe.contrib.locator import record
+from fleetpipe.contrib.locator.assembly import WholeTensors
+from fleetpipe.contrib.locator.causes import CUT, Location, first_split
+from fleetpipe.contrib.locator.comparison import first_difference
+from fleetpipe.contrib.locator.options import SETTING, TIMEOUT, Setting
+from fleetpipe.errors import FleetPipeError, UsageError
+from fleetpipe.launch import log_filter, script
+
+#: Where a record has the job, its twin, and the twin that was moved in the last place.
+JOB, TWIN, PERTURBED = "job", "twin", "perturbed"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs what the options ask for; a process that was started to record, records.
+
+    Returns:
+        0 where nothing differs beyond rounding, 1 where something does, 2 where this fails itself.
+
+    Raises:
+        UsageError: The job or its twin fails, trains nothing, or cannot be compared.
+    """
+    if SETTING in os.environ:
+        if script.to_be_launched(options):
+            return script.launch(options, "locate")
+        from fleetpipe.contrib.locator import collecting
+
+        return collecting.run(options)
+    try:
+        finding, steps = located(options)
+    except FleetPipeError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        return 2
+    if options.json:
+        print(json.dumps(None if finding is None else finding.as_dict()))
+    elif finding is None:
+        print(f"locate: nothing differs beyond rounding (steps compared: {steps})")
+    else:
+        print(finding)
+    return 0 if finding is None else 1
+
+
+def located(options: argparse.Namespace) -> tuple[Location | None, int]:
+    """Runs a job and what it is compared with.
+
+    Returns:
+        The first place that differs, or None, and how many steps were compared.
+
+    Raises:
+        UsageError: As :func:`run`.
+    """
+    with tempfile.TemporaryDirectory(prefix="fleetpipe-locate-") as temporary:
+        home = options.record or Path(temporary)
+        kept: record.Record | None = None
+        if options.against is not None:
+            kept = record.read(options.against / TWIN)
+        _emptied(home)
+        _start(options, Setting(str(home / JOB), options.steps), "the job")
+        job = record.read(home / JOB)
+        if kept is not None:
+            moved = options.against / PERTURBED
+            perturbed = record.read(moved) if moved.is_dir() else None
+            return first_difference(job, kept, perturbed), min(job.steps, kept.steps)
+        automatic = not (options.twin or options.twin_arguments)
+        setting = Setting(str(home / TWIN), job.steps, str(home / JOB), False, automatic)
+        _start(options, setting, "the twin")
+        twin = record.read(home / TWIN)
+        steps = min(job.steps, twin.steps)
+        finding = first_difference(job, twin)
+        if finding is not None or options.record is not None:
+            moved = home / PERTURBED
+            _start(options, setting._replace(folder=str(moved), perturbed=True), "the twin")
+            finding = first_difference(job, twin, record.read(moved))
+        finding = _by_cut(job, twin, finding)
+        if finding is None and steps < job.steps:
+            raise _ended_early(steps, job.steps)
+        return finding, steps
+
+
+def _by_cut(job: record.Record, twin: record.Record, finding: Location | None) -> Location | None:
+    """Names a weight whose parts make another whole than that of one device.
+
+    Raises:
+        UsageError: What is named may come from that: the twin cannot know the whole.
+    """
+    for name, moved in WholeTensors(job).unclear(twin.ranks[0].names(0, "initial")).items():
+        layer = name.rpartition(".")[0]
+        if finding is None and moved:
+            ranks, axis = [rank.rank for rank in job.ranks], first_split(job.degrees, "mp")
+            cause = f"{name}: {CUT}"
+            return Location(layer, "initial", axis, ranks, 0, None, float("inf"), 0.0, cause)
+        if finding and (finding.phase, finding.layer) == ("forward", layer.rpartition(".")[0]):
+            raise UsageError(
+                "this layer is not compared: nothing shows of which whole weight ranks have parts",
+                where=finding.layer,
+                cause=f"each rank draws its part of {name} by itself, or cuts it in a rare way",
+                fix="draw the whole weight on all ranks, and give each its part of it",
+            )
+    return finding
+
+
+def _ended_early(steps: int, of_job: int) -> UsageError:
+    """Says that some steps were not compared, and that nothing differs in the others."""
+    return UsageError(
+        f"the twin ends after {steps} of the job's {of_job} steps; nothing differs in these",
+        cause="it trains with the samples of all replicas, and the script reads a fixed number",
+        fix="say how the script reads all of them on one device, with --twin or "
+        f"--twin-arguments, or compare --steps {steps}",
+    )
+
+
+def locate(
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    nproc: int = 1,
+    twin: Sequence[str] = (),
+    twin_arguments: str | None = None,
+    steps: int = 4,
+    record: str | Path | None = None,
+    against: str | Path | None = None,
+    log_dir: str | Path = "log",
+    timeout: float = TIMEOUT,
+) -> Location | None:
+    """Runs a training script and its twin on one device, and says where they begin to differ.
+
+    Args:
+        path: The script.
+        arguments: Its arguments.
+        nproc: How many processes it runs on.
+        twin: ``"NAME=VALUE"`` of the environment at degrees 1; empty with ``twin_arguments=None``:
+            degrees are set to 1 in ``fleet.init``.
+        twin_arguments: Arguments, behind the others, with which it runs at degrees 1.
+        steps: How many steps are compared; the script is ended after them.
+        record: A folder that keeps what job and twin have computed.
+        against: Such a folder, with whose twin the job is compared.
+        log_dir: Where each of several processes leaves its log.
+        timeout: A run that finishes no step within so many seconds is ended.
+
+    Returns:
+        The first place that differs by more than rounding makes, or None.
+
+    Raises:
+        UsageError: The job or its twin fails, or trains nothing.
+
+    Example:
+        >>> finding = fleetpipe.locate("train.py", nproc=2)    # doctest: +SKIP
+        >>> print(finding)                                     # doctest: +SKIP
+    """
+    options = argparse.Namespace(
+        script=Path(path),
+        arguments=list(arguments),
+        nproc=nproc,
+        twin=list(twin),
+        twin_arguments=twin_arguments,
+        steps=steps,
+        record=None if record is None else Path(record),
+        against=None if against is None else Path(against),
+        log_dir=str(log_dir),
+        timeout=timeout,
+        log_level=log_filter.DEFAULT_LEVEL,
+        json=True,
+    )
+    return located(options)[0]
+
+
+def _emptied(home: Path) -> None:
+    for part in (JOB, TWIN, PERTURBED):
+        (home / part).mkdir(parents=True, exist_ok=True)
+        for file in (home / part).glob("rank-*.safetensors"):
+            file.unlink()
+
+
+def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
+    """Runs the script in processes that record.
+
+    Raises:
+        UsageError: It fails.
+    """
+    alone = bool(setting.job)
+    environment = {
+        **log_filter.environment(options.log_level),
+        SETTING: json.dumps(setting._asdict()),
+    }
+    arguments = list(options.arguments)
+    if alone:
+        environment = {k: v for k, v in environment.items() if not k.startswith("PADDLE_TRAINER")}
+        environment.update(pair.split("=", 1) for pair in options.twin or ())
+        arguments += shlex.split(options.twin_arguments or "")
+    count = 1 if alone else options.nproc
+    command = [sys.executable, str(script.LAUNCHED), "locate", "--nproc", str(count)]
+    command += ["--log-dir", options.log_dir, "--log-level", options.log_level]
+    command += [str(options.script), *arguments]
+    quiet = alone or options.json
+    process = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
+    failure = _ended(process, Path(setting.folder), options.timeout)
+    if failure:
+        raise UsageError(
+            f"{what} failed before it had {setting.steps} steps",
+            where=str(options.script),
+            got=failure,
+            cause="at degrees 1 the script needs other options" if alone else None,
+            fix="say how it runs at degrees 1: --twin NAME=VALUE, or --twin-arguments '--pp 1'"
+            if alone
+            else "make the script run first: fleetpipe run",
+        )
+
+
+def _ended(process: subprocess.Popen[bytes], folder: Path, limit: float) -> str:
+    """Waits until a run ends, and ends it where it finishes no step within a limit.
+
+    Returns:
+        How it failed; "" where it did not.
+    """
+    steps = -1
+    while steps != (steps := sum(1 for _ in folder.iterdir())):
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(limit)
+            return f"exit code {code}" if code else ""
+    for end in (process.send_signal, process.send_signal, lambda _: process.kill()):
+        # It passes the first on to its ranks, which have sessions of their own, then kills them.
+        end(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+            break
+    return f"no step was finished within {limit:g} seconds (--timeout)"

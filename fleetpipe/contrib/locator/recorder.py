@@ -1,0 +1,289 @@
+"""Names what a process computes by its meaning, and keeps it until the step is written."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.contrib.locator import record
+from fleetpipe.contrib.locator.record import Meaning
+from fleetpipe.contrib.locator.rows import signatures
+from fleetpipe.dygraph import PipelineLayer, tensors_of
+from fleetpipe.dygraph.broadcast import is_spread
+from fleetpipe.dygraph.experts import Experts
+from fleetpipe.job.job import current_job
+from fleetpipe.mesh import AXES
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import wrapped_layer
+from fleetpipe.parity.differences import numbers_of
+
+
+class Finished(SystemExit):
+    """As many steps as were wanted are recorded: the script need not go on."""
+
+
+class _Here(threading.local):
+    """What runs in a thread."""
+
+    forwarding = False
+
+
+class Recorder:
+    """Collects what one process computes.
+
+    Attributes:
+        step: The training step that runs.
+        micro_batch: The micro-batch whose forward runs, within the step and replica.
+        in_pipeline: Whether ``train_batch`` runs, which says itself what runs when.
+    """
+
+    def __init__(self, folder: Path, steps: int, rank: int) -> None:
+        """Collects into files.
+
+        Args:
+            folder: Where they go.
+            steps: How many steps.
+            rank: This process's, among all of the job.
+        """
+        self._folder = folder
+        self._steps = steps
+        self._record = record.RankTensors(rank, {})
+        self.step = 0
+        self.micro_batch = -1
+        self._here = _Here()
+        self.in_pipeline = False
+        self._roots: list[tuple[str, Layer]] = []
+        self._paths: dict[int, str] = {}
+        self._parameter_names: dict[int, str] = {}
+        self._calls: Counter[tuple[str, int]] = Counter()
+        #: What layers returned in this step, alive so that no other tensor gets its id.
+        self._made: dict[int, tuple[Tensor, Meaning]] = {}
+        self._last: dict[str, np.ndarray] = {}
+        self._noted: set[str] = set()
+
+    @property
+    def forwarding(self) -> bool:
+        """Whether layers are called for a training step, in this thread."""
+        return self._here.forwarding
+
+    @forwarding.setter
+    def forwarding(self, forwarding: bool) -> None:
+        self._here.forwarding = forwarding
+
+    # What there is
+
+    def add_root(self, root: Layer) -> bool:
+        """Takes note of a model, or of a loss; returns whether it is a new one."""
+        inner = wrapped_layer(root) or root
+        if id(root) in self._paths or id(inner) in self._paths:
+            return False
+        trained = any(True for _ in inner.parameters())
+        several = any(name == "" for name, _ in self._roots)
+        prefix = "" if trained and not several else f"{type(inner).__name__}."
+        while prefix in (name for name, _ in self._roots):
+            prefix = f"{prefix[:-1]}'."
+        self._roots.append((prefix, inner))
+        self._paths[id(root)] = prefix.rstrip(".")
+        spread: list[str] = []
+        for path, layer in inner.named_sublayers(include_self=True):
+            parameters = list(layer.parameters())
+            spreads = isinstance(layer, Experts) and len(layer.experts) < layer.experts.total
+            if spreads or (parameters and all(map(is_spread, parameters))):
+                # Which tokens come to an expert here, and in how many calls, is no replica's.
+                spread.append(f"{path}.")
+            if not f"{path}.".startswith(tuple(spread)):
+                self._paths.setdefault(id(layer), f"{prefix}{path}".rstrip("."))
+        for name, parameter in self.parameters().items():
+            self._parameter_names[id(parameter)] = name
+        return True
+
+    @property
+    def main_root(self) -> Layer | None:
+        """The first model whose parameters are trained."""
+        return next((root for prefix, root in self._roots if prefix == ""), None)
+
+    def path_of(self, layer: Layer) -> str | None:
+        """Returns the path of a layer; None for one of no model, and for a wrapper."""
+        return None if wrapped_layer(layer) is not None else self._paths.get(id(layer))
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Returns all parameters of all models by name, each once."""
+        named: dict[int, tuple[str, Tensor]] = {}
+        for prefix, root in self._roots:
+            held = (
+                root.state.own_parameters()
+                if isinstance(root, PipelineLayer)
+                else dict(root.named_parameters())
+            )
+            for name, parameter in held.items():
+                named.setdefault(id(parameter), (prefix + name, parameter))
+        return dict(named.values())
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Returns the name of a parameter."""
+        return self._parameter_names.get(id(parameter))
+
+    # What happens
+
+    def put(self, place: Meaning, tensor: Tensor | np.ndarray) -> None:
+        """Keeps a copy of a tensor."""
+        array = tensor if isinstance(tensor, np.ndarray) else numbers_of(tensor.detach())
+        self._record.tensors[place] = array
+
+    def begin_micro_batch(self, number: int) -> None:
+        """Begins the forward of a micro-batch."""
+        self.micro_batch = number
+
+    def called(self, layer: Layer, inputs: Iterable[Nest], output: Nest) -> None:
+        """Keeps what a layer took, as far as no layer made it, and what it returned."""
+        path = self.path_of(layer)
+        if path is None:
+            return
+        key = (path, self.micro_batch)
+        call = self._calls[key]
+        self._calls[key] += 1
+
+        def place(part: str) -> Meaning:
+            return Meaning(self.step, "forward", path, self.micro_batch, part, call)
+
+        sources = []
+        # A number alone is a loss, of as many rows as a micro-batch happens to have; one beside
+        # other outputs is handed on, and compared where a micro-batch has the twin's rows.
+        for number, tensor in enumerate(tensors_of(list(inputs))):
+            source = self._made.get(id(tensor))
+            if source is not None:
+                sources.append(source[1])
+            elif tensor.dtype in _FLOATS and math.prod(tensor.shape) > 1:
+                self.put(place(f"input {number}"), tensor)
+        outputs = list(tensors_of(output))
+        for number, tensor in enumerate(outputs):
+            if id(tensor) in self._made and self._made[id(tensor)][1].name == path:
+                continue
+            if math.prod(tensor.shape) == 1 and len(outputs) == 1:
+                continue
+            here = place(f"output {number}")
+            self.put(here, tensor)
+            self._record.sources[here] = sources
+            if id(tensor) in self._made:
+                # On one device what is handed on has the gradient of its earlier uses too.
+                continue
+            self._made[id(tensor)] = tensor, here
+            if not tensor.stop_gradient and tensor.dtype in _FLOATS:
+                tensor.register_hook(self._gradient_of(here._replace(phase="gradient")))
+
+    def _gradient_of(self, place: Meaning) -> Any:
+        def keep(gradient: Tensor) -> None:
+            self.put(place, gradient)
+
+        return keep
+
+    def next_mask(self, path: str) -> Meaning:
+        """Returns the place of what the next dropout of a layer keeps."""
+        key = (f"{path} mask", self.micro_batch)
+        self._calls[key] += 1
+        call = self._calls[key] - 1
+        return Meaning(self.step, "forward", path, self.micro_batch, "mask", call)
+
+    @property
+    def recorded(self) -> record.RankTensors:
+        """What is kept of this step."""
+        return self._record
+
+    def rows(self) -> dict[int, list[bytes]]:
+        """Returns by micro-batch the bytes of the samples of this step."""
+        return signatures(self._record, self.step)
+
+    def forget_tensors(self) -> None:
+        """Lets go of what layers returned: backward has used it."""
+        self._made.clear()
+
+    def parameters_as(self, phase: str) -> None:
+        """Keeps all parameters where they are not as they were kept last."""
+        for name, parameter in self.parameters().items():
+            array = numbers_of(parameter.detach())
+            last = self._last.get(name)
+            if phase == "update" and name.rpartition(".")[2] in _STATISTICS:
+                self.put(Meaning(self.step, "buffer", name, part="buffer"), array)
+            elif phase == "update" or last is None or last.tobytes() != array.tobytes():
+                self.put(Meaning(self.step, phase, name, part="parameter"), array)
+            self._last[name] = array
+
+    def gradients_as(self, phase: str) -> None:
+        """Keeps the gradients that parameters have now."""
+        for name, parameter in self.parameters().items():
+            if parameter.grad is not None:
+                self.put(Meaning(self.step, phase, name, part="gradient"), parameter.grad)
+        self._noted.add(phase)
+
+    def forget_gradients(self) -> None:
+        """Lets go of parameters' gradients before ranks add up theirs."""
+        for place in self._record.of(self.step, "gradient"):
+            if place.part == "gradient":
+                del self._record.tensors[place]
+
+    def note_gradients_left(self) -> None:
+        """Keeps gradients of the step before that are still there when backward begins."""
+        for name, parameter in self.parameters().items():
+            if parameter.grad is not None and bool((parameter.grad != 0).any()):
+                self.put(Meaning(self.step, "gradient", name, part=record.LEFT), parameter.grad)
+
+    def noted(self, phase: str) -> bool:
+        """Whether gradients of a phase are kept in this step."""
+        return phase in self._noted
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffers of all models."""
+        for prefix, root in self._roots:
+            if isinstance(root, PipelineLayer):
+                trained = root.state.own_parameters()
+                named = [(n, t) for n, t in root.state.local_tensors().items() if n not in trained]
+            else:
+                named = list(root.named_buffers())
+            yield from ((prefix + name, tensor) for name, tensor in named)
+
+    def stepped(self) -> None:
+        """Keeps what the optimizer has left."""
+        self.parameters_as("update")
+        for name, tensor in self.buffers():
+            self.put(Meaning(self.step, "buffer", name, part="buffer"), tensor)
+
+    def end_step(self) -> None:
+        """Writes the step.
+
+        Raises:
+            Finished: It was the last one wanted.
+        """
+        job = current_job()
+        degrees = {} if job is None else _split(job.degrees.__dict__)
+        if job is not None and not job.local:
+            self._record.coordinate = {
+                axis: getattr(job.coordinate, axis) for axis in AXES if axis in degrees
+            }
+        elif job is None and paddle.distributed.get_world_size() > 1:
+            # Replicas without fleet.init.
+            degrees = {"dp": paddle.distributed.get_world_size()}
+            self._record.coordinate = {"dp": self._record.rank}
+        record.write(self._folder, self._record, degrees, self.step)
+        self._calls.clear()
+        self._noted.clear()
+        self.forget_tensors()
+        self.step += 1
+        self.micro_batch = -1
+        if self.step >= self._steps:
+            raise Finished(0)
+
+
+#: Of a batch normalisation: Paddle makes parameters of them, which no optimizer steps.
+_STATISTICS = ("_mean", "_variance")
+_FLOATS = (paddle.float16, paddle.bfloat16, paddle.float32, paddle.float64)
+
+
+def _split(degrees: Mapping[str, Any]) -> dict[str, int]:
+    return {axis: degrees[axis] for axis in AXES if degrees.get(axis, 1) > 1}

@@ -1,0 +1,159 @@
+"""Which rows of the twin's micro-batches a replica's micro-batch has: they are known by content."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from fleetpipe.contrib.locator.record import RankTensors, Record
+
+#: What is wrong with samples that the twin does not have.
+OTHER = "other samples"
+#: Of the twin: a micro-batch and a row of it.
+Row = tuple[int, int]
+
+
+class SampleRows(NamedTuple):
+    """The rows of one micro-batch of a replica, as the twin has them.
+
+    Attributes:
+        places: Each row's place in the twin.
+        whole: The twin's micro-batch that has just these rows in this order, or None.
+    """
+
+    places: tuple[Row, ...]
+    whole: int | None
+
+
+class Matched(NamedTuple):
+    """How the data of a step lie in the twin's.
+
+    Attributes:
+        rows: By replica and micro-batch; empty where samples could not be told apart.
+        wrong: What is wrong with the data, and with which replica, or None.
+    """
+
+    rows: dict[tuple[int, int], SampleRows]
+    wrong: tuple[str, int] | None
+
+
+def match(job: Record, twin: Record, step: int) -> Matched:
+    """Finds the samples of each replica among the twin's."""
+    (single,) = twin.ranks
+    expected = signatures(single, step)
+    samples: dict[int, dict[int, list[bytes]]] = {}
+    for rank in job.ranks:
+        replica = job.replica(rank)
+        if replica not in samples and (of_rank := signatures(rank, step)):
+            samples[replica] = of_rank
+    waiting: dict[bytes, list[Row]] = defaultdict(list)
+    for number, of_micro_batch in expected.items():
+        for row, signature in enumerate(of_micro_batch):
+            waiting[signature].append((number, row))
+    taken = {signature: list(rows) for signature, rows in waiting.items()}
+    rows: dict[tuple[int, int], SampleRows] = {}
+    missing: list[int] = []
+    for replica in sorted(samples):
+        for number, of_micro_batch in samples[replica].items():
+            places = []
+            for signature in of_micro_batch:
+                free = taken.get(signature) or waiting.get(signature)
+                if not free:
+                    missing.append(replica)
+                    break
+                places.append(free.pop(0) if free is taken.get(signature) else free[0])
+            else:
+                rows[replica, number] = SampleRows(tuple(places), _whole(places, expected))
+    if not rows:
+        # Parts of sequences, or numbers drawn on each rank: nothing to be known by content.
+        return Matched({}, (OTHER, missing[0]) if missing and not _split(job) else None)
+    if missing:
+        return Matched(rows, (OTHER, missing[0]))
+    return Matched(rows, _repeated(samples, expected))
+
+
+def _whole(places: list[Row], expected: dict[int, list[bytes]]) -> int | None:
+    first = places[0][0]
+    same = places == [(first, row) for row in range(len(expected[first]))]
+    return first if same else None
+
+
+def _split(job: Record) -> bool:
+    return any(job.degrees.get(axis, 1) > 1 for axis in ("sep", "cp", "mp", "ep"))
+
+
+def _repeated(
+    samples: dict[int, dict[int, list[bytes]]], expected: dict[int, list[bytes]]
+) -> tuple[str, int] | None:
+    """Says which replica reads what another one reads too, and the twin does not read twice."""
+    wanted = Counter(row for rows in expected.values() for row in rows)
+    here: Counter[bytes] = Counter()
+    for replica in sorted(samples):
+        of_replica = Counter(row for rows in samples[replica].values() for row in rows)
+        if replica and any(
+            here[row] + of_replica[row] > wanted[row] and here[row] for row in of_replica
+        ):
+            return "the same samples as another replica", replica
+        here += of_replica
+    return None
+
+
+def signatures(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
+    """Returns by micro-batch the bytes of each row of the inputs."""
+    tensors: dict[int, list[np.ndarray]] = defaultdict(list)
+    for place, tensor in rank.of(step, "data").items():
+        if place.part.startswith("input") and tensor.ndim:
+            tensors[place.micro_batch].append(tensor)
+    return {
+        number: [
+            b"".join(t[row].tobytes() for t in parts if len(t) == len(parts[0]))
+            for row in range(len(parts[0]))
+        ]
+        for number, parts in sorted(tensors.items())
+    }
+
+
+def is_sample(label: np.ndarray, wholes: Iterable[np.ndarray]) -> bool:
+    """Whether a label is one of some samples', or of whole numbers.
+
+    Other numbers may be computed: weights, or targets that all replicas' samples scale. They are
+    not compared; the loss that is made of them is.
+    """
+    rows = {row.tobytes() for whole in wholes if whole.ndim for row in whole}
+    return label.dtype.kind != "f" or (label.ndim > 0 and all(r.tobytes() in rows for r in label))
+
+
+def gathered(
+    rows: SampleRows, by_micro_batch: dict[int, np.ndarray], counts: int
+) -> list[np.ndarray]:
+    """Returns what a tensor of the twin's may be of the rows of a replica's micro-batch.
+
+    Args:
+        rows: Where they are.
+        by_micro_batch: The twin's tensor of each micro-batch.
+        counts: SampleRows that a micro-batch of the twin has.
+
+    Returns:
+        The tensor as it is, where the micro-batches have the same rows; else its rows along the
+        first or second dimension, and the tensor itself, which may have none.
+    """
+    first = rows.places[0][0] if rows.whole is None else rows.whole
+    if first not in by_micro_batch:
+        return []
+    if rows.whole is not None:
+        return [by_micro_batch[first]]
+    candidates = []
+    for axis in (0, 1):
+        pieces = []
+        for number, row in rows.places:
+            tensor = by_micro_batch.get(number)
+            if tensor is None or tensor.ndim <= axis or tensor.shape[axis] % counts:
+                break
+            size = tensor.shape[axis] // counts
+            pieces.append(tensor.take(range(row * size, (row + 1) * size), axis=axis))
+        else:
+            candidates.append(np.concatenate(pieces, axis=axis))
+    return [*candidates, by_micro_batch[first]]

@@ -1,0 +1,83 @@
+"""How far two tensors are apart, and how far rounding alone may take them.
+
+A difference counts where it is larger than what a change in the last place makes of the twin: it is
+run a second time with each number of its weights, data and gradients moved by at most one unit, and
+what differs then at a place is what rounding does there, whatever operation it is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fleetpipe.contrib.locator.record import Meaning, Record
+
+#: How much more than one sample of rounding passes. Sums in another order make several times what
+#: the sample shows; a wrong operation makes thousands of times as much.
+MARGIN = 16.0
+#: One unit in the last place of 1, by the size of the number.
+_UNITS = {2: 2.0**-10, 4: 2.0**-23, 8: 2.0**-52, 16: 2.0**-52}
+
+
+def gap(ours: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
+    """Returns the largest difference over the largest number expected; 0 where no bit differs.
+
+    Args:
+        ours: A tensor.
+        expected: What it should be.
+        scale: The largest number of the whole tensor, of which these are parts.
+    """
+    if ours.shape != expected.shape:
+        return float("inf")
+    if ours.size == 0 or ours.tobytes() == expected.tobytes():
+        return 0.0
+    one, other = ours.astype("float64"), expected.astype("float64")
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(one - other)
+    equal = (one == other) | (np.isnan(one) & np.isnan(other))
+    worst = float(np.where(equal, 0.0, np.where(np.isnan(apart), np.inf, apart)).max())
+    size = largest(expected) if scale is None else scale
+    return worst / size if size else (0.0 if worst == 0 else float("inf"))
+
+
+def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two tensors have the same bits."""
+    return one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def largest(tensor: np.ndarray) -> float:
+    """Returns the largest absolute value among those that are finite."""
+    values = np.abs(tensor.astype("float64"))
+    return float(values[np.isfinite(values)].max(initial=0.0))
+
+
+class Tolerances:
+    """What rounding may do at each place, measured."""
+
+    def __init__(self, twin: Record, perturbed: Record | None) -> None:
+        """Compares a twin with itself, perturbed in the last place; None: bits are to be equal."""
+        #: By place, the steps and what was measured in each.
+        self._measured: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
+        self._exact = perturbed is None
+        if perturbed is None:
+            return
+        (rank,), (other,) = twin.ranks, perturbed.ranks
+        for place, tensor in rank.tensors.items():
+            moved = other.tensors.get(place)
+            if moved is not None and tensor.dtype.kind == "f":
+                key = _key(place)
+                measured = place.step, min(gap(moved, tensor), 1.0)
+                self._measured.setdefault(key, []).append(measured)
+
+    def at(self, place: Meaning, dtype: np.dtype[np.generic]) -> float:
+        """Returns the largest relative difference that passes at a place."""
+        if self._exact or dtype.kind != "f":
+            return 0.0
+        unit = _UNITS[dtype.itemsize]
+        # What comes after a bug may be anything: a step is measured by those up to it.
+        samples = self._measured.get(_key(place), [])
+        return MARGIN * max([unit, *(size for step, size in samples if step <= place.step)])
+
+
+def _key(place: Meaning) -> tuple[str, str, str]:
+    # One place for all micro-batches: a sample of one number says little.
+    return place.phase, place.name, place.part

@@ -1,0 +1,242 @@
+"""A script at degrees 1, each of whose steps begins where the job's did."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetpipe import fleet
+from fleetpipe.aliases import Nest, Optimizer, Tensor
+from fleetpipe.contrib.locator import record
+from fleetpipe.contrib.locator.assembly import WholeTensors
+from fleetpipe.contrib.locator.record import Meaning, RankTensors
+from fleetpipe.contrib.locator.tolerance import gap
+from fleetpipe.dygraph import PipelineLayer, PipelineParallel
+from fleetpipe.dygraph.nest import leaves, mapped
+from fleetpipe.mesh import AXES
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import learning_rate_of
+from fleetpipe.parity.differences import numbers_of
+
+#: How far labels may be apart that ranks and twin compute, each from sums in another order.
+_COMPUTED_AGAIN = 1e-4
+
+
+class Feed:
+    """Gives a twin what the job had: its weights, its samples, the gradients that it steps by.
+
+    So what differs in a step differs because of that step, and an update is compared by itself:
+    Adam would make whole steps of the rounding in a gradient next to nothing.
+    """
+
+    def __init__(self, folder: Path, perturbed: bool) -> None:
+        """Reads the record of the job.
+
+        Args:
+            folder: Where it is.
+            perturbed: Whether each number is moved by at most one unit in its last place.
+        """
+        self._job = record.read(folder)
+        self._whole = WholeTensors(self._job)
+        self._random = np.random.default_rng(2026) if perturbed else None
+
+    @property
+    def replicas(self) -> int:
+        """The replicas of the job, whose micro-batches the twin has one after another."""
+        return self._job.replicas
+
+    def parameters(self, step: int, parameters: Mapping[str, Tensor]) -> None:
+        """Gives parameters the values that the job's had at the beginning of a step."""
+        for name, parameter in parameters.items():
+            drawn = numbers_of(parameter.detach())
+            value = self._whole.parameter(step, name, drawn)
+            if value is not None or self._random is not None:
+                self._set(parameter, drawn if value is None else value)
+
+    def gradients(self, step: int, parameters: Mapping[str, Tensor]) -> None:
+        """Gives parameters the gradients that the job's optimizer stepped by."""
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                value = self._whole.gradient(step, name, numbers_of(parameter.grad))
+                if value is not None:
+                    self._set(parameter.grad, value)
+
+    def mask(
+        self, place: Meaning, shape: tuple[int, ...], recorded: RankTensors
+    ) -> np.ndarray | None:
+        """Returns what the job's dropout kept of a micro-batch; None where it has no such."""
+        return self._whole.mask(place, shape, recorded)
+
+    def must_read_on(self, step: int, rows: int) -> bool:
+        """Whether the job's replicas have more samples in a step than the twin has read."""
+        return self.replicas > 1 and step < self._job.steps and rows < self._whole.rows(step)
+
+    def average(self, batches: int, parameters: Iterable[Tensor]) -> None:
+        """Makes gradients that several batches have added up those of their mean loss."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.set_value(parameter.grad / batches)
+
+    def rate(self, step: int, optimizer: Optimizer) -> None:
+        """Gives an optimizer the job's learning rate: its scheduler was stepped more often."""
+        place = Meaning(step, "optimizer input", "", part="learning rate")
+        rate, value = learning_rate_of(optimizer), self._job.ranks[0].tensors.get(place)
+        if value is not None and isinstance(rate, paddle.optimizer.lr.LRScheduler):
+            rate.last_lr = value.item()
+
+    def batch(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
+        """Returns the samples of all replicas where the script gives the twin those of one."""
+        if self.replicas == 1 and self._random is None:
+            return data
+        batches = self._union(step, data, pipeline)
+        if self._random is None:
+            return batches
+        return mapped(self._moved, batches)
+
+    def _union(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
+        wanted = pipeline.accumulate_steps
+        inputs, labels = (self._whole.batches(step, kind) for kind in ("input", "label"))
+        listed = isinstance(data, (list, tuple)) and len(data) == 2
+        rows = pipeline.accumulate_steps * pipeline.micro_batch_size
+        if listed and all(
+            t.shape[:1] == [rows] for _, t in leaves(list(data)) if isinstance(t, paddle.Tensor)
+        ):
+            return [data[0], self._weighed(data[1], labels)] if len(labels) == wanted else data
+        if len(inputs) != wanted or len(labels) != wanted:
+            return data
+        template = data if listed else next(data)
+        for part, values in zip(template, (inputs, labels)):
+            if _paths(part) != set(values[0]):
+                return data if listed else [template]
+        return [
+            [_filled(part, value) for value in values]
+            for part, values in zip(template, (inputs, labels))
+        ]
+
+    def _weighed(self, target: Nest, labels: list[dict[str, np.ndarray]]) -> Nest:
+        """Gives the twin the job's numbers that go with the same whole ones, such as weights.
+
+        A script computes them from the samples of all replicas, and multiplies them by how many
+        there are where their mean is taken. Others are wrong: the loss of the twin's own shows it.
+        """
+        tensors = ((p, t) for p, t in leaves(target) if isinstance(t, paddle.Tensor))
+        here = {"".join(f"[{s!r}]" for s in path): numbers_of(t) for path, t in tensors}
+        if here.keys() != labels[0].keys():
+            return target
+        joined = {path: np.concatenate([batch[path] for batch in labels]) for path in here}
+        whole = [np.array_equal(joined[p], t) for p, t in here.items() if t.dtype.kind != "f"]
+        times = {1, self.replicas}
+        near = [
+            any(gap(joined[p], t * n) <= _COMPUTED_AGAIN for n in times)
+            for p, t in here.items()
+            if t.dtype.kind == "f"
+        ]
+        return _filled(target, joined) if whole and all(whole + near) else target
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        copied = tensor.detach().clone()
+        self._set(copied, numbers_of(copied))
+        return copied
+
+    def _set(self, tensor: Tensor, value: np.ndarray) -> None:
+        if self._random is not None and value.dtype.kind == "f":
+            unit = 2.0**-7 if str(tensor.dtype).endswith("bfloat16") else np.finfo(value.dtype).eps
+            moved = value * (1 + unit * self._random.integers(-1, 2, value.shape))
+            value = np.asarray(moved, value.dtype)
+        with paddle.no_grad():
+            tensor.set_value(paddle.to_tensor(value).astype(tensor.dtype))
+
+
+def _paths(value: Nest) -> set[str]:
+    return {"".join(f"[{step!r}]" for step in path) for path, _ in leaves(value)}
+
+
+def _filled(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:
+    """Returns a value like ``template`` with other tensors in it."""
+    ordered = iter(
+        values["".join(f"[{step!r}]" for step in path)]
+        for path, leaf in leaves(template)
+        if isinstance(leaf, paddle.Tensor)
+    )
+    return mapped(lambda _: paddle.to_tensor(next(ordered)), template)
+
+
+@contextmanager
+def degrees_of_one(replicas: int) -> Iterator[None]:
+    """Within it ``fleet.init`` makes a job of one rank, whatever degrees a script asks for.
+
+    Its pipelines take the micro-batches of all replicas.
+
+    Args:
+        replicas: How many replicas the job has.
+    """
+    begin, build = fleet.init, PipelineLayer.__init__
+
+    def init(
+        role_maker: Any = None,
+        is_collective: bool = False,
+        strategy: Any = None,
+        log_level: int | str = "INFO",
+    ) -> Any:
+        if strategy is not None:
+            strategy = _of_one(strategy, replicas)
+        return begin(role_maker, is_collective, strategy, log_level)
+
+    def whole(model: PipelineLayer, layers: Any, *more: Any, **named: Any) -> None:
+        # Positional arguments after the layers: num_stages, topology.
+        rest = dict(zip(("num_stages", "topology", "loss_fn", "seg_method"), more))
+        named = {**rest, **named, "num_stages": 1, "topology": None}
+        named.pop("num_virtual_pipeline_stages", None)
+        named.pop("use_dualpipev", None)
+        if not isinstance(named.get("seg_method", ""), str):
+            del named["seg_method"]
+        build(model, layers, **named)
+
+    with ExitStack() as stack:
+        for owner, name, method, original in (
+            (fleet, "init", init, begin),
+            (PipelineLayer, "__init__", whole, build),
+        ):
+            setattr(owner, name, method)
+            stack.callback(setattr, owner, name, original)
+        for name, alone in _COLLECTIVES.items():
+            original = getattr(paddle.distributed, name)
+            setattr(paddle.distributed, name, alone)
+            stack.callback(setattr, paddle.distributed, name, original)
+        yield
+
+
+def _of_one(strategy: Any, replicas: int) -> Any:
+    strategy = copy.deepcopy(strategy)
+    configs = strategy.hybrid_configs
+    strategy.hybrid_configs = {f"{axis}_degree": 1 for axis in AXES if f"{axis}_degree" in configs}
+    pipeline = dict(strategy.pipeline_configs)
+    pipeline["accumulate_steps"] = pipeline.get("accumulate_steps", 1) * replicas
+    strategy.pipeline_configs = {**pipeline, "schedule_mode": "1F1B"}
+    return strategy
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What a collective does to the tensor of the only rank."""
+
+
+def _into_list(tensors: list[Any], tensor: Any, *_: Any, **__: Any) -> None:
+    tensors.append(tensor)
+
+
+#: Collectives of the only rank, which Paddle refuses outside of a parallel environment.
+_COLLECTIVES: Mapping[str, Callable[..., None]] = {
+    "all_reduce": _nothing,
+    "broadcast": _nothing,
+    "barrier": _nothing,
+    "reduce": _nothing,
+    "all_gather": _into_list,
+    "all_gather_object": _into_list,
+}

@@ -1,0 +1,1 @@
+"""The schedules of ``paddle.distributed.auto_parallel.pipelining``, on the engine."""

@@ -1,0 +1,219 @@
+"""The reader of Paddle's older Program, for paddlepaddle 2.6.2; its private names are used here.
+
+3.3.x with ``FLAGS_enable_pir_api=0`` is read as well, as far as Paddle itself builds programs then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from fleetpipe.aliases import Block, Op, Optimizer, Program, Variable
+from fleetpipe.contrib.program_ir.loader import belongs_to_loader
+from fleetpipe.contrib.program_ir.operations import (
+    create_variable,
+    draws_of,
+    inside,
+    is_tensor,
+    line_of,
+    reads_of,
+    temporary,
+)
+from fleetpipe.contrib.program_ir.stage import ProgramStage
+from fleetpipe.paddle_api.optimizer import rate_variable
+from fleetpipe.paddle_api.static import (
+    dtype_name,
+    remove_operations,
+    remove_variables,
+    rename_output,
+    static,
+)
+from fleetpipe.static.cut.contract import Update
+from fleetpipe.static.cut.names import Names
+from fleetpipe.static.cut.split import Split
+from fleetpipe.static.graph import Declared, Graph, Operation, stage_of_device
+from fleetpipe.static.ir.optimizer_state import kept_of
+
+_CONSTANTS = ("fill_constant", "assign_value", "range", "eye", "linspace")
+
+
+class ProgramReader:
+    """Reads an older Program.
+
+    A variable is another value each time it is written, but for persistable ones. What no
+    operation makes (data and parameters) gets an operation of its own in the graph, in front.
+    """
+
+    def __init__(self, program: Program) -> None:
+        """Describes ``program``, which must be forward only."""
+        self._program = program
+        self._block = program.global_block()
+        self._names: list[str] = []
+        self._current: dict[str, int] = {}
+        sources = _sources(program)
+        operations = [Operation("variable", (), (self._write(n),), None, True) for n in sources]
+        written: dict[int, tuple[int, ...]] = {}
+        for op in self._block.ops:
+            if belongs_to_loader(op):
+                operations.append(Operation(op.type, (), (), None, True, line_of(op)))
+                continue
+            reads = tuple(self._current[n] for n in reads_of(program, op) if n in self._current)
+            outputs = list(dict.fromkeys(op.output_arg_names))
+            kept = [name for name in outputs if self._is_persistable(name)]
+            if kept:
+                written[len(operations)] = tuple(self._current[name] for name in kept)
+            writes = tuple(self._write(name) for name in outputs if name not in kept)
+            operations.append(_described(program, op, reads, writes))
+        names = dict(enumerate(self._names))
+        self._offset = len(sources)
+        self.graph = Graph(
+            operations,
+            names,
+            frozenset(n for n, name in names.items() if self._is_persistable(name)),
+            frozenset(n for n, name in names.items() if self._is_differentiable(name)),
+            frozenset(n for n, name in names.items() if self._has_rows(name)),
+            written,
+        )
+        lasting = {name for name in self._names if self._is_persistable(name)}
+        self.declared = {n: tuple(v.shape) for n, v in self._block.vars.items() if n in lasting}
+        parameters = (self._block.var(n) for n in sources if self._is_persistable(n))
+        self.unclipped = frozenset(p.name for p in parameters if not getattr(p, "need_clip", True))
+        self.data = {
+            name: Declared(tuple(variable.shape), dtype_name(variable))
+            for name, variable in self._block.vars.items()
+            if variable.is_data
+        }
+
+    def number(self, target: Variable | str) -> int | None:
+        """Returns the number of a variable's last value, by itself or by its name."""
+        return self._current.get(target if isinstance(target, str) else target.name)
+
+    def stage(self, split: Split, stage: int, loss: int, weight: float) -> ProgramStage:
+        """Gives a stage its backward."""
+        return ProgramStage(self._program, self._names, self._offset, split, stage, (loss, weight))
+
+    def update(
+        self,
+        names: Names,
+        optimizer: Optimizer,
+        parameters: Sequence[str],
+        clipped: Collection[str],
+    ) -> Update:
+        """Makes the optimizer step over the named parameters."""
+        step, startup = self._program.clone(), static.Program()
+        block = step.global_block()
+        remove_operations(step, range(len(block.ops)))
+        remove_variables(step, [name for name in block.vars if name not in parameters])
+        pairs = []
+        with static.program_guard(step, startup):
+            factor = None
+            if clipped:
+                factor = create_variable(block, names.clip_factor, [1], "float32")
+            for name in parameters:
+                weight = block.var(name)
+                weight.need_clip = self._block.var(name).need_clip  # clone() forgets it
+                total = names.accumulator(name)
+                pairs.append((weight, create_variable(block, total, weight.shape, weight.dtype)))
+            optimizer.apply_gradients(
+                [(p, _times(block, g, factor) if p.name in clipped else g) for p, g in pairs]
+            )
+            for _, total in pairs:
+                block.append_op(
+                    type="fill_constant",
+                    outputs={"Out": [total]},
+                    attrs={"shape": list(total.shape), "dtype": total.dtype, "value": 0.0},
+                )
+        made = {name for op in startup.global_block().ops for name in op.output_arg_names}
+        kept = {name: kept_of(optimizer, name, _variable) for name in parameters}
+        rate = _variable(rate_variable(optimizer, step))
+        return Update(step, startup, rate, tuple(sorted(made)), kept)
+
+    def startup(self, program: Program, names: Iterable[str]) -> Program:
+        """Returns the initialisation of the named variables, drawing what the whole draws."""
+        wanted = set(names)
+        mine = program.clone()
+        block = mine.global_block()
+        foreign = []
+        for index, op in enumerate(block.ops):
+            outputs = op.output_arg_names
+            if not wanted.isdisjoint(outputs) or belongs_to_loader(op):
+                continue
+            if not draws_of(op):
+                foreign.append(index)
+                continue
+            for name in outputs:
+                like = block.var(name)
+                other = block.create_var(
+                    name=f"{name}.drawn", shape=like.shape, dtype=like.dtype, persistable=False
+                )
+                rename_output(op, name, other.name)
+        remove_operations(mine, foreign)
+        return mine
+
+    def _write(self, name: str) -> int:
+        self._current[name] = len(self._names)
+        self._names.append(name)
+        return self._current[name]
+
+    def _has_rows(self, name: str) -> bool:
+        variable = self._block.vars.get(name)
+        return variable is not None and is_tensor(variable) and variable.shape[:1] == (-1,)
+
+    def _is_persistable(self, name: str) -> bool:
+        return bool(self._block.has_var(name) and self._block.var(name).persistable)
+
+    def _is_differentiable(self, name: str) -> bool:
+        if not self._block.has_var(name):
+            return False
+        variable = self._block.var(name)
+        return (
+            is_tensor(variable) and not variable.stop_gradient and "float" in dtype_name(variable)
+        )
+
+
+def _variable(variable: Variable) -> str:
+    """Returns the name of the variable of the scope that a variable of a program is."""
+    return str(variable.name)
+
+
+def _sources(program: Program) -> list[str]:
+    """Returns the variables that are there before the first operation: data and parameters."""
+    block = program.global_block()
+    made: set[str] = set()
+    sources: dict[str, None] = {}
+    for op in block.ops:
+        if belongs_to_loader(op):
+            continue
+        for name in (*reads_of(program, op), *op.output_arg_names):
+            lives = block.has_var(name) and (block.var(name).persistable or block.var(name).is_data)
+            if lives and name not in made:
+                sources[name] = None
+        made.update(op.output_arg_names)
+    return list(sources)
+
+
+def _described(
+    program: Program, op: Op, reads: tuple[int, ...], writes: tuple[int, ...]
+) -> Operation:
+    within = list(inside(program, op))
+    tags = (stage_of_device(one.attr("op_device")) for one in within)
+    return Operation(
+        op.type,
+        reads,
+        writes,
+        stage_of_device(op.attr("op_device")),
+        op.type in _CONSTANTS and not reads and bool(writes),
+        line_of(op),
+        frozenset(tag for tag in tags if tag is not None),
+        any(map(draws_of, (op, *within))),
+    )
+
+
+def _times(block: Block, gradient: Variable, factor: Variable) -> Variable:
+    product = temporary(block, gradient)
+    block.append_op(
+        type="elementwise_mul",
+        inputs={"X": [gradient], "Y": [factor]},
+        outputs={"Out": [product]},
+        attrs={"axis": -1},
+    )
+    return product

@@ -1,0 +1,275 @@
+"""The Ray cluster that a job runs on: the user's, or one of its own that ends with it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import ray
+from ray._private import ray_constants, ray_logging
+from ray._raylet import AuthenticationTokenLoader, Config
+from ray.exceptions import AuthenticationError, RayError
+
+from fleetpipe import systems
+from fleetpipe.contrib.ray import nodes
+from fleetpipe.errors import ConfigError
+from fleetpipe.version import __version__
+
+#: Seconds in which a cluster answers.
+_ANSWER_SECONDS = 5.0
+#: Seconds in which this process has left one.
+_LEAVE_SECONDS = 60.0
+#: By default Ray asks twenty times, each for 40 s, what does not answer as a cluster.
+_AT_ONCE = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "3"}
+#: What a worker imports, and in which version where that has to be this one.
+NEEDED = {"fleetpipe": __version__, "paddle": ""}
+_MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+#: What looks for nodes that are to be taken away; here there is one.
+_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
+
+
+@contextlib.contextmanager
+def connected(address: str | None, resources: Mapping[str, float]) -> Iterator[None]:
+    """Within it this process is connected to a Ray cluster.
+
+    Where it is connected already, that is the cluster. Else the one at ``address``; and without an
+    address one of this job's own on this host, whatever else runs here: it listens on the loopback,
+    takes nobody without its token, and ends with the job, or with this process, however that ends.
+
+    Args:
+        address: ``HOST:PORT``, ``"auto"`` for the one that ``ray start`` began here, or None.
+        resources: What the job needs in all; an own cluster has at least that many CPUs.
+
+    Raises:
+        ConfigError: There is no such cluster, or it does not take this process.
+    """
+    if ray.is_initialized():
+        yield
+    elif address:
+        _join(address)
+        try:
+            yield
+        finally:
+            _leave()
+    else:
+        with _own_cluster(resources):
+            yield
+
+
+@contextlib.contextmanager
+def _own_cluster(resources: Mapping[str, float]) -> Iterator[None]:
+    token = secrets.token_hex(32)
+    reaper = subprocess.Popen(
+        [sys.executable, "-I", str(Path(__file__).with_name("reaper.py"))],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    with cast("IO[bytes]", reaper.stdin) as line:
+        line.write(f"{token}\n".encode())
+        line.flush()
+        try:
+            settings = environment({_MODE: "token", _TOKEN: token, _WATCHER: "0"})
+            with settings, _on_loopback(), _deaf_to_stop_signals():
+                _read_settings_again()
+                ray.init(
+                    "local",
+                    num_cpus=max(os.cpu_count() or 1, int(resources.get("CPU", 0)) + 1),
+                    include_dashboard=False,
+                    logging_level="WARNING",
+                )
+            yield
+        finally:
+            _leave()
+    reaper.wait()
+    _read_settings_again()
+
+
+def _leave() -> None:
+    """Leaves the cluster, but not for ever: Ray waits for a thread that may wait for a lock."""
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(_LEAVE_SECONDS)
+    if leaving.is_alive():
+        atexit.unregister(ray.shutdown)  # else it waits once more
+
+
+@contextlib.contextmanager
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Within it the environment has ``changes``, for the processes that begin there."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Within it a cluster listens at 127.0.0.1 alone, and shows every line of its workers."""
+    changed = ray_constants.ENABLE_RAY_CLUSTER
+    # On Linux Ray turns a loopback address that it is given into one that others reach.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    if "RAY_DEDUP_LOGS" not in os.environ:
+        ray_logging.RAY_DEDUP_LOGS = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = changed
+
+
+@contextlib.contextmanager
+def _deaf_to_stop_signals() -> Iterator[None]:
+    """Within it what begins blocks the signals that ask for an end, and handlers stay.
+
+    Schedulers send them to all processes of a job: a cluster of its own is to outlive the last
+    step. Ray's handlers shut down within whatever this process was doing, with the locks of that,
+    or end it by SIGABRT.
+    """
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        yield
+    else:
+        handlers = {number: signal.getsignal(number) for number in systems.STOP_SIGNALS}
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                if handler is not None:  # one that is not of Python
+                    signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _read_settings_again() -> None:
+    """Has Ray read the environment, its token too, as it does once for a process."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _join(address: str) -> None:
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    local = _on_loopback() if host in ("127.0.0.1", "localhost") else contextlib.nullcontext()
+    try:
+        if address != "auto":
+            if not port.isdigit():
+                raise ValueError("no port")
+            socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+        with environment(_AT_ONCE), local, _deaf_to_stop_signals():
+            _read_settings_again()
+            ray.init(address, logging_level="WARNING")
+    except (OSError, ValueError, RuntimeError, RayError) as error:
+        raise _refused(address, error) from error
+    finally:
+        _read_settings_again()
+
+
+def _refused(address: str, error: Exception) -> ConfigError:
+    cause, text = error.__cause__, str(error)
+    while cause is not None:
+        cause, text = cause.__cause__, f"{text}: {cause}"
+    got = text.strip().splitlines()[-1]  # Ray has whole tracebacks in its messages
+    if "AuthToken" in text or isinstance(error, AuthenticationError):
+        summary = "does not take this process: it has another token, or none"
+        fix = f"export {_MODE}=token and {_TOKEN} (or RAY_AUTH_TOKEN_PATH) as on its head node"
+    elif "ersion mismatch" in text:
+        summary, got = "has other versions than this process", " ".join(text.split())
+        fix = "use the same Python and the same Ray on all nodes"
+    else:
+        summary = "does not answer"
+        fix = (
+            "give HOST:PORT as ray start --head printed it, or have a cluster of the job's own: no "
+            "address for PaddleTrainer, --ray local for fleetpipe launch"
+        )
+    return ConfigError(f"the Ray cluster at {address!r} {summary}", got=got, fix=fix)
+
+
+def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> None:
+    """Refuses more workers than the nodes of the cluster have room for, busy or not.
+
+    Args:
+        bundle: What each worker needs.
+        workers: How many there are to be.
+        seconds: How long to wait for more nodes.
+
+    Raises:
+        ConfigError: There is no room for as many; the message says what each node has.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        places = sum(_fitting(bundle, node["Resources"]) for node in alive)
+        if places >= workers:
+            return
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    each = [f"{node['NodeManagerAddress']}: {_shown(node['Resources'])}" for node in alive]
+    raise ConfigError(
+        f"the cluster has room for {places} worker(s), {workers} are asked for",
+        expected=f"{_shown(bundle)} for each of {workers}",
+        got="; ".join(each),
+        fix="lower num_workers or resources_per_worker, add nodes, or have the job wait for them: "
+        "PaddleConfig(wait_for_nodes=600)",
+    )
+
+
+def _fitting(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    needed = {name: amount for name, amount in bundle.items() if amount}
+    return min((int(resources.get(name, 0) / amount) for name, amount in needed.items()), default=1)
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    named = {name: n for name, n in resources.items() if not name.startswith(("node:", "object_"))}
+    return ", ".join(f"{name} {n:g}" for name, n in sorted(named.items()) if name != "memory")
+
+
+def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
+    """Refuses a node on which a worker could not begin.
+
+    Args:
+        runtime_env: The environment that workers are given besides that of the job.
+
+    Raises:
+        ConfigError: A node has no Paddle, or not this version of fleetpipe, or starts no process.
+    """
+
+    def missing(needed: Mapping[str, str]) -> str:
+        # Sent as it stands here: a node that has no fleetpipe can run it.
+        import importlib
+        import importlib.util
+
+        for package, version in needed.items():
+            if importlib.util.find_spec(package) is None:
+                return f"no package {package!r}"
+            if version and importlib.import_module(f"{package}.version").__version__ != version:
+                return f"another version of {package} than {version}"
+        return ""
+
+    look = ray.remote(num_cpus=0, runtime_env=dict(runtime_env or {}))(missing)
+    lacking = nodes.answers(
+        {
+            node: look.options(label_selector=node.label).remote(NEEDED)
+            for node in nodes.staying("CPU")
+        }
+    )
+    for node, lack in lacking.items():
+        if lack:
+            raise ConfigError(
+                f"no worker can begin on the node {node.address}: {lack}",
+                fix="install the same packages on every node, or have Ray do it: RunConfig("
+                "worker_runtime_env={'pip': [..]})",
+            )

@@ -1,0 +1,201 @@
+"""``PaddleTrainer``: what Ray's users know as ``TorchTrainer``, for Paddle and its pipelines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import ray.train
+from ray.train import Result, RunConfig, ScalingConfig
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from fleetpipe.contrib.ray import cluster
+from fleetpipe.contrib.ray.backend import PaddleConfig
+from fleetpipe.errors import ConfigError, reason
+from fleetpipe.mesh.axes import DENSE, Degrees, Mesh
+
+#: How often Ray's controller looks at the workers, in seconds.
+_POLL = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+
+
+class PaddleTrainer(DataParallelTrainer):
+    """Trains with Paddle on the workers of a Ray cluster, each of which is a rank.
+
+    ``fit`` runs on the cluster that the process is connected to (``ray.init``), or at the address
+    ``RAY_ADDRESS``; else it starts one on this host for itself alone, which ends with it. A worker
+    that dies is no end: with ``FailureConfig(max_failures=..)`` all begin again, and go on from the
+    newest checkpoint that was reported.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: Mapping[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        paddle_config: PaddleConfig | None = None,
+        datasets: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Describes a training; starts nothing.
+
+        Args:
+            train_loop_per_worker: What every rank runs: the body of a script of Fleet's, from
+                ``fleet.init`` on, or of one with ``fleetpipe.Model``. Takes ``train_loop_config``,
+                or nothing. ``ray.train`` works in it: ``report``, ``get_checkpoint``,
+                ``get_dataset_shard``.
+            train_loop_config: Its argument.
+            scaling_config: ``num_workers`` is the number of ranks.
+            run_config: Where results go, what is kept, and how often a failure is tried again.
+            paddle_config: The strategy's degrees, where ``datasets`` are given; and more.
+            datasets: Datasets of Ray's by name, or functions without arguments that return one. The
+                ranks of a replica get the same batches, and replicas different ones.
+
+        Raises:
+            ConfigError: The degrees do not fit the number of workers, or are needed and not given;
+                or a config is of another type.
+        """
+        config = PaddleConfig() if paddle_config is None else paddle_config
+        if not isinstance(config, PaddleConfig):
+            raise ConfigError(
+                "paddle_config is no PaddleConfig",
+                got=repr(config),
+                fix="paddle_config=PaddleConfig(hybrid_configs={..}), or leave it out",
+            )
+        if not isinstance(train_loop_config, (Mapping, type(None))):
+            raise ConfigError(
+                "train_loop_config is no mapping",
+                got=type(train_loop_config).__name__,
+                fix="give a dict: train_loop_config={'rate': 0.01}",
+            )
+        scaling = scaling_config or ScalingConfig()
+        degrees = config.hybrid_configs
+        if datasets and degrees is None and scaling.max_workers > 1:
+            raise ConfigError(
+                "datasets= needs to know which ranks are one replica, and read the same batches",
+                expected="the degrees that the train loop gives to its strategy",
+                fix='paddle_config=PaddleConfig(hybrid_configs={"dp_degree": -1, "pp_degree": 2})',
+            )
+        for ranks in {scaling.min_workers, scaling.max_workers} - {0}:
+            _require_degrees(degrees, ranks)
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=None if train_loop_config is None else dict(train_loop_config),
+            backend_config=config,
+            scaling_config=scaling,
+            run_config=run_config,
+            datasets=None if datasets is None else dict(datasets),
+            dataset_config=ReplicaDataConfig(degrees or {}),
+        )
+
+    def fit(self) -> Result:
+        """Trains, and returns the newest metrics and checkpoint that were reported.
+
+        Raises:
+            ConfigError: ``storage_path`` cannot be written, the cluster does not answer or has no
+                room for the workers, or a node lacks what they need.
+            ray.train.TrainingFailedError: A worker failed more often than ``max_failures`` says.
+        """
+        scaling = self.scaling_config
+        self._require_storage()
+        if self.running_in_local_mode:
+            return super().fit()
+        bundle = scaling._resources_per_worker_not_none
+        with cluster.connected(os.environ.get("RAY_ADDRESS"), scaling.total_resources):
+            config: PaddleConfig = self.backend_config
+            cluster.require_room(bundle, scaling.min_workers, config.wait_for_nodes)
+            cluster.require_packages(self.run_config.worker_runtime_env)
+            # Two seconds by default, in which neither a report nor a failure is noticed.
+            poll = cluster.environment({_POLL: os.environ.get(_POLL, "0.25")})
+            with poll, _interrupt_handler_kept():
+                return super().fit()
+
+    def _require_storage(self) -> None:
+        try:
+            _ = self.run_config.storage_context
+        except (OSError, ValueError) as error:  # pyarrow's are among them
+            raise ConfigError(
+                f"storage_path cannot be written: {self.run_config.storage_path}",
+                got=reason(error),
+                fix="RunConfig(storage_path=..): the absolute path of a folder that every node can "
+                "write, or a URI such as s3://bucket/path",
+            ) from error
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """Returns Ray's, without one that asks for its dashboard every second.
+
+        What that one frees when a controller is lost is freed when the driver ends.
+        """
+        callbacks: list[Any] = super()._create_default_callbacks()
+        return [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
+
+
+@contextlib.contextmanager
+def _interrupt_handler_kept() -> Iterator[None]:
+    """Puts back the handler of Ctrl-C: Ray's, which asks the run's controller, stays after it."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+def _require_degrees(hybrid_configs: Mapping[str, Any] | None, ranks: int) -> None:
+    try:
+        if hybrid_configs is not None:
+            replicas(hybrid_configs, ranks)
+    except ConfigError as error:
+        raise ConfigError(
+            f"num_workers (={ranks}) does not fit the degrees of PaddleConfig",
+            got=str(error).splitlines()[0],
+            fix="set num_workers to a multiple of the product of the degrees other than dp_degree, "
+            "and dp_degree to -1",
+        ) from error
+
+
+def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:
+    """Returns the replica (dp and sharding) that each rank is part of, by rank.
+
+    Args:
+        hybrid_configs: Those of the strategy; without ``dp_degree`` it is worked out, as there.
+        ranks: How many there are.
+
+    Raises:
+        ConfigError: The degrees do not fit as many ranks.
+    """
+    degrees = Degrees.resolve({"dp_degree": -1, **hybrid_configs}, ranks)
+    if ranks == 1:
+        return [0]
+    mesh = Mesh.in_order(degrees, hybrid_configs.get("order") or DENSE)
+    return [mesh.replica(mesh.coordinate(rank)) for rank in range(ranks)]
+
+
+class ReplicaDataConfig(ray.train.DataConfig):
+    """Splits datasets by replica: its ranks read the same batches, other replicas other ones.
+
+    Each dataset is computed once and held in Ray's object store, so that what is random in it is
+    the same for all ranks of a replica.
+    """
+
+    def __init__(self, hybrid_configs: Mapping[str, Any]) -> None:
+        """Takes the degrees of the strategy, which tell the replicas."""
+        super().__init__()
+        self._hybrid_configs = hybrid_configs
+
+    def configure(
+        self, datasets: Mapping[str, Any], world_size: int, *_: Any, **__: Any
+    ) -> list[dict[str, Any]]:
+        """Returns what each rank reads of each dataset, by rank; Ray calls it."""
+        of_rank = replicas(self._hybrid_configs, world_size)
+        read: list[dict[str, Any]] = [{} for _ in of_rank]
+        for name, dataset in datasets.items():
+            parts = dataset.materialize().split(max(of_rank) + 1, equal=True)
+            for rank, replica in enumerate(of_rank):
+                read[rank][name] = parts[replica].iterator()
+        return read

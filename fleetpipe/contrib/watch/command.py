@@ -1,0 +1,234 @@
+"""The command ``fleetpipe watch``, and the option ``--serve`` of others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlsplit
+
+from fleetpipe.contrib.report.numbers import seconds, short, size
+from fleetpipe.contrib.watch.address import TOKEN, Address, configure_serve
+from fleetpipe.contrib.watch.board import (
+    FILE,
+    JobBoard,
+    board_of,
+    checkpoint_of,
+    end_of,
+    read_board,
+)
+from fleetpipe.contrib.watch.server import Server
+from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.extras import needed_for
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe watch`` to its parser."""
+    parser.add_argument(
+        "job",
+        nargs="?",
+        default="run",
+        metavar="RUN | HOST:PORT",
+        help="the folder of a run, or where a job is served (default: %(default)s)",
+    )
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument("--json", action="store_true", help="with --once: as JSON, for scripts")
+    configure_serve(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Shows a job that runs.
+
+    Returns:
+        0.
+
+    Raises:
+        ConfigError: There is no such job, or it cannot be served.
+        PackageNotFound: rich or prometheus-client is not installed.
+        UsageError: ``--json`` without ``--once``.
+    """
+    if options.json and not options.once:
+        raise UsageError("--json shows a job once", fix="give --once --json")
+    source = source_of(options.job)
+    if options.json:
+        sys.stdout.write(json.dumps(source().status()) + "\n")
+    elif options.once:
+        show_once(source)
+    elif options.serve is not None:
+        source()
+        server = Server(options.serve, source)
+        sys.stdout.write(f"{options.job} can be watched at {server.url}\n")
+        sys.stdout.flush()
+        try:
+            threading.Event().wait()
+        finally:
+            server.close()
+    else:
+        show(source)
+    return 0
+
+
+_PERIOD = 0.5
+_STYLES = {"running": "green", "waiting": "yellow", "stopped": "bold red"}
+_BARS = "▁▂▃▄▅▆▇█"
+_COLUMNS = (
+    *("rank", "stage", "state", "busy", "step", "last step", "memory", "held", "waiting"),
+    "action",
+)
+
+
+def show(source: Source) -> None:
+    """Shows a job until Ctrl-C, or until it has ended.
+
+    Raises:
+        ConfigError: Nothing is to be seen from the beginning.
+        PackageNotFound: rich is not installed.
+    """
+    with needed_for("watching a job in the terminal"):
+        from rich.live import Live
+    board, times = source(), deque[float](maxlen=60)
+    with Live(rendered(board, times), refresh_per_second=4, screen=False) as live:
+        while not _over(board):
+            time.sleep(_PERIOD)
+            try:
+                board = source()
+                times.append(board.step_time)
+                live.update(rendered(board, times))
+            except ConfigError as error:
+                live.update(str(error))
+
+
+def show_once(source: Source) -> None:
+    """Prints what is to be seen now; raises as :func:`show`."""
+    with needed_for("watching a job in the terminal"):
+        from rich.console import Console
+    Console().print(rendered(source(), ()))
+
+
+def rendered(board: JobBoard, times: Sequence[float]) -> RenderableType:
+    """Returns what the terminal shows of a board.
+
+    Args:
+        board: The board.
+        times: The times of a step that were seen until now.
+    """
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for name in _COLUMNS:
+        words = name in ("state", "busy", "action")
+        table.add_column(name, justify="left" if words else "right", overflow="ellipsis")
+    for rank in board.ranks:
+        limit = "" if rank.memory_limit is None else f" of {size(rank.memory_limit)}"
+        table.add_row(
+            str(rank.rank),
+            "–" if rank.stage is None else str(rank.stage),
+            Text(rank.state, _STYLES.get(rank.state, "dim")),
+            f"{'█' * round(8 * rank.busy):8} {rank.busy:4.0%}",
+            str(rank.step),
+            "–" if rank.step_age is None else f"{seconds(rank.step_age)} ago",
+            f"{size(rank.memory)}{limit}",
+            str(rank.held) + ("" if rank.held_cap is None else f" of {rank.held_cap}"),
+            str(rank.incoming),
+            rank.action,
+        )
+    parts: list[RenderableType] = [Text("  ".join(_headline(board, times)))]
+    if board.steps:
+        parts.append(Padding(ProgressBar(board.steps, board.step), 0))
+    parts += [Text(str(one), "bold red") for one in board.slow]
+    if board.news:
+        parts.append(Text(board.news, "yellow"))
+    return Group(*parts, table)
+
+
+def _headline(board: JobBoard, times: Sequence[float]) -> Iterator[str]:
+    yield f"step {board.step}" + ("" if board.steps is None else f" of {board.steps}")
+    most = max(times, default=0.0) or 1.0
+    yield f"{seconds(board.step_time)}/step " + "".join(_BARS[int(7 * one / most)] for one in times)
+    yield f"{short(board.samples_per_second)} samples/s"
+    if board.eta_seconds is not None:
+        yield f"remaining {end_of(board, time.time())}"
+    if board.gradient_norm is not None:
+        yield f"gradient norm {short(board.gradient_norm)}"
+    yield f"checkpoint: {checkpoint_of(board)}"
+    yield f"{board.restarts} restarts"
+
+
+def _over(board: JobBoard) -> bool:
+    return bool(board.ranks) and all(rank.state == "ended" for rank in board.ranks)
+
+
+#: Gives the board as it is now.
+Source = Callable[[], JobBoard]
+_PATIENCE = 2.0
+_LARGEST = 1 << 24
+
+
+def source_of(text: str) -> Source:
+    """Returns what reads the board of a job.
+
+    Args:
+        text: The folder of its run, HOST:PORT, or the address of its page.
+    """
+    folder = Path(text)
+    if folder.is_dir():
+        if not (folder / FILE).is_file():
+            raise ConfigError(
+                "nobody keeps the board of a job in this folder",
+                expected=f"{FILE}, which a job writes while it runs",
+                got=str(folder),
+                fix="train with callbacks=MetricsLogger(folder), or give the HOST:PORT of --serve",
+            )
+        return lambda: read_board(folder / FILE).seen_at(time.time())
+    if ":" not in text and not text.isdecimal():
+        raise ConfigError(
+            "there is no such folder, and this is no HOST:PORT",
+            got=text,
+            fix="give the folder of a run that has begun, or the HOST:PORT of --serve",
+        )
+    parts = urlsplit(text if "://" in text else f"//{text}")
+    address = Address.parse(parts.netloc)
+    token = parse_qs(parts.query).get("token", [os.environ.get(TOKEN, "")])[0]
+    return lambda: _fetched(address, token)
+
+
+def _fetched(address: Address, token: str) -> JobBoard:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        # A proxy of the environment is not for what is nearby.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        request = urllib.request.Request(f"http://{address}/board.json", headers=headers)
+        with opener.open(request, timeout=_PATIENCE) as answer:
+            return board_of(answer.read(_LARGEST))
+    except urllib.error.HTTPError as error:
+        wrong = error.code in (401, 403)
+        raise ConfigError(
+            "the job is not shown to this user" if wrong else "this is no served job",
+            got=f"{error.code} {error.reason} from {address}",
+            fix=f"set {TOKEN}=TOKEN, as the job says where it begins"
+            if wrong
+            else "give the HOST:PORT of --serve",
+        ) from error
+    except (OSError, HTTPException) as error:
+        raise ConfigError(
+            f"no job is served at {address}",
+            cause=str(getattr(error, "reason", error)).strip(),
+            fix="start it with fleetpipe launch --serve PORT; on another host with HOST:PORT",
+        ) from error

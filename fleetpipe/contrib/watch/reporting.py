@@ -1,0 +1,134 @@
+"""The first rank's account of the whole job: a board five times a second, for whoever watches.
+
+A thread of rank 0 puts together what all ranks tell. It writes the board as a file into the folder
+of the attempt, where the launcher looks, and into those of the run, and says which rank is slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from fleetpipe import atomic_file, log
+from fleetpipe.contrib.watch.address import Address
+from fleetpipe.contrib.watch.board import FILE, PERIOD, Boards, JobBoard, read_board
+from fleetpipe.contrib.watch.slow_ranks import SlowRank
+from fleetpipe.errors import ConfigError
+from fleetpipe.job import attempt_files, run_files
+from fleetpipe.job.job import Job, current_job
+
+_log = log.logger(__name__)
+
+
+class Reporter:
+    """Makes the board of a job until the job ends.
+
+    Attributes:
+        board: The last one.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.board = JobBoard(time.time())
+        self._job = job
+        self._boards = Boards()
+        self._slow: set[tuple[int, str]] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fleetpipe-board", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; the last board says that the job has ended."""
+        self._ended.set()
+        self._thread.join(PERIOD)
+        ranks = tuple(replace(rank, state="ended") for rank in self.board.ranks)
+        self.board = replace(self.board, at=time.time(), ranks=ranks, news="the job has ended")
+        self._write(self.board)
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.wait(PERIOD):
+                board = self._boards.next(self._job.heard(), time.time())
+                self.board = replace(board, restarts=max(0, attempt_files.number() - 1))
+                self._write(self.board)
+                self._name_slow(self.board.slow)
+        except Exception:  # the training goes on without
+            _log.exception("the board of the job broke; nobody can watch it any more")
+
+    def _write(self, board: JobBoard) -> None:
+        text = json.dumps(board.content())
+        for folder in self._folders():
+            with contextlib.suppress(OSError):
+                atomic_file.replace_text(folder / FILE, text)
+
+    def _folders(self) -> Iterator[Path]:
+        yield from self._job.progress.folders
+        home = attempt_files.folder()
+        if home is not None:
+            yield home
+
+    def _name_slow(self, slow: tuple[SlowRank, ...]) -> None:
+        """Says who has become slow, once."""
+        for one in slow:
+            if (one.rank, one.what) not in self._slow:
+                _log.warning("step %d: %s", self.board.step, one)
+                line = {"step": self.board.step, "time": time.time(), **asdict(one)}
+                for folder in self._job.progress.folders:
+                    with contextlib.suppress(OSError):
+                        run_files.append_line(folder / run_files.SLOW, line)
+        self._slow = {(one.rank, one.what) for one in slow}
+
+
+def record_in(folder: Path) -> None:
+    """Has the board of the current job kept in the folder of its run too, by the first rank."""
+    job = current_job()
+    if job is not None and job.leads():
+        _warn_of_another(folder)
+        job.progress.folders.append(folder)
+        if not job.keeps_board:
+            _keep(job)
+
+
+def _warn_of_another(folder: Path) -> None:
+    """Says that another job writes into this folder, where its board is of this moment."""
+    with contextlib.suppress(ConfigError):
+        board = read_board(folder / FILE)
+        over = all(rank.state == "ended" for rank in board.ranks)
+        if not over and board.seen_at(time.time()) is board:
+            _log.warning("another job runs in %s: give each a folder of its own", folder)
+
+
+def _keep(job: Job) -> Reporter:
+    reporter = Reporter(job)
+    job.keeps_board = True
+    job.endings.append(reporter.close)
+    return reporter
+
+
+def begin(job: Job, address: str | None) -> None:
+    """Has the first rank keep the board of a job, and serve it where that is asked for.
+
+    One process that plays all ranks keeps one only where somebody may look at it.
+
+    Args:
+        job: The job, which ends it.
+        address: Where the board is served, PORT or HOST:PORT; None: nowhere.
+
+    Raises:
+        ConfigError: Nothing can be served there.
+        PackageNotFound: What serves it is not installed.
+    """
+    watched = address is not None or attempt_files.folder() is not None or not job.local
+    if not watched or not job.leads():
+        return
+    reporter = _keep(job)
+    if address is not None:
+        from fleetpipe.contrib.watch.server import Server
+
+        server = Server(Address.parse(address), lambda: reporter.board)
+        job.endings.append(server.close)
+        _log.info("the job can be watched at %s", server.url)

@@ -1,0 +1,72 @@
+"""``--serve``: the launcher shows the board of its job, which outlives every attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from fleetpipe.contrib.watch.address import Address
+from fleetpipe.contrib.watch.board import FILE, JobBoard, read_board
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.records import RankRecord
+
+
+class AttemptBoard:
+    """The board of a job whose attempts come and go."""
+
+    def __init__(self) -> None:
+        self._last = JobBoard(time.time())
+        self._file: Path | None = None
+        self._restarts = 0
+        self._news = ""
+
+    def begin(self, home: Path, restarts: int = 0, news: str = "") -> None:
+        """Says that an attempt begins.
+
+        Args:
+            home: Its folder, into which its first rank writes the board.
+            restarts: How many attempts before it failed.
+            news: Why it was started; empty for the first.
+        """
+        starting = tuple(
+            RankRecord(rank.rank, "nothing heard yet", rank.stages) for rank in self._last.ranks
+        )
+        self._last = replace(self._last, ranks=starting, slow=())
+        self._file, self._restarts, self._news = home / FILE, restarts, news
+
+    def __call__(self) -> JobBoard:
+        """Returns the board as it is now."""
+        if self._file is not None and self._file.exists():
+            with contextlib.suppress(ConfigError):  # its folder is just being removed
+                self._last = read_board(self._file)
+        else:
+            self._last = replace(self._last, at=time.time())
+        news = self._last.news or self._news
+        return replace(self._last, restarts=self._restarts, news=news)
+
+
+@contextmanager
+def serving(address: Address | None) -> Iterator[AttemptBoard]:
+    """Within it, the board of a job is served where that is asked for.
+
+    Raises:
+        ConfigError: Nothing can be served there.
+        PackageNotFound: What serves it is not installed.
+    """
+    board = AttemptBoard()
+    if address is None:
+        yield board
+        return
+    from fleetpipe.contrib.watch.server import Server  # with what serves, which others do not load
+
+    server = Server(address, board)
+    sys.stderr.write(f"fleetpipe: the job can be watched at {server.url}\n")
+    try:
+        yield board
+    finally:
+        server.close()

@@ -1,0 +1,286 @@
+"""Which ranks are slow, and in what: a pure function of the steps that they tell of.
+
+A rank is compared with its peers, those that run the same stages of other replicas; one without
+peers with its own earlier steps, less what the other ranks have become slower by meanwhile. Its
+figure counts where seven of eight steps in a row are above a threshold, and what is lost is a part
+of the step that matters. The threshold is learned: it lies above nearly all that the undisturbed
+steps before have shown, and never below ``LEAST``. A limit of a rank's processor time is what the
+kernel tells of it: nothing is learned there.
+
+Computing is counted in probes, pieces of work that are always the same: a machine that others use
+takes longer for both. One that is much slower for all that it computes is named as such.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from fleetpipe.job.records import StepRow
+
+#: Steps in a row that are looked at together, and of how many the slowness is to be seen.
+WINDOW, OF_WINDOW = 8, 7
+#: The least threshold: it finds what is 1.3 times slower, and leaves room for chance below.
+LEAST = 1.15
+#: The same of a link: its messages are a small part of a step that is 1.3 times slower for them.
+LEAST_LINK = 1.3
+#: Steps from which a threshold is learned: the least, and the most.
+FEWEST, MOST = 12, 200
+#: How far the threshold lies above what chance has shown, and further after few steps.
+_MARGIN, _FEW = 1.25, 6.0
+#: The part of the steps that shows it: one slowness that was not named must not hide the next.
+_CHANCE = 0.95
+#: The first steps allocate memory and load code.
+_WARM_UP = 3
+#: The least part of a step that a slowness costs, and that a slow link does.
+_MATTERS, _LINK_MATTERS = 0.01, 0.05
+_SHORTEST = 1e-7
+#: The least time that is looked at for a limit: by default a kernel counts in tenths of a second.
+_LIMIT_SECONDS = 0.3
+LIMIT, MACHINE = "compute (processor limit)", "compute (slow machine)"
+#: The least threshold of a machine: others on it make it 1.5 times as slow now and then.
+LEAST_MACHINE = 2.0
+#: The logarithm of what others become slower by and that may be chance.
+_STEADY = math.log(1.1)
+#: What a rank is named for, by the figure of a row in which it is slow.
+_WHAT = {"cpu": "compute", "wall": "compute", "data": "data", "save": "save", "probe": MACHINE}
+#: The power of a probe's time with which that of actions goes up on a slower machine: 0.65 to 1.15
+#: in jobs that were measured, since a probe has nothing but the interpreter.
+_POWER = 0.75
+_REMEDIES = {
+    LIMIT: "; give its container more processor time (cpu.max, docker's --cpus)",
+    MACHINE: "; look for what else runs on its host or core, and for its clock and temperature",
+}
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that is slow.
+
+    Attributes:
+        rank: Its rank in the job.
+        what: ``compute``, ``compute (processor limit)``, ``compute (slow machine)``, ``data``,
+            ``save``, or ``link to rank N``.
+        factor: How many times as long it takes.
+    """
+
+    rank: int
+    what: str
+    factor: float
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank} is slow: {self.what} takes {self.factor:.1f} times as long"
+        return text + _REMEDIES.get(self.what, "")
+
+
+class _Compared(NamedTuple):
+    """A figure beside what it is compared with.
+
+    Attributes:
+        factor: The logarithm of how many times as long it took.
+        lost: Seconds more than that.
+        costs: Seconds of it that matter.
+    """
+
+    factor: float
+    lost: float
+    costs: float
+
+
+class StepComparison:
+    """One figure of all ranks, step by step."""
+
+    def __init__(self, peers: Mapping[int, Sequence[int]], least: float = LEAST) -> None:
+        """Knows nothing yet.
+
+        Args:
+            peers: What each is compared with; nothing for those that have only their own past.
+            least: The least threshold.
+        """
+        self._peers = peers
+        self._least = math.log(least)
+        self._figures: dict[int, deque[float]] = {rank: deque(maxlen=MOST) for rank in peers}
+        self._chance: dict[int, deque[float]] = {rank: deque(maxlen=MOST) for rank in peers}
+        self._usual: dict[int, float] = {}
+        self._thresholds: dict[int, float] = {}
+        self._recent: deque[dict[int, _Compared]] = deque(maxlen=WINDOW)
+        self._count = 0
+        self.slow: dict[int, float] = {}
+
+    def add(self, figures: Mapping[int, float], costs: Mapping[int, float]) -> None:
+        """Takes the figures of a step.
+
+        Args:
+            figures: Seconds, or probes, of all.
+            costs: How much more than usual matters, likewise.
+        """
+        self._count += 1
+        if self._count <= _WARM_UP:
+            return
+        figures = {rank: max(figure, _SHORTEST) for rank, figure in figures.items()}
+        # Where somebody is slow, what is seen is not what is usual.
+        learns = not self.slow
+        if learns:
+            for rank, figure in figures.items():
+                self._figures[rank].append(figure)
+            if self._count % WINDOW == 0 or not self._usual:
+                self._learn()
+        self._recent.append(self._compared(figures, costs))
+        if len(self._recent) == WINDOW:
+            factors = {rank: self._factor(rank, learns) for rank in figures}
+            self.slow = {rank: factor for rank, factor in factors.items() if factor is not None}
+
+    def _learn(self) -> None:
+        """Works out what is usual, and how far chance goes; once in a window, for it takes long."""
+        self._usual = {rank: median(figures) for rank, figures in self._figures.items()}
+        for rank, chance in self._chance.items():
+            # The last ones may be the beginning of what is to be noticed.
+            past = sorted(list(chance)[:-WINDOW])
+            if len(past) >= FEWEST:
+                most = past[int(_CHANCE * len(past))] - median(past)
+                margin = _MARGIN + _FEW / len(past)
+                self._thresholds[rank] = max(self._least, margin * most)
+
+    def _compared(
+        self, figures: Mapping[int, float], costs: Mapping[int, float]
+    ) -> dict[int, _Compared]:
+        changes = {rank: math.log(figures[rank] / self._usual[rank]) for rank in figures}
+        compared = {}
+        for rank, figure in figures.items():
+            reference = self._usual[rank]
+            if self._peers[rank]:
+                reference = median(figures[peer] for peer in self._peers[rank])
+            elif len(figures) > 1:
+                common = median(changes[one] for one in figures if one != rank)
+                reference *= math.exp(max(0.0, common - _STEADY))
+            factor = math.log(figure / reference)
+            compared[rank] = _Compared(factor, figure - reference, costs[rank])
+        return compared
+
+    def _factor(self, rank: int, learns: bool) -> float | None:
+        """Returns the factor of one that is slow, else None."""
+        factors, lost, costs = zip(*(step[rank] for step in self._recent))
+        ordered = sorted(factors)
+        low, high = ordered[WINDOW - OF_WINDOW], ordered[OF_WINDOW - 1]
+        # What was slow stays so until as many steps are below the threshold again.
+        shown = high if rank in self.slow else low
+        slow = shown > self._thresholds.get(rank, math.inf)
+        if learns and not slow:
+            self._chance[rank].append(low)
+        matters = median(lost) > median(costs)
+        return math.exp(median(factors)) if slow and matters else None
+
+
+class ProcessorLimit:
+    """How much of its time a rank may not run, in the last steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque()
+        self._span = 0.0
+        self.factor: float | None = None
+
+    def add(self, limited: float, span: float) -> None:
+        """Takes a step: the seconds in which the rank might not run, and all of its seconds."""
+        self._steps.append((limited, span))
+        self._span += span
+        while len(self._steps) > WINDOW and self._span - self._steps[0][1] > _LIMIT_SECONDS:
+            self._span -= self._steps.popleft()[1]
+        factor = self._span / max(_SHORTEST, self._span - sum(lost for lost, _ in self._steps))
+        # As long as half of it is left it is the same limit.
+        least = LEAST if self.factor is None else math.sqrt(LEAST)
+        self.factor = factor if len(self._steps) >= WINDOW and factor > least else None
+
+
+class SlowRanks:
+    """All figures of all ranks."""
+
+    def __init__(self, places: Mapping[int, tuple[tuple[int, ...], int]]) -> None:
+        """Knows nothing yet.
+
+        Args:
+            places: By rank of the job its stages, and its place among those that share them.
+        """
+        self._rows: dict[int, dict[int, StepRow]] = {rank: {} for rank in places}
+        peers = {
+            rank: [other for other in places if other != rank and places[other] == place]
+            for rank, place in places.items()
+        }
+        self._comparisons = {
+            name: StepComparison(peers, LEAST_MACHINE if what == MACHINE else LEAST)
+            for name, what in _WHAT.items()
+        }
+        self._links: dict[tuple[int, int], StepComparison] = {}
+        self._flights: dict[tuple[int, int], float] = {}
+        self._limits = {rank: ProcessorLimit() for rank in places}
+        self.slow: list[SlowRank] = []
+
+    def add(self, rows: Mapping[int, Sequence[StepRow]]) -> list[SlowRank]:
+        """Takes steps that ranks have done, each in its order; returns who is slow now."""
+        for rank, new in rows.items():
+            self._rows[rank].update((row.step, row) for row in new)
+        whole = set.intersection(*map(set, self._rows.values()))
+        for step in sorted(whole):
+            self._compare({rank: kept[step] for rank, kept in self._rows.items()})
+        if whole:
+            last = max(whole)
+            for rank, kept in self._rows.items():
+                self._rows[rank] = {step: row for step, row in kept.items() if step > last}
+        return self.slow
+
+    def _compare(self, step: Mapping[int, StepRow]) -> None:
+        span = median(row.span for row in step.values())
+        probes = {rank: (row.probe or 1.0) ** _POWER for rank, row in step.items()}
+        for name, comparison in self._comparisons.items():
+            figures = {rank: float(getattr(row, name)) for rank, row in step.items()}
+            costs = dict.fromkeys(step, _MATTERS * span if name != "probe" else 0.0)
+            if _WHAT[name] == "compute":
+                for rank, probe in probes.items():
+                    figures[rank] /= probe
+                    costs[rank] /= probe
+            # 0 is not measured; but only where it is so of all ranks there may be no data to load.
+            if (any if name == "data" else all)(figures.values()):
+                comparison.add(figures, costs)
+        self._compare_links(step, span)
+        for rank, row in step.items():
+            self._limits[rank].add(row.limited, row.span)
+        slow: dict[tuple[int, str], float] = {}
+        for name, comparison in self._comparisons.items():
+            for rank, factor in comparison.slow.items():
+                key = rank, _WHAT[name]
+                slow[key] = max(factor, slow.get(key, 0.0))
+        for (rank, peer), link in self._links.items():
+            slow.update(((rank, f"link to rank {peer}"), f) for f in link.slow.values())
+        for rank, limit in self._limits.items():
+            if (rank, MACHINE) in slow:
+                slow.pop((rank, "compute"), None)
+            if limit.factor is not None:
+                slow.pop((rank, "compute"), None)
+                slow[rank, LIMIT] = limit.factor
+        self.slow = [SlowRank(rank, what, factor) for (rank, what), factor in slow.items()]
+
+    def _compare_links(self, step: Mapping[int, StepRow], span: float) -> None:
+        """Compares links by how long messages are on their way.
+
+        Both ways together, so that clocks may differ. What that costs a step is as many times as
+        long as each end waits for messages of the other; where one does not, it costs nothing: that
+        end notices them when it has computed, and the way takes at most as long as that or before.
+        """
+        ways = {
+            (int(source), rank): (flight, awaited)
+            for rank, row in step.items()
+            for source, flight, awaited in zip(*(row.flights[n::3] for n in range(3)))
+        }
+        for way, (flight, awaited) in ways.items():
+            most = math.inf if awaited else self._flights.get(way, math.inf)
+            self._flights[way] = min(flight, most)
+        for (rank, peer), (_, awaited) in ways.items():
+            if rank < peer and (peer, rank) in ways:
+                waits = min(awaited, ways[peer, rank][1])
+                costs = _LINK_MATTERS * span / waits if waits else math.inf
+                link = self._links.setdefault((rank, peer), StepComparison({rank: []}, LEAST_LINK))
+                both = self._flights[rank, peer] + self._flights[peer, rank]
+                link.add({rank: both}, {rank: costs})

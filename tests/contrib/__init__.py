@@ -1,0 +1,1 @@
+"""The extras, package by package."""

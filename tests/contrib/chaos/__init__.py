@@ -1,0 +1,1 @@
+"""What kills a rank."""

@@ -1,0 +1,1 @@
+"""Checkpoints of other programs, mirroring ``fleetpipe.contrib.formats``."""

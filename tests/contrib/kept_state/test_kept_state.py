@@ -1,0 +1,122 @@
+"""The state of every step in memory: bits come back, and the newest step that all ranks have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.contrib.kept_state.kept_state import KeptState
+from fleetpipe.errors import CheckpointError
+from fleetpipe.mesh.groups import SoleGroup
+
+
+class Training:
+    """A model that trains on one process, with all that decides its next bit."""
+
+    def __init__(self) -> None:
+        paddle.seed(3)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1D(8), nn.Linear(8, 4))
+        self.rate = paddle.optimizer.lr.ExponentialDecay(0.1, 0.5)
+        self.optimizer = paddle.optimizer.Adam(self.rate, parameters=self.model.parameters())
+        self.objects = Objects(self.model, self.optimizer, self.rate)
+
+    def step(self) -> list[bytes]:
+        """Takes a step on random data; returns the bits of the loss and of all that trains."""
+        noise = np.random.standard_normal((5, 6)) + random.random()
+        loss = self.model(paddle.to_tensor(noise.astype("float32")) + paddle.rand([5, 6])).sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.clear_grad()
+        self.rate.step()
+        tensors = [loss, *self.model.state_dict().values()]
+        return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+def test_a_state_comes_back_with_its_bits_into_objects_that_are_built_anew(tmp_path: Path) -> None:
+    training = Training()
+    kept = KeptState(tmp_path, training.objects, Ranks(SoleGroup()))
+    assert kept.newest() is None
+    for step in range(1, 4):
+        training.step()
+        kept.keep(step)
+    later = [training.step() for _ in range(3)]
+    again = Training()
+    kept = KeptState(tmp_path, again.objects, Ranks(SoleGroup()))
+    assert kept.newest() == 3
+    kept.restore(3)
+    assert [again.step() for _ in range(3)] == later
+
+
+def test_steps_behind_the_one_gone_back_to_are_done_and_kept_again(tmp_path: Path) -> None:
+    training = Training()
+    kept = KeptState(tmp_path, training.objects, Ranks(SoleGroup()))
+    done = {}
+    for step in range(1, 4):
+        done[step] = training.step()
+        kept.keep(step)
+    kept.restore(2)
+    kept.forget_after(2)
+    assert kept.newest() == 2
+    assert training.step() == done[3]
+    kept.keep(3)
+    assert kept.newest() == 3
+
+
+def test_a_state_of_another_form_takes_the_place_of_the_old_one_when_it_has_two_steps(
+    tmp_path: Path,
+) -> None:
+    training = Training()
+    kept = KeptState(tmp_path, training.objects, Ranks(SoleGroup()))
+    files = []
+    for step in range(4):  # before the first step there is no state of the optimizer
+        kept.keep(step)
+        files.append(sorted(file.suffix for file in tmp_path.iterdir()))
+        training.step()
+    assert files == [[".1"], [".1", ".2"], [".2"], [".2"]]
+
+
+class Others:
+    """A group in which the other ranks have said something already."""
+
+    rank, ranks = 0, 3
+
+    def __init__(self, *said: Sequence[int]) -> None:
+        self._said = said
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, *((None, said) for said in self._said)]
+
+
+@pytest.mark.parametrize(
+    ("others", "newest"),
+    [([[1, 2], [2, 3]], 2), ([[2, 3], [3]], 3), ([[2], [3]], None), ([[], [2, 3]], None)],
+)
+def test_the_newest_step_is_one_that_every_rank_has_whole(
+    tmp_path: Path, others: Sequence[Sequence[int]], newest: int | None
+) -> None:
+    training = Training()
+    kept = KeptState(tmp_path, training.objects, Ranks(Others(*others)))  # type: ignore[arg-type]
+    for step in (1, 2, 3):
+        training.step()
+        kept.keep(step)
+    assert kept.newest() == newest
+
+
+def test_what_another_layout_or_another_model_kept_is_not_taken(tmp_path: Path) -> None:
+    training = Training()
+    KeptState(tmp_path, training.objects, Ranks(Others([1], [1]))).keep(1)  # type: ignore[arg-type]
+    assert KeptState(tmp_path, training.objects, Ranks(SoleGroup())).newest() is None
+    training.step()
+    KeptState(tmp_path, training.objects, Ranks(SoleGroup())).keep(1)
+    other = KeptState(tmp_path, Objects(nn.Linear(6, 8)), Ranks(SoleGroup()))
+    with pytest.raises(CheckpointError):
+        other.restore(1)

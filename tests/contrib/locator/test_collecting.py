@@ -1,0 +1,188 @@
+"""What a script's layers are recorded as, and runs that do not end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from fleetpipe import cli, fleet
+from fleetpipe.contrib.locator import command, record
+from fleetpipe.contrib.locator.assembly import WholeTensors
+from fleetpipe.contrib.locator.collecting import collecting
+from fleetpipe.contrib.locator.command import _ended
+from fleetpipe.contrib.locator.options import Setting
+from fleetpipe.contrib.locator.recorder import Finished, Recorder
+from fleetpipe.contrib.locator.twin import Feed
+from fleetpipe.errors import UsageError
+from fleetpipe.fleet.meta_parallel import PipelineLayer
+from tests import jobs
+
+nn: Any = paddle.nn
+
+
+def _recorded(model: Any, folder: Path) -> record.RankTensors:
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    with collecting(Recorder(folder, 1, 0)):
+        model(paddle.ones([4, 3])).mean().backward()
+        with pytest.raises(Finished):
+            optimizer.step()
+    (rank,) = record.read(folder).ranks
+    return rank
+
+
+def test_running_statistics_are_buffers_and_no_update(tmp_path: Path) -> None:
+    rank = _recorded(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1D(2)), tmp_path)
+    assert rank.names(0, "buffer").keys() == {"1._mean", "1._variance"}
+    assert rank.names(0, "update").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_running_statistics_begin_a_step_as_the_one_before_left_them() -> None:
+    here = record.RankTensors(0, {})
+    for step, (phase, value) in enumerate([("initial", 1.0), ("buffer", 2.0), ("buffer", 3.0)]):
+        place = record.Meaning(max(step - 1, 0), phase, "1._mean", part="buffer")
+        here.tensors[place] = np.array([value])
+    whole = WholeTensors(record.Record([here], {}))
+    values = [whole.parameter(step, "1._mean", np.zeros(1)) for step in (0, 1)]
+    assert [value and value.item() for value in values] == [1.0, 2.0]
+
+
+def test_the_gradient_that_first_shows_how_a_bias_is_split_counts_for_it() -> None:
+    """Each rank of two has its part of q, k and v; zeros do not say so, the gradients do."""
+    ranks = [record.RankTensors(rank, {"mp": rank}) for rank in (0, 1)]
+    whole = np.arange(12.0)
+    for here, own in zip(ranks, whole.reshape(3, 2, 2).transpose(1, 0, 2).reshape(2, 6)):
+        listing = record.Meaning(0, "optimizer input", "", part="parameters")
+        here.tensors[listing] = np.frombuffer(b'["qkv.bias"]', "uint8")
+        for step, phase, value in (
+            (0, "initial", own * 0),
+            (0, "reduction", own),
+            (1, "initial", own),
+        ):
+            here.tensors[record.Meaning(step, phase, "qkv.bias")] = value
+    parts = WholeTensors(record.Record(ranks, {"mp": 2}))
+    assert np.array_equal(parts.parameter(0, "qkv.bias", whole * 0), whole * 0)
+    assert np.array_equal(parts.gradient(0, "qkv.bias", whole), whole)
+    assert np.array_equal(parts.parameter(1, "qkv.bias", whole * 0), whole)
+
+
+def test_a_pipeline_with_an_optimizer_of_its_own_is_one_model(tmp_path: Path) -> None:
+    fleet.init(is_collective=True, strategy=jobs.strategy(2))
+    try:
+        with collecting(Recorder(tmp_path, 1, 0)):
+            described = [nn.Linear(3, 3), nn.Linear(3, 2)]
+            layers = PipelineLayer(described, num_stages=1, loss_fn=nn.MSELoss())
+            model = fleet.distributed_model(layers)
+            optimizer = paddle.optimizer.SGD(0.1, parameters=layers.parameters()[2:])
+            rows = paddle.ones([2 * jobs.ROWS, 3])
+            for _ in range(2):
+                model.forward_backward_pipeline([rows, rows[:, :2]])
+            with pytest.raises(Finished):
+                optimizer.step()
+    finally:
+        fleet.shutdown()
+    (rank,) = record.read(tmp_path).ranks
+    assert rank.names(0, "initial").keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert {place.micro_batch for place in rank.of(0, "forward")} == {0, 1, 2, 3}
+    assert "gradient" not in {place.part for place in rank.of(0, "gradient")}
+
+
+def test_a_layer_that_is_not_trained_is_one_of_the_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1D(2))
+    model[1].eval()
+    assert {p.name for p in _recorded(model, tmp_path).of(0, "forward")} == {"0", "1", ""}
+
+
+def test_what_comes_to_experts_of_one_rank_is_no_replicas(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    for parameter in model[1].parameters():
+        parameter.no_sync = True
+    rank = _recorded(model, tmp_path)
+    assert {p.name for p in rank.of(0, "forward")} == {"0", ""}
+    assert "1.0.weight" in rank.names(0, "reduction")
+
+
+def test_a_twin_that_reads_on_has_the_rate_of_the_job(tmp_path: Path) -> None:
+    here = record.RankTensors(0, {})
+    place = record.Meaning(0, "optimizer input", "", part="learning rate")
+    here.tensors[place] = np.asarray(0.25)
+    record.write(tmp_path, here, {"dp": 2}, 0)
+    scheduler = paddle.optimizer.lr.StepDecay(0.5, step_size=1)
+    optimizer = paddle.optimizer.SGD(scheduler, parameters=nn.Linear(1, 1).parameters())
+    Feed(tmp_path, perturbed=False).rate(0, optimizer)
+    assert optimizer.get_lr() == 0.25
+
+
+@pytest.mark.parametrize(
+    ("factors", "of_job"),
+    [((1.0, 1.0), True), ((2.0, 2.0), True), ((0.5, 0.5), False), ((1.0, 1.1), False)],
+)
+def test_a_twin_has_the_jobs_weights_of_labels_where_they_are_its_own(
+    factors: tuple[float, float], of_job: bool, tmp_path: Path
+) -> None:
+    """Ranks may multiply them by the replicas; others are wrong, and the twin keeps its own."""
+    tags, weights = np.arange(4), np.float32([1.0, 0.3, 0.2, 2.0])
+    for rank, factor in enumerate(factors):
+        here, part = record.RankTensors(rank, {"dp": rank}), slice(2 * rank, 2 * rank + 2)
+        for name, value in (("[0]", tags), ("[1]", weights * np.float32(factor * (1 + 1e-6)))):
+            here.tensors[record.Meaning(0, "data", "", 0, f"label{name}")] = value[part]
+        record.write(tmp_path, here, {"dp": 2}, 0)
+    own = [paddle.ones([4, 3]), (paddle.to_tensor(tags), paddle.to_tensor(weights))]
+    pipeline: Any = SimpleNamespace(accumulate_steps=2, micro_batch_size=2)
+    (_, (_, given)) = Feed(tmp_path, perturbed=False).batch(0, own, pipeline)
+    assert (given.numpy().tobytes() != weights.tobytes()) == of_job
+
+
+def test_steps_that_the_twin_lacks_are_no_equal_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: object, setting: Setting, what: str) -> None:
+        for step in range(2 if what == "the job" else 1):
+            here = record.RankTensors(0, {})
+            place = record.Meaning(step, "update", "weight", part="parameter")
+            here.tensors[place] = np.ones(2)
+            record.write(Path(setting.folder), here, {}, step)
+
+    monkeypatch.setattr(command, "_start", start)
+    with pytest.raises(UsageError, match="after 1 of the job's 2 steps"):
+        command.locate("train.py", log_dir=tmp_path)
+
+
+def test_a_folder_that_is_recorded_into_twice_has_the_second_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: object, setting: Setting, what: str) -> None:
+        for rank in range(ranks if what == "the job" else 1):
+            here = record.RankTensors(rank, {})
+            here.tensors[record.Meaning(0, "update", "weight")] = np.array([ranks])
+            record.write(Path(setting.folder), here, {}, 0)
+
+    monkeypatch.setattr(command, "_start", start)
+    for ranks in (2, 1):
+        assert command.locate("train.py", record=tmp_path, log_dir=tmp_path) is None
+        job = record.read(tmp_path / "job")
+        assert [rank.rank for rank in job.ranks] == [*range(ranks)]
+        assert all(t.item() == ranks for rank in job.ranks for t in rank.tensors.values())
+
+
+def test_an_error_of_its_own_is_no_difference(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def located(_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(command, "located", located)
+    assert cli.main(["locate", __file__]) == 2
+    assert "KeyError: 'a defect'" in capfd.readouterr().err
+
+
+def test_a_run_without_a_step_is_ended_at_its_limit(tmp_path: Path) -> None:
+    waiting = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    assert "within 1 seconds" in _ended(waiting, tmp_path, 1.0)
+    assert waiting.returncode

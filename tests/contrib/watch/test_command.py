@@ -1,0 +1,135 @@
+"""``fleetpipe watch`` of a folder, and a job of one process that is watched while it trains."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+
+import paddle
+import pytest
+
+from fleetpipe import fleet
+from fleetpipe.cli import main
+from fleetpipe.contrib.watch import reporting
+from fleetpipe.contrib.watch.board import FILE, read_board
+from fleetpipe.contrib.watch.serving import AttemptBoard
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from tests.contrib.watch.boards import board
+
+
+def write(folder: Path, **fields: object) -> None:
+    (folder / FILE).write_text(json.dumps(board(**fields).content()))
+
+
+def test_a_folder_in_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write(tmp_path)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "step 11 of 100" in text
+    assert "rank 0 is slow: compute takes 1.5 times as long" in text
+    assert "attempt 3, since rank 1 was ended by SIGKILL" in text
+    assert "operation F0.1" in text
+    assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["restarts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["missing"], "there is no such folder"),
+        (["."], "nobody keeps the board of a job in this folder"),
+        (["localhost:1", "--once"], "no job is served at localhost:1"),
+        ([".", "--json"], "give --once --json"),
+    ],
+)
+def test_what_cannot_be_watched(
+    words: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["watch", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_board_of_the_launcher_outlives_an_attempt(tmp_path: Path) -> None:
+    first, second = tmp_path / "1", tmp_path / "2"
+    shown = AttemptBoard()
+    assert shown().ranks == ()
+    first.mkdir()
+    shown.begin(first)
+    write(first, restarts=0, news="")
+    assert (shown().step, shown().restarts, shown().news) == (11, 0, "")
+    shown.begin(second, 1, "attempt 2, since rank 1 was ended by SIGKILL")
+    between = shown()
+    assert [rank.state for rank in between.ranks] == ["starting", "starting"]
+    assert (between.step, between.restarts) == (11, 1)
+    assert between.news == "attempt 2, since rank 1 was ended by SIGKILL"
+    assert time.time() - between.at < 1
+
+
+def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its board is served while it trains, and says at the end that it has ended."""
+    monkeypatch.setenv("FLEETPIPE_LIFE", str(tmp_path))
+    monkeypatch.setenv("FLEETPIPE_SERVE", "0")
+    said: list[str] = []
+    monkeypatch.setattr(
+        "fleetpipe.contrib.watch.reporting._log.info", lambda _, url: said.append(url)
+    )
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": 2}
+    strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
+    strategy.fleetpipe_configs = {"memory_cap": 3}
+    fleet.init(is_collective=True, strategy=strategy)
+    try:
+        layers = [LayerDesc(paddle.nn.Linear, 4, 4) for _ in range(4)]
+        net = PipelineLayer(layers, loss_fn=paddle.nn.MSELoss(), num_stages=2)
+        clip = paddle.nn.ClipGradByGlobalNorm(1.0)
+        adam = paddle.optimizer.Adam(0.01, parameters=net.parameters(), grad_clip=clip)
+        model, optimizer = fleet.distributed_model(net), fleet.distributed_optimizer(adam)
+        for _ in range(3):
+            model.train_batch([paddle.ones([8, 4]), paddle.ones([8, 4])], optimizer)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(f"{said[0]}status.json", timeout=5) as answer:
+                status = json.load(answer)
+            if status["step"] == 3:
+                break
+            time.sleep(0.1)
+    finally:
+        fleet.shutdown()
+    assert status["step"] == 3
+    (rank,) = status["ranks"]
+    assert (rank["rank"], rank["stage"], rank["state"]) == (0, 0, "running")
+    assert 0 < rank["busy"] <= 1
+    assert rank["memory"] > 10_000_000
+    assert status["samples_per_second"] == pytest.approx(8 / status["step_time"])
+    last = read_board(tmp_path / FILE)
+    assert last.gradient_norm == pytest.approx(optimizer.gradient_norm, rel=1e-5)
+    assert (last.ranks[0].held, last.ranks[0].held_cap) == (2, 3)
+    assert rank["memory"] < (last.ranks[0].memory_limit or 0)
+    assert (last.ranks[0].state, last.news) == ("ended", "the job has ended")
+    assert replace(last, ranks=()).slow == ()
+
+
+def test_a_folder_that_another_job_writes_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    warning = "fleetpipe.contrib.watch.reporting._log.warning"
+    monkeypatch.setattr(warning, lambda text, *values: said.append(text % values))
+    reporting._warn_of_another(tmp_path)
+    write(tmp_path, at=time.time() - 60)
+    reporting._warn_of_another(tmp_path)
+    assert said == []
+    write(tmp_path)
+    reporting._warn_of_another(tmp_path)
+    assert said == [f"another job runs in {tmp_path}: give each a folder of its own"]
