@@ -29,6 +29,7 @@ from fleetpipe.mesh import COPIES
 from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.mesh.causes import NORM, STREAMS, of_unequal
 from fleetpipe.mesh.groups import Gathering, Group
+from fleetpipe.mesh.parts import shard_axis
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import optimized_parameters, squared_norm
 from fleetpipe.paddle_api.random import DEFAULT, generator_states, stream_states
@@ -376,5 +377,4 @@ def axis_between(job: Job, differing: Sequence[int], ranks: Sequence[int]) -> st
 
 
 def _axes_of(parameter: Tensor, job: Job) -> tuple[str, ...]:
-    sharded = bool(getattr(parameter, "is_distributed", False))
-    return job.copy_axes(is_spread(parameter), sharded)
+    return job.copy_axes(is_spread(parameter), (shard_axis(parameter),))

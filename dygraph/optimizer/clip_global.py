@@ -15,11 +15,13 @@ from typing import NamedTuple
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.optimizer.own_clips import is_own, require_by_gradient
-from fleetpipe.dygraph.tensor_parallel.groups import members_of, model_parallel_group, total
-from fleetpipe.dygraph.tensor_parallel.layer import split_axis
+from fleetpipe.dygraph.tensor_parallel.groups import along, total
+from fleetpipe.dygraph.tensor_parallel.layer import shard_in
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.mesh.groups import Group
+from fleetpipe.mesh.parts import shard_axis
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import (
     GLOBAL_NORM_CLIPS,
@@ -39,14 +41,14 @@ class _Square(NamedTuple):
     Attributes:
         order: Where the single model has the parameter.
         dtype: Of the value in the single model.
-        sharded: Whether other ranks hold the rest of the parameter.
+        axis: The axis along which other ranks hold the rest of the parameter; empty if none do.
         spread: Whether it is an expert's, and other ranks hold other experts.
         value: A Tensor with one element.
     """
 
     order: int
     dtype: str
-    sharded: bool
+    axis: str
     spread: bool
     value: Tensor
 
@@ -144,9 +146,8 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
             order = self.orders.get(id(parameter), 0)
             if order != COPY and getattr(parameter, "is_firstly_shared", True):
                 value = squared_norm(gradient)
-                sharded = bool(getattr(parameter, "is_distributed", False))
-                dtype = str(value.dtype).rpartition(".")[2]
-                yield _Square(order, dtype, sharded, is_spread(parameter), value)
+                axis, dtype = shard_axis(parameter), str(value.dtype).rpartition(".")[2]
+                yield _Square(order, dtype, axis, is_spread(parameter), value)
 
     def _norm(self, params_grads: Pairs) -> Tensor | None:
         """Returns the norm of the gradients of all ranks; None if there are none. Collective."""
@@ -160,8 +161,9 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
             return squares
         of_experts = [square for square in squares if square.spread]
         squares = [square for square in squares if not square.spread]
-        if job.model_parallel().ranks > 1:
-            squares = _with_slices(squares, job.model_parallel())
+        for axis in SHARDS:
+            if job.along(axis).ranks > 1:
+                squares = _with_shards(squares, axis, job.along(axis))
         if self.sharded and job.sharding().ranks > 1:
             squares = _gathered(squares, job.sharding())
         if self.spread:
@@ -253,7 +255,7 @@ def _gathered(squares: Sequence[_Square], members: Group) -> list[_Square]:
 def _packed(squares: Sequence[_Square]) -> Packed:
     """Returns squares as one message: what they are, and a float64 Tensor with their values."""
     fields = " ".join(
-        f"{square.order}:{square.dtype}:{square.sharded:d}:{square.spread:d}" for square in squares
+        f"{square.order}:{square.dtype}:{square.axis}:{square.spread:d}" for square in squares
     )
     values = [square.value.astype("float64").reshape([1]) for square in squares]
     return fields, paddle.concat(values) if values else None
@@ -262,15 +264,15 @@ def _packed(squares: Sequence[_Square]) -> Packed:
 def _unpacked(fields: str, values: Tensor) -> list[_Square]:
     parts = [one.split(":") for one in fields.split()]
     return [
-        _Square(int(order), dtype, sharded == "1", spread == "1", values[index].astype(dtype))
-        for index, (order, dtype, sharded, spread) in enumerate(parts)
+        _Square(int(order), dtype, axis, spread == "1", values[index].astype(dtype))
+        for index, (order, dtype, axis, spread) in enumerate(parts)
     ]
 
 
-def _with_slices(squares: Sequence[_Square], members: Group) -> list[_Square]:
-    """Returns each square with those of the other shards. Collective over the members.
+def _with_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[_Square]:
+    """Returns each square with those of the other shards along an axis. Collective over it.
 
-    What is no shard every member has computed for itself; all take the first one's.
+    What is no shard along it every member has computed for itself; all take the first one's.
 
     Raises:
         ConfigError: The members have not the same parameters with gradients.
@@ -285,7 +287,7 @@ def _with_slices(squares: Sequence[_Square], members: Group) -> list[_Square]:
         )
     parts = [_unpacked(*part) for part in packed]
     return [
-        one._replace(value=paddle.add_n([o.value for o in more])) if one.sharded else one
+        one._replace(value=paddle.add_n([o.value for o in more])) if one.axis == axis else one
         for one, *more in ((first, first, *rest) for first, *rest in zip(*parts))
     ]
 
@@ -311,23 +313,27 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
         Raises:
             PipelineTimeout: Some member did not come within the limit.
         """
-        cut = {id(p): g for p, g in params_grads if g is not None and _cut_and_clipped(p)}
-        if not cut:
-            whole: Pairs = super().__call__(params_grads)
-            return whole
-        squares = [(grad.astype("float32") ** 2).sum() for grad in cut.values()]
-        totals = total(paddle.stack(squares), members_of(model_parallel_group()))
-        most = paddle.full([], self.clip_norm, totals.dtype)
-        factors = dict(zip(cut, most / paddle.sqrt(totals).maximum(most)))
+        factors: dict[int, Tensor] = {}
+        for axis in SHARDS:
+            cut = {id(p): g for p, g in params_grads if g is not None and _is_cut(p, axis)}
+            if cut:
+                factors |= zip(cut, self._factors([*cut.values()], axis))
         clipped: Pairs = []
         for parameter, grad in params_grads:
-            if id(parameter) in cut:
+            if id(parameter) in factors:
                 factor = factors[id(parameter)].astype(grad.dtype)
                 clipped.append((parameter, grad * factor))
             else:
                 clipped += super().__call__([(parameter, grad)])
         return clipped
 
+    def _factors(self, shards: Sequence[Tensor], axis: str) -> Tensor:
+        squares = paddle.stack([(shard.astype("float32") ** 2).sum() for shard in shards])
+        totals = total(squares, along(axis))
+        most = paddle.full([], self.clip_norm, totals.dtype)
+        return most / paddle.sqrt(totals).maximum(most)
 
-def _cut_and_clipped(parameter: Tensor) -> bool:
-    return split_axis(parameter) is not None and getattr(parameter, "need_clip", True) is not False
+
+def _is_cut(parameter: Tensor, axis: str) -> bool:
+    part = shard_in(parameter)
+    return part is not None and part.axis == axis and _clipped(parameter)

@@ -19,7 +19,7 @@ from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.mesh.groups import Group
-from fleetpipe.mesh.parts import part_of
+from fleetpipe.mesh.parts import attached_part
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import optimized_parameters, restricted
 
@@ -144,7 +144,8 @@ def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
     owner_of: dict[int, int] = {}
     units: dict[int | None, list[Tensor]] = {}
     for parameter in parameters:
-        unit = id(parameter) if part_of(parameter) is None else None
+        part = attached_part(parameter)
+        unit = id(parameter) if part is None or part.is_shard else None
         units.setdefault(unit, []).append(parameter)
     sizes = {unit: sum(int(parameter.size) for parameter in ones) for unit, ones in units.items()}
     for unit in sorted(units, key=lambda unit: -sizes[unit]):

@@ -12,7 +12,7 @@ import numpy as np
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.layers.vocabulary import EmbeddingInParts, VocabularyPart
 from fleetpipe.mesh.groups import Group, SoleGroup
-from fleetpipe.mesh.parts import Held, JoinedParts, Region, held_of, part_of
+from fleetpipe.mesh.parts import Held, JoinedParts, Region, attached_part, held_of
 from fleetpipe.paddle_api import paddle
 
 
@@ -33,12 +33,12 @@ class LayerInParts:
 
     def held(self) -> dict[str, Held]:
         """Returns a part of each whole, which knows the shape of the whole."""
-        return {name: held_of(part, (0, 1)) for name, part in self._parts}
+        return {name: held_of(part, lambda: (0, 1)) for name, part in self._parts}
 
     def set_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Gives the parts their values, which are read one after another."""
         for name, tensor in self._parts:
-            if (part := part_of(tensor)) is not None:
+            if (part := attached_part(tensor)) is not None:
                 values = part.cut.taken_from(state[name])
                 native = values.astype(values.dtype.newbyteorder("="), order="C")
                 tensor.set_value(paddle.to_tensor(native))
@@ -53,7 +53,7 @@ class LayerInParts:
         mine = [
             (name, tuple(part.cut), tensor.detach().clone())
             for name, tensor in self._parts
-            if (part := part_of(tensor)) is not None
+            if (part := attached_part(tensor)) is not None
         ]
         parts: list[tuple[str, Held]] = []
         for source in range(group.ranks):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph import experts, tensor_parallel
 from fleetpipe.errors import CheckpointError, listed
-from fleetpipe.mesh.parts import PartOfWhole, part_of, parted, whole_name
+from fleetpipe.mesh.parts import PartOfWhole, attached_part, parted
 from fleetpipe.paddle_api import paddle
 
 
@@ -46,14 +46,14 @@ class Slot(NamedTuple):
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Slot:
         """Describes a tensor."""
-        return cls(name, tensor_parallel.whole_shape(tensor), part_of(tensor))
+        return cls(name, tensor_parallel.whole_shape(tensor), attached_part(tensor))
 
     @property
     def whole(self) -> Slot:
         """What it is a part of; itself where it is whole."""
         if self.part is None:
             return self
-        return Slot(whole_name(self.name, self.part), self.part.cut.whole(self.shape))
+        return Slot(self.part.whole_name(self.name), self.part.cut.whole(self.shape))
 
     def value_in(self, state: Mapping[str, Any]) -> Any:
         """Returns its value, given all that is whole by name."""

@@ -24,7 +24,7 @@ from fleetpipe.dygraph.state.names import (
     to_pipeline_names,
     wholes_of,
 )
-from fleetpipe.dygraph.tensor_parallel import own_value, split_axis, whole_value
+from fleetpipe.dygraph.tensor_parallel import own_value, whole_value
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import mp_shard
 from fleetpipe.mesh.groups import Group
@@ -114,15 +114,13 @@ class ModelState:
 
     def checkpoint_part(self) -> ModelParts:
         """Returns what this process holds as checkpoints take it."""
-        place = mp_shard()
-        tensors = {name: held_of(tensor, place) for name, tensor in self.local_tensors().items()}
+        tensors = {name: held_of(tensor, mp_shard) for name, tensor in self.local_tensors().items()}
         late = {name: Held(t, differs=True) for name, t in self.late_buffers().items()}
         hidden = self.hidden_buffers().items()
         buffers = {name: Held(t, differs=True) for name, t in hidden if name not in late}
-        wholes = {slot.name: slot.whole.name for slot in self.slots()}
         outline = {slot.name: tuple(slot.shape) for slot in self.whole_slots()}
         names = self.plain_names
-        return ModelParts(tensors, outline, buffers, wholes, late, self._model, names)
+        return ModelParts(tensors, outline, buffers, late, self._model, names)
 
     @property
     def spreads_experts(self) -> bool:
@@ -208,10 +206,7 @@ class ModelState:
         state = to_pipeline_names([*there.values()], source, self.plain_names)
         if there != slots:
             state = {name: slots[name].value_in(state) for name in local_tensors}
-        values = {
-            name: own_value(state[name], split_axis(tensor))
-            for name, tensor in local_tensors.items()
-        }
+        values = {name: own_value(state[name], tensor) for name, tensor in local_tensors.items()}
         _assign(local_tensors, values)
 
     def gather(self) -> dict[str, Tensor]:
@@ -221,8 +216,7 @@ class ModelState:
         tensor-parallel layers.
         """
         local_tensors = {
-            name: whole_value(tensor, split_axis(tensor))
-            for name, tensor in self.local_tensors().items()
+            name: whole_value(tensor, tensor) for name, tensor in self.local_tensors().items()
         }
         merged: dict[str, Tensor] = {}
         for part in self._group().all_gather(local_tensors):

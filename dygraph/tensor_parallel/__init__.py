@@ -22,8 +22,8 @@ from fleetpipe.dygraph.tensor_parallel.groups import (
 from fleetpipe.dygraph.tensor_parallel.layer import (
     own_value,
     refuse_shards,
+    shard_in,
     share_of,
-    split_axis,
     whole_shape,
     whole_value,
 )
@@ -79,10 +79,10 @@ __all__ = [
     "parallel_matmul",
     "refuse_shards",
     "sequence_parallel_utils",
+    "shard_in",
     "share_of",
     "share_whole_state",
     "shard_of",
-    "split_axis",
     "uninstall",
     "whole_shape",
     "whole_value",

@@ -15,6 +15,7 @@ from typing import Protocol
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job import meeting
+from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.paddle_api.topology import (
@@ -213,6 +214,19 @@ def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
             fix="build the layer on the ranks of the group only",
         )
     return mp_group
+
+
+def along(axis: str, group: PaddleGroup = None) -> Members:
+    """Returns the ranks that hold the shards along an axis.
+
+    Args:
+        axis: One of ``SHARDS``.
+        group: Those along mp, Paddle's group or fleetpipe's; by default those of ``fleet.init``.
+    """
+    job = current_job()
+    if axis == "mp" or job is None:
+        return members_of(model_parallel_group() if group is None else group)
+    return job.along(axis)
 
 
 def members_of(group: PaddleGroup) -> Members:

@@ -17,6 +17,7 @@ from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.tensor_parallel import groups
 from fleetpipe.dygraph.tensor_parallel.operations import shard_of
 from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.mesh.parts import PartOfWhole, attached_part, part_of, split_axis
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.meta_parallel import Initializer, assigned_shape, attribute, sharded
@@ -168,48 +169,47 @@ def _share(size: int, name: str, members: int, where: str) -> int:
     return size // members
 
 
-def split_axis(parameter: Tensor) -> int | None:
-    """Returns the axis along which a parameter is a shard, None for one that is whole.
-
-    A library's layer may say ``is_distributed`` of a parameter that it did not cut.
-    """
-    distributed = getattr(parameter, "is_distributed", False)
-    return getattr(parameter, "split_axis", None) if distributed else None
-
-
-def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]:
-    """Returns the shape of the whole parameter, of which ``parameter`` may be a shard.
+def shard_in(parameter: Tensor, group: PaddleGroup = None) -> PartOfWhole | None:
+    """Returns which shard of a whole parameter one is, None for one that is whole on this rank.
 
     Args:
         parameter: On any member.
-        group: The members: Paddle's group or fleetpipe's; by default that of ``fleet.init``.
+        group: The members along mp: Paddle's group or fleetpipe's; by default ``fleet.init``'s.
     """
-    shape = list(parameter.shape)
-    axis = split_axis(parameter)
-    if axis is not None:
-        shape[axis] *= _members(group).ranks
-    return tuple(shape)
+
+    def place() -> tuple[int, int]:
+        members = groups.along("mp", group)
+        return members.rank, members.ranks
+
+    part = part_of(parameter, place)
+    return part if part is not None and part.is_shard else None
 
 
-def whole_value(value: Tensor, axis: int | None, group: PaddleGroup = None) -> Tensor:
+def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]:
+    """Returns the shape of the whole parameter; the arguments are those of :func:`shard_in`."""
+    shape, part = tuple(parameter.shape), shard_in(parameter, group)
+    return shape if part is None else part.cut.whole(shape)
+
+
+def whole_value(value: Tensor, parameter: Tensor, group: PaddleGroup = None) -> Tensor:
     """Returns a copy of the whole tensor of which ``value`` is a shard. Collective if it is one.
 
     Args:
         value: A parameter, its gradient, or a moment of it.
-        axis: The :func:`split_axis` of the parameter; None if it is whole.
-        group: The members: Paddle's group or fleetpipe's; by default that of ``fleet.init``.
+        parameter: The parameter.
+        group: As for :func:`shard_in`.
     """
-    if axis is None:
+    part = shard_in(parameter, group)
+    if part is None:
         return value.detach().clone()
-    return paddle.concat(groups.gathered(value, _members(group)), axis=axis)
+    shards = groups.gathered(value, groups.along(part.axis, group))
+    return paddle.concat(shards, axis=part.cut.axis)
 
 
-def own_value(whole: Tensor, axis: int | None, group: PaddleGroup = None) -> Tensor:
+def own_value(whole: Tensor, parameter: Tensor, group: PaddleGroup = None) -> Tensor:
     """Returns this member's shard of a whole tensor; the inverse of :func:`whole_value`."""
-    if axis is None:
-        return whole
-    members = _members(group)
-    return shard_of(whole, axis, members.rank, members.ranks)
+    part = shard_in(parameter, group)
+    return whole if part is None else part.cut.taken_from(whole)
 
 
 def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
@@ -223,17 +223,13 @@ def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
     """
     for index, layer in built.items():
         parameters = layer.parameters() if isinstance(layer, paddle.nn.Layer) else []
-        if any(split_axis(p) is not None or is_spread(p) for p in parameters):
+        if any(split_axis(p) is not None or attached_part(p) or is_spread(p) for p in parameters):
             raise ConfigError(
                 "a layer that was built as a shard, or with some of its experts, cannot be made "
                 "whole",
                 where=f"layer {index} of the list, a {type(layer).__name__}",
                 fix="describe it with LayerDesc, so that it can be built again",
             )
-
-
-def _members(group: PaddleGroup) -> groups.Members:
-    return groups.members_of(groups.model_parallel_group() if group is None else group)
 
 
 def _mark(parameter: Tensor, axis: int | None) -> None:

@@ -186,9 +186,9 @@ def uninstall() -> None:
 
 def connect_shards(job: Job) -> None:
     """Has tensor-parallel layers reach each other over a job's connections while it lasts."""
-    if job.shard[1] == 1:
+    if job.degrees.mp == 1:
         return
     paddle_group = job.hcg.get_model_parallel_group()
-    connect(paddle_group, job.model_parallel())
+    connect(paddle_group, job.along("mp"))
     install()
     job.endings += [lambda: disconnect(paddle_group), uninstall]

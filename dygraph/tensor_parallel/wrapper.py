@@ -6,8 +6,9 @@ from fleetpipe.aliases import Layer, Nest, Strategy, Tensor, Topology
 from fleetpipe.dygraph.broadcast import broadcast_copies, broadcast_state, is_spread
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import StateError
-from fleetpipe.job.job import current_job
-from fleetpipe.mesh.groups import Group
+from fleetpipe.job.job import Job, current_job
+from fleetpipe.mesh.axes import SHARDS
+from fleetpipe.mesh.parts import shard_axis
 from fleetpipe.paddle_api import paddle
 
 
@@ -40,7 +41,7 @@ class TensorParallel(paddle.nn.Layer):
         self._members = job.model_parallel()
         self._broadcasts_data = self._members.ranks > 1 and _asks_for_broadcasts(strategy)
         with job.guarded(lambda: "wrapping the model"):
-            share_whole_state(layers.state_dict(), self._members)
+            share_whole_state(layers.state_dict(), job)
             broadcast_copies(layers.state_dict(), job.copies(), job.expert_copies())
 
     def forward(self, *inputs: Nest, **named: Nest) -> Nest:
@@ -57,20 +58,15 @@ class TensorParallel(paddle.nn.Layer):
         return self._layers(*inputs, **named)
 
 
-def share_whole_state(state: dict[str, Tensor], members: Group) -> None:
-    """Gives every member what the first has of the parameters and buffers that are the same on all.
+def share_whole_state(state: dict[str, Tensor], job: Job) -> None:
+    """Gives every rank what the first has of the parameters and buffers that are the same on all.
 
-    Collective over the members. Those that say ``is_distributed`` are each member's own, as Fleet
-    has it, and so are experts.
+    Collective over the ranks that hold shards. Those that say ``is_distributed`` are each rank's
+    own, as Fleet has it, and so are experts.
     """
-    broadcast_state(
-        {
-            name: tensor
-            for name, tensor in state.items()
-            if not (getattr(tensor, "is_distributed", False) or is_spread(tensor))
-        },
-        members,
-    )
+    for axis in SHARDS:
+        same = {n: t for n, t in state.items() if shard_axis(t) != axis and not is_spread(t)}
+        broadcast_state(same, job.along(axis))
 
 
 def _asks_for_broadcasts(strategy: Strategy) -> bool:

@@ -133,7 +133,7 @@ class Runtime:
             job.require_agreement(self._facts())
             losses = [layer.state_dict() for layer in layers.loss_layers()]
             for state in (layers.state.local_tensors(), *losses):
-                tensor_parallel.share_whole_state(state, job.model_parallel())
+                tensor_parallel.share_whole_state(state, job)
                 broadcast_copies(state, job.copies(), job.expert_copies())
 
     @property

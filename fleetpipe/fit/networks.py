@@ -12,7 +12,7 @@ from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job.job import Job, current_job
-from fleetpipe.mesh.parts import part_of, whole_name
+from fleetpipe.mesh.parts import whole_name
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import has_hooks
 
@@ -111,5 +111,5 @@ def counted_names(network: PipelineLayer) -> dict[str, str]:
 def _counted(model: Layer) -> dict[str, str]:
     names: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
-        names.setdefault(whole_name(name, part_of(tensor)), tensor.name)
+        names.setdefault(whole_name(name, tensor), tensor.name)
     return names

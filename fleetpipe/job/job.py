@@ -16,7 +16,7 @@ import functools
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -260,17 +260,17 @@ class Job:
         """Returns the ranks that hold the same experts of the same stages."""
         return self.along(*self.copy_axes(spread=True))
 
-    def copy_axes(self, spread: bool, sharded: bool = True) -> tuple[str, ...]:
+    def copy_axes(self, spread: bool, cut: Collection[str] = SHARDS) -> tuple[str, ...]:
         """Returns the axes along which ranks hold the same of a parameter.
 
         Args:
             spread: Whether it is an expert's.
-            sharded: Whether ranks along mp hold parts of it, or experts of their own.
+            cut: Those of ``SHARDS`` along which ranks hold parts of it, or experts of their own.
         """
         if spread and self.degrees.ep > 1:
             return ("moe_sharding",)
         axes = [axis for axis in COPIES if not spread or axis != self._expert_axis]
-        return (*axes, *(() if sharded else SHARDS))
+        return (*axes, *(axis for axis in SHARDS if axis not in cut))
 
     def beside_sharding(self, spread: bool) -> Group:
         """Returns the ranks with copies of the same parameters that own the same of them."""
@@ -479,8 +479,8 @@ def pipeline_group() -> Group:
 
 
 def mp_shard() -> tuple[int, int]:
-    """Returns which mp shard of tensor-parallel layers this process holds, and of how many."""
-    return (0, 1) if _job is None else _job.shard
+    """Returns this process's place along mp, and the number of ranks there."""
+    return (0, 1) if _job is None else (_job.coordinate.mp, _job.degrees.mp)
 
 
 def all_ranks() -> Group:

@@ -7,7 +7,7 @@ does not. A process that has several parts of a tensor saves and restores them a
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -16,9 +16,12 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.errors import CheckpointError
+from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.transport.wire.structure import SIZES
 
 Name = TypeVar("Name", bound=Hashable)
+#: Returns a process's place along an axis of the mesh, and the number of ranks there.
+Place = Callable[[], tuple[int, int]]
 
 
 class Region(NamedTuple):
@@ -101,16 +104,29 @@ def _dtype_name(dtype: Any) -> str:
 class PartOfWhole(NamedTuple):
     """What makes a parameter a part of a whole one, as its attribute ``part_of_whole``.
 
+    A part along pp has a name of its own, and a process may have several. A part along one of
+    :data:`SHARDS`, a shard, has the name of the whole.
+
     Attributes:
-        number: That of the part, whose layer stands so many places behind that of the first.
+        number: That of the part. The layer of one along pp stands so many places behind that of the
+            first.
         cut: Which part of the whole it is.
+        axis: The axis of the mesh along which ranks hold the parts.
     """
 
     number: int
     cut: Region
+    axis: str = "pp"
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether every rank along the axis has a part of this name."""
+        return self.axis in SHARDS
 
     def whole_name(self, name: str) -> str:
         """Returns the lasting name of the whole, given that of the part."""
+        if self.is_shard:
+            return name
         *path, attribute = name.split(".")
         if attribute == f"part{self.number}":
             return ".".join([*path, "weight"])
@@ -126,7 +142,6 @@ class ModelParts(NamedTuple):
         tensors: The parameters and buffers that this process holds, each once, by lasting name.
         outline: The names and whole shapes of the whole model, in its order.
         buffers: Buffers that no state dict has, by lasting name; a checkpoint may lack them.
-        wholes: The name of the whole of each of ``tensors`` that is a part; the outline has that.
         late: Buffers that the model did not have when it was built, as a forward registers them.
         root: What has these at their names, and may take them: a restored model may lack them.
         plain_names: The lasting name of each name of the plain model that a list of layers was made
@@ -136,45 +151,76 @@ class ModelParts(NamedTuple):
     tensors: Mapping[str, Held]
     outline: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, Held] = MappingProxyType({})
-    wholes: Mapping[str, str] = MappingProxyType({})
     late: Mapping[str, Held] = MappingProxyType({})
     root: Layer | None = None
     plain_names: Mapping[str, str] = MappingProxyType({})
 
 
-def part_of(tensor: Tensor) -> PartOfWhole | None:
-    """Returns which part of a whole one a parameter is; None where it is whole itself."""
+def attached_part(tensor: Tensor) -> PartOfWhole | None:
+    """Returns what a parameter's own attribute says of it: a part of Paddle's marks has none."""
     part: PartOfWhole | None = getattr(tensor, "part_of_whole", None)
     return part
 
 
-def whole_name(name: str, part: PartOfWhole | None) -> str:
-    """Returns the name under which a checkpoint has a parameter."""
-    return name if part is None else part.whole_name(name)
+def part_of(tensor: Tensor, place: Place) -> PartOfWhole | None:
+    """Returns which part of a whole one a parameter is; None where it is whole itself.
 
-
-def held_of(tensor: Tensor, shard: tuple[int, int]) -> Held:
-    """Describes a parameter or buffer.
+    Paddle's layers and the libraries' say of a shard along mp which axis of the tensor is cut.
 
     Args:
-        tensor: It, or this process's shard of it.
-        shard: Which mp shard of tensor-parallel layers this process holds, and of how many.
+        tensor: The parameter, or a buffer.
+        place: Returns this process's place along mp, and the number of ranks there.
     """
-    member, members = shard
-    # Paddle's running statistics are parameters that need no gradient.
-    differs = bool(tensor.stop_gradient)
-    if (part := part_of(tensor)) is not None:
-        return Held(tensor, part.cut, differs)
-    if members == 1 or not getattr(tensor, "is_distributed", False):
-        return Held(tensor, None, differs)
-    if not hasattr(tensor, "split_axis"):
+    part, axis = attached_part(tensor), split_axis(tensor)
+    if part is not None or axis is None:
+        return part
+    (number, count), size = place(), int(tensor.shape[axis])
+    cut = Region(axis % len(tensor.shape), number * size, (number + 1) * size, count * size)
+    return PartOfWhole(number, cut, "mp") if count > 1 else None
+
+
+def split_axis(tensor: Tensor) -> int | None:
+    """Returns the axis along which a parameter is a shard by Paddle's marks, None for a whole one.
+
+    A library's layer may say ``is_distributed`` of a parameter that it did not cut.
+    """
+    axis: int | None = getattr(tensor, "split_axis", None) if _is_distributed(tensor) else None
+    return axis
+
+
+def shard_axis(tensor: Tensor) -> str:
+    """Returns the axis of the mesh along which ranks have other shards; empty if there are none."""
+    part = attached_part(tensor)
+    if part is not None and part.is_shard:
+        return part.axis
+    return "mp" if _is_distributed(tensor) else ""
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    return bool(getattr(tensor, "is_distributed", False))
+
+
+def held_of(tensor: Tensor, place: Place) -> Held:
+    """Describes a parameter or buffer; the arguments are those of :func:`part_of`.
+
+    Raises:
+        CheckpointError: It is a shard, and does not say along which axis it is cut.
+    """
+    part = part_of(tensor, place)
+    if part is None and _is_distributed(tensor) and place()[1] > 1:
         raise CheckpointError(
             "a parameter is distributed over the tensor-parallel ranks in a way that nobody knows",
             got=f"{tensor.name}: is_distributed, and no split_axis",
             fix="set its split_axis to the axis that is cut, or is_distributed=False if none is",
         )
-    axis, size = int(tensor.split_axis), int(tensor.shape[tensor.split_axis])
-    return Held(tensor, Region(axis, member * size, (member + 1) * size, members * size), differs)
+    # Paddle's running statistics are parameters that need no gradient.
+    return Held(tensor, part and part.cut, bool(tensor.stop_gradient))
+
+
+def whole_name(name: str, tensor: Tensor) -> str:
+    """Returns the lasting name of the whole that a parameter of some name is a part of, or is."""
+    part = attached_part(tensor)
+    return name if part is None else part.whole_name(name)
 
 
 def parted(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -187,7 +233,7 @@ def parted(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str,
     split: dict[str, Any] = {}
     wholes = set()
     for name, tensor in tensors.items():
-        part = part_of(tensor)
+        part = attached_part(tensor)
         whole = None if part is None else state.get(part.whole_name(name))
         # The first part may go by the name of the whole.
         if part is not None and whole is not None and _is_whole(whole, part.cut):

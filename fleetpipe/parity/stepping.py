@@ -165,8 +165,9 @@ def compare_state(
 
 def _whole(value: Tensor | None, parameter: Tensor) -> Tensor | None:
     """Returns a parameter or its gradient whole. Collective where the parameter is a slice."""
-    axis = tensor_parallel.split_axis(parameter)
-    return value if axis is None or value is None else tensor_parallel.whole_value(value, axis)
+    if value is None or tensor_parallel.shard_in(parameter) is None:
+        return value
+    return tensor_parallel.whole_value(value, parameter)
 
 
 def _square(grad: Tensor | None) -> float:

@@ -15,7 +15,7 @@ from fleetpipe.capture.vocabulary import with_logits
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.mesh.groups import SoleGroup
-from fleetpipe.mesh.parts import part_of
+from fleetpipe.mesh.parts import attached_part
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import share_tables
 from fleetpipe.paddle_api.operations import intercepted, set_data
@@ -64,7 +64,7 @@ class Untouched(ModelWithParts):
             copied = copy.deepcopy(model, copies)
         # Paddle's parameters are copied without their further attributes.
         for original, tensor in zip(model.parameters(), copied.parameters()):
-            if (part := part_of(original)) is not None:
+            if (part := attached_part(original)) is not None:
                 tensor.part_of_whole = part
         # Around Layer.__setattr__, which would put the model's name before all others.
         self.__dict__.update(_model=copied, _example=example, _unopened=unopened)

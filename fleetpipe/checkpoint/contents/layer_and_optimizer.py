@@ -23,13 +23,13 @@ from fleetpipe.checkpoint.contents.parts import (
     TensorName,
 )
 from fleetpipe.errors import CheckpointError, listed
+from fleetpipe.job.job import mp_shard
 from fleetpipe.mesh.parts import (
     Described,
     Held,
     JoinedParts,
     ModelParts,
     held_of,
-    part_of,
     whole_name,
 )
 from fleetpipe.paddle_api import paddle
@@ -62,28 +62,26 @@ class NamedTensors:
         self._joined: JoinedParts[TensorName] = JoinedParts([])
 
     @classmethod
-    def of_layer(cls, layer: Layer, shard: tuple[int, int] = (0, 1)) -> NamedTensors:
+    def of_layer(cls, layer: Layer) -> NamedTensors:
         """Describes a model of which this process holds all layers, by its own names.
 
         A tensor that it has under several names counts under the first.
 
         Args:
             layer: The model.
-            shard: Which mp shard of tensor-parallel layers this process holds, and of how many.
         """
         state = layer.state_dict()
         names: dict[int, str] = {}
         for name, tensor in state.items():
             names.setdefault(id(tensor), name)
-        tensors = {name: held_of(state[name], shard) for name in names.values()}
+        tensors = {name: held_of(state[name], mp_shard) for name in names.values()}
         buffers = {
             name: Held(tensor, differs=True)
             for name, tensor in layer.named_buffers()
             if name not in state and has_memory(tensor)
         }
-        wholes = {name: whole_name(name, part_of(held.tensor)) for name, held in tensors.items()}
-        outline = {wholes[name]: held.described.shape for name, held in tensors.items()}
-        return cls(ModelParts(tensors, outline, buffers, wholes, root=layer))
+        outline = {whole_name(n, held.tensor): held.described.shape for n, held in tensors.items()}
+        return cls(ModelParts(tensors, outline, buffers, root=layer))
 
     def order(self) -> tuple[str, ...]:
         """Returns the names of the whole model's parameters and buffers, in its order."""
@@ -122,7 +120,8 @@ class NamedTensors:
 
     def whole_name(self, name: str) -> str:
         """Returns the name of the whole of a parameter or buffer; mostly it is its own."""
-        return self._parts.wholes.get(name, name)
+        held = self._parts.tensors.get(name)
+        return name if held is None else whole_name(name, held.tensor)
 
     def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
         """Returns what is to be filled with the saved tensors of these names."""

@@ -10,7 +10,6 @@ from fleetpipe.checkpoint.contents import layer_and_optimizer, parts
 from fleetpipe.checkpoint.contents.program import ProgramState
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
 from fleetpipe.errors import ConfigError, listed, nearest
-from fleetpipe.job.job import mp_shard
 from fleetpipe.paddle_api import paddle
 
 _NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data")
@@ -98,7 +97,7 @@ class Objects:
                 got=f"a {type(model).__name__}",
                 fix="pass model=paddle.static.default_main_program() after minimize",
             )
-        return layer_and_optimizer.NamedTensors.of_layer(model, mp_shard())
+        return layer_and_optimizer.NamedTensors.of_layer(model)
 
     def require_losses_without_state(self) -> None:
         """Refuses to save a model whose loss function has trained parameters: no file has them."""

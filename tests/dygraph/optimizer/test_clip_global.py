@@ -69,7 +69,7 @@ class Ranks:
                 degrees=self.degrees,
                 group=lambda: pipes[shard, part][stage],
                 sharding=lambda: shards[stage, part][shard],
-                model_parallel=lambda: slices[stage, shard][part],
+                along=lambda axis: slices[stage, shard][part],
             )
             return run(*place)
 

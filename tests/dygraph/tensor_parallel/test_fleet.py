@@ -171,7 +171,7 @@ def test_a_parameter_that_is_called_distributed_and_not_cut_is_each_members_own(
         assert tensor_parallel.whole_shape(model.weight) == (6, 4)
         assert pipeline([model], num_stages=1)._layers.single_model().parameters()
     with pytest.raises(CheckpointError, match="is_distributed, and no split_axis"):
-        held_of(model.weight, (0, 2))
+        held_of(model.weight, lambda: (0, 2))
 
     threads = members(2)
 
@@ -179,7 +179,8 @@ def test_a_parameter_that_is_called_distributed_and_not_cut_is_each_members_own(
         model = marked()
         for parameter in model.parameters():
             parameter.set_value(paddle.full_like(parameter, rank))
-        tensor_parallel.share_whole_state(model.state_dict(), threads[rank])
+        of_shards: Any = SimpleNamespace(along=lambda axis: threads[rank])
+        tensor_parallel.share_whole_state(model.state_dict(), of_shards)
         return [float(parameter.mean()) for parameter in model.parameters()]
 
     assert on_all(2, shared) == [[0.0, 0.0], [1.0, 0.0]]
@@ -210,7 +211,7 @@ def test_slices_are_dropped_where_the_whole_would_be(axis: int, mode: str) -> No
     parts = []
     for group in MEMBERS:
         paddle.seed(5)
-        own = tensor_parallel.own_value(whole, axis, SimpleNamespace(rank=group.rank, ranks=2))
+        own = tensor_parallel.shard_of(whole, axis, group.rank, 2)
         parts.append(tensor_parallel.dropout(own, 0.4, axis, mode=mode, mp_group=group))
     found = paddle.concat(parts, axis=axis).numpy()
     assert np.array_equal(found == 0, expected.numpy() == 0)

@@ -23,7 +23,6 @@ from fleetpipe.dygraph.tensor_parallel import (
     VocabParallelEmbedding,
     groups,
     operations,
-    split_axis,
 )
 from fleetpipe.errors import ConfigError, PeerFailed, StateError, UsageError
 from fleetpipe.paddle_api import device
@@ -356,10 +355,10 @@ def test_an_error_in_backward_keeps_its_type() -> None:
 
 def test_whole_and_own_values_are_inverse(twins: Twins) -> None:
     layer = ColumnParallelLinear(6, 8, mp_group=MEMBERS[0])
-    whole = tensor_parallel.whole_value(layer.weight, 1, MEMBERS[0])
+    whole = tensor_parallel.whole_value(layer.weight, layer.weight, MEMBERS[0])
     assert whole.shape == [6, 8]
-    own = tensor_parallel.own_value(whole, 1, MEMBERS[0])
+    own = tensor_parallel.own_value(whole, layer.weight, MEMBERS[0])
     assert np.array_equal(own.numpy(), layer.weight.numpy())
     bias = RowParallelLinear(6, 8, mp_group=MEMBERS[0]).bias
-    assert tensor_parallel.whole_value(bias, split_axis(bias), MEMBERS[0]).shape == [8]
+    assert tensor_parallel.whole_value(bias, bias, MEMBERS[0]).shape == [8]
     assert twins.gathered == 1

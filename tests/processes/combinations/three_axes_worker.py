@@ -15,7 +15,6 @@ from fleetpipe.dygraph.tensor_parallel import (
     dropout,
     parallel_matmul,
     share_of,
-    split_axis,
     whole_value,
 )
 from fleetpipe.fleet.meta_parallel import (
@@ -151,7 +150,7 @@ def data(step: int, degrees: dict[str, int]) -> list[Any]:
 def whole_norm(model: Any) -> float:
     """The norm of all gradients: gathers every one whole, each name once."""
     own = {
-        name: whole_value(tensor.grad, split_axis(tensor))
+        name: whole_value(tensor.grad, tensor)
         for name, tensor in model.layers.state_dict().items()
         if tensor.grad is not None
     }

@@ -13,7 +13,7 @@ from paddle import nn
 from paddle.nn import functional
 
 from fleetpipe import fleet, parity
-from fleetpipe.dygraph.tensor_parallel import split_axis, whole_value
+from fleetpipe.dygraph.tensor_parallel import whole_value
 from fleetpipe.errors import ConfigError, PeerFailed
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,
@@ -89,8 +89,7 @@ def plain() -> dict[str, Any]:
         losses.append(float(loss))
     logits = model(paddle.arange(LENGTH).unsqueeze(0), whole=True)
     state = {
-        name: whole_value(tensor, split_axis(tensor)).numpy()
-        for name, tensor in model.state_dict().items()
+        name: whole_value(tensor, tensor).numpy() for name, tensor in model.state_dict().items()
     }
     return {"losses": losses, "state": state, "logits": logits.numpy(), "drawn": drawn}
 
