@@ -67,7 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *(
             "config",
-            "engine contrib/chaos/__init__ contrib/chaos/strike",
+            "engine",
             "job contrib/watch/reporting",
             "static/cut",
         ),
@@ -97,10 +97,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("capture contrib/pictures/graphviz",),
     ("fleet contrib/pipelining",),
-    (
-        "launch cli __main__ contrib/fluid contrib/chaos/command"
-        " contrib/kept_state contrib/watch/serving",
-    ),
+    ("launch cli __main__ contrib/fluid contrib/chaos contrib/kept_state contrib/watch/serving",),
     ("contrib/locator", "parity/command", "fit callbacks contrib/callbacks"),
     ("contrib/compat", "contrib/ray"),
     ("contrib/doctor",),

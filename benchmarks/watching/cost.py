@@ -86,21 +86,6 @@ def _beside(name: str) -> Iterator[None]:
         child.wait()
 
 
-class _NoMeter:
-    """In the place of the meter of a job that is not watched."""
-
-    def wrap(self, played: Any, op: Any, instruction: Any) -> Any:
-        """Leaves an instruction as it is."""
-        return instruction
-
-    def begin(self) -> None:
-        """Does nothing."""
-
-    def take(self) -> tuple[float, float, float, float, dict[int, int], float]:
-        """Returns nothing."""
-        return 0.0, 0.0, 0.0, 0.0, {}, 0.0
-
-
 def measure(watched: bool, repeats: int) -> dict[str, Any]:
     """Trains on this rank; returns the times of its steps by what happened beside them."""
     import numpy as np
@@ -108,7 +93,8 @@ def measure(watched: bool, repeats: int) -> dict[str, Any]:
 
     from fleetpipe import fleet
     from fleetpipe.contrib.watch import reporting
-    from fleetpipe.dygraph.train import runtime
+    from fleetpipe.engine import step_meter
+    from fleetpipe.engine.observer import BatchObserver
     from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
     from fleetpipe.job.watching import watch
 
@@ -118,7 +104,7 @@ def measure(watched: bool, repeats: int) -> dict[str, Any]:
     if watched:
         strategy.fleetpipe_configs = {"serve": PORT}
     else:
-        runtime.StepMeter = lambda *_: _NoMeter()  # type: ignore[misc, assignment]
+        step_meter.StepMeter = lambda *_: BatchObserver()  # type: ignore[misc, assignment]
         reporting.begin = lambda job, address: None  # type: ignore[assignment]
         watch.STATUS_SECONDS = 3600
     paddle.seed(1)

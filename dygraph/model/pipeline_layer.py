@@ -20,7 +20,6 @@ from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph import experts
 from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
-from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers import entries, tied, vocabulary, vocabulary_losses
@@ -35,6 +34,7 @@ from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
+from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
@@ -314,7 +314,7 @@ class PipelineLayer(ModelWithParts):
         """
         return self._arrangement.schedule(config)
 
-    def companion(self, pipeline: Layer) -> Companion | None:
+    def companion(self, pipeline: Layer) -> BatchObserver | None:
         """Returns what is trained beside the first batches of ``pipeline``, which wraps this."""
         return None
 

@@ -17,13 +17,13 @@ _FLAG = "FLAGS_pp_check_naninf"
 _WHAT = {"F": "the output", "B": "the gradient of the input"}
 
 
-def asked_for() -> bool:
-    """Whether ``FLAGS_pp_check_naninf`` is set to something that means yes."""
-    return os.environ.get(_FLAG, "").lower() in ("1", "true", "t", "yes", "y")
-
-
 class FiniteSends:
     """An observer of the engine that looks at every number before it is sent."""
+
+    @classmethod
+    def asked_for(cls) -> FiniteSends | None:
+        """Returns one where ``FLAGS_pp_check_naninf`` is set to something that means yes."""
+        return cls() if os.environ[_FLAG].lower() in ("1", "true", "t", "yes", "y") else None
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`.

@@ -11,18 +11,19 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
-from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.errors import InvariantError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh import COPIES
@@ -41,8 +42,8 @@ from fleetpipe.transport.wire import bridge
 _ROUNDING, _ROUNDING_OF_HALVES = 1e-5, 0.02
 
 
-class Guards:
-    """An observer of the engine that verifies invariants in some of the batches of a model."""
+class Guards(BatchObserver):
+    """Verifies invariants in some of the batches of a model."""
 
     def __init__(self, layers: PipelineLayer, job: Job, every: int) -> None:
         """Begins before the first batch, which is verified.
@@ -54,14 +55,15 @@ class Guards:
         """
         self._layers, self._job, self._every = layers, job, every
         self._batches = 0
-        self._on = self._due = False
+        self._on = self._due = self._scaled = False
+        self._keys: random_keys.Keys | None = None
         self._gatherings: list[tuple[Holders, Gathering]] = []
         self._streams: dict[str, str] = {}
-        self._squares: Gathering | None = None
         self._passed: int | None = None
 
-    def begin(self) -> None:
+    def begin(self, batch: ObservedBatch) -> None:
         """Begins a batch."""
+        self._keys, self._scaled = batch.keys, batch.scaler is not None
         self._on = self._due = self._batches % self._every == 0
         self._batches += 1
         if self._on:
@@ -80,12 +82,8 @@ class Guards:
 
         return received
 
-    def verify(self, keys: random_keys.Keys | None, scaled: bool) -> None:
+    def computed(self) -> None:
         """Verifies a batch that has run, before its gradients are added up over ranks. Collective.
-
-        Args:
-            keys: What layers drew from; None for Paddle's generators.
-            scaled: Whether a scaler looks for gradients that are not finite.
 
         Raises:
             InvariantError: A gradient of this rank is not finite; parameters that ranks hold alike
@@ -96,9 +94,9 @@ class Guards:
             return
         if self._due:
             self._publish()
-        if not scaled:
+        if not self._scaled:  # a scaler looks for such itself
             self._require_finite()
-        drawn = self._drawn(keys)
+        drawn = self._drawn(self._keys)
         for holders, gathering in self._gatherings:
             values = gathering.values()
             self._require_equal(holders, [value["parameters"].split(",") for value in values])
@@ -106,30 +104,24 @@ class Guards:
                 self._require_streams(holders.ranks, [v["streams"] for v in values], drawn)
         self._gatherings, self._passed = [], self._step
 
-    def measure(self, optimizer: PipelineOptimizer, scaled: bool) -> None:
-        """Begins to add up the norm of all gradients, before a step that clips by it. Collective.
-
-        Args:
-            optimizer: Steps.
-            scaled: Whether a scaler divides the gradients within the step.
-        """
-        self._squares = None
-        if self._on and optimizer.clips_all and not scaled:
-            parameters = optimized_parameters(optimizer.wrapped)
-            of_rank = counted(parameters, self._layers, self._job)
-            squares = _squares([g for p in of_rank if (g := gradient_of(p)) is not None])
-            everyone = self._job.members(range(self._job.degrees.size), PURPOSE)
-            self._squares = everyone.begin_all_gather(squares)
-
-    def require_norm(self, optimizer: PipelineOptimizer) -> None:
-        """Verifies the norm by which a step has clipped, where it was measured. Collective.
+    def step(self, step: Callable[[], None], optimizer: PipelineOptimizer, scaled: bool) -> None:
+        """Steps, and verifies the norm by which it clips the gradients. Collective.
 
         Raises:
             InvariantError: It is not that of all gradients of all ranks, each counted once.
         """
-        if self._squares is None:
+        if not self._on or not optimizer.clips_all or scaled:
+            step()
             return
-        norm, used = math.sqrt(sum(self._squares.values())), optimizer.gradient_norm or 0.0
+        of_rank = counted(optimized_parameters(optimizer.wrapped), self._layers, self._job)
+        squares = _squares([g for p in of_rank if (g := gradient_of(p)) is not None])
+        everyone = self._job.members(range(self._job.degrees.size), PURPOSE)
+        gathering = everyone.begin_all_gather(squares)
+        step()
+        self._require_norm(math.sqrt(sum(gathering.values())), optimizer)
+
+    def _require_norm(self, norm: float, optimizer: PipelineOptimizer) -> None:
+        used = optimizer.gradient_norm or 0.0
         halves = any("float16" in str(p.dtype) for p in optimized_parameters(optimizer.wrapped))
         if abs(used - norm) > (_ROUNDING_OF_HALVES if halves else _ROUNDING) * max(used, norm):
             raise InvariantError(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.stage import Gradients
+from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import UsageError
 from fleetpipe.paddle_api.meta_parallel import PipelineParallelMicroStepLocations as Locations
 from fleetpipe.paddle_api.meta_parallel import pipeline_parallel_callbacks_
@@ -102,21 +103,31 @@ def bubbles_before(schedule: Schedule, rank: int) -> Counter[int]:
     return bubbles
 
 
-class HookCalls:
-    """Calls the hooks around what a stage runs; counts for each rank that this process plays."""
+class HookCalls(BatchObserver):
+    """Calls the hooks around what a stage runs; counts for each rank that this process plays.
 
-    def __init__(self, hooks: UserHooks, schedule: Schedule) -> None:
-        self._hooks = hooks
+    Attributes:
+        hooks: The numbered hooks.
+    """
+
+    def __init__(self, schedule: Schedule, bubbles: int, ranks: Iterable[int]) -> None:
+        """Begins without hooks.
+
+        Args:
+            schedule: The schedule that is run.
+            bubbles: Number of bubbles; 0 where they cannot be hooked.
+            ranks: The ranks that this process plays.
+        """
+        self.hooks = UserHooks(schedule, bubbles)
         self._rank_of = schedule.placement.rank_of
-        self._bubbles = [
-            bubbles_before(schedule, rank) if hooks.bubble.hooks_capacity else Counter()
-            for rank in range(schedule.placement.ranks)
-        ]
+        self._bubbles = {
+            rank: bubbles_before(schedule, rank) if bubbles else Counter[int]() for rank in ranks
+        }
         self._done: Counter[tuple[str, int]] = Counter()
         self._training = False
         self._step: int | None = None
 
-    def begin(self, training: bool) -> HookCalls | None:
+    def of_batch(self, training: bool) -> HookCalls | None:
         """Begins to count anew; numbered hooks are called in training only.
 
         Returns:
@@ -125,17 +136,17 @@ class HookCalls:
         """
         self._done.clear()
         self._training = training
-        return self if self._hooks or any(pipeline_parallel_callbacks_.hooks.values()) else None
+        return self if self.hooks or any(pipeline_parallel_callbacks_.hooks.values()) else None
 
-    def end(self, ranks: Iterable[int]) -> None:
-        """Calls what stands behind the last action of each of ``ranks``."""
-        if self._hooks.bubble:
-            for rank in ranks:
+    def end(self) -> None:
+        """Calls what stands behind the last action of each rank."""
+        if self.hooks.bubble:
+            for rank in self._bubbles:
                 self._bubble(rank)
 
     def before_forward(self, stage: int, value: Nest) -> None:
         """See :class:`StageHooks`."""
-        self._step = self._count("forward", stage, self._hooks.forward)
+        self._step = self._count("forward", stage, self.hooks.forward)
         pipeline_parallel_callbacks_.on_location(
             Locations.FORWARD_BEGIN, input_tensor=value, step_id=self._step
         )
@@ -150,7 +161,7 @@ class HookCalls:
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients
     ) -> None:
         """See :class:`StageHooks`."""
-        self._step = self._count("backward", stage, self._hooks.backward)
+        self._step = self._count("backward", stage, self.hooks.backward)
         pipeline_parallel_callbacks_.on_location(
             Locations.BACKWARD_BEGIN,
             input_tensor=value,
@@ -191,7 +202,7 @@ class HookCalls:
 
     def _bubble(self, rank: int) -> None:
         for _ in range(self._bubbles[rank][self._done["action", rank]]):
-            self._hooks.bubble.run(self._done["bubble", rank])
+            self.hooks.bubble.run(self._done["bubble", rank])
             self._done["bubble", rank] += 1
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from fleetpipe import log
-from fleetpipe.engine.observer import Instruction, Played
+from fleetpipe.engine.observer import BatchObserver, Instruction, Played
 from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api.device import device_clock
@@ -113,11 +113,17 @@ class Timers:
         _log.info(" | ".join(["time (ms)", *texts]))
 
 
-class TimedActions:
-    """An observer of the engine that times its actions and the transfers between stages."""
+class TimedActions(BatchObserver):
+    """Times actions and the transfers between stages, and logs all timers after a batch."""
+
+    in_evaluation = True
 
     def __init__(self, timers: Timers) -> None:
         self._timers, self._clock = timers, device_clock()
+
+    def end(self) -> None:
+        """Writes what the batch took."""
+        self._timers.log(self._timers.timers)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`."""

@@ -94,7 +94,7 @@ class PipelineFace(MetaParallelBase):
         begin: Callable[..., None] = super().__init__
         begin(layers, hcg or job.hcg, strategy)
         self._runtime = Runtime(layers, strategy, job, self._has_bubble_hooks)
-        self._runtime.companion = layers.companion(self)
+        self._runtime.accompany(layers.companion(self))
 
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineFace:
         """Returns a copy of the model, such as an average of weights, wrapped too. Collective."""
@@ -275,7 +275,7 @@ class PipelineFace(MetaParallelBase):
         Raises:
             ConfigError: ``location`` is not below :attr:`forward_pipeline_parallel_hook_capacity`.
         """
-        self._runtime.hooks.forward.register_hook(location, hook)
+        self._runtime.hook_calls.hooks.forward.register_hook(location, hook)
 
     def register_backward_pipeline_parallel_hook(self, location: int, hook: NumberedHook) -> None:
         """Adds ``hook(location)``, called before that backward of this rank in each training batch.
@@ -283,7 +283,7 @@ class PipelineFace(MetaParallelBase):
         Raises:
             ConfigError: ``location`` is not below :attr:`backward_pipeline_parallel_hook_capacity`.
         """
-        self._runtime.hooks.backward.register_hook(location, hook)
+        self._runtime.hook_calls.hooks.backward.register_hook(location, hook)
 
     def register_bubble_pipeline_parallel_hook(self, location: int, hook: NumberedHook) -> None:
         """Adds ``hook(location)``, called where this rank of an interleaved pipeline waits.
@@ -291,22 +291,22 @@ class PipelineFace(MetaParallelBase):
         Raises:
             ConfigError: ``location`` is not below :attr:`bubble_pipeline_parallel_hook_capacity`.
         """
-        self._runtime.hooks.bubble.register_hook(location, hook)
+        self._runtime.hook_calls.hooks.bubble.register_hook(location, hook)
 
     @property
     def forward_pipeline_parallel_hook_capacity(self) -> int:
         """Forwards of a rank in a batch: m * v."""
-        return self._runtime.hooks.forward.hooks_capacity
+        return self._runtime.hook_calls.hooks.forward.hooks_capacity
 
     @property
     def backward_pipeline_parallel_hook_capacity(self) -> int:
         """Backwards of a rank in a batch: m * v."""
-        return self._runtime.hooks.backward.hooks_capacity
+        return self._runtime.hook_calls.hooks.backward.hooks_capacity
 
     @property
     def bubble_pipeline_parallel_hook_capacity(self) -> int:
         """Bubbles of a rank in a batch: 2p - 2 where the schedule is interleaved, else 0."""
-        return self._runtime.hooks.bubble.hooks_capacity
+        return self._runtime.hook_calls.hooks.bubble.hooks_capacity
 
     def get_static_scheduler(self) -> str:
         """Returns what this rank runs in a batch, in Fleet's spelling.

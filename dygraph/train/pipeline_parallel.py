@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward.crossings import Crossing
 from fleetpipe.dygraph.backward.deferral_report import DeferralReport
-from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.micro_batches import (
     MicroBatches,
     counted_in,
@@ -22,19 +21,20 @@ from fleetpipe.dygraph.batch.micro_batches import (
 from fleetpipe.dygraph.batch.outputs import joined, on_host
 from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.gradients import gradient_of
-from fleetpipe.dygraph.observe import profile as profiling
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.optimizer.scaler import prepared
 from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.dygraph.train.fleet_face import PipelineFace
 from fleetpipe.dygraph.train.scheduling import require_steps, step_rate
 from fleetpipe.dygraph.train.training_batch import TrainingBatch, forwarded, take_step
-from fleetpipe.engine.observer import Observer
-from fleetpipe.engine.trace import Trace
+from fleetpipe.engine.observer import BatchObserver, Observer
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_types import Batch, GradScaler, LRScheduler, Optimizer, Tensor
 from fleetpipe.profiling import Profile
+
+if TYPE_CHECKING:
+    from fleetpipe.engine.trace import Trace
 
 
 class PipelineParallel(PipelineFace):
@@ -253,6 +253,8 @@ class PipelineParallel(PipelineFace):
             stage, by the names of ``fleetpipe.schedules.Costs``. Of a model that is trained with
             slices of sequences those of each slice as well, as it is cut now.
         """
+        from fleetpipe.dygraph.observe import profile as profiling
+
         self._runtime.require_running()
         batches, job = self.micro_batches(data), self._runtime.job
         with (
@@ -267,7 +269,8 @@ class PipelineParallel(PipelineFace):
     @property
     def trace(self) -> Trace | None:
         """What really ran, where ``fleetpipe_configs["trace"]`` asked for it."""
-        return self._runtime.trace
+        trace: Trace | None = self._runtime.observer("trace")
+        return trace
 
     @property
     def peak_held(self) -> dict[int, int]:
@@ -275,12 +278,20 @@ class PipelineParallel(PipelineFace):
         return self._runtime.engine.peak_held
 
     def observe(self, observer: Observer) -> None:
-        """Has ``observer`` watch every operation of later batches."""
+        """Has ``observer`` watch later batches, or only their operations.
+
+        Args:
+            observer: A :class:`BatchObserver`, for training batches; anything else that has a
+                ``wrap`` watches the operations of all batches.
+        """
         self._runtime.observe(observer)
 
-    def accompany(self, companion: Companion | None) -> None:
-        """Has ``companion`` trained beside each of the next batches; None ends that."""
-        self._runtime.companion = companion
+    def accompany(self, companion: BatchObserver | None) -> None:
+        """Has ``companion`` watch each of the next batches; None ends that. There is one at most.
+
+        Within its ``step`` the optimizer steps before guards verify what it has done.
+        """
+        self._runtime.accompany(companion)
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """Returns the gradient that the last batch has left, or None. Collective over sharding."""

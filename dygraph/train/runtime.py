@@ -7,15 +7,13 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
-from typing import Callable
+from typing import Any, Callable
 
 from fleetpipe.aliases import Nest, Strategy, Tensor
 from fleetpipe.config import PipelineConfig, scale_strategy
-from fleetpipe.contrib.chaos.strike import Chaos
 from fleetpipe.dygraph import experts, random_keys, tensor_parallel
 from fleetpipe.dygraph.backward.own_state import OwnState
 from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.dygraph.batch.companion import Companion
 from fleetpipe.dygraph.batch.losses import Criterion, Losses, weighted
 from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, MicroBatches, split
 from fleetpipe.dygraph.batch.outputs import Evaluation
@@ -28,19 +26,16 @@ from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradien
 from fleetpipe.dygraph.layers.entries import require_sliceable
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.observe import finite
-from fleetpipe.dygraph.observe.guards import Guards
-from fleetpipe.dygraph.observe.hooks import HookCalls, UserHooks
-from fleetpipe.dygraph.observe.timers import TimedActions, Timers
+from fleetpipe.dygraph.observe.hooks import HookCalls
+from fleetpipe.dygraph.observe.timers import Timers
 from fleetpipe.dygraph.optimizer import replicas
 from fleetpipe.dygraph.optimizer.shards import Shards
+from fleetpipe.dygraph.train.observers import observers_of
 from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.engine.engine import Engine
-from fleetpipe.engine.observer import Observer
-from fleetpipe.engine.step_meter import StepMeter
-from fleetpipe.engine.trace import Trace
+from fleetpipe.engine.observer import Observer, Observers
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.job import agreement, meeting
+from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import squared_norm
@@ -58,34 +53,32 @@ class Runtime:
         scale: Whether the gradients of the replicas are averaged ("avg") or added up ("sum").
         sequence: The ranks that have parts of the same sequences.
         timers: Those of ``pp_configs.enable_timer``; None where it is off.
-        trace: Records what really runs; None where nobody asked for it, or another rank does.
         schedule: What is run.
+        plan: The schedule, lowered.
+        bubbles: How many bubbles of a rank the user can hook.
         first_owner: The rank that owns the first stage.
         last_owner: The rank that owns the last stage.
         split: Keeps what weight gradients need, where the schedule splits backward.
         stage: Runs the actions of this process's stages.
-        hooks: The user's numbered hooks.
-        hook_calls: Calls these and the ones by location.
+        observers: What watches the training batches.
+        hook_calls: That of them which calls the user's hooks.
         engine: Walks the plan of a training batch.
-        meter: Times the steps that it runs, for the job's board.
         evaluation: The engines that run forwards only.
         losses: Those of the last batch, where this process owns the last stage.
-        guards: Verify invariants in some batches; None for never.
-        companion: What is trained beside each batch; None for nothing.
         shards: Who owns which parameter in the batch that comes; None where each rank keeps all.
         last_shards: As ``shards``, for the gradients of the batch before, until they are cleared.
     """
 
     config: PipelineConfig
     schedule: Schedule
+    plan: Plan
     first_owner: int
     last_owner: int
     split: SplitBackward
     stage: DygraphStage
-    hooks: UserHooks
+    observers: Observers
     hook_calls: HookCalls
     engine: Engine
-    meter: StepMeter
     evaluation: Evaluation
 
     def __init__(
@@ -104,7 +97,6 @@ class Runtime:
         self.scale = scale_strategy(strategy)
         self.timers = Timers() if self.switches.enable_timer else None
         self.losses: Losses | None = None
-        self.companion: Companion | None = None
         self.shards: Shards | None = None
         self._running = False
         layers.follow()
@@ -117,18 +109,15 @@ class Runtime:
         self._comparison = RowComparison(job)
         #: Whether a reference runs beside each batch, which is to draw what the pipeline draws.
         self.compared = False
-        self._bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
+        self.bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         #: Whether a stage is no other rank's: no gradient or loss is added to another's.
         self._sole = job.degrees.size == job.degrees.pp
         self._own_errors = nullcontext if self._sole else tensor_parallel.own_errors
         self._has_experts = any(map(experts.is_expert, layers.state.own_parameters()))
-        self._observers: list[Observer] = [finite.FiniteSends()] if finite.asked_for() else []
+        self._rows: dict[str, Any] = {}
         self._arrange(PipelineConfig.from_strategy(strategy))
-        every = self.config.guards
-        self.guards = Guards(layers, job, every) if every else None
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
-            self.trace = Trace.of_job(self.config.trace, self.schedule, job)
             self._connect()
             job.require_agreement(self._facts())
             losses = [layer.state_dict() for layer in layers.loss_layers()]
@@ -201,9 +190,17 @@ class Runtime:
         return split(data, self.cut(any_rows, keeps_graph))
 
     def observe(self, observer: Observer) -> None:
-        """Has ``observer`` watch every operation of later batches."""
-        self._observers.append(observer)
-        self._connect()
+        """Has ``observer`` watch later batches."""
+        self._rows["users"].members.append(observer)
+        self._compile()
+
+    def accompany(self, companion: Observer | None) -> None:
+        """Has ``companion`` watch later batches, and no other companion."""
+        self._rows["companion"].members[:] = [] if companion is None else [companion]
+
+    def observer(self, name: str) -> Any:
+        """Returns an observer by its row of ``observers.py``; None if nobody asked for it."""
+        return self._rows.get(name)
 
     def resize(self, micro_batches: int, micro_batch_size: int) -> None:
         """Takes another number and size of micro-batches from the next batch on.
@@ -216,7 +213,7 @@ class Runtime:
         if micro_batches == self.config.micro_batches:
             self.config = config
             return
-        if self.hooks or self.trace:
+        if self.hook_calls.hooks or self.observer("trace"):
             raise StateError(
                 "accumulate_steps cannot change while numbered hooks or a trace count actions",
                 fix="set it before the first hook is registered, and without a trace",
@@ -366,9 +363,8 @@ class Runtime:
             self.hidden_uses = self.layers.hidden_uses()
         hidden = self.hidden_uses
         self.stage.watch = None if hidden is None else hidden.enter
-        self.stage.begin(batch, first, self.hook_calls.begin(training), slices)
+        self.stage.begin(batch, first, self.hook_calls.of_batch(training), slices)
         self.losses = batch.losses if self.plays(self.last_owner) else None
-        trace = self.trace if training else None
         try:
             with (
                 self.job.guarded(engine.where),
@@ -376,14 +372,9 @@ class Runtime:
                 self._own_errors(),
                 nullcontext() if hidden is None else hidden.refused(),
             ):
-                if trace is not None:
-                    trace.begin_step()
-                with self.job.progress.step_of(self.meter) if training else nullcontext():
-                    yield
+                yield
                 if training:
                     self.job.progress.held = max(engine.peak_held.values())
-                if trace is not None:
-                    trace.end_step(self.job.progress.step)
         except BaseException:
             # Some micro-batches are in the gradients: the next batch must not add its own to that.
             if training:
@@ -420,8 +411,28 @@ class Runtime:
             shared: list[Tensor] = self.job.group().broadcast(total, self.last_owner)
         return shared[0] if len(shared) == 1 else shared
 
+    def prepare(self, batches: MicroBatches) -> None:
+        """Has the layers, and the gradients that are left, ready for a training batch. Collective.
+
+        Raises:
+            ConfigError: The ranks of this replica were given different rows.
+        """
+        self.layers.begin(training=True)
+        if self.config.compare_rows:
+            with self.job.guarded(lambda: "comparing the rows that ranks were given"):
+                self.compare_rows(batches)
+        self._set_aside_gradients()
+
+    def reduce(self, loss: Nest) -> None:
+        """Adds up the gradients of all ranks; the stages have run, with this loss. Collective."""
+        if self.hidden_uses is not None:
+            self.hidden_uses.leave()
+        self.observers.computed()
+        self._reduce_gradients()
+        self.observers.reduced(loss)
+
     @paddle.no_grad()
-    def set_aside_gradients(self) -> None:
+    def _set_aside_gradients(self) -> None:
         """Keeps what earlier batches have left apart, where a reduction would count it once more.
 
         An average over replicas leaves what is alike on them as it is, and needs none of that.
@@ -440,7 +451,7 @@ class Runtime:
         drop_gradients([parameter for parameter, _ in self._held])
 
     @paddle.no_grad()
-    def reduce_gradients(self) -> None:
+    def _reduce_gradients(self) -> None:
         """Adds up gradients over all copies of the stages, then of shared weights. Collective."""
         self.last_shards, self.shards = self.shards, None
         with self.timing("allreduce_gradients"):
@@ -482,12 +493,10 @@ class Runtime:
         plan = schedule.lower(self.layers.edges(training=True))
         plan.verify()
         # Nothing is refused from here on: after an error all is as it was.
-        self.config, self.schedule, self._plan = config, schedule, plan
+        self.config, self.schedule, self.plan = config, schedule, plan
         placement = schedule.placement
         self.first_owner = placement.rank_of(0)
         self.last_owner = placement.rank_of(placement.stages - 1)
-        self.hooks = UserHooks(schedule, self._bubbles)
-        self.hook_calls = HookCalls(self.hooks, schedule)
         self.split = SplitBackward(schedule, self.layers.stage_layers, config.fast_leaves)
         self.stage = DygraphStage(self.layers.function, placement, self.split, self.layers.borders)
 
@@ -532,21 +541,25 @@ class Runtime:
 
     def _connect(self) -> None:
         """Makes the engines. Collective over the pipeline the first time in a job."""
-        chaos = Chaos.asked_for(self._plan, self.job.hcg.get_stage_id(), meeting.own_rank())
-        placement = self.schedule.placement
-        observers = (self.guards, self.trace, chaos)
-        training = [observer for observer in observers if observer is not None]
-        ranks = self.job.pipeline_ranks()
-        self.meter = StepMeter(self._plan, ranks, not self.job.local)
-        costs = self.config.costs
+        self._rows = observers_of(self, self._rows)
+        self.hook_calls = self._rows["hooks"]
+        placement, costs = self.schedule.placement, self.config.costs
         self.job.describe_steps(
             (s for s in range(placement.stages) if self.plays(placement.rank_of(s))),
             self.config.micro_batches * self.config.micro_batch_size,
             None if costs is not None and costs.bytes is not None else self.config.memory_cap,
         )
-        self.engine = self._engine(self._plan, [*training, self.meter], self._overlapping())
+        self._compile()
+
+    def _compile(self) -> None:
+        """Makes the engines anew, with all observers around their operations."""
+        self.observers = Observers(*self._rows.values())
+        evaluating = [*self.observers.in_evaluations()]
         edges = self.layers.edges(training=False)
-        self.evaluation = Evaluation(placement, edges, self._engine)
+        self.engine = self._engine(self.plan, [self.observers], self._overlapping())
+        self.evaluation = Evaluation(
+            self.schedule.placement, edges, lambda plan: self._engine(plan, evaluating)
+        )
 
     def _overlapping(self) -> OwnState | None:
         """Returns what lets a fused forward and backward take turns, if they exchange anything."""
@@ -554,12 +567,8 @@ class Runtime:
         return OwnState() if self.config.overlap and exchange and not self.job.local else None
 
     def _engine(
-        self, plan: Plan, training: Sequence[Observer] = (), overlapping: OwnState | None = None
+        self, plan: Plan, observers: Sequence[Observer], overlapping: OwnState | None = None
     ) -> Engine:
-        observers = [*self._observers]
-        if self.timers is not None:
-            observers.append(TimedActions(self.timers))
-        observers += training
         connections, timeout = self.job.connect(), self.job.timeout
         return Engine(plan, self.stage, connections, timeout, observers, overlapping)
 

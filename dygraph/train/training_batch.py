@@ -10,7 +10,6 @@ from fractions import Fraction
 from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.batch.chunk_weights import slice_shares
-from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.input_gradients import (
     hand_back,
     with_gradients,
@@ -18,6 +17,7 @@ from fleetpipe.dygraph.batch.input_gradients import (
 )
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, ragged_weights
+from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.batch.outputs import require_count
 from fleetpipe.dygraph.batch.slicing import sliced
 from fleetpipe.dygraph.batch.stage import Batch
@@ -71,7 +71,9 @@ class TrainingBatch:
         keeps_graph = bool(self._sources) or is_iterator(data)
         batches = runtime.micro_batches(data, keeps_graph=keeps_graph)
         runtime.require_data(batches, labelled=True)
-        self._beside = (without_gradients(batches), weights, loss_fn_idx)
+        self._observed = ObservedBatch(
+            without_gradients(batches), self._keys, weights, loss_fn_idx, None, scaler
+        )
         delayed = runtime.switches.delay_scale_loss
         if weights is not None:
             by_tokens = runtime.config.loss_reduction == "tokens"
@@ -87,8 +89,6 @@ class TrainingBatch:
         elsewhere = () if runtime.plays(runtime.last_owner) else functions
         self._batch = Batch(batches, self._losses, scale, elsewhere)
         self._runtime = runtime
-        self._scaler = scaler
-        self._optimizer: Optimizer = None
         self._by_micro_batch = by_micro_batch
 
     def train(self, optimizer: Optimizer = None) -> None:
@@ -103,41 +103,25 @@ class TrainingBatch:
             PeerFailed: Another rank left.
             PipelineTimeout: A message did not come within the limit.
         """
-        self._optimizer = optimizer
         runtime = self._runtime
-        runtime.layers.begin(training=True)
-        if runtime.config.compare_rows:
-            with runtime.job.guarded(lambda: "comparing the rows that ranks were given"):
-                runtime.compare_rows(self._beside[0])
-        runtime.set_aside_gradients()
-        companion = runtime.companion
-        if companion is not None:
-            data, weights, loss_fn_idx = self._beside
-            with runtime.job.guarded(lambda: "training the plain model beside the pipeline"):
-                companion.begin(
-                    BatchBeside(data, self._keys, weights, loss_fn_idx, optimizer, self._scaler)
-                )
-        if runtime.guards is not None:
-            runtime.guards.begin()
+        self._observed = self._observed._replace(optimizer=optimizer)
+        runtime.prepare(self._observed.data)
+        runtime.observers.begin(self._observed)
         if runtime.job.copies().ranks == 1:
             # Copies add their losses up, which none of them is to wait for between actions.
             self._losses.complete = self._share_losses
         try:
-            with (
-                runtime.running(self._batch, runtime.engine, training=True),
-                random_keys.keyed(self._keys, runtime.job.model_parallel()),
-            ):
-                collectives = {"REDUCE": self._reduce, "STEP": self._step}
-                first = runtime.first_micro_batch * runtime.schedule.slices
-                runtime.engine.run(collectives, first)
+            with runtime.running(self._batch, runtime.engine, training=True):
+                with random_keys.keyed(self._keys, runtime.job.model_parallel()):
+                    collectives = {"REDUCE": self._reduce, "STEP": self._step}
+                    first = runtime.first_micro_batch * runtime.schedule.slices
+                    runtime.engine.run(collectives, first)
+                runtime.observers.end()
             delayed = runtime.switches.delay_scale_loss
             hand_back(self._sources, runtime.weights[0].denominator if delayed else 1)
         finally:
             # The losses hold on to this batch, and this to the data.
             self._losses.complete = None
-        runtime.hook_calls.end(runtime.job.connect())
-        if runtime.timers is not None:
-            runtime.timers.log(runtime.timers.timers)
 
     def _share_losses(self) -> None:
         """Gives the losses to all ranks. Collective over the pipeline; its last stage waits not.
@@ -151,17 +135,11 @@ class TrainingBatch:
 
     def _reduce(self) -> None:
         self._share_losses()
-        if self._runtime.hidden_uses is not None:
-            self._runtime.hidden_uses.leave()
-        if self._runtime.guards is not None:
-            self._runtime.guards.verify(self._keys, scaled=self._scaler is not None)
-        self._runtime.reduce_gradients()
-        if self._runtime.companion is not None:
-            self._runtime.companion.reduced(self.loss)
+        self._runtime.reduce(self.loss)
 
     def _step(self) -> None:
-        if self._optimizer is not None:
-            take_step(self._runtime, self._optimizer, self._scaler)
+        if self._observed.optimizer is not None:
+            take_step(self._runtime, self._observed.optimizer, self._observed.scaler)
 
 
 def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> None:
@@ -170,14 +148,7 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
         parameters = runtime.layers.trained_parameters()
         divide_gradients(parameters, runtime.weights[0].denominator)
     update = functools.partial(_update, optimizer, scaler)
-    if runtime.guards is not None:
-        runtime.guards.measure(optimizer, scaled=scaler is not None)
-    if runtime.companion is None:
-        update()
-    else:
-        runtime.companion.step(update)
-    if runtime.guards is not None:
-        runtime.guards.require_norm(optimizer)
+    runtime.observers.step(update, optimizer, scaled=scaler is not None)
     if runtime.switches.release_gradients:
         optimizer.clear_grad(set_to_zero=False)
     else:

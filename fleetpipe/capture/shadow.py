@@ -29,14 +29,15 @@ from fleetpipe.capture.tracing.model_snapshot import losses_kept
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.capture.unshadowed import obstacle
 from fleetpipe.dygraph import PipelineParallel, random_keys
-from fleetpipe.dygraph.batch.companion import BatchBeside
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.code_names import is_of_library
 from fleetpipe.dygraph.gradients import dense, drop_gradients, set_gradient
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.dygraph.optimizer.clip_global import GlobalNormClip
+from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import CaptureError
-from fleetpipe.job.job import all_ranks
+from fleetpipe.job.job import all_ranks, current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, layer_at
 from fleetpipe.paddle_api.operations import renew, set_data
@@ -76,7 +77,7 @@ class _Batch(NamedTuple):
     held: dict[str, Tensor]
 
 
-class Shadow:
+class Shadow(BatchObserver):
     """The companion of a captured pipeline, for as many batches as it is asked to be."""
 
     def __init__(self, pipeline: PipelineParallel, forms: Forms, batches: int) -> None:
@@ -97,8 +98,14 @@ class Shadow:
         #: Why the plain model could not be trained on the batch, which is no fault of the batch's.
         self._failure: str | None = None
 
-    def begin(self, batch: BatchBeside) -> None:
+    def begin(self, batch: ObservedBatch) -> None:
         """Trains the plain model on a batch that is about to run. Collective."""
+        job = current_job()
+        if job is not None:
+            with job.guarded(lambda: "training the plain model beside the pipeline"):
+                self._begin(batch)
+
+    def _begin(self, batch: ObservedBatch) -> None:
         if self._given_up(obstacle(self._pipeline, self._forms, batch, self._reference is None)):
             return
         begin = time.perf_counter()
@@ -198,7 +205,7 @@ class Shadow:
         if batch.optimizer is None:
             self._ended()
 
-    def step(self, step: Callable[[], None]) -> None:
+    def step(self, step: Callable[[], None], optimizer: Optimizer, scaled: bool) -> None:
         """Steps both optimizers and compares the parameters. Collective as both are.
 
         Raises:

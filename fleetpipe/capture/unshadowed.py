@@ -9,7 +9,7 @@ from fleetpipe.capture.running.host_memory import bytes_for_each_process, bytes_
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.backward.adding import is_watched
-from fleetpipe.dygraph.batch.companion import BatchBeside
+from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import forward_hooks
 
@@ -18,7 +18,7 @@ _COPIED = (paddle.nn.Layer, paddle.Tensor, dict, list, set)
 
 
 def obstacle(
-    pipeline: PipelineParallel, forms: Forms, batch: BatchBeside, first: bool
+    pipeline: PipelineParallel, forms: Forms, batch: ObservedBatch, first: bool
 ) -> str | None:
     """Says why the plain model cannot be trained beside a batch; None where it can.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Callable
 
 from fleetpipe import log
-from fleetpipe.engine.observer import Blocked, Instruction, Observer, message_of, wrapped
+from fleetpipe.engine.observer import Blocked, Instruction, Observer, Observers, message_of
 from fleetpipe.engine.stage import Stage, Values
 from fleetpipe.errors import BoundaryError, PeerFailed, PipelineTimeout, ScheduleError
 from fleetpipe.mesh.turns import SideState, Turns
@@ -59,7 +59,7 @@ class Walker:
         self._plan = plan
         self._stage = stage
         self._arrive = arrive
-        self._observers = observers
+        self._watched = functools.partial(Observers(*observers).wrap, self)
         self._turns = turns
         self._failed: Action | None = None
         self._first_micro_batch = 0
@@ -194,9 +194,6 @@ class Walker:
             }[kind],
         )
         yield action, self._watched(action, compute)
-
-    def _watched(self, op: Op, instruction: Instruction) -> Instruction:
-        return wrapped(self._observers, self, op, instruction)
 
     def _take(self, source: int, key: MessageKey) -> Blocked | None:
         if key not in self.values:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, Callable, NamedTuple, Protocol
 
-from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.mesh.turns import here
 from fleetpipe.paddle_api.device import device_kind, synchronize
 from fleetpipe.schedules import Action, Fused, Op, Plan, Recv
@@ -66,18 +66,37 @@ class _Moment(NamedTuple):
         return max(0.0, self.wall - before.wall - (self.queued - before.queued))
 
 
-class StepMeter:
-    """An observer of the engine, for the ranks that this process plays."""
+class Account(Protocol):
+    """Where steps are recorded; see :class:`fleetpipe.job.run_progress.RunProgress`.
 
-    def __init__(self, plan: Plan, ranks: Sequence[int], probes: bool = True) -> None:
+    Attributes:
+        synchronize: Waits until the device has computed what it was given, within a limit.
+    """
+
+    synchronize: Callable[[], None]
+
+    def begin_step(self) -> None:
+        """Called when the actions of a step begin to run."""
+
+    def end_step(self, times: StepTimes) -> None:
+        """Called when they have run."""
+
+
+class StepMeter(BatchObserver):
+    """Times training batches, for the ranks that this process plays."""
+
+    def __init__(
+        self, plan: Plan, ranks: Sequence[int], account: Account, probes: bool = True
+    ) -> None:
         """Begins with nothing.
 
         Args:
             plan: What runs.
             ranks: The ranks of the job that are those of the pipeline.
+            account: Gets the times of each step.
             probes: Whether to run probes; nobody needs them where one process plays all ranks.
         """
-        self._ranks = ranks
+        self._ranks, self._account = ranks, account
         self._placement = plan.placement
         actions = [_actions(row) for row in plan.ops]
         self._last = [row[-1] if row else None for row in actions]
@@ -96,8 +115,9 @@ class StepMeter:
         #: Whether this is a step in which the host waits for its GPU.
         self._waits = False
 
-    def begin(self) -> None:
+    def begin(self, batch: Any = None) -> None:
         """Begins a step."""
+        self._account.begin_step()
         if self._queue is None:
             self._queue = ProcessorQueue()
         self._waited = 0.0
@@ -110,8 +130,13 @@ class StepMeter:
         if not self._on_cpu:
             self._waits = self._count % EVERY == 0
             self._count += 1
-            self._wait()
+            if self._waits:
+                self._account.synchronize()
             self._begun = self._now()
+
+    def end(self) -> None:
+        """Gives the times of the step to the account."""
+        self._account.end_step(self.take())
 
     def take(self) -> StepTimes:
         """Returns what the step took since :meth:`begin`."""

@@ -12,13 +12,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Callable, Protocol
+from typing import Any, Callable, Protocol
 
 from fleetpipe import log
 from fleetpipe.arguments import require_folder
 from fleetpipe.contrib.pictures.panel import Panel, panel_of
 from fleetpipe.contrib.pictures.schedule_picture import draw
-from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import PackageNotFound
 from fleetpipe.extras import INSTALLED_BY
@@ -46,9 +46,11 @@ class Traced(Protocol):
 
     Attributes:
         endings: Called when the job ends.
+        progress: Its ``step`` is the number of steps that are done.
     """
 
     endings: list[Callable[[], None]]
+    progress: Any
 
     def connect(self) -> Mapping[int, Transport]:
         """Returns the transport of each rank of the pipeline that this process plays."""
@@ -60,8 +62,8 @@ class Traced(Protocol):
         """Whether this process is the first on every axis of the ranks but some."""
 
 
-class Trace:
-    """The recorded steps of one pipeline: an observer of its engine.
+class Trace(BatchObserver):
+    """The recorded steps of one pipeline: those between :meth:`begin_step` and :meth:`end_step`.
 
     Making one and every step's end are collective.
     """
@@ -93,33 +95,6 @@ class Trace:
         self._recording = False
         self._now = device_clock()
         self._offset, self.clock_error = _clock(group)
-
-    @classmethod
-    def of_job(cls, folder: str | None, schedule: Schedule, job: Traced) -> Trace | None:
-        """Begins to record what a job runs, written when it ends. Collective over the pipeline.
-
-        Args:
-            folder: ``fleetpipe_configs["trace"]``; None: nothing is recorded.
-            schedule: What runs.
-            job: Its first replica records for all.
-
-        Raises:
-            ConfigError: Nothing can be written into the folder, on rank 0.
-        """
-        if folder is None or not job.leads("pp"):
-            return None
-        group = job.group()
-        if group.rank == 0:
-            require_folder('fleetpipe_configs["trace"]', folder)
-        trace = cls(Path(folder).absolute(), schedule, job.connect(), group)
-
-        def write() -> None:
-            summary = trace.write()
-            if summary is not None:
-                _log.info(summary)
-
-        job.endings.append(write)
-        return trace
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """Notes when actions, sends and receives begin and end; see :class:`Observer`."""
@@ -221,6 +196,41 @@ class Trace:
         except PackageNotFound:
             return False
         return True
+
+
+class JobTrace(Trace):
+    """A trace of all steps that a job runs, which is written when the job ends."""
+
+    def __init__(self, folder: str, schedule: Schedule, job: Traced) -> None:
+        """Begins to record. Collective over the pipeline.
+
+        Args:
+            folder: ``fleetpipe_configs["trace"]``.
+            schedule: What runs.
+            job: The job.
+
+        Raises:
+            ConfigError: Nothing can be written into the folder, on rank 0.
+        """
+        group = job.group()
+        if group.rank == 0:
+            require_folder('fleetpipe_configs["trace"]', folder)
+        super().__init__(Path(folder).absolute(), schedule, job.connect(), group)
+        self._progress = job.progress
+        job.endings.append(self._log_summary)
+
+    def begin(self, batch: Any) -> None:
+        """Records the step that begins."""
+        self.begin_step()
+
+    def end(self) -> None:
+        """Gathers its events. Collective."""
+        self.end_step(self._progress.step)
+
+    def _log_summary(self) -> None:
+        summary = self.write()
+        if summary is not None:
+            _log.info(summary)
 
 
 def _moved(events: list[Event], seconds: float) -> list[Event]:

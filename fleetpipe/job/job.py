@@ -117,9 +117,9 @@ class Job:
         #: Held by the thread that runs a batch.
         self.turn = threading.RLock()
         self.keeps_board = self.scatters_gradients = False
-        self.progress = RunProgress() if watch is None else watch.progress
+        self.progress: RunProgress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
-        self.progress.synchronize = synchronize
+        self.progress.synchronize = self._synchronize
         if connections is not None:
             self.progress.awaited = self._awaited
             self.progress.queues = connections.queues
@@ -383,6 +383,10 @@ class Job:
             self.progress.action = where
             return nullcontext()
         return self._watch.guarding(lambda: self._describe(where()))
+
+    def _synchronize(self) -> None:
+        with self.limited_by_card():
+            synchronize()
 
     def limited_by_card(self) -> AbstractContextManager[None]:
         """Within it, a process that stays at one operation for too long is ended, and says where.

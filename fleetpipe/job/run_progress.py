@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from fleetpipe.job import attempt_files
 from fleetpipe.job.records import MOST_ROWS, RankRecord, StepRow
@@ -21,14 +20,8 @@ _STEPS = 10
 _NORM_SECONDS = 1.0
 
 
-class Meter(Protocol):
-    """What times the actions of a step; see :class:`fleetpipe.engine.step_meter.StepMeter`."""
-
-    def begin(self) -> None:
-        """Begins a step."""
-
-    def take(self) -> tuple[float, float, float, float, dict[int, int], float]:
-        """Returns ``cpu``, ``wall``, ``data`` and saving, ``limited``, awaited, ``probe``."""
+#: What a step took: ``cpu``, ``wall``, ``data`` and saving, ``limited``, awaited, ``probe``.
+StepTimes = tuple[float, float, float, float, dict[int, int], float]
 
 
 class RunProgress:
@@ -40,7 +33,7 @@ class RunProgress:
         flights: Says by rank how long the quickest message since the last call was on its way.
         queues: Says how many messages and bytes it has not taken, and not sent.
         memory: Says how many bytes it holds.
-        synchronize: Waits until its device has computed what it was given.
+        synchronize: Waits until its device has computed what it was given, within a limit.
         memory_limit: Bytes that it may hold.
         gradient_norm: Says what it was in the last step; None where nobody does.
         folders: Where the run is recorded.
@@ -97,14 +90,17 @@ class RunProgress:
             self.gradient_norm = lambda: norm
             self._norm_due = time.monotonic() + _NORM_SECONDS
 
-    @contextmanager
-    def step_of(self, meter: Meter) -> Iterator[None]:
-        """Within it, the actions of a step run; what passed since the last one went to its data."""
-        # Messages of an evaluation may be larger.
+    def begin_step(self) -> None:
+        """Begins a step: messages before it, which are an evaluation's, may be larger."""
         self.flights()
-        meter.begin()
-        yield
-        cpu, wall, passed, limited, awaited, probe = meter.take()
+
+    def end_step(self, times: StepTimes) -> None:
+        """Counts a step; what passed since the last one went to its data.
+
+        Args:
+            times: See :class:`fleetpipe.engine.step_meter.StepTimes`.
+        """
+        cpu, wall, passed, limited, awaited, probe = times
         flights = tuple(
             number
             for peer, flight in self.flights().items()

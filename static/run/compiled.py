@@ -9,6 +9,7 @@ import numpy as np
 
 from fleetpipe.aliases import Optimizer, Place, Scope
 from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.observer import Observers
 from fleetpipe.engine.step_meter import StepMeter
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
@@ -123,8 +124,11 @@ class Compiled:
         }
         self.stage = StaticStage(runners, streams)
         ranks = recipe.job.pipeline_ranks()
-        self.meter = StepMeter(recipe.plan, ranks, not recipe.job.local)
-        self.engine = self._engine()
+        meter = StepMeter(recipe.plan, ranks, recipe.job.progress, not recipe.job.local)
+        traces = () if recipe.trace is None else (recipe.trace,)
+        self.observers = Observers(*traces, meter)
+        connections, timeout = recipe.job.connect(), recipe.job.timeout
+        self.engine = Engine(recipe.plan, self.stage, connections, timeout, [self.observers])
         self._run_step = None
         if recipe.update is not None:
             tensor_of(scope, recipe.split.names.clip_factor)
@@ -133,11 +137,6 @@ class Compiled:
             name: dynamic(tensor_of(scope, recipe.split.names.accumulator(name)))
             for name in recipe.parameters
         }
-
-    def _engine(self) -> Engine:
-        job, trace = self._recipe.job, self._recipe.trace
-        observers = (self.meter,) if trace is None else (trace, self.meter)
-        return Engine(self._recipe.plan, self.stage, job.connect(), job.timeout, observers)
 
     def reduce(self) -> None:
         """Makes the accumulators those of the whole batch. Collective over the job."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from fleetpipe.aliases import Optimizer, Place, Program, Scope, Tensor, Variable
 from fleetpipe.config import PipelineConfig
-from fleetpipe.engine.trace import Trace
+from fleetpipe.engine.trace import JobTrace, Trace
 from fleetpipe.errors import StateError
 from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
@@ -208,12 +208,10 @@ class StaticPipeline:
         with dynamic_mode(), self._job.guarded(self._where):
             first = self._job.replicas().rank * config.micro_batches
             compiled.stage.begin(batch.put, first)
-            if self._recipe.trace is not None:
-                self._recipe.trace.begin_step()
-            with self._job.limited_by_card(), self._job.progress.step_of(compiled.meter):
+            with self._job.limited_by_card():
+                compiled.observers.begin(None)
                 compiled.engine.run({"REDUCE": compiled.reduce, "STEP": compiled.step}, first)
-            if self._recipe.trace is not None:
-                self._recipe.trace.end_step(self._job.progress.step)
+                compiled.observers.end()
             results = [self._result(one, compiled, scope) for one in wanted]
             if config.fetch_broadcast:
                 results = [self._everywhere(*pair) for pair in zip(wanted, results)]
@@ -313,8 +311,14 @@ class StaticPipeline:
             counted=[name for name in clipped if users[name][0] == group.rank],
             limit=limit,
             job=self._job,
-            trace=Trace.of_job(self._config.trace, self.schedule, self._job),
+            trace=self._trace(),
         )
+
+    def _trace(self) -> Trace | None:
+        folder = self._config.trace
+        if folder is None or not self._job.leads("pp"):
+            return None
+        return JobTrace(folder, self.schedule, self._job)
 
     def _own_stages(self) -> list[int]:
         placement = self.schedule.placement

@@ -11,6 +11,7 @@ from fleetpipe.engine import step_meter
 from fleetpipe.engine.observer import Blocked
 from fleetpipe.engine.step_meter import StepMeter
 from fleetpipe.engine.stopwatch import Stopwatch
+from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.schedules import Action, Recv, Send, build
 from fleetpipe.schedules.operations import ranks_of
 from fleetpipe.transport import MessageKey
@@ -27,7 +28,7 @@ class Played:
 
 def test_waits_are_left_out_and_messages_waited_for_are_counted() -> None:
     plan = build("1F1B", ranks=2, micro_batches=2).lower()
-    meter = StepMeter(plan, [4, 6])
+    meter = StepMeter(plan, [4, 6], RunProgress())
     sleeping: list[float] = []
     calls = 0
 
@@ -62,7 +63,7 @@ def test_waits_are_left_out_and_messages_waited_for_are_counted() -> None:
 
 def test_what_passes_between_steps_goes_to_the_next() -> None:
     plan = build("1F1B", ranks=2, micro_batches=2).lower()
-    meter = StepMeter(plan, [0, 1])
+    meter = StepMeter(plan, [0, 1], RunProgress())
     meter.begin()
     assert meter.take().data == 0
     time.sleep(0.05)
@@ -78,7 +79,7 @@ def test_probes_run_behind_some_actions_and_are_no_part_of_them(
     actions = [op for op in plan.ops[1] if isinstance(op, Action)]
     monkeypatch.setattr(step_meter, "_ADDITIONS", 100_000)
     for wanted in (True, False):
-        meter = StepMeter(plan, [0, 1], wanted)
+        meter = StepMeter(plan, [0, 1], RunProgress(), wanted)
         program = [meter.wrap(Played(), op, lambda: None) for op in actions]
         meter.begin()
         before = time.thread_time()

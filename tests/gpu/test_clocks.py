@@ -23,6 +23,7 @@ from fleetpipe.engine.observer import Blocked
 from fleetpipe.engine.step_meter import EVERY, StepMeter
 from fleetpipe.fit.callbacks.throughput import ThroughputMonitor
 from fleetpipe.job.job import current_job
+from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.paddle_api.device import synchronize
 from fleetpipe.schedules import Action, Recv, build
 from fleetpipe.systems import ProcessorQueue
@@ -133,7 +134,9 @@ def test_one_step_of_some_is_measured_and_the_others_wait_for_nothing(device: La
 
 def test_what_a_device_waits_for_is_no_computing(device: LateDevice) -> None:
     plan = build("1F1B", ranks=2, micro_batches=1).lower()
-    meter = StepMeter(plan, [0, 1])
+    progress = RunProgress()
+    progress.synchronize = synchronize
+    meter = StepMeter(plan, [0, 1], progress)
     headers = iter([Blocked(0, None), None])  # type: ignore[arg-type]
 
     def run(seconds: float, blocked: Blocked | None = None) -> Blocked | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.schedules import Action, Fused, Op, Plan, Recv
 from fleetpipe.schedules.action import parts
@@ -39,8 +39,8 @@ class Strike(NamedTuple):
         return cls(int(number), int(rank), at, int(every))
 
 
-class Chaos:
-    """Strikes, in this process: an observer of its engine."""
+class Chaos(BatchObserver):
+    """Strikes, in this process: an observer of its training batches."""
 
     def __init__(self, strike: Strike, rank: int) -> None:
         """Strikes where ``strike`` says, as rank ``rank`` of the pipeline."""

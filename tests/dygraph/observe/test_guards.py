@@ -10,6 +10,8 @@ import paddle
 import pytest
 from paddle import nn
 
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.observe.guards import Guards, fingerprint
 from fleetpipe.engine.observer import Blocked
 from fleetpipe.errors import ConfigError, InvariantError, PeerFailed
@@ -159,7 +161,7 @@ def test_fingerprints_are_made_once_where_a_rank_waits() -> None:
     answers = [None, Blocked(0, MessageKey("F", 0, 1, "", 0))]
     watched: Any = [guards.wrap(None, receive, lambda a=a: a) for a in answers]  # type: ignore
     for batch_number in range(3):
-        guards.begin()
+        guards.begin(ObservedBatch(MicroBatches(None, None), None, None, 0, None, None))
         assert [instruction() for instruction in watched] == answers
         assert len(published) == batch_number // 2 + 1
     send: Any = object()

@@ -181,11 +181,11 @@ def test_a_hook_may_change_what_it_sees() -> None:
 def test_without_hooks_nothing_of_them_runs() -> None:
     with mlp_and_sgd(2) as (model, optimizer):
         model.register_forward_pipeline_parallel_hook(0, print)
-        model._runtime.hooks.forward._hooks.clear()
+        model._runtime.hook_calls.hooks.forward._hooks.clear()
         model.train_batch(batch(), optimizer)
         calls = own_calls(lambda: model.train_batch(batch(), optimizer))
         found = {name: count for name, count in calls.items() if name.startswith("hooks.py")}
-        once = {"hooks.py:begin", "hooks.py:end"}
+        once = {"hooks.py:of_batch", "hooks.py:end"}
         assert found.keys() == once | {"hooks.py:__bool__"}
         assert {found[name] for name in once} == {1}
 

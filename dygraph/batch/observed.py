@@ -1,17 +1,17 @@
-"""What is trained beside a pipeline's batches: it sees each of them before parameters change."""
+"""What the observers of a batch are told of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Callable, NamedTuple, Protocol
+from typing import NamedTuple
 
-from fleetpipe.aliases import Nest, Optimizer, Scaler
+from fleetpipe.aliases import Optimizer, Scaler
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.random_keys import Keys
 
 
-class BatchBeside(NamedTuple):
+class ObservedBatch(NamedTuple):
     """A batch that is about to be trained.
 
     Attributes:
@@ -29,16 +29,3 @@ class BatchBeside(NamedTuple):
     loss_fn_idx: int
     optimizer: Optimizer
     scaler: Scaler
-
-
-class Companion(Protocol):
-    """Trains beside a pipeline. Every call is collective over the job."""
-
-    def begin(self, batch: BatchBeside) -> None:
-        """Called before a batch runs."""
-
-    def reduced(self, loss: Nest) -> None:
-        """Called with the loss, when the gradients are complete; what it raises ends the batch."""
-
-    def step(self, step: Callable[[], None]) -> None:
-        """Called in the place of the optimizer's step, which ``step()`` does."""

@@ -1,0 +1,100 @@
+"""The observers of a pipeline's batches: a table, whose modules are loaded if somebody wants them.
+
+The order of the table is that of :class:`fleetpipe.engine.observer.Observers`, for these reasons:
+
+- What looks at a value or an action by itself is innermost: the check for NaN and the user's own.
+- The companion trains before the batch, and steps within what the guards measure.
+- Guards publish while a receive is blocked: trace and meter, around them, count that as waiting.
+- A strike comes before its operation is recorded: it ends no rank within a recorded event.
+- The meter is outermost. It begins last and ends first, so that neither a plain model's training
+  nor the exchange of a trace is a part of the step; the trace ends with the number of that step.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Mapping
+from typing import Any, Callable, NamedTuple
+
+from fleetpipe.job import meeting
+
+
+class ObserverRow(NamedTuple):
+    """An observer that a pipeline may have.
+
+    Attributes:
+        make: What makes it, as ``module:name``; it may return None, for none.
+        arguments: Takes a ``Runtime`` and returns what ``make`` takes; None if nobody asks for it.
+        by_plan: Whether it is made again for another plan.
+    """
+
+    make: str
+    arguments: Callable[[Any], tuple[Any, ...] | None]
+    by_plan: bool = False
+
+
+OBSERVERS: Mapping[str, ObserverRow] = {
+    "finite": ObserverRow(
+        "fleetpipe.dygraph.observe.finite:FiniteSends.asked_for",
+        lambda of: () if "FLAGS_pp_check_naninf" in os.environ else None,
+    ),
+    "users": ObserverRow("fleetpipe.engine.observer:Observers", lambda of: ()),
+    "timers": ObserverRow(
+        "fleetpipe.dygraph.observe.timers:TimedActions",
+        lambda of: (of.timers,) if of.timers else None,
+    ),
+    "hooks": ObserverRow(
+        "fleetpipe.dygraph.observe.hooks:HookCalls",
+        lambda of: (of.schedule, of.bubbles, of.job.connect()),
+        by_plan=True,
+    ),
+    "companion": ObserverRow("fleetpipe.engine.observer:Observers", lambda of: ()),
+    "guards": ObserverRow(
+        "fleetpipe.dygraph.observe.guards:Guards",
+        lambda of: (of.layers, of.job, of.config.guards) if of.config.guards else None,
+    ),
+    "trace": ObserverRow(
+        "fleetpipe.engine.trace:JobTrace",
+        lambda of: (
+            (of.config.trace, of.schedule, of.job)
+            if of.config.trace is not None and of.job.leads("pp")
+            else None
+        ),
+    ),
+    "chaos": ObserverRow(
+        "fleetpipe.contrib.chaos.strike:Chaos.asked_for",
+        lambda of: (
+            (of.plan, of.job.hcg.get_stage_id(), meeting.own_rank())
+            if "FLEETPIPE_CHAOS" in os.environ
+            else None
+        ),
+        by_plan=True,
+    ),
+    "meter": ObserverRow(
+        "fleetpipe.engine.step_meter:StepMeter",
+        lambda of: (of.plan, of.job.pipeline_ranks(), of.job.progress, not of.job.local),
+        by_plan=True,
+    ),
+}
+
+
+def observers_of(runtime: Any, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the observers of a pipeline by their rows. Collective where one of them is.
+
+    Args:
+        runtime: What the pipeline runs on.
+        before: What this has returned for its plan before; nothing for the first one.
+
+    Raises:
+        ConfigError: An option of one of them is wrong.
+    """
+    observers: dict[str, Any] = {}
+    for name, row in OBSERVERS.items():
+        observer = before.get(name)
+        if row.by_plan or not before:
+            arguments = row.arguments(runtime)
+            observer = None if arguments is None else pkgutil.resolve_name(row.make)(*arguments)
+        if observer is not None:
+            observers[name] = observer
+    return observers
