@@ -36,6 +36,15 @@ def tensors_of(value: Nest) -> Iterator[Tensor]:
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, paddle.Tensor))
 
 
+def tensors_by_place(value: Nest) -> dict[str, Tensor]:
+    """Returns the tensors in a value by their places: ``{"[0]['mask']": tensor}``."""
+    return {
+        "".join(f"[{step!r}]" for step in path): leaf
+        for path, leaf in leaves(value)
+        if isinstance(leaf, paddle.Tensor)
+    }
+
+
 def has_gradient(tensor: Tensor) -> bool:
     """Whether backward may begin at a tensor: the indices of ``topk`` have the flag too."""
     return not tensor.stop_gradient and tensor.dtype not in _WHOLE

@@ -12,6 +12,7 @@ from typing import Any
 
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.nest import rebuilt
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 from fleetpipe.parity.differences import Difference, compare_numbers
@@ -137,7 +138,7 @@ def _same(value: Nest, parts: list[Nest]) -> Nest:
     if isinstance(value, dict):
         return dict(zip(value, parts))
     if isinstance(value, (tuple, list)):
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return rebuilt(value, parts)
     return value
 
 

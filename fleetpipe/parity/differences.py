@@ -12,6 +12,7 @@ import numpy as np
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import to_host
+from fleetpipe.transport.wire import bridge
 
 #: What is compared, in the order in which a step computes it.
 QUANTITIES = (
@@ -25,9 +26,6 @@ QUANTITIES = (
     "buffer",
     "last_epoch",
 )
-
-#: Bytes that are compared at once.
-_PART = 2**20
 
 #: Unsigned integers with the bits of a float, by size in bytes.
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -81,10 +79,10 @@ def compare(
         return None
     if pipeline is None or reference is None or not _alike(pipeline, reference):
         return Difference(quantity, name, step, math.inf, math.inf, None)
-    ours, reference_array = numbers_of(pipeline), numbers_of(reference)
-    if _same_bytes(ours, reference_array):
+    if bridge.same_bits(pipeline, reference):
         return None
-    gaps = _gaps(ours, reference_array)
+    ours, reference_array = numbers_of(pipeline), numbers_of(reference)
+    gaps = gaps_of(ours, reference_array)
     worst = np.unravel_index(int(np.argmax(gaps)), gaps.shape)
     absolute = float(gaps[worst])
     scale = float(np.max(np.abs(reference_array)))
@@ -155,14 +153,7 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors have the same shape, dtype and bits, or are both None."""
     if one is None or other is None:
         return one is other
-    return _alike(one, other) and _same_bytes(numbers_of(one), numbers_of(other))
-
-
-def _same_bytes(one: Any, other: Any) -> bool:
-    """Compares arrays of one size part by part, for large ones are not to be copied."""
-    one, other = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
-    parts = (slice(start, start + _PART) for start in range(0, one.size, _PART))
-    return all(np.array_equal(one[part], other[part]) for part in parts)
+    return _alike(one, other) and bridge.same_bits(one, other)
 
 
 def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
@@ -182,7 +173,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return list(one.shape) == list(other.shape) and one.dtype == other.dtype
 
 
-def _gaps(ours: Any, expected: Any) -> Any:
+def gaps_of(ours: Any, expected: Any) -> Any:
     """Returns how far each number is off; infinitely where one alone is NaN or infinite."""
     wide = np.complex128 if np.iscomplexobj(ours) else np.float64
     with np.errstate(invalid="ignore"):

@@ -17,10 +17,10 @@ import numpy as np
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, SingleModel
 from fleetpipe.dygraph.backward.layer_state import model_kept
-from fleetpipe.dygraph.nest import has_gradient, mapped
+from fleetpipe.dygraph.nest import has_gradient, mapped, tensors_by_place
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.paddle_api import paddle
-from fleetpipe.parity.differences import Difference, compare, leaves
+from fleetpipe.parity.differences import Difference, compare
 from fleetpipe.parity.outputs import backward_running, part_of
 from fleetpipe.schedules import Action, Op
 from fleetpipe.transport import MessageKey, Value
@@ -104,7 +104,7 @@ class EdgeWatch:
     def _follow(self, kept: EdgeGradients, op: Action, values: Mapping[MessageKey, Value]) -> None:
         """Begins to keep the gradients of what a forward hands on."""
         for value in _of(op, "F", values):
-            for path, tensor in _tensors(value).items():
+            for path, tensor in tensors_by_place(value).items():
                 if not has_gradient(tensor):
                     continue
                 at = At(op.stage, self._first_micro_batch + op.micro_batch, path)
@@ -144,7 +144,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
     def copied(layer: int, value: Nest) -> Nest:
         stage, micro_batch = borders[layer], calls[layer]
         calls[layer] += 1
-        places = [At(stage, micro_batch, path) for path in _tensors(value)]
+        places = [At(stage, micro_batch, path) for path in tensors_by_place(value)]
 
         def copy(tensor: Tensor) -> Tensor:
             at = places.pop(0)
@@ -228,7 +228,3 @@ def unit(tensor: Tensor) -> float:
     """Returns the last place of a tensor's dtype, of 1."""
     name = str(tensor.dtype).rpartition(".")[2]
     return 2.0**-7 if name == "bfloat16" else float(np.finfo(name).eps)
-
-
-def _tensors(value: Nest) -> dict[str, Tensor]:
-    return {path: leaf for path, leaf in leaves(value).items() if isinstance(leaf, paddle.Tensor)}

@@ -10,7 +10,7 @@ from typing import Any, Callable
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineParallel, random_keys, weighted
 from fleetpipe.dygraph.batch.micro_batches import counted_in
-from fleetpipe.dygraph.nest import rebuilt
+from fleetpipe.dygraph.batch.outputs import joined
 from fleetpipe.dygraph.optimizer.replicas import share_in_mean
 from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.job.job import pipeline_group
@@ -161,18 +161,6 @@ class Evaluations:
             if keys is not None:
                 keys.micro_batch = GlobalMicroBatch(number)
             yield value
-
-
-def joined(values: Sequence[Nest]) -> Nest:
-    """Returns the outputs of micro-batches as one: rows one after another, numbers stacked."""
-    first = values[0]
-    if isinstance(first, paddle.Tensor):
-        return paddle.concat([*values]) if first.ndim else paddle.stack([*values])
-    if isinstance(first, dict):
-        return {key: joined([value[key] for value in values]) for key in first}
-    if isinstance(first, (tuple, list)):
-        return rebuilt(first, [joined(part) for part in zip(*values)])
-    return first
 
 
 def _put(state: dict[str, Tensor], reference: Reference) -> None:

@@ -18,6 +18,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import TABLES, buffers_in, parameters_in
 from fleetpipe.paddle_api.operations import renew, set_data
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
+from fleetpipe.transport.wire import bridge
 
 #: Where a layer has what it has; a tensor that is set leaves the attributes and comes here.
 
@@ -84,10 +85,6 @@ def _kept(tensor: Tensor) -> _Kept:
     return _Kept(tensor, memory, not tensor.stop_gradient)
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)
-
-
 def _restored(kept: _Kept) -> bool:
     """Puts back what a tensor held; returns whether it was something else."""
     tensor, memory, trained = kept
@@ -105,7 +102,7 @@ def _restored(kept: _Kept) -> bool:
         and tensor.shape == memory.shape
         and tensor.dtype == memory.dtype
         # equal_all of 2.6.2 takes small numbers for zeros.
-        and np.array_equal(_bytes(tensor), _bytes(memory))
+        and bridge.same_bits(tensor, memory)
     )
     set_data(tensor, memory)
     return not same

@@ -24,6 +24,7 @@ from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.stage import DygraphStage
+from fleetpipe.dygraph.nest import tensors_by_place, tensors_of
 from fleetpipe.dygraph.observe.guards import Guards
 from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.launch import script
@@ -31,7 +32,7 @@ from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import wrapped_layer
 from fleetpipe.paddle_api.optimizer import base_optimizer, optimized_parameters
-from fleetpipe.parity.differences import leaves, numbers_of
+from fleetpipe.parity.differences import numbers_of
 
 #: A method's replacement: it takes the method, then what that takes.
 Around = Callable[..., Any]
@@ -201,8 +202,7 @@ class _Hooks:
             recorder.begin_micro_batch(recorder.micro_batch + 1)
             self._data("input", inputs, recorder.micro_batch)
         elif recorder.main_root is not None and not any(True for _ in inner.parameters()):
-            labels = [t for t in leaves(inputs).values() if isinstance(t, paddle.Tensor)]
-            integers = [t for t in labels if not t.is_floating_point()]
+            integers = [t for t in tensors_of(inputs) if not t.is_floating_point()]
             self._data("label", integers, recorder.micro_batch)
 
     def _begin_step(self) -> None:
@@ -212,10 +212,8 @@ class _Hooks:
 
     def _data(self, kind: str, values: Nest, micro_batch: int) -> None:
         recorder = self._recorder
-        for path, tensor in leaves(values).items():
-            if isinstance(tensor, paddle.Tensor):
-                place = Meaning(recorder.step, "data", "", micro_batch, kind + path)
-                recorder.put(place, tensor)
+        for path, tensor in tensors_by_place(values).items():
+            recorder.put(Meaning(recorder.step, "data", "", micro_batch, kind + path), tensor)
 
     # A pipeline's batch
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from fleetpipe.contrib.locator.record import Meaning, Record
+from fleetpipe.parity.differences import gaps_of
 
 #: How much more than one sample of rounding passes. Sums in another order make several times what
 #: the sample shows; a wrong operation makes thousands of times as much.
@@ -30,11 +31,7 @@ def gap(ours: np.ndarray, expected: np.ndarray, scale: float | None = None) -> f
         return float("inf")
     if ours.size == 0 or ours.tobytes() == expected.tobytes():
         return 0.0
-    one, other = ours.astype("float64"), expected.astype("float64")
-    with np.errstate(invalid="ignore"):
-        apart = np.abs(one - other)
-    equal = (one == other) | (np.isnan(one) & np.isnan(other))
-    worst = float(np.where(equal, 0.0, np.where(np.isnan(apart), np.inf, apart)).max())
+    worst = float(gaps_of(ours, expected).max())
     size = largest(expected) if scale is None else scale
     return worst / size if size else (0.0 if worst == 0 else float("inf"))
 

@@ -17,7 +17,7 @@ from fleetpipe.contrib.locator.assembly import WholeTensors
 from fleetpipe.contrib.locator.record import Meaning, RankTensors
 from fleetpipe.contrib.locator.tolerance import gap
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
-from fleetpipe.dygraph.nest import leaves, mapped
+from fleetpipe.dygraph.nest import mapped, tensors_by_place, tensors_of
 from fleetpipe.mesh import AXES
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import learning_rate_of
@@ -103,15 +103,13 @@ class Feed:
         inputs, labels = (self._whole.batches(step, kind) for kind in ("input", "label"))
         listed = isinstance(data, (list, tuple)) and len(data) == 2
         rows = pipeline.accumulate_steps * pipeline.micro_batch_size
-        if listed and all(
-            t.shape[:1] == [rows] for _, t in leaves(list(data)) if isinstance(t, paddle.Tensor)
-        ):
+        if listed and all(t.shape[:1] == [rows] for t in tensors_of(list(data))):
             return [data[0], self._weighed(data[1], labels)] if len(labels) == wanted else data
         if len(inputs) != wanted or len(labels) != wanted:
             return data
         template = data if listed else next(data)
         for part, values in zip(template, (inputs, labels)):
-            if _paths(part) != set(values[0]):
+            if tensors_by_place(part).keys() != values[0].keys():
                 return data if listed else [template]
         return [
             [_filled(part, value) for value in values]
@@ -124,8 +122,7 @@ class Feed:
         A script computes them from the samples of all replicas, and multiplies them by how many
         there are where their mean is taken. Others are wrong: the loss of the twin's own shows it.
         """
-        tensors = ((p, t) for p, t in leaves(target) if isinstance(t, paddle.Tensor))
-        here = {"".join(f"[{s!r}]" for s in path): numbers_of(t) for path, t in tensors}
+        here = {place: numbers_of(tensor) for place, tensor in tensors_by_place(target).items()}
         if here.keys() != labels[0].keys():
             return target
         joined = {path: np.concatenate([batch[path] for batch in labels]) for path in here}
@@ -154,17 +151,9 @@ class Feed:
             tensor.set_value(paddle.to_tensor(value).astype(tensor.dtype))
 
 
-def _paths(value: Nest) -> set[str]:
-    return {"".join(f"[{step!r}]" for step in path) for path, _ in leaves(value)}
-
-
 def _filled(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:
     """Returns a value like ``template`` with other tensors in it."""
-    ordered = iter(
-        values["".join(f"[{step!r}]" for step in path)]
-        for path, leaf in leaves(template)
-        if isinstance(leaf, paddle.Tensor)
-    )
+    ordered = (values[place] for place in tensors_by_place(template))
     return mapped(lambda _: paddle.to_tensor(next(ordered)), template)
 
 
