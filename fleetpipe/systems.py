@@ -233,14 +233,6 @@ def end_session(leader: int) -> None:
             os.killpg(leader, signal.SIGKILL)
 
 
-def leave_parent() -> None:
-    """Goes on in a fork that is no child of what started this process, with no signal blocked."""
-    if sys.platform != "win32":
-        if os.fork():
-            os._exit(0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
 def lower_priority(nice: int) -> None:
     """Gives this thread at least the nice value ``nice``; only Linux has one for each thread."""
     if sys.platform == "linux":

@@ -95,20 +95,6 @@ def tell_preempted(step: int) -> None:
     _leave("preempted", str(step))
 
 
-def tell_replica(ranks: int, alone: bool) -> None:
-    """Leaves word of how many ranks a replica has, and whether one process can play all of them."""
-    _leave("replica", json.dumps([ranks, alone]))
-
-
-def replica(home: Path, rank: int) -> tuple[int, bool] | None:
-    """Returns what a rank has told of its replica; None where it has not."""
-    file = home / f"replica.{rank}"
-    if not file.exists() or not (text := file.read_text(encoding="ascii")):
-        return None
-    ranks, alone = json.loads(text)
-    return ranks, alone
-
-
 def tell_record(record: Path) -> None:
     """Leaves word of a folder in which this run is recorded; the attempt's end is told there."""
     home = folder()

@@ -50,8 +50,6 @@ def begin_together(
     """
     systems.require_ranks()
     degrees = mesh.degrees
-    of_replica = degrees.size // degrees.replicas
-    attempt_files.tell_replica(of_replica, alone=of_replica == degrees.pp)
     rank, ranks = meeting.own_rank(), meeting.world_size()
     prefix = f"fleetpipe/{number}"
     store = meeting.come_together(number, timeout)

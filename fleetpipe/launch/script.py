@@ -196,7 +196,7 @@ def execute_to_the_end(script: Path, arguments: Sequence[str]) -> int:
     try:
         execute(script, arguments)
     except SystemExit as stop:
-        return _exit_code(stop.code)
+        return exit_code(stop.code)
     except Exception as error:
         # Python itself keeps the error here, and fleetpipe finds it when the process ends.
         sys.last_type, sys.last_value = type(error), error
@@ -237,7 +237,7 @@ def _from_script(error: Exception, script: Path) -> TracebackType | None:
     return traceback
 
 
-def _exit_code(status: object) -> int:
+def exit_code(status: object) -> int:
     """Does with the argument of ``sys.exit`` what Python does with it at the end."""
     if status is None:
         return 0

@@ -74,7 +74,8 @@ def test_the_script_for_ray_starts_a_cluster_and_on_its_head_the_job(tmp_path: P
     cluster, job = words.split(" -- ")
     assert cluster == ("--label ray symmetric-run --address node07:6379 --min-nodes 2 --num-cpus 4")
     assert job == (
-        "fleetpipe launch --ray node07:6379 --nnodes 1:2 --nproc 4 --keep_state train.py --epochs 3"
+        "fleetpipe launch --ray node07:6379 --nnodes 1:2 --nproc 4 --checkpoint_dir checkpoints "
+        "train.py --epochs 3"
     )
     assert (mode, token_bytes) == ("token", "64")
     assert {file.name for file in tmp_path.iterdir()} == {"scontrol", "srun"}

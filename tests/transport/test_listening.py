@@ -1,8 +1,4 @@
-"""What of the package others can connect to: the ranks' mesh, Paddle's store, and ``--serve``.
-
-Before a job on several nodes of Ray begins, each opens a port for some seconds, which others try to
-reach; nothing is read from it.
-"""
+"""What of the package others can connect to: the ranks' mesh, Paddle's store, and ``--serve``."""
 
 from __future__ import annotations
 
@@ -29,6 +25,5 @@ def test_nothing_else_listens() -> None:
         ("fleetpipe/transport/joining/hosts.py", "listen"),
         ("fleetpipe/transport/joining/hosts.py", "Listener"),  # what it returns
         ("fleetpipe/paddle_api/topology.py", "TCPStore"),
-        ("fleetpipe/contrib/ray/nodes.py", "create_server"),  # see above
         ("fleetpipe/contrib/watch/server.py", "start_server"),  # where it is asked for
     }

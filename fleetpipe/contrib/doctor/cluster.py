@@ -36,7 +36,7 @@ def _of_nodes(ranks: int, folder: Path) -> list[Finding]:
 
     remote: Any = ray.remote(num_cpus=0)(look)
     listed: list[Finding] = []
-    for node in nodes.staying("CPU"):
+    for node in nodes.staying():
         # One after another: a clock is compared with that of here, around the call.
         begin = time.time()
         reference = remote.options(label_selector=node.label).remote(ranks, str(folder))

@@ -21,7 +21,6 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Saved, TensorName
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.contrib.kept_state import copies
 from fleetpipe.contrib.kept_state.slots import SlotForm, Slots, aligned
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.parts import Described, Held
@@ -69,8 +68,6 @@ class KeptState:
         segment.write(step, [host_memory.bytes_of(one) for one in held], text)
         if len(segment.steps()) > 1:
             self._forget_others(segment)
-        if step % copies.COPY_EVERY == 0:
-            copies.request(self._folder, self._ranks.rank, step)
 
     @dynamic_mode()
     def newest(self) -> int | None:

@@ -54,6 +54,9 @@ def connected(address: str | None, resources: Mapping[str, float]) -> Iterator[N
     Raises:
         ConfigError: There is no such cluster, or it does not take this process.
     """
+    if "RAY_DEDUP_LOGS" not in os.environ:
+        # Lines of steps, which differ in their numbers alone, are all shown.
+        ray_logging.RAY_DEDUP_LOGS = False
     if ray.is_initialized():
         yield
     elif address:
@@ -120,12 +123,10 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Within it a cluster listens at 127.0.0.1 alone, and shows every line of its workers."""
+    """Within it a cluster listens at 127.0.0.1 alone."""
     changed = ray_constants.ENABLE_RAY_CLUSTER
     # On Linux Ray turns a loopback address that it is given into one that others reach.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    if "RAY_DEDUP_LOGS" not in os.environ:
-        ray_logging.RAY_DEDUP_LOGS = False
     try:
         yield
     finally:
@@ -222,8 +223,8 @@ def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> N
         f"the cluster has room for {places} worker(s), {workers} are asked for",
         expected=f"{_shown(bundle)} for each of {workers}",
         got="; ".join(each),
-        fix="lower num_workers or resources_per_worker, add nodes, or have the job wait for them: "
-        "PaddleConfig(wait_for_nodes=600)",
+        fix="lower num_workers (of fleetpipe launch --nnodes or --nproc) or resources_per_worker, "
+        "add nodes, or have the job wait for them: PaddleConfig(wait_for_nodes=600), --wait 600",
     )
 
 
@@ -261,10 +262,7 @@ def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
 
     look = ray.remote(num_cpus=0, runtime_env=dict(runtime_env or {}))(missing)
     lacking = nodes.answers(
-        {
-            node: look.options(label_selector=node.label).remote(NEEDED)
-            for node in nodes.staying("CPU")
-        }
+        {node: look.options(label_selector=node.label).remote(NEEDED) for node in nodes.staying()}
     )
     for node, lack in lacking.items():
         if lack:

@@ -1,4 +1,4 @@
-"""``fleetpipe launch``: the local launcher, or with ``--ray`` the one on a Ray cluster."""
+"""``fleetpipe launch``: the local launcher, or with ``--ray`` Ray Train."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs a job to its end; returns the exit code that the local launcher describes.
+    """Runs a job to its end; returns the exit code that its launcher describes.
 
     Raises:
         UsageError: Ray is asked for, and not installed.

@@ -1,8 +1,7 @@
 """How an attempt ended, whether the job is started again, and with which code it ends where not.
 
-The verdict says which rank failed first, in which step, and with which error. The rules are those
-of the launcher of one host and of the one on a Ray cluster: nothing here starts a process, looks at
-a clock or loads Paddle.
+The verdict says which rank failed first, in which step, and with which error. Nothing here
+starts a process, looks at a clock or loads Paddle.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class Verdict:
         details: What its last words were, or where all ranks were.
         raised: Whether it raised an error, as it would again.
         permanent: Whether no restart mends that error.
-        gone: Whether a host was lost with it, which tells nothing of the step it was in.
         shown: Whether the terminal has what it raised already.
         done: Steps that the pipeline did in the attempt; None where ``step`` says more.
     """
@@ -48,7 +46,6 @@ class Verdict:
     details: str = ""
     raised: bool = False
     permanent: bool = False
-    gone: bool = False
     shown: bool = False
     done: int | None = None
 
@@ -56,11 +53,8 @@ class Verdict:
         """Whether this failure is the one of ``other`` once more.
 
         That is one in the same step; before any step, where a rank may have been killed while it
-        loaded, one with the same kind of error from the same line. A host that is lost repeats
-        nothing.
+        loaded, one with the same kind of error from the same line.
         """
-        if self.gone or other.gone:
-            return False
         if self.step is None or other.step is None:
             both = self.raised and other.raised
             return self.step is other.step and both and self._cause() == other._cause()
@@ -208,7 +202,6 @@ def after(
     verdict: Verdict,
     max_restart: int,
     stopped_by: int | None = None,
-    resized: str | None = None,
 ) -> End | Again:
     """Decides what follows an attempt that has ended.
 
@@ -217,16 +210,11 @@ def after(
         verdict: How it ended, as :func:`interrupted` returns it.
         max_restart: How many failures are followed by another attempt.
         stopped_by: The first signal that asked the job to stop; None where none did.
-        resized: Why its ranks were asked to save and end although the job goes on, on others say;
-            None where they were not. This is no failure.
     """
     saved = verdict.saved
     if verdict.code == attempt_files.INTERRUPTED and stopped_by == signal.SIGINT:
         what = "" if saved is None else f", the job saved {saved} steps"
         return End(attempt_files.INTERRUPTED, (f"interrupted{what}",))
-    if saved is not None and resized is not None and stopped_by is None:
-        following = Attempt(attempt.number + 1, attempt.restarts)
-        return Again(following, (f"{saved} steps are saved: {resized}",))
     if saved is not None:
         said = f"asked to stop, the job saved {saved} steps and ended"
         return End(attempt_files.PREEMPTED, (said,))

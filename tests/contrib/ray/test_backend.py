@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[ray]'")
 
-from fleetpipe.contrib.ray import backend, worker
+from fleetpipe.contrib.ray import backend
 from fleetpipe.contrib.ray.backend import RankPlace, rank_environments
-from fleetpipe.contrib.ray.mailbox import WorkerOrder
 
 
 def test_each_rank_is_told_where_all_of_them_are() -> None:
@@ -57,20 +54,3 @@ def test_a_port_at_which_somebody_listens_is_not_given(monkeypatch: pytest.Monke
         monkeypatch.setattr(backend, "_PORTS", range(taken, taken + 1))
         with pytest.raises(backend.TransportError, match="too few free ports"):
             backend.free_ports(1)
-
-
-def test_workers_leave_while_their_ranks_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ray.train.get_context", Mock)
-    monkeypatch.setattr(worker, "own_place", Mock())
-    leaving = worker._Worker(Mock(), 1)
-    leaving._rank = 1
-    attempt = worker.WorkerAttempt(1, [], "", str(tmp_path), {}, {}, [{}, {}], kept=[])
-    leaving._orders.extend(
-        [WorkerOrder("begin", attempt), WorkerOrder("signal", 15), WorkerOrder("leave")]
-    )
-    keeper = Mock(**{"code.return_value": None})
-    leaving.serve(tmp_path, keeper)
-    keeper.start.assert_called_once()
-    keeper.signal.assert_called_once_with(15)

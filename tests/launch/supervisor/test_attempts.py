@@ -10,7 +10,6 @@ import pytest
 from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED
 from fleetpipe.launch.supervisor.attempts import (
     POISONED,
-    Again,
     Attempt,
     End,
     Verdict,
@@ -38,10 +37,6 @@ def raised(step: int | None, text: str) -> Verdict:
 
 def permanent(step: int | None) -> Verdict:
     return replace(raised(step, "ConfigError: x"), permanent=True)
-
-
-def lost(step: int) -> Verdict:
-    return Verdict(1, step=step, culprit="a host is gone", gone=True)
 
 
 def through(*verdicts: Verdict, max_restart: int = 3) -> tuple[int, int, list[str]]:
@@ -72,7 +67,6 @@ def test_what_the_terminal_has_is_not_said_again() -> None:
         ([killed(4), raised(9, "x"), killed(10), killed(11)], 137),
         ([killed(4), killed(4)], POISONED),
         ([killed(4), killed(5), raised(5, "x")], POISONED),
-        ([killed(4), lost(4), lost(4), killed(4)], 137),
         ([disk_full(4), disk_full(4)], 1),
         ([raised(None, "x"), raised(None, "x")], 1),
         ([raised(None, "x"), raised(None, "y"), killed(None), killed(None)], 137),
@@ -115,15 +109,6 @@ def test_what_ctrl_c_ended_was_interrupted() -> None:
     for verdict in (SAVED, killed(4)):
         expected = replace(verdict, code=INTERRUPTED, culprit="interrupted")
         assert interrupted(verdict, signal.SIGINT) == expected
-
-
-def test_an_attempt_with_other_ranks_is_no_restart() -> None:
-    attempt = Attempt(3, 1, killed(4))
-    then = after(attempt, SAVED, 1, resized="a host has come")
-    assert then == Again(Attempt(4, 1), ("8 steps are saved: a host has come",))
-    assert after(attempt, SAVED, 1, signal.SIGTERM, "a host has come").said == (
-        "asked to stop, the job saved 8 steps and ended",
-    )
 
 
 def test_a_full_disk_is_not_the_fault_of_a_step() -> None:
