@@ -10,6 +10,7 @@ machine too, this says more than a ratio of two steps.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ def model_of(case: Case) -> tuple[Any, list[paddle.Tensor]]:
     fleet.init(is_collective=True, strategy=strategy)
     sizes = [64, *[case.hidden] * DEPTH]
     layers: list[Any] = []
-    for wide, narrow in zip(sizes, sizes[1:]):
+    for wide, narrow in itertools.pairwise(sizes):
         layers += [LayerDesc(nn.Linear, wide, narrow), nn.functional.relu]
     model = fleetpipe.Model([*layers, LayerDesc(nn.Linear, case.hidden, 10)])
     numbers = np.random.default_rng(0)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import time
 from typing import Any, NamedTuple
@@ -192,7 +193,7 @@ def simulated(args: argparse.Namespace, ranks: int, layers: list[Any], body: int
 
     cut = [*fastest(range(1, body), body, ranks, seconds).boundaries]
     cut += range(body + 1, len(layers) + 1)
-    stages = [layers[first:last] for first, last in zip(cut, cut[1:])]
+    stages = [layers[first:last] for first, last in itertools.pairwise(cut)]
     costs = Costs(
         forward=tuple(sum(one.forward for one in stage) for stage in stages),
         backward=tuple(sum(one.backward for one in stage) for stage in stages),

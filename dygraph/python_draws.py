@@ -11,9 +11,9 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np

@@ -13,11 +13,11 @@ import importlib
 import json
 import os
 import reprlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fleetpipe.errors import FleetPipeError, nearest
 

@@ -7,7 +7,7 @@ and on 2.6.2. What a user never calls takes ``fleetpipe.aliases``, whose names a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from paddle import Tensor as Tensor
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
             """Returns what the optimizer keeps, by parameter."""
 
     #: Of :class:`fleetpipe.Model`'s methods.
-    FitCallbacks = Union[Callback, str, Sequence[Union[Callback, str]], None]
+    FitCallbacks = Callback | str | Sequence[Callback | str] | None
     #: What yields batches, or is made into them.
-    Data = Union[Dataset[Any], Iterable[Any], None]
+    Data = Dataset[Any] | Iterable[Any] | None
     #: The arguments of a model's forward: one, several, or by name.
-    Inputs = Union[Tensor, InputSpec, tuple[Any, ...], list[Any], dict[str, Any]]
+    Inputs = Tensor | InputSpec | tuple[Any, ...] | list[Any] | dict[str, Any]
 else:
     CommunicateTopology = DistributedStrategy = Fleet = GradScaler = HybridCommunicateGroup = Any
     Data = FitCallbacks = Inputs = Layer = LRScheduler = Optimizer = Program = Any
     RoleMakerBase = Tensor = Any
 
 #: Of ``[inputs, labels]`` or an iterator of ``(inputs, labels)``; None on a rank that needs none.
-Batch = Union[list[Any], tuple[Any, ...], Iterator[Any], None]
+Batch = list[Any] | tuple[Any, ...] | Iterator[Any] | None

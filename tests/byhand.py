@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Union
+from typing import Any, NamedTuple, NoReturn
 
 from tests import launching
 from tests.fixtures import Call
@@ -44,7 +44,7 @@ class Ended(NamedTuple):
 
 
 #: Both are used alike.
-Process = Union[Forked, "subprocess.Popen[bytes]"]
+Process = Forked | subprocess.Popen[bytes]
 
 
 class Ranks:

@@ -11,6 +11,7 @@ are what is alive after I beside what is alive after F of a whole backward.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from fractions import Fraction
@@ -57,7 +58,7 @@ class Side:
         self._micro_batch(0)
         marks = self._micro_batch(1)
         self.stage.end()
-        return [after - earlier for earlier, after in zip(marks, marks[1:])]
+        return [after - earlier for earlier, after in itertools.pairwise(marks)]
 
     def _micro_batch(self, number: int) -> list[float]:
         """Returns when each action began, and when the last ended."""

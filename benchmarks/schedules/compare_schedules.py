@@ -9,6 +9,7 @@ rank, or v slices of a sequence, each takes 1/v. Peaks are in micro-batches of s
 from __future__ import annotations
 
 import argparse
+import itertools
 
 from fleetpipe.schedules import Costs, Schedule, build
 
@@ -36,7 +37,7 @@ def transfers(schedule: Schedule) -> int:
     return (
         2
         * schedule.slices
-        * sum(owner != following for owner, following in zip(owners, owners[1:]))
+        * sum(owner != following for owner, following in itertools.pairwise(owners))
     )
 
 

@@ -7,9 +7,8 @@ is added where the sum lies, which saves autograd's round for each layer and mic
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Callable
 
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.paddle_api import paddle

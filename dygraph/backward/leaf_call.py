@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Callable, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.dygraph.backward.adding import Sums, token

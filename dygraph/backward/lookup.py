@@ -9,8 +9,7 @@ of a batch is added as a whole, and after that no number of the sum is -0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Callable
+from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.backward.adding import Sums

@@ -7,8 +7,8 @@ kept for the call's border to run; all others are Paddle's own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.paddle_api.tensor import (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Callable, Protocol
+from typing import Protocol
 
 from fleetpipe.dygraph import random_keys
 from fleetpipe.paddle_api import paddle

@@ -9,8 +9,8 @@ others, the sum is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import Callable, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 

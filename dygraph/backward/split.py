@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Callable
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backward import recompute

@@ -6,9 +6,9 @@ And the loss functions as a model's user gives them: one, several in a list, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Callable
+from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import gradients

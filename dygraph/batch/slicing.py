@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Union
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
@@ -14,7 +13,7 @@ from fleetpipe.errors import ConfigError
 
 #: How sequences are cut: into so many slices of lengths as equal as can be, or into slices whose
 #: lengths have these proportions.
-Slicing = Union[int, tuple[int, ...]]
+Slicing = int | tuple[int, ...]
 
 #: The first place of a slice, and the one after its last.
 Bounds = list[tuple[int, int]]

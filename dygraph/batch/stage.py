@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Callable, NamedTuple, Optional, Protocol
+from typing import NamedTuple, Protocol
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import experts, random_keys
@@ -29,7 +29,7 @@ from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 RunOf = Callable[[int], Callable[[Nest, GlobalMicroBatch], Nest]]
 
 #: A gradient, or None, for each tensor of a value that needs one; None at either end of the model.
-Gradients = Optional[tuple[Tensor, ...]]
+Gradients = tuple[Tensor, ...] | None
 
 
 class Batch:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Callable
+from collections.abc import Callable, Iterable
 
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.experts import exchange, operations

@@ -8,8 +8,8 @@ crosses between stages as any other value does, and whose gradients come back th
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, Callable, Optional
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.errors import ConfigError
@@ -17,7 +17,7 @@ from fleetpipe.paddle_api import paddle
 
 _VALUE, _LOSS = "value", "auxiliary loss"
 #: Returns what a layer has left in the forward that ended just now; None for nothing.
-Take = Callable[[Layer], Optional[Tensor]]
+Take = Callable[[Layer], Tensor | None]
 Function = Callable[..., Nest]
 
 

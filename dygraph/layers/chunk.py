@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Callable, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import NoReturn
 
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.backward.recompute import layers_in

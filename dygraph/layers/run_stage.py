@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from typing import Callable, NamedTuple, Optional
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import random_keys
@@ -18,7 +18,7 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 
 #: ``run(value, micro_batch)`` runs layers. The value is what the first takes, the micro-batch the
 #: global one in a run of a plan, and None in a direct call.
-Run = Callable[[Nest, Optional[GlobalMicroBatch]], Nest]
+Run = Callable[[Nest, GlobalMicroBatch | None], Nest]
 
 
 class _Step(NamedTuple):

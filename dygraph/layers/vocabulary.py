@@ -12,8 +12,9 @@ in the same products and sums, when the loss asks for it: until then the logits 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Context, Nest, Tensor
 from fleetpipe.errors import BoundaryError, ConfigError, require_whole
@@ -106,7 +107,7 @@ class VocabularyHead(_Description):
         """Returns what it stands for: a part for each rank, and the loss."""
         parts: list[Any] = []
         bounds = self.bounds(ranks)
-        for part, (first, last) in enumerate(zip(bounds, bounds[1:])):
+        for part, (first, last) in enumerate(itertools.pairwise(bounds)):
             arguments = (
                 self.hidden,
                 PartOfWhole(part, Region(self.axis, first, last, self.vocabulary)),
@@ -265,7 +266,7 @@ class EmbeddingInParts(paddle.nn.Layer):
     def __init__(self, hidden: int, bounds: Sequence[int], weight_attr: Any = None) -> None:
         super().__init__()
         self._bounds = tuple(bounds)
-        for number, (first, last) in enumerate(zip(bounds, bounds[1:])):
+        for number, (first, last) in enumerate(itertools.pairwise(bounds)):
             part = PartOfWhole(number, Region(0, first, last, bounds[-1]))
             weight = self.create_parameter([last - first, hidden], attr=weight_attr)
             self.add_parameter(_name(number), _part(weight, part))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.layers.tied import SharedLayer, is_shared

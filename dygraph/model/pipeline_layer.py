@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor

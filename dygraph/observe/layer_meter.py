@@ -10,8 +10,8 @@ import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import slices

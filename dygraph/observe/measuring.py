@@ -11,10 +11,9 @@ import itertools
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Callable
 
 from fleetpipe import systems
 from fleetpipe.aliases import Nest, Tensor

@@ -7,6 +7,7 @@ each slice is measured like this as well.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,7 +107,7 @@ def _of_all_ranks(job: Job, samples: measuring.Samples) -> _Typical:
 def _parts(layers: PipelineLayer) -> list[tuple[int, int]]:
     """Returns the first layer of each stage and the one after its last, the loss as the last."""
     bounds = [*layers.partition.boundaries[:-1], len(layers.partition.layers) + 1]
-    return list(zip(bounds, bounds[1:]))
+    return list(itertools.pairwise(bounds))
 
 
 def _names(layers: PipelineLayer) -> list[str]:

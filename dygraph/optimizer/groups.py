@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 from fleetpipe.aliases import Optimizer
 from fleetpipe.paddle_api import paddle
@@ -22,7 +22,7 @@ from fleetpipe.paddle_api.optimizer import (
 
 #: What tells a group apart from others, the same on all ranks: its options as text, which of those
 #: with these options it is, and the norm of all its gradients to which it is clipped, if there is.
-GroupKey = tuple[str, int, Optional[float]]
+GroupKey = tuple[str, int, float | None]
 #: Where a group that this rank has no part of keeps its key.
 _KEY = "key"
 

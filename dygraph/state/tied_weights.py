@@ -8,9 +8,9 @@ same bits, and with them the copies after any optimizer's step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient

@@ -7,8 +7,8 @@ Paddle's signature and does its work over the members of the group; in static gr
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations, sequence

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 import pkgutil
-from collections.abc import Mapping
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from fleetpipe.job import meeting
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
-from typing import Any, Callable
+from typing import Any
 
 from fleetpipe.aliases import Nest, Strategy, Tensor
 from fleetpipe.config import PipelineConfig, scale_strategy

@@ -6,8 +6,8 @@ as in a list of layers that ends in a ``VocabularyHead``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.stages import CapturedStages

@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fleetpipe import log
 from fleetpipe.engine.observer import Blocked, Instruction, Observer, Observers, message_of

@@ -7,8 +7,8 @@ one that nobody watches costs nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, Callable, NamedTuple, Protocol, Union
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from fleetpipe.schedules import Op, Recv, Send
 from fleetpipe.transport import MessageKey, Value
@@ -22,7 +22,7 @@ class Blocked(NamedTuple):
 
 
 #: Does its part of the plan and returns None, or returns what it waits for and is called again.
-Instruction = Callable[[], Union[Blocked, None]]
+Instruction = Callable[[], Blocked | None]
 
 
 class Played(Protocol):

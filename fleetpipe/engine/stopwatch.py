@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Callable
+from collections.abc import Callable
 
 from fleetpipe.engine.observer import Blocked, Instruction
 from fleetpipe.mesh.turns import stretch

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, Callable, Protocol
+from typing import Any, Protocol
 
 from fleetpipe import log
 from fleetpipe.arguments import require_folder

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any
 
 from fleetpipe.errors import UsageError, require_whole
 from fleetpipe.io.position import BatchesInTurn, DrawnBatches, Iterated, ResumableSampler

@@ -9,8 +9,8 @@ more, and drops them. A saved position that is none of this run's is refused by 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Callable, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from fleetpipe.errors import CheckpointError, StateError, require_whole
 from fleetpipe.io.sample_streams import Key

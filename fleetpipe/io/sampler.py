@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.representation import shows
 
 _FIELDS = {"seed": int, "epoch": int, "consumed": int, "samples": int, "shuffle": bool}
-_Order = Union[range, "np.ndarray[Any, np.dtype[np.int64]]"]
+_Order = range | np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
-from typing import Any, Callable
+from typing import Any
 
 from fleetpipe import numerics
 from fleetpipe.errors import ConfigError

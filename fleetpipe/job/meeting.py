@@ -11,8 +11,8 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Collection
-from typing import Any, Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 from fleetpipe.errors import (
     ConfigError,

@@ -11,8 +11,9 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Callable, Protocol
+from typing import Protocol
 
 from fleetpipe.errors import PipelineTimeout
 

@@ -6,10 +6,9 @@ casts and ``capture`` see them as any other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Callable
 
 from paddle import _C_ops
 

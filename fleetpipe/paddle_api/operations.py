@@ -10,11 +10,11 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, Callable, Protocol
+from typing import Any, Protocol
 
 from paddle import _C_ops, _legacy_C_ops
 from paddle.base import core

@@ -10,10 +10,10 @@ import copy
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 from paddle import _C_ops
 from paddle.base import core

@@ -19,7 +19,7 @@ two values are apart; the session puts those that all ranks found into one ``rep
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Scaler, Scheduler
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel

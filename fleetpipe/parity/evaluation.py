@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any, Callable
+from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineParallel, random_keys, weighted

@@ -6,7 +6,7 @@ The reference has learning rate schedulers of its own, which only the reference 
 from __future__ import annotations
 
 import copy
-from typing import Callable
+from collections.abc import Callable
 
 from fleetpipe.aliases import Nest, Optimizer, Scheduler, Tensor
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, tensor_parallel

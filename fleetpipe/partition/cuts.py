@@ -6,6 +6,7 @@ layers; stage ``s`` holds the layers ``boundaries[s]`` to ``boundaries[s + 1] - 
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Sequence
@@ -170,7 +171,7 @@ def require_cover(boundaries: Sequence[int], count: int, method: str) -> None:
             got=got,
             fix="begin the list with 0",
         )
-    for stage, (start, end) in enumerate(zip(boundaries, boundaries[1:])):
+    for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         if start >= end:
             fault = "would be empty" if start == end else "would end before it begins"
             raise PartitionError(

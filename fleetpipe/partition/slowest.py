@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from fleetpipe.errors import PartitionError
@@ -141,7 +141,7 @@ def fastest(
         return max(seconds, 0) ** 2 if sent is None else 0.0
 
     boundaries, _ = _cut(bounds, parts, second, lambda before, one: before + one, second_floor)
-    stages = enumerate(zip(boundaries, boundaries[1:]))
+    stages = enumerate(pairwise(boundaries))
     return Bottleneck(boundaries, max(cost(stage, *bounds) for stage, bounds in stages))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError
 from fleetpipe.json_value import MOST

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from fleetpipe.schedules import Placement, Schedule
 from fleetpipe.schedules.action import flatten
 
 #: The costs of stages, by stage.
-Costed = Union[Mapping[int, StageCost], Sequence[StageCost]]
+Costed = Mapping[int, StageCost] | Sequence[StageCost]
 
 
 class Peak(NamedTuple):

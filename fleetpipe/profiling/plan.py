@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Callable, TypeVar
+from typing import TypeVar
 
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.json_value import JsonValue, Source, parse, read

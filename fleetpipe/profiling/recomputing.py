@@ -6,6 +6,7 @@ no longer holds, for as many micro-batches as are on their way when the rank hol
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -44,7 +45,7 @@ def recomputed(
         optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
     """
     chosen: list[tuple[int, ...]] = [()] * (len(boundaries) - 1)
-    ranges = list(zip(boundaries, boundaries[1:]))
+    ranges = list(itertools.pairwise(boundaries))
     plain = stages.cut(boundaries)
     for rank in range(schedule.placement.ranks):
         owned = schedule.placement.stages_of(rank)
@@ -61,7 +62,7 @@ def everything(layers: Sequence[LayerCost], boundaries: Sequence[int]) -> Recomp
     """Returns for each stage all layers of which recompute saves anything."""
     return tuple(
         tuple(number for number in range(start, end) if layers[number].saved)
-        for start, end in zip(boundaries, boundaries[1:])
+        for start, end in itertools.pairwise(boundaries)
     )
 
 

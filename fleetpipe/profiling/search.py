@@ -7,9 +7,10 @@ the cut that results a schedule is searched, for which it is moved again.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 from fleetpipe.profiling.candidates import Boundaries, Candidate, Lack, PlanTask
 from fleetpipe.schedules import Schedule
@@ -26,7 +27,7 @@ _ROUNDS = 3
 #: Steps by which a part of the borders between stages moves at once.
 _STEPS = (1, -1, 2, -2, 4, -4)
 
-Outcome = Union[Candidate, Lack]
+Outcome = Candidate | Lack
 
 
 class _Score(NamedTuple):
@@ -122,5 +123,5 @@ class _Search:
                         moved[number] += step
                     if not moved[first] >= 0 or not moved[first + width - 1] < len(places):
                         continue
-                    if all(one < after for one, after in zip(moved, moved[1:])):
+                    if all(one < after for one, after in itertools.pairwise(moved)):
                         yield (0, *(places[number] for number in moved), *boundaries[last:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NewType, Union
+from typing import NamedTuple, NewType
 
 from fleetpipe.errors import ScheduleError
 
@@ -103,7 +103,7 @@ class Fused:
 
 
 #: An entry of a rank's row.
-Item = Union[Action, Fused]
+Item = Action | Fused
 
 
 def parts(item: Item) -> tuple[Action, ...]:

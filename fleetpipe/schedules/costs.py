@@ -6,7 +6,7 @@ import os
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Union
+from typing import Any
 
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.json_value import MOST, JsonValue, Source, parse, read
@@ -15,7 +15,7 @@ from fleetpipe.schedules.action import Action, Fused, Item, parts
 from fleetpipe.schedules.placement import Placement
 
 #: One figure for every stage, or one for each stage in order.
-PerStage = Union[float, tuple[float, ...]]
+PerStage = float | tuple[float, ...]
 
 _PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "bytes", "comm", "exchange")
 _SCALAR = ("overlapped", "input_grad_frees")

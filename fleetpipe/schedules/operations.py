@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 from fleetpipe.schedules.action import Action, Fused, parse_item, parse_number
 from fleetpipe.schedules.edges import Edge, parse_edge
@@ -81,7 +81,7 @@ class Step(NamedTuple):
         return self.letter
 
 
-Op = Union[Action, Fused, Send, Recv, Free, Reduce, Step]
+Op = Action | Fused | Send | Recv | Free | Reduce | Step
 
 
 def parse_op(token: str, slices: int | None = None) -> Op | None:

@@ -7,8 +7,7 @@ which everybody else is long overdue. It is no witness of that: the others may n
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
-from typing import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.transport.base import Store

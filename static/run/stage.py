@@ -6,8 +6,8 @@ micro-batch is moved out of the scope after its forward and back before its back
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Callable, NamedTuple, Optional
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from fleetpipe.static.run.random_streams import Streams
 #: ``feed(name, micro_batch, tensor)`` puts what a micro-batch is fed into a dense tensor.
 Feed = Callable[[str, int, ScopeTensor], None]
 #: The variables of the values on each edge; None where a value has no gradient.
-EdgeNames = Mapping[Edge, Sequence[Optional[str]]]
+EdgeNames = Mapping[Edge, Sequence[str | None]]
 
 
 class StagePart(NamedTuple):

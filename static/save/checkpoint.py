@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Union
+from typing import Any
 
 from fleetpipe.aliases import Optimizer, Program
 from fleetpipe.errors import ConfigError, nearest
@@ -19,7 +19,7 @@ from fleetpipe.static.run.pipeline import StaticPipeline
 from fleetpipe.static.save.state import tensor_in
 
 #: See :class:`fleetpipe.CheckpointManager`.
-_Names = Union[Mapping[str, str], str, None]
+_Names = Mapping[str, str] | str | None
 _BY_ORDER = "order"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -187,7 +188,7 @@ def test_a_member_sends_each_part_once_and_no_other(on_all: OnAll) -> None:
         for exchange in (group.all_to_all, group.reduce_scatter):
             exchange(parts)
             counts.append(group.transport.bytes_sent)
-        return [after - before for before, after in zip(counts, counts[1:])]
+        return [after - before for before, after in itertools.pairwise(counts)]
 
     whole = rows * 4 * 4
     for counts in on_all(sent):

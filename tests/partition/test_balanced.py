@@ -21,7 +21,7 @@ RESNET50 = [9408, 128, 0, 0, 215808, 1219584, 7098368, 14964736, 0, 2049000]
 
 
 def loads(weights: Sequence[int], boundaries: Sequence[int]) -> list[int]:
-    return [sum(weights[start:end]) for start, end in zip(boundaries, boundaries[1:])]
+    return [sum(weights[start:end]) for start, end in itertools.pairwise(boundaries)]
 
 
 def all_cuts(count: int, parts: int) -> Iterator[list[int]]:
@@ -115,7 +115,7 @@ def test_no_other_cut_has_a_faster_slowest_stage(
 
     def costs(inner: tuple[int, ...]) -> tuple[float, float]:
         bounds = (0, *inner, count)
-        stages = [cost(s, *pair) for s, pair in enumerate(zip(bounds, bounds[1:]))]
+        stages = [cost(s, *pair) for s, pair in enumerate(itertools.pairwise(bounds))]
         return max(stages), sum(one**2 for one in stages)
 
     every = [costs(inner) for inner in itertools.combinations(places, parts - 1)]
@@ -156,7 +156,7 @@ def test_of_cuts_that_are_nearly_as_fast_it_is_the_one_that_sends_least(
     every: dict[tuple[int, ...], float] = {}
     for inner in itertools.combinations(range(1, count), parts - 1):
         bounds = (0, *inner, count)
-        every[bounds] = max(cost(0, *pair) for pair in zip(bounds, bounds[1:]))
+        every[bounds] = max(cost(0, *pair) for pair in itertools.pairwise(bounds))
     most = (1 + SLACK) * min(every.values())
     near = [bounds for bounds, slowest in every.items() if slowest <= most]
     found = fastest(range(1, count), count, parts, cost, sent=sent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -31,7 +32,7 @@ def test_uniform_gives_the_remainder_to_the_last_stages(
 @given(st.integers(1, 30), st.integers(0, 60))
 def test_uniform_stages_differ_by_one_layer_and_never_shrink(parts: int, more: int) -> None:
     boundaries = uniform(parts + more, parts)
-    lengths = [end - start for start, end in zip(boundaries, boundaries[1:])]
+    lengths = [end - start for start, end in itertools.pairwise(boundaries)]
     assert sum(lengths) == parts + more
     assert lengths == sorted(lengths)
     assert lengths[-1] - lengths[0] <= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -140,7 +140,7 @@ def test_balanced_slices_cost_the_same(
     ends = list(accumulate(found))
     costs = [cost(end - size, end) for size, end in zip(found, ends)]
     assert max(costs) - min(costs) <= 4.1 / length
-    assert all(first >= second - 1 for first, second in zip(found, found[1:]))
+    assert all(first >= second - 1 for first, second in pairwise(found))
 
 
 def test_what_cannot_be_balanced_is_refused() -> None:

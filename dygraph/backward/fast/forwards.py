@@ -13,9 +13,8 @@ adds up all uses before it touches the sum: the first backward shows that, and l
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Callable
 
 from fleetpipe.aliases import Context, Layer, Nest, Tensor
 from fleetpipe.dygraph.backward import recompute

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 from fleetpipe.capture.tracing.value import Capture, Scope
 from fleetpipe.errors import CaptureError, ConfigError, nearest
@@ -99,7 +99,7 @@ class AtMark(NamedTuple):
 
 
 #: A place where a stage begins.
-Border = Union[AtCall, AtMark]
+Border = AtCall | AtMark
 
 
 def starts(trace: Capture, borders: Sequence[Border]) -> list[int]:

@@ -7,7 +7,7 @@ Another stage would come too early, too late, or have a copy of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from fleetpipe.capture.tracing.value import Capture, Node
 from fleetpipe.errors import CaptureError
@@ -21,7 +21,7 @@ class Span(NamedTuple):
 
 
 #: By the name of what any of several runs writes into, its span in each; None where none uses it.
-Spans = dict[str, list[Optional[Span]]]
+Spans = dict[str, list[Span | None]]
 
 
 def spans(traces: Sequence[Capture]) -> Spans:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Union
 
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.cutting import cuts
@@ -13,7 +12,7 @@ from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.partition import uniform
 
 #: ``{name: SplitPoint}``, ``{name: stage}``, names, a prefix, or None for what the model says.
-SplitSpec = Union[str, Sequence[str], Mapping[str, cuts.SplitPoint], Mapping[str, int], None]
+SplitSpec = str | Sequence[str] | Mapping[str, cuts.SplitPoint] | Mapping[str, int] | None
 
 #: Has the cut chosen by what the nodes cost.
 AUTO = "auto"

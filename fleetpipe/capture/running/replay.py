@@ -7,8 +7,8 @@ them of the model's inputs, the last makes the model's outputs of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fleetpipe.aliases import Nest
 from fleetpipe.capture.tracing.signature import Signature

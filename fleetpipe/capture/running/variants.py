@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, count
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor

@@ -9,8 +9,8 @@ size, on which what comes after is done too: the dimensions that stay the same d
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.capture.tracing.place import asked_by_paddle

@@ -7,13 +7,13 @@ protocols here, what they hold of which whole tensor, and under which lasting na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, Union, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from fleetpipe.aliases import Optimizer, Tensor
 from fleetpipe.mesh.parts import Described, Held, ModelParts
 
 #: The lasting names of a program's variables, or how they are found; None: they are their own.
-Names = Union[Mapping[str, str], str, None]
+Names = Mapping[str, str] | str | None
 #: The names of a kind of tensors' files begin with it: ``model-00001-of-00002.safetensors``.
 MODEL, BUFFERS, LATE_BUFFERS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS = GROUPS = (
     *("model", "buffers", "late_buffers", "optimizer", "master_weights", "replicas"),

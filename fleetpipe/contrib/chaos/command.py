@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import signal
-from typing import Callable
+from collections.abc import Callable
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -153,7 +154,7 @@ def _interpolated(curve: Curve, size: float) -> float:
     """Returns a value between the points of a curve, both in logarithms; the ends stay level."""
     if size <= curve[0][0]:
         return curve[0][1]
-    for (low, first), (high, second) in zip(curve, curve[1:]):
+    for (low, first), (high, second) in itertools.pairwise(curve):
         if size <= high:
             share = math.log(size / low) / math.log(high / low)
             return float(first * (second / first) ** share)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from fleetpipe.arguments import positive, using
 from fleetpipe.contrib.clusters.cluster import Cluster

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Union
 
 from fleetpipe.contrib.clusters.cluster import Cluster
 from fleetpipe.contrib.clusters.layout import JobLayout
@@ -86,7 +85,7 @@ def _scaled(layer: LayerCost, faster: float, rows: float, recompute: str) -> Lay
 
 
 #: What may be trained.
-Workload = Union[Transformer, MeasuredModel]
+Workload = Transformer | MeasuredModel
 
 
 def read_model(path: str | Path) -> Workload:

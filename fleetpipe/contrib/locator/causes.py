@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fleetpipe.contrib.locator.record import Meaning, RankTensors, Record
 from fleetpipe.contrib.locator.rows import OTHER

@@ -15,8 +15,8 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import ray
 from ray.train.backend import Backend, BackendConfig

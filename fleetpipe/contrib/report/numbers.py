@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -93,7 +94,7 @@ def labels(values: Sequence[float]) -> list[str]:
     most = max(map(abs, values), default=0.0)
     if most and not 1e-3 <= most < 1e6:
         return [f"{value:.3g}" for value in values]
-    step = min((b - a for a, b in zip(values, values[1:])), default=most)
+    step = min((b - a for a, b in itertools.pairwise(values)), default=most)
     digits = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 3
     # 0.25 has a digit more than its size says.
     digits += any(abs(round(value, digits) - value) > abs(step) / 100 for value in values)

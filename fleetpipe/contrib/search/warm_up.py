@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from fleetpipe.contrib.search.problem import Problem
 
 #: Forwards that each rank runs before its first I.
@@ -36,7 +38,7 @@ def most_forwards(problem: Problem) -> list[int]:
 def allowed(warm_up: WarmUp, most: list[int]) -> bool:
     """Whether each rank warms up, within memory, and no longer than the rank that feeds it."""
     return all(1 <= first <= limit for first, limit in zip(warm_up, most)) and all(
-        earlier >= later for earlier, later in zip(warm_up, warm_up[1:])
+        earlier >= later for earlier, later in itertools.pairwise(warm_up)
     )
 
 

@@ -18,9 +18,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 from fleetpipe import log
 from fleetpipe.contrib.watch.board import Heard

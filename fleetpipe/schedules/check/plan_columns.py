@@ -7,8 +7,6 @@ needs is a fixed distance from its code. REDUCE and STEP, which end a row, have 
 
 from __future__ import annotations
 
-from typing import Union
-
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.edges import Dependencies, Edge, crossing_edges, slice_before
 from fleetpipe.schedules.operations import Recv, Send
@@ -18,7 +16,7 @@ _KINDS = "BFIW"
 _WAYS = ("SF", "RF", "SB", "RB")
 
 #: Where the columns of one class of op are: by kind, then by stage or edge.
-Table = dict[str, dict[Union[int, Edge], int]]
+Table = dict[str, dict[int | Edge, int]]
 
 
 class PlanColumns:

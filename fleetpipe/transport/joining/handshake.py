@@ -34,7 +34,7 @@ import secrets
 import struct
 from collections.abc import Collection, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 from fleetpipe.errors import ConfigError, PipelineTimeout, TransportError
 from fleetpipe.transport.base import Store
@@ -66,7 +66,7 @@ class Greeting(NamedTuple):
     seals: Seals
 
 
-Exchange = Generator[Union[bytes, int], bytes, Greeting]
+Exchange = Generator[bytes | int, bytes, Greeting]
 
 
 class Stranger(Exception):

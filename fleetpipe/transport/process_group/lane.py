@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Callable, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from fleetpipe.transport.base import Transport
 from fleetpipe.transport.wire.bridge import Tensor

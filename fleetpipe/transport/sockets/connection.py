@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 from fleetpipe import systems
 from fleetpipe.errors import PeerFailed, TransportError
@@ -195,7 +195,7 @@ class Connection:
         return systems.unacknowledged_bytes(self._sock) > 0
 
 
-Buffer = Union[bytes, memoryview]
+Buffer = bytes | memoryview
 
 # Linux and macOS take at most 1024 pieces in one call (IOV_MAX).
 _MOST_PIECES = 1024

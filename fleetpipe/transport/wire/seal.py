@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Iterable
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 from fleetpipe.errors import TransportError
 
@@ -18,7 +18,7 @@ SEAL_BYTES = 16
 
 _COUNT = struct.Struct("<Q")
 
-Buffer = Union[bytes, bytearray, memoryview]
+Buffer = bytes | bytearray | memoryview
 
 
 class Seal:

@@ -7,10 +7,9 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPResponse
-from typing import Callable
 
 import pytest
 from prometheus_client import Metric

@@ -6,8 +6,9 @@ Each rank also trains the single model, with Paddle's own optimizer, on the batc
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Callable
+from typing import Any
 
 import paddle
 from paddle import nn

@@ -6,7 +6,8 @@ and the bits of what every member must have alike.
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import paddle

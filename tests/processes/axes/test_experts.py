@@ -238,7 +238,7 @@ def test_the_single_model_beside_spread_experts(on_ranks: Call) -> None:
 def test_checkpoints_know_experts_by_their_numbers(on_ranks: Call, tmp_path: Path) -> None:
     layouts = [(1, SPREAD), (1, {"pp": 2, "sharding": 2}), (2, {"pp": 4}), (1, SPREAD)]
     legs = on_ranks(through_layouts, 4, tmp_path / "run", layouts, timeout=240)[0]
-    for (_, _, saved), (_, restored, _) in zip(legs, legs[1:]):
+    for (_, _, saved), (_, restored, _) in itertools.pairwise(legs):
         assert list(saved) == list(restored)
         for name, value in saved.items():
             np.testing.assert_array_equal(restored[name], value, err_msg=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def test_checkpoints_and_traces_of_split_sequences(
     split = {"pp": 2, "sep": 2}
     layouts = [split, {"pp": 4}, split]
     legs = on_ranks(through_layouts, 4, tmp_path / "a", layouts, timeout=240)[0]
-    for (_, _, saved, _), (_, restored, _, _) in zip(legs, legs[1:]):
+    for (_, _, saved, _), (_, restored, _, _) in itertools.pairwise(legs):
         assert restored == saved
     # Half of queries, keys, values and outputs, forward and backward, in float32.
     half = ROWS * LENGTH // 2 * WIDTH // 2 * 4

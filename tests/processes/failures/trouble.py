@@ -6,6 +6,7 @@ trouble comes in step 2, so that the first ones show that training works.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -78,7 +79,7 @@ class TroubledLinear(nn.Linear):
 def layers(width: int = WIDTH) -> list[Any]:
     """One troubled layer for each rank."""
     sizes = [FEATURES] + [width] * (RANKS - 1) + [CLASSES]
-    return [LayerDesc(TroubledLinear, *pair) for pair in zip(sizes, sizes[1:])]
+    return [LayerDesc(TroubledLinear, *pair) for pair in itertools.pairwise(sizes)]
 
 
 def train(model: Any, optimizer: Any, steps: int = 4, between: Trouble | None = None) -> list[str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_an_arrow_joins_the_two_ends_of_every_transfer(name: str) -> None:
     ends = {event["id"]: event for event in of_phase(document, "f")}
     placement = schedule.placement
     ranks = [placement.rank_of(stage) for stage in range(placement.stages)]
-    crossing = sum(first != second for first, second in zip(ranks, ranks[1:]))
+    crossing = sum(first != second for first, second in itertools.pairwise(ranks))
     assert len(starts) == len(ends) == 2 * 6 * crossing
     assert starts.keys() == ends.keys()
     for key, begin in starts.items():

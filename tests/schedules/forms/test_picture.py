@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -124,7 +125,7 @@ def test_more_than_two_chunks_stand_below_each_other() -> None:
     bars = panel_of(build("Interleaved1F1B", ranks=1, micro_batches=1, chunks=4).simulate()).bars
     lanes = sorted({(bar.top, bar.bottom, bar.shade) for bar in bars})
     assert len(lanes) == 4
-    for (top, bottom, shade), (next_top, next_bottom, next_shade) in zip(lanes, lanes[1:]):
+    for (top, bottom, shade), (next_top, next_bottom, next_shade) in itertools.pairwise(lanes):
         assert (top, bottom, shade) < (next_top, next_bottom, next_shade)
         assert next_bottom - bottom > 0.1
     # Within the row.

@@ -7,12 +7,12 @@ import os
 import runpy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
 from fleetpipe.errors import ConfigError, UsageError, is_whole_number, require_whole
 
 #: What a program may give as its configuration.
-ConfigSource = Union[Mapping[str, Any], str, "os.PathLike[str]"]
+ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 #: What is read here.
 _ENTRIES = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE", "SCHEDULE", "parallel")

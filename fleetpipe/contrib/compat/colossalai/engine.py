@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Callable
+from typing import Any
 
 from fleetpipe import fleet
 from fleetpipe.aliases import Layer, Nest, Optimizer, Scheduler, Tensor

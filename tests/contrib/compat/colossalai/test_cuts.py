@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -56,7 +56,7 @@ def test_balanced_is_as_light_as_any_cut(weights: list[int], ranks: int) -> None
     counted = [max(weight, 1) for weight in weights]
 
     def heaviest(bounds: tuple[int, ...]) -> int:
-        return max(sum(counted[a:b]) for a, b in zip(bounds, bounds[1:]))
+        return max(sum(counted[a:b]) for a, b in pairwise(bounds))
 
     every = combinations(range(1, len(weights)), ranks - 1)
     best = min(heaviest((0, *inner, len(weights))) for inner in every)

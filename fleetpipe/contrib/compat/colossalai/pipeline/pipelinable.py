@@ -7,11 +7,12 @@ each stage, then the number of layers. Stages are ranks times chunks, dealt to t
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Union
+from typing import Any
 
 from fleetpipe.aliases import Layer
 from fleetpipe.contrib.compat.colossalai.context import gpc
@@ -27,7 +28,7 @@ from fleetpipe.partition import balanced, uniform
 
 #: Layers of one rank: ``(start, end)`` for each of its chunks.
 Parts = Sequence[tuple[int, int]]
-Policy = Union[str, Mapping[int, Parts]]
+Policy = str | Mapping[int, Parts]
 
 POLICIES = ("uniform", "balanced", "customized")
 
@@ -84,7 +85,7 @@ def boundaries(
 
 def parts_of(bounds: Sequence[int], ranks: int) -> dict[int, list[tuple[int, int]]]:
     """Returns the layers of each rank, ``(start, end)`` for each of its chunks."""
-    stages = list(zip(bounds, bounds[1:]))
+    stages = list(itertools.pairwise(bounds))
     return {rank: stages[rank::ranks] for rank in range(ranks)}
 
 
