@@ -100,7 +100,7 @@ test: lint types test-all
 test-all: .venv/.installed
 	.venv/$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
-# What says nothing about the version of Paddle is left out: tests/once.py has the list.
+# What is marked as saying nothing about the version of Paddle is left out.
 test-262: .venv-262/.installed
 	.venv-262/$(BIN)/python $(PYTEST) -m 'not libraries and not once' $(PYTEST_ARGS)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from fleetpipe.schedules.families.table import FAMILIES
-from tests import byhand, hidden_names, launching, once
+from tests import byhand, hidden_names, launching
 from tests.launching import Finished
 
 # More threads would change the bits of a product. Paddle reads this once, when it is imported.
@@ -62,14 +63,13 @@ settings.register_profile("shared", deadline=None, suppress_health_check=[Health
 settings.load_profile("shared")
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Names the Paddle that is installed, without importing it, and what runs on another one."""
-    left_out = once.listing() if "not once" in config.option.markexpr else []
+def pytest_report_header() -> str:
+    """Names the Paddle that is installed, without importing it."""
+    threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
     for name in ("paddlepaddle", "paddlepaddle-gpu"):
         with suppress(metadata.PackageNotFoundError):
-            threads = os.environ["OMP_NUM_THREADS"]
-            return [f"{name} {metadata.version(name)}, OMP_NUM_THREADS={threads}", *left_out]
-    return ["no Paddle", *left_out]
+            return f"{name} {metadata.version(name)}, {threads}"
+    return "no Paddle"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -85,10 +85,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Does not even import what would be left out."""
-    path = os.path.relpath(collection_path, config.rootpath)
-    return True if "not once" in config.option.markexpr and once.is_once(path) else None
+def _is_once(item: pytest.Function) -> bool:
+    """Whether a test, or one of the packages that it is in, is marked ``once`` or ``no_paddle``."""
+    packages = accumulate(item.module.__name__.split(".")[:-1], "{}.{}".format)
+    marks = [getattr(sys.modules[package], "pytestmark", None) for package in packages]
+    names = {mark.name for mark in (*marks, *item.iter_markers()) if mark}
+    rows = item.get_closest_marker("once_for")
+    return bool(names & {"once", "no_paddle"}) or (
+        rows is not None and item.callspec.id.startswith(rows.args)
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -96,7 +101,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"launch", "launcher", "on_ranks"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.processes)
-        if once.is_once(item.nodeid):
+        if isinstance(item, pytest.Function) and _is_once(item):
             item.add_marker(pytest.mark.once)
         if why := hidden_names.reason_to_skip(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=why))

@@ -20,6 +20,8 @@ import pytest
 
 from tests.check_types import tree
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "fleetpipe"
 

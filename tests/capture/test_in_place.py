@@ -155,6 +155,7 @@ WRITES = [
 ]
 
 
+@pytest.mark.once_for("ZBH1")
 @pytest.mark.parametrize("code", WRITES)
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
 def test_what_is_written_has_the_bits_of_the_plain_model(code: Code, schedule: str) -> None:

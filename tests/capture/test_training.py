@@ -41,6 +41,7 @@ def batch(rows: int) -> list[Any]:
     ]
 
 
+@pytest.mark.once_for("FThenB", "Eager", "Hanayo")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_gives_the_bits_of_the_plain_model(schedule: str) -> None:
     chunks = SCHEDULES[schedule]

@@ -22,6 +22,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.once_for("densenet121", "resnext50")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_vision_model_has_the_bits_of_the_plain_one(name: str) -> None:
     spec = SAMPLE[name]

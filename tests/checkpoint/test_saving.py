@@ -443,6 +443,7 @@ print("kills within a save:", drafts, "steps saved:", last, seconds)
 """
 
 
+@pytest.mark.once
 def test_a_kill_at_any_moment_leaves_a_whole_step(launch: Callable[..., Finished]) -> None:
     # In memory, where a sync takes no time: a kill loses nothing that the kernel has taken.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

@@ -235,6 +235,7 @@ def test_dynamic_graph_of_any_layout_goes_on_from_a_program(tmp_path: Path, stag
     assert fleetpipe.load_single(plain, tmp_path, optimizer=adamw) == 3
 
 
+@pytest.mark.once_for("4")
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_program_goes_on_from_dynamic_graph_of_any_layout(tmp_path: Path, stages: int) -> None:
     ended = []

@@ -16,6 +16,8 @@ from fleetpipe.schedules import Action, Recv, Send, build
 from fleetpipe.schedules.operations import ranks_of
 from fleetpipe.transport import MessageKey
 
+pytestmark = pytest.mark.once
+
 
 class Played:
     """Rank 1 of the pipeline."""

@@ -9,6 +9,8 @@ import pytest
 
 from fleetpipe import atomic_file
 
+pytestmark = pytest.mark.no_paddle
+
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_draft(tmp_path: Path) -> None:
     file = tmp_path / "figures"

@@ -10,6 +10,8 @@ import pytest
 
 from fleetpipe import heap
 
+pytestmark = pytest.mark.no_paddle
+
 GLIBC = platform.libc_ver()[0] == "glibc"
 
 #: Frees and takes 24 MiB twenty times, as the gradients of a stage do, and counts its page faults.

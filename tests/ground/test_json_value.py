@@ -21,6 +21,8 @@ from fleetpipe.json_value import Source, parse, read
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.schedules import Costs, Schedule, build
 
+pytestmark = pytest.mark.once
+
 DATA = Path(__file__).parents[1] / "data"
 SOURCE = Source("this is no shelf", ConfigError, "build one")
 

@@ -18,6 +18,8 @@ from tests.fixtures import Capture, LogCapture, Patch
 from tests.launching import ROOT
 from tests.test_house import modules
 
+pytestmark = pytest.mark.no_paddle
+
 #: What is written without logging: the error that ends a process, as Python prints one; what a
 #: callback puts out when ``verbose`` asks for it; the output of commands.
 WRITES = (

@@ -21,6 +21,8 @@ from fleetpipe.representation import shows
 from tests.pipelines import batch, mlp_and_sgd
 from tests.test_docs import PUBLIC
 
+pytestmark = pytest.mark.once
+
 #: Paddle's users know these forms: a tree of layers, a table of options, names of another library.
 PADDLES = (nn.Layer, fleet.DistributedStrategy)
 OTHER_LIBRARIES = ("fleetpipe.compat.colossalai", "fleetpipe.compat.mindspore")

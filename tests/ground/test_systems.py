@@ -14,6 +14,8 @@ from fleetpipe.errors import UsageError
 from tests import hidden_names
 from tests.fixtures import Patch
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).resolve().parents[2]
 #: What the suite runs as on each system: one process, and ranks on the one that lacks most.
 TESTS = {

@@ -19,6 +19,8 @@ from tests.fixtures import Launch, Patch
 from tests.harness.test_launching import end
 from tests.launching import ROOT, JobFailed, JobHung, JobLeftProcesses
 
+pytestmark = pytest.mark.once
+
 pytest.importorskip("paddle")
 
 

@@ -12,6 +12,8 @@ import pytest
 from tests.fixtures import Launch, Patch
 from tests.launching import JobFailed, JobHung, JobLeftProcesses
 
+pytestmark = pytest.mark.once
+
 
 def is_running(pid: int) -> bool:
     try:

@@ -11,7 +11,7 @@ import pytest
 from tests import byhand
 from tests.launching import ROOT
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.no_paddle]
 
 SCRIPT = f"""
 import json, os, signal, sys

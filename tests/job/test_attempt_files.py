@@ -6,9 +6,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.failure import Failure
 from tests.fixtures import Patch
+
+pytestmark = pytest.mark.no_paddle
 
 
 def as_rank(monkeypatch: Patch, rank: int) -> None:

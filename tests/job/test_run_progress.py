@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fleetpipe.job import run_progress
 from fleetpipe.job.run_progress import RunProgress
 from tests.fixtures import Patch
+
+pytestmark = pytest.mark.no_paddle
 
 
 def test_a_save_that_ends_while_a_record_is_made_has_no_age_below_zero(

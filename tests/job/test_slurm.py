@@ -16,6 +16,8 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job import slurm
 from tests.launching import ROOT
 
+pytestmark = pytest.mark.once
+
 #: Task 3 of five on two nodes, as srun(1) tells it.
 TASK = {
     "SLURM_JOB_ID": "1234",

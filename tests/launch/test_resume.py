@@ -23,6 +23,8 @@ from tests.fixtures import Launch, Patch
 from tests.launch.supervisor.commands import launched
 from tests.launching import ROOT
 
+pytestmark = pytest.mark.once
+
 WORKER = ROOT / "tests" / "launch" / "resume_worker.py"
 REPLICAS_WORKER = WORKER.with_name("replicas_worker.py")
 

@@ -194,6 +194,7 @@ def done(command: list[str], folder: Path) -> tuple[str, int]:
     return ended.stdout.strip(), ended.returncode
 
 
+@pytest.mark.once_for("failing1")
 @pytest.mark.processes
 @pytest.mark.parametrize("failing", [(1,), (0, 1)])
 def test_an_error_is_shown_once_whichever_rank_has_it(

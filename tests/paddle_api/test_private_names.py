@@ -11,6 +11,8 @@ import pytest
 from tests.check_types import tree
 from tests.test_house import modules
 
+pytestmark = pytest.mark.once
+
 #: Paddle's modules that no user is meant to import.
 INTERNAL = ("paddle.base", "paddle.framework.core")
 #: Private names of others than Paddle, and Python's own that only look private.

@@ -23,6 +23,8 @@ from fleetpipe.paddle_api.rehearsal import (
     require_rounding,
 )
 
+pytestmark = pytest.mark.once
+
 Array = npt.NDArray[np.float32]
 ROWS, INPUTS, HIDDEN, OUTPUTS = 8, 6, 10, 4
 

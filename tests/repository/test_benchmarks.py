@@ -6,9 +6,13 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks import run
 from benchmarks.figures import Figure
 from tests.fixtures import Patch
+
+pytestmark = pytest.mark.once
 
 GOOD = """
 import sys

@@ -20,6 +20,8 @@ from fleetpipe.errors import (
 )
 from tests.check_types import ROOT, sources, tree
 
+pytestmark = pytest.mark.once
+
 #: Folders and files, without ``.py``, whose errors all have a ``fix`` or a reason below.
 ROOMS = (
     "fleetpipe/arguments fleetpipe/cli fleetpipe/config fleetpipe/io fleetpipe/numerics"

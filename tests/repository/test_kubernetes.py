@@ -15,6 +15,8 @@ import yaml
 
 from tests.launching import ROOT
 
+pytestmark = pytest.mark.once
+
 FOLDER = ROOT / "examples" / "kubernetes"
 PADDLE, RAY = "paddlejob.yaml", "rayjob.yaml"
 

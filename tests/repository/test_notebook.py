@@ -14,6 +14,8 @@ from fleetpipe.job.job import current_job
 from tests.fixtures import Capture, Patch
 from tests.launching import ROOT
 
+pytestmark = pytest.mark.once
+
 _spec = importlib.util.spec_from_file_location("notebook", ROOT / ".ci" / "notebook.py")
 assert _spec is not None
 assert _spec.loader is not None

@@ -13,6 +13,8 @@ import yaml
 from tests.launching import ROOT
 from tests.test_house import modules
 
+pytestmark = pytest.mark.once
+
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(" ".join(re.findall(r"^([\w -]+):(?!=)", MAKEFILE, re.MULTILINE)).split())
 

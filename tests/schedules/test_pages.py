@@ -16,6 +16,8 @@ from fleetpipe.schedules.action import SliceNumber
 from tests.fixtures import Capture, Patch
 from tests.schedules.declared import BUBBLES, OF_DUALPIPEV, OF_HANAYO, OF_ZBV, PEAKS
 
+pytestmark = pytest.mark.no_paddle
+
 
 def grid(name: str, ranks: int, micro_batches: int, until: int = 28) -> str:
     """Returns three characters for each unit of time, up to time ``until``.

@@ -24,6 +24,8 @@ from fleetpipe.schedules.rows import ScheduleRows
 from tests.schedules.declared import bubble, peaks, takes
 from tests.schedules.helpers import follow
 
+pytestmark = pytest.mark.no_paddle
+
 NAMES = (
     *("FThenB", "1F1B", "Eager1F1B", "kFkB", "Interleaved1F1B"),
     *("ZBH1", "ZBH2", "ZBV", "VHalf", "VMin", "DualPipeV"),

@@ -7,6 +7,8 @@ from fleetpipe.schedules import Action, Dependencies, Edge, Fused, Placement, ch
 from fleetpipe.schedules.action import flatten, parse_item
 from fleetpipe.schedules.edges import checked_edges, parse_edge
 
+pytestmark = pytest.mark.no_paddle
+
 
 def test_an_action_is_written_as_kind_stage_and_micro_batch() -> None:
     assert str(Action("F", 0, 3)) == "F0.3"

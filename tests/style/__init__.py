@@ -1,1 +1,5 @@
 """Tests of how the code is written: its words and its types."""
+
+import pytest
+
+pytestmark = pytest.mark.once

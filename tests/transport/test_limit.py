@@ -11,6 +11,8 @@ import fleetpipe.transport
 from fleetpipe.transport import limit as module
 from fleetpipe.transport.limit import LOOK_SECONDS, STOPPED_SECONDS, Limit
 
+pytestmark = pytest.mark.no_paddle
+
 
 class Clock:
     """Stands in for the module ``time``."""

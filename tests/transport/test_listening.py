@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from tests.check_types import ROOT, sources, tree
+
+pytestmark = pytest.mark.no_paddle
 
 #: Calls after which somebody may connect. To bind a port alone only shows that it is free.
 LISTENS = {

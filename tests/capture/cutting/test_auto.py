@@ -169,6 +169,7 @@ class Writes(nn.Layer):  # type: ignore[misc]
         return self.c(x * self.drawn)
 
 
+@pytest.mark.once_for("scale", "index", "fill")
 @pytest.mark.parametrize("write", [add, relu, scale, index, fill])
 def test_nodes_that_write_in_place_are_measured(write: Callable[[Any], Any]) -> None:
     inputs = paddle.randn([8, 8])

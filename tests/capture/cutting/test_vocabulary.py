@@ -47,6 +47,7 @@ def captured(model: Any, **options: Any) -> Any:
     return fleetpipe.pipeline(model, tokens(2), **{**usual, **options})
 
 
+@pytest.mark.once_for("False")
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
 @pytest.mark.parametrize("bias", [None, False])
 def test_it_trains_as_the_model_with_the_same_parts(schedule: str, bias: Any) -> None:

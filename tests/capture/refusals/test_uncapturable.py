@@ -238,6 +238,7 @@ AS_A_NODE = [
 ]
 
 
+@pytest.mark.once_for("takes", "counts")
 @pytest.mark.parametrize("code", AS_A_NODE)
 def test_in_a_sublayer_the_same_code_is_a_node(code: Callable[[Any, Any], Any]) -> None:
     require_bits(lambda: Net(code, True), [X, LABELS], ["last"], steps=1)

@@ -8,11 +8,15 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 import fleetpipe
 from tests import byhand
 from tests.checkpoint.test_saving import fill
 from tests.launching import ROOT
 from tests.pipelines import job, pipeline
+
+pytestmark = pytest.mark.once
 
 LIMIT = 30.0
 

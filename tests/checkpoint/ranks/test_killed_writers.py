@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.launching import ROOT, Finished
+
+pytestmark = pytest.mark.once
 
 #: Runs ``save(value)`` in children, each killed one moment later than the one before it, at each
 #: file that is written, synced or renamed; then ``found()`` is what can be loaded.

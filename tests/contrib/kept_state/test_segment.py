@@ -12,6 +12,8 @@ from fleetpipe.contrib.kept_state.kept_state import Segment
 from fleetpipe.contrib.kept_state.slots import Slots
 from fleetpipe.errors import CheckpointError
 
+pytestmark = pytest.mark.once
+
 SIZES = [5, 0, 64, 1000]
 
 

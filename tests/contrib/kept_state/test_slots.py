@@ -8,6 +8,8 @@ import pytest
 
 from fleetpipe.contrib.kept_state.slots import SlotForm, Slots
 
+pytestmark = pytest.mark.no_paddle
+
 FORM = SlotForm(b"of a test", 8, 128, 4)
 
 

@@ -13,6 +13,8 @@ from fleetpipe.contrib.report.run import read
 from tests.contrib.report.runs import EVIL, row, schedule, written
 from tests.contrib.report.test_page import Parsed
 
+pytestmark = pytest.mark.no_paddle
+
 
 def run(folder: Path, factor: float, name: str, **figures: Any) -> Path:
     rows = [row(step, factor / step, **figures) for step in (1, 2, 4)]

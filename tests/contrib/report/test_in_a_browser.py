@@ -22,6 +22,8 @@ from tests import jobs
 from tests.contrib.report.runs import EVIL
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, layers
 
+pytestmark = pytest.mark.once
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

@@ -22,6 +22,8 @@ from fleetpipe.contrib.report.run import read
 from tests.contrib.report.runs import EVIL, row, schedule, written
 from tests.ground.test_without_paddle import without_paddle
 
+pytestmark = pytest.mark.no_paddle
+
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 

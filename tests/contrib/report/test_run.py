@@ -17,6 +17,8 @@ from fleetpipe.job.run_files import append_line, read_lines
 from fleetpipe.schedules import Placement
 from tests.contrib.report.runs import row, schedule, written
 
+pytestmark = pytest.mark.no_paddle
+
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run in this folder"):

@@ -21,6 +21,8 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import RankRecord, StepRow
 from tests.contrib.watch.boards import board
 
+pytestmark = pytest.mark.no_paddle
+
 RECORD = RankRecord(
     rank=0,
     action="operation F0.1",

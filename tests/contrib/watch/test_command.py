@@ -19,6 +19,8 @@ from fleetpipe.contrib.watch.serving import AttemptBoard
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from tests.contrib.watch.boards import board
 
+pytestmark = pytest.mark.once
+
 
 def write(folder: Path, **fields: object) -> None:
     (folder / FILE).write_text(json.dumps(board(**fields).content()))

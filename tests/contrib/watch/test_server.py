@@ -23,6 +23,8 @@ from fleetpipe.contrib.watch.server import Server
 from fleetpipe.errors import ConfigError
 from tests.contrib.watch.boards import board
 
+pytestmark = pytest.mark.no_paddle
+
 
 @contextmanager
 def served(address: str = "0", made: Callable[[], JobBoard] = board) -> Iterator[str]:

@@ -11,6 +11,8 @@ import pytest
 from fleetpipe.contrib.watch.slow_ranks import LIMIT, MACHINE, SlowRank, SlowRanks
 from fleetpipe.job.records import StepRow
 
+pytestmark = pytest.mark.no_paddle
+
 RANKS = 4
 #: Each with stages of its own; and two stages of two replicas.
 ALONE = {rank: ((rank,), 0) for rank in range(RANKS)}

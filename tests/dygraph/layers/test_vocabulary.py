@@ -40,6 +40,7 @@ def micro_batches(data: list[Any]) -> list[list[Any]]:
     return [[t[k * ROWS : (k + 1) * ROWS] for t in data] for k in range(MICRO_BATCHES)]
 
 
+@pytest.mark.once_for("4")
 @pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "ZBH1"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_it_has_the_bits_of_one_model_with_the_same_parts(schedule: str, ranks: int) -> None:

@@ -132,6 +132,7 @@ def break_all() -> dict[str, tuple[int, str]]:
     return {what: break_one(what) for what in BROKEN}
 
 
+@pytest.mark.once
 def test_all_ranks_name_what_is_broken(on_ranks: Callable[..., Any]) -> None:
     for found in on_ranks(break_all, 2):
         for what, (_, words) in BROKEN.items():

@@ -47,6 +47,7 @@ def require_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
+@pytest.mark.once_for("True")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("schedule", "chunks"),

@@ -66,6 +66,7 @@ def gradients(model: Any) -> dict[str, bytes]:
     return bits({name: grad for name, grad in found.items() if grad is not None})
 
 
+@pytest.mark.once_for("2", "3")
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_random_list_has_the_bits_of_a_plain_loop(number: int) -> None:
     require_same(number)

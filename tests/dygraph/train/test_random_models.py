@@ -144,6 +144,7 @@ def outcomes(number: int) -> Counter[str]:
         return Counter(outcome(case, schedule, expected) for schedule in SCHEDULES)
 
 
+@pytest.mark.once_for("2", "3")
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_random_model_has_the_bits_of_plain_paddle(number: int) -> None:
     assert outcomes(number)["equal"] > 1

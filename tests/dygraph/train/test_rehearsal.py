@@ -25,6 +25,8 @@ from tests.dygraph import tied
 from tests.dygraph.models import MODELS
 from tests.pipelines import job
 
+pytestmark = pytest.mark.once
+
 MICRO_BATCHES, STEPS = 4, 2
 
 

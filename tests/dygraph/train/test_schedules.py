@@ -37,6 +37,7 @@ def check(
 
 
 # Each schedule with each model, of two ranks, is compared below; of four ranks in test_late.py.
+@pytest.mark.once
 @pytest.mark.parametrize(("model", "ranks"), [("mlp", 1), ("gpt", 2), ("convolutions", 3)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_pipeline_has_the_bits_of_the_single_model(
@@ -45,12 +46,14 @@ def test_the_pipeline_has_the_bits_of_the_single_model(
     check(MODELS[model], ranks, schedule)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("micro_batches", [1, 3, 7])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_number_of_micro_batches_will_do(schedule: str, micro_batches: int) -> None:
     check(MODELS["mlp"], 2, schedule, micro_batches)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("schedule", ["FThenB", "1F1B", "Interleaved1F1B", "ZBH1", "auto"])
 @pytest.mark.parametrize(("ranks", "chunks"), [(1, 3), (2, 2), (2, 4), (3, 3)])
 def test_loops_take_any_number_of_chunks(schedule: str, ranks: int, chunks: int) -> None:

@@ -25,6 +25,7 @@ def wrapped(**options: Any) -> tuple[Any, Any]:
     return pipe, sgd(pipe, 0.5)
 
 
+@pytest.mark.once_for("3")
 @pytest.mark.parametrize(("count", "length"), [(1, 6), (2, 6), (3, 7), (5, 5)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_it_has_the_bits_of_the_single_model_fed_the_same_slices(

@@ -48,6 +48,7 @@ def test_split_sequences_are_the_plain_model(on_ranks: Callable[..., Any]) -> No
                 assert not {name: gap for name, gap in gaps.items() if not gap < 1e-5}, case
 
 
+@pytest.mark.once
 def test_parity_joins_the_parts_of_sequences(on_ranks: Callable[..., Any]) -> None:
     tokens = {"loss_reduction": "tokens"}
     cases: list[Any] = [
@@ -65,6 +66,7 @@ def test_parity_joins_the_parts_of_sequences(on_ranks: Callable[..., Any]) -> No
         assert "quantity='output', name='1." in first
 
 
+@pytest.mark.once
 def test_checkpoints_and_traces_of_split_sequences(
     on_ranks: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import paddle
+import pytest
 from paddle import nn
 
 import fleetpipe
@@ -283,10 +284,12 @@ def test_gradients_are_scattered_to_their_owners(on_ranks: Call) -> None:
     assert_as_stage_1(on_ranks, chosen)
 
 
+@pytest.mark.once
 def test_random_jobs(on_ranks: Call) -> None:
     assert_as_stage_1(on_ranks, [drawn(seed) for seed in range(4)])
 
 
+@pytest.mark.once
 def test_checkpoints_parity_and_captured_models(on_ranks: Call, tmp_path: Path) -> None:
     layouts = [(2, BESIDE), (1, BESIDE), (1, {"pp": 4}), (2, BESIDE)]
     plain = [(1, degrees) for _, degrees in layouts]

@@ -133,6 +133,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
+@pytest.mark.once_for("2")
 @pytest.mark.parametrize("dp", [1, 2])
 def test_ranks_get_what_one_process_gets(
     on_ranks: Callable[..., Any], tmp_path: Path, alone: Any, dp: int

@@ -20,6 +20,8 @@ from fleetpipe.fleet.meta_parallel import (
 )
 from tests.jobs import begin, job
 
+pytestmark = pytest.mark.once
+
 WORDS, WIDTH = 12, 8
 
 

@@ -19,6 +19,8 @@ from sklearn.datasets import load_digits
 from tests.fixtures import Launch
 from tests.launching import ROOT
 
+pytestmark = pytest.mark.once
+
 EXAMPLES = ROOT / "examples"
 GPT = "--width 32 --length 16 --steps 4"
 MLP = "--hidden 64 --steps 20"

@@ -54,6 +54,7 @@ def test_a_static_script_under_paddles_launcher_runs_unedited(launcher: Launch) 
 
 # Paddle's own launcher takes what the variable names for GPUs, and dies where they are too few; its
 # start waits for ever where there are enough.
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("end", "code", "devices"), [("os.kill(os.getpid(), 9)", 137, "0,1"), ("sys.exit(4)", 4, "-1")]
 )

@@ -166,6 +166,7 @@ def test_a_layer_in_a_deadlock_ends_with_its_stacks(tmp_path: Path) -> None:
     assert all(ended.at - moment("stopped.1") < 7 for ended in ranks.values())
 
 
+@pytest.mark.once
 def test_a_rank_that_stops_and_goes_on_changes_no_bit(tmp_path: Path) -> None:
     with begin("stopped_and_continued", 2, tmp_path) as job:
         job.wait_for("stopped.1")
@@ -176,6 +177,7 @@ def test_a_rank_that_stops_and_goes_on_changes_no_bit(tmp_path: Path) -> None:
         assert job.moment("same.0") > job.moment("stopped.1") + 3
 
 
+@pytest.mark.once
 def test_a_job_that_is_suspended_as_a_whole_accuses_nobody(tmp_path: Path) -> None:
     """For longer than its limit; and one rank goes on a good while before the other."""
     with begin("suspended", 2, tmp_path, timeout=6) as job:

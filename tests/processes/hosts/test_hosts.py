@@ -26,7 +26,7 @@ from tests.processes.hosts.namespaces import (
 )
 from tests.repository import test_kubernetes
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.once]
 
 WORKER = Path(__file__).with_name("hosts_worker.py")
 TWO_HOSTS_WORKER = WORKER.with_name("two_hosts_worker.py")

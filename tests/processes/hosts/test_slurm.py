@@ -11,7 +11,7 @@ import pytest
 
 from tests.launching import ROOT, command
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.no_paddle]
 
 BATCH = ROOT / "examples" / "slurm" / "train.sbatch"
 SRUN = Path(__file__).with_name("srun.py")

@@ -48,6 +48,7 @@ def trouble(folder: Path, number: str, *cases: tuple[str, int]) -> list[tuple[En
     return ends
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "cases",
     [

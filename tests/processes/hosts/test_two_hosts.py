@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes.hosts.namespaces import Host, cut, joined, launch, started, why_not
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.once]
 
 WORKER = Path(__file__).with_name("two_hosts_worker.py")
 STARTER = WORKER.with_name("start_worker.py")

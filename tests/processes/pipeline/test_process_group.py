@@ -20,6 +20,8 @@ from tests.pipelines import Trained, momentum, pipeline, sgd, train
 from tests.pipelines import batch as rows
 from tests.pipelines import job as begun
 
+pytestmark = pytest.mark.once
+
 
 def trained(ranks: int, schedules: list[str], transport: str | None) -> dict[str, Trained]:
     """What training under each schedule ends with."""

@@ -23,6 +23,8 @@ from tests.fixtures import Call
 from tests.jobs import begin
 from tests.pipelines import ROWS, batch, job, mlp_layers, model_in_job, momentum, pipeline, sgd
 
+pytestmark = pytest.mark.once
+
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 ALONE = "PADDLE_TRAINER_ID" not in os.environ
 

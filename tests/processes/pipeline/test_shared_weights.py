@@ -79,6 +79,7 @@ def trained(folder: Path, schedule: str) -> dict[str, Any]:
 WEIGHT = "shared_layers.embed.table.weight"
 
 
+@pytest.mark.once_for("ZBV")
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 def test_three_copies_stay_equal_under_adamw(on_ranks: Call, tmp_path: Path, schedule: str) -> None:
     ranks = on_ranks(trained, 3, tmp_path, schedule)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+import pytest
 from paddle import nn
 from paddle.nn import functional
 
@@ -231,6 +232,7 @@ def odd(folder: Path) -> tuple[str, dict[str, Any]]:
     raise AssertionError("nothing was refused")
 
 
+@pytest.mark.once
 def test_a_model_that_is_no_pipeline_trains_on_two_axes(on_ranks: Call) -> None:
     (single,) = on_ranks(plain, None)
     ranks = on_ranks(plain, 4)
@@ -249,6 +251,7 @@ def test_a_model_that_is_no_pipeline_trains_on_two_axes(on_ranks: Call) -> None:
     assert ranks[0]["losses"] == ranks[1]["losses"] != ranks[2]["losses"] == ranks[3]["losses"]
 
 
+@pytest.mark.once
 def test_a_pipeline_of_slices_has_parity_and_whole_state(on_ranks: Call, tmp_path: Path) -> None:
     refusals, ranks = zip(*on_ranks(odd, 4, tmp_path))
     for message in refusals:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import paddle
+import pytest
 
 from tests.fixtures import Launch
 from tests.launching import ROOT
 from tests.static.networks import FEATURES, static_mode
+
+pytestmark = pytest.mark.once
 
 LIFE = f"""
 import json, os, sys

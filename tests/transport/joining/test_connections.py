@@ -22,6 +22,8 @@ from fleetpipe.transport.joining.handshake import connects
 from fleetpipe.transport.wire.message import VERSION
 from tests.transport.helpers import LIMIT, ThreadStore, forward, join_all
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:

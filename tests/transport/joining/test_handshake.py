@@ -13,6 +13,8 @@ from fleetpipe.transport.joining.handshake import (
     connects,
 )
 
+pytestmark = pytest.mark.no_paddle
+
 SECRET, OTHER = b"s" * 32, b"o" * 32
 
 

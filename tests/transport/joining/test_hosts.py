@@ -11,6 +11,8 @@ from fleetpipe.errors import TransportError
 from fleetpipe.job.groups import paddle_groups
 from fleetpipe.transport.joining import hosts
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from fleetpipe.transport import limit
 from fleetpipe.transport.limit import Limit, await_keys
 from tests.transport.helpers import ThreadStore
 
+pytestmark = pytest.mark.once
+
 KEYS = {rank: f"here/{rank}" for rank in range(100)}
 
 

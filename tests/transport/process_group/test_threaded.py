@@ -16,6 +16,8 @@ from fleetpipe.transport import ProcessGroupTransport, SocketTransport
 from fleetpipe.transport.process_group.lane import Lane
 from tests.transport.helpers import LIMIT, backward, forward, same, sample
 
+pytestmark = pytest.mark.once
+
 #: Seconds after which a transfer fails whose other side has not come; Gloo's 30.
 PATIENCE = 0.3
 

@@ -10,6 +10,8 @@ import pytest
 
 from fleetpipe.transport.sockets.connection import Outbox
 
+pytestmark = pytest.mark.once
+
 
 def nothing() -> None:
     """What is sent stays alive by itself."""

@@ -24,6 +24,8 @@ from fleetpipe.transport.wire.message import (
     unpack_header,
 )
 
+pytestmark = pytest.mark.no_paddle
+
 MOMENT_BYTES = 8
 NUMBER = st.integers(0, 2**32 - 1)
 HEADERS = st.builds(

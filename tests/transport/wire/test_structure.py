@@ -19,6 +19,8 @@ from fleetpipe.transport.wire.message import LARGEST_ANNOUNCEMENT, Route
 from fleetpipe.transport.wire.parsing import parse
 from fleetpipe.transport.wire.structure import DEEPEST, SIZES, Structure, decode, encode
 
+pytestmark = pytest.mark.no_paddle
+
 ROUTE = Route(MessageKey("F", 0, 1, "", 3), 0, 1)
 SHAPES = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 LEAVES = st.one_of(

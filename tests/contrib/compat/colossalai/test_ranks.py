@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+import pytest
 from paddle import nn
 
 from fleetpipe.contrib.compat.colossalai import ParallelMode, gpc
@@ -23,6 +24,8 @@ from tests.contrib.compat.colossalai.programs import (
 from tests.contrib.compat.colossalai.test_pipelinable import Tied
 from tests.contrib.compat.colossalai.test_trainer import Lines
 from tests.pipelines import bits
+
+pytestmark = pytest.mark.once
 
 
 def trained(model: Any, data: Any, criterion: Any = None) -> tuple[list[bytes], list[Any]]:

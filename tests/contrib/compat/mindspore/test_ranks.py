@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import paddle
+import pytest
 
 from fleetpipe import fleet
 from fleetpipe.contrib.compat.mindspore import add_pipeline_stage, context
 from tests.contrib.compat.mindspore.networks import Net, TiedNet, batches, model_of, stages, words
 from tests.fixtures import Call
+
+pytestmark = pytest.mark.once
 
 
 def states(model: Any) -> dict[str, Any]:
