@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -22,17 +23,17 @@ from fleetpipe.contrib.locator.record import DROPPED, READ_ON, Meaning
 from fleetpipe.contrib.locator.recorder import Recorder
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
-from fleetpipe.dygraph.batch.losses import Losses
-from fleetpipe.dygraph.batch.stage import DygraphStage
+from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.nest import tensors_by_place, tensors_of
 from fleetpipe.dygraph.observe.guards import Guards
-from fleetpipe.dygraph.train.runtime import Runtime
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import wrapped_layer
 from fleetpipe.paddle_api.optimizer import base_optimizer, optimized_parameters
 from fleetpipe.parity.differences import numbers_of
+from fleetpipe.schedules import Action, Op
 
 #: A method's replacement: it takes the method, then what that takes.
 Around = Callable[..., Any]
@@ -84,10 +85,6 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
         put(paddle.Tensor, "backward", hooks.backward)
         put(PipelineParallel, "train_batch", hooks.train_batch)
         put(PipelineParallel, "forward_backward_pipeline", hooks.forward_backward)
-        put(DygraphStage, "begin", hooks.batch)
-        put(DygraphStage, "forward", hooks.stage_forward)
-        put(Losses, "take", hooks.loss)
-        put(Runtime, "reduce_gradients", hooks.reduction)
         if feed is not None:
             # A twin steps by the job's gradients, not by those whose norm a guard has measured.
             put(Guards, "begin", lambda *_: None)
@@ -117,7 +114,7 @@ def _without_recompute(call: Around, *arguments: Any, **named: Any) -> None:
     call(*arguments, **{**named, "recompute_interval": 0})
 
 
-class _Hooks:
+class _Hooks(BatchObserver):
     def __init__(self, recorder: Recorder, feed: Feed | None) -> None:
         self._recorder = recorder
         self._feed = feed
@@ -129,7 +126,7 @@ class _Hooks:
         self._in_recompute = False
         self._steps_within = 0
         self._clips_within = 0
-        self._first_micro_batch = 0
+        self._observed: WeakSet[PipelineParallel] = WeakSet()
         #: Micro-batches that earlier calls have had in this step of a loop of one's own.
         self._earlier = 0
 
@@ -233,6 +230,10 @@ class _Hooks:
         """What ``train_batch`` does too; alone, a call or several make a step with an optimizer."""
         recorder = self._recorder
         recorder.add_root(pipeline.layers)
+        if pipeline not in self._observed:
+            pipeline.observe(self)
+            self._observed.add(pipeline)
+        self._pipeline = pipeline
         self._earlier = recorder.micro_batch + 1
         if not self._earlier:
             self._begin_step()
@@ -244,43 +245,41 @@ class _Hooks:
         finally:
             recorder.in_pipeline = False
 
-    def batch(
-        self, call: Around, stage: DygraphStage, batch: Any, first: int = 0, *more: Any, **n: Any
-    ) -> None:
-        call(stage, batch, first, *more, **n)
-        self._first_micro_batch = first - self._earlier
-        if self._recorder.in_pipeline and batch.losses is not None:
-            for number, value in enumerate(batch.data.inputs or (), self._earlier):
-                self._data("input", value, number)
+    def begin(self, batch: ObservedBatch) -> None:
+        """Keeps the samples that this rank is given."""
+        self._loss_fn_idx = batch.loss_fn_idx
+        for number, value in enumerate(batch.data.inputs or (), self._earlier):
+            self._data("input", value, number)
+        owns_loss = self._pipeline.is_pipeline_last_stage(ignore_virtual=True)
+        for number, value in enumerate(batch.data.labels or () if owns_loss else (), self._earlier):
+            self._data("label", value, number)
 
-    def stage_forward(
-        self, call: Around, stage: DygraphStage, number: int, micro_batch: int, inputs: Any
-    ) -> Any:
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """Says which micro-batch's forward runs."""
+        if not isinstance(op, Action) or op.kind != "F":
+            return instruction
         recorder = self._recorder
-        recorder.forwarding = recorder.in_pipeline and paddle.is_grad_enabled()
-        if recorder.forwarding:
-            recorder.begin_micro_batch(micro_batch - self._first_micro_batch)
-        try:
-            return call(stage, number, micro_batch, inputs)
-        finally:
-            recorder.forwarding = False
 
-    def loss(self, call: Around, losses: Losses, index: int, output: Nest, label: Nest) -> Tensor:
-        recorder = self._recorder
-        if not recorder.forwarding:
-            return call(losses, index, output, label)
-        self._data("label", label, index + self._earlier)
-        share = call(losses, index, output, label)
-        recorder.put(Meaning(recorder.step, "loss", "", index + self._earlier, "share"), share)
-        return share
+        def forward() -> Blocked | None:
+            recorder.forwarding = recorder.in_pipeline
+            recorder.begin_micro_batch(op.micro_batch + self._earlier)
+            try:
+                return instruction()
+            finally:
+                recorder.forwarding = False
 
-    def reduction(self, call: Around, runtime: Runtime) -> None:
-        if self._recorder.in_pipeline and not self._earlier:
-            self._recorder.gradients_as("gradient")
-        elif self._recorder.in_pipeline:
+        return forward
+
+    def computed(self) -> None:
+        """Keeps the losses, and the gradients of this rank's micro-batches."""
+        recorder, losses = self._recorder, self._pipeline.total_loss
+        for number, share in enumerate(losses[self._loss_fn_idx] if losses else (), self._earlier):
+            recorder.put(Meaning(recorder.step, "loss", "", number, "share"), share)
+        if self._earlier:
             # Each call adds up its own: before that there is no sum over all of the step.
-            self._recorder.forget_gradients()
-        call(runtime)
+            recorder.forget_gradients()
+        else:
+            recorder.gradients_as("gradient")
 
     # Backward and the step
 
