@@ -62,8 +62,26 @@ class Local:
             end_sessions(self._home)
 
     def record(self, number: int, verdict: Verdict) -> None:
-        """Writes how an attempt ended where its run is recorded."""
-        record(self._home, number, verdict)
+        """Writes how an attempt ended where its run is recorded, for ``fleetpipe report``.
+
+        One that did its work has written so itself.
+        """
+        if verdict == Verdict(0):
+            return
+        end = {
+            "event": "end",
+            "life": number,
+            "time": time.time(),
+            "code": verdict.code,
+            "saved": verdict.saved,
+            "step": verdict.step,
+            "culprit": verdict.culprit,
+            "details": verdict.details,
+        }
+        for folder in attempt_files.records(self._home):
+            # A disk that is full must not keep the job from being started again.
+            with contextlib.suppress(OSError):
+                run_files.append_line(folder / run_files.ATTEMPTS, end)
 
     def stop(self, number: int) -> None:
         """Asks the ranks to finish their step, save and end, by a signal; begins none any more."""
@@ -91,26 +109,3 @@ class Local:
         if self._options.keep_state:
             variables["FLEETPIPE_KEPT_STATE"] = str(self._kept)
         return variables
-
-
-def record(home: Path, number: int, verdict: Verdict) -> None:
-    """Writes how an attempt ended where its run is recorded, for ``fleetpipe report``.
-
-    One that did its work has written so itself.
-    """
-    if verdict == Verdict(0):
-        return
-    end = {
-        "event": "end",
-        "life": number,
-        "time": time.time(),
-        "code": verdict.code,
-        "saved": verdict.saved,
-        "step": verdict.step,
-        "culprit": verdict.culprit,
-        "details": verdict.details,
-    }
-    for folder in attempt_files.records(home):
-        # A disk that is full must not keep the job from being started again.
-        with contextlib.suppress(OSError):
-            run_files.append_line(folder / run_files.ATTEMPTS, end)
