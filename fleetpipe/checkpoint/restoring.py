@@ -133,7 +133,7 @@ class _Attempt:
             self._parts.append(optimizer)
         saved = self.reader.manifest.saved
         if model is not None:
-            saved = without_copies(saved, model, self._bytes_of)
+            saved = without_copies(saved, model.order(), model.plain_names, self._bytes_of)
         wanted = {name: held for part in self._parts for name, held in part.wanted(saved).items()}
         self._wanted = _with_statistics(ranks, wanted, saved)
         self.reader.check(self._objects.groups(), ranks.rank, ranks.count)

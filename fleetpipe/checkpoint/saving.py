@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from fleetpipe import log
 from fleetpipe.checkpoint.contents import training_state
+from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors
 from fleetpipe.checkpoint.contents.matching import plain_order
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import ModelPart, TensorName
+from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.files.manifest import Manifest
@@ -191,7 +192,7 @@ class Saver:
         what: str,
         everyone: Sequence[Mapping[str, Json]],
         held: Mapping[TensorName, Held],
-        model: ModelPart,
+        model: NamedTensors,
         optimizer: str | None,
     ) -> _Prepared:
         """Returns what is made once for as long as no rank holds something else."""

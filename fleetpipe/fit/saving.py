@@ -295,12 +295,7 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, T
             )
             for group, name, cut, tensor in job.everyone().broadcast(parts, source):
                 if ranks.rank == 0:
-                    _put(
-                        whole,
-                        TensorName(group, name),
-                        None if cut is None else Region(*cut),
-                        tensor,
-                    )
+                    _put(whole, TensorName(group, name), cut and Region(*cut), tensor)
     return whole
 
 
@@ -322,7 +317,4 @@ def _put(
         return
     if name not in whole:
         whole[name] = paddle.empty(cut.whole(tuple(part.shape)), part.dtype)
-    place = tuple(
-        slice(cut.start, cut.stop) if axis == cut.axis else slice(None) for axis in range(part.ndim)
-    )
-    whole[name][place] = part
+    whole[name][cut.slices] = part

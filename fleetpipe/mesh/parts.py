@@ -47,9 +47,14 @@ class Region(NamedTuple):
         """Returns the shape of the part of a whole tensor of ``shape``."""
         return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What the part has as an index of the whole."""
+        return (*[slice(None)] * self.axis, slice(self.start, self.stop))
+
     def taken_from(self, whole: Any) -> Any:
         """Returns the part of a whole tensor or array."""
-        return whole[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
+        return whole[self.slices]
 
 
 class Described(NamedTuple):

@@ -6,7 +6,7 @@ parameter that it belongs to, and called ``3.weight/moment1_0``, as PaddleNLP ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fleetpipe.aliases import Layer, Optimizer, Tensor
@@ -17,9 +17,9 @@ from fleetpipe.checkpoint.contents.parts import (
     MASTER_WEIGHTS,
     MODEL,
     OPTIMIZER,
-    ModelPart,
     Saved,
     SavedOptimizer,
+    SavedPart,
     TensorName,
 )
 from fleetpipe.errors import CheckpointError, listed
@@ -27,7 +27,6 @@ from fleetpipe.job.job import mp_shard
 from fleetpipe.mesh.parts import (
     Described,
     Held,
-    JoinedParts,
     ModelParts,
     held_of,
     whole_name,
@@ -47,7 +46,7 @@ from fleetpipe.paddle_api.tensor import has_memory
 _FIRST = "_0"
 
 
-class NamedTensors:
+class NamedTensors(SavedPart):
     """A model as tensors under lasting names.
 
     Args:
@@ -59,7 +58,6 @@ class NamedTensors:
         self._parts = parts
         #: What takes the place of buffers when they are filled.
         self._made: dict[str, Tensor] = {}
-        self._joined: JoinedParts[TensorName] = JoinedParts([])
 
     @classmethod
     def of_layer(cls, layer: Layer) -> NamedTensors:
@@ -88,7 +86,11 @@ class NamedTensors:
         return tuple(self._parts.outline)
 
     def require_outline(self) -> None:
-        """See :meth:`ModelPart.require_outline`."""
+        """Refuses to save a model that is no longer the one that would be built to restore it.
+
+        Raises:
+            CheckpointError: It has got other parameters and buffers, or other shapes of them.
+        """
         added = [
             name for name in self._parts.tensors if self.whole_name(name) not in self._parts.outline
         ]
@@ -106,40 +108,29 @@ class NamedTensors:
         """Returns this process's parameters by lasting name."""
         return {n: held for n, held in self._parts.tensors.items() if _is_parameter(held.tensor)}
 
-    def held(self) -> Mapping[TensorName, Held]:
-        """Returns what this process holds, each tensor once."""
-        tensors = [
-            (TensorName(MODEL, self.whole_name(name)), held)
-            for name, held in self._parts.tensors.items()
-        ]
-        return {
-            **JoinedParts(tensors).held,
-            **{TensorName(BUFFERS, name): held for name, held in self._parts.buffers.items()},
-            **{TensorName(LATE_BUFFERS, name): held for name, held in self._parts.late.items()},
-        }
+    def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
+        for name, held in self._parts.tensors.items():
+            yield TensorName(MODEL, self.whole_name(name)), held
+        for group, tensors in ((BUFFERS, self._parts.buffers), (LATE_BUFFERS, self._parts.late)):
+            for name, held in tensors.items():
+                yield TensorName(group, name), held
 
     def whole_name(self, name: str) -> str:
         """Returns the name of the whole of a parameter or buffer; mostly it is its own."""
         held = self._parts.tensors.get(name)
         return name if held is None else whole_name(name, held.tensor)
 
-    def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
-        """Returns what is to be filled with the saved tensors of these names."""
-        names = self.saved_names(saved)
-        self._joined = JoinedParts(
-            (TensorName(MODEL, names[self.whole_name(name)]), held)
-            for name, held in self._parts.tensors.items()
-        )
-        targets = dict(self._joined.held)
+    def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, Held]]:
+        names, late = self.saved_names(saved), self._late(saved)
+        for path, held in self._parts.tensors.items():
+            name = TensorName(MODEL, names[self.whole_name(path)])
+            yield name, late.pop(name, held)
         for path, held in self._parts.buffers.items():
             if TensorName(BUFFERS, path) in saved.tensors:
-                targets[TensorName(BUFFERS, path)] = held
-        targets.update(self._with_late(saved))
-        for name, held in targets.items():
-            require_fit(name, held, saved.tensors[name])
-        return targets
+                yield TensorName(BUFFERS, path), held
+        yield from late.items()
 
-    def _with_late(self, saved: Saved) -> dict[TensorName, Held]:
+    def _late(self, saved: Saved) -> dict[TensorName, Held]:
         """Returns what the saved buffers fill that forwards make, or give another shape."""
         targets: dict[TensorName, Held] = {}
         for name, described in saved.tensors.items():
@@ -156,13 +147,10 @@ class NamedTensors:
         return targets
 
     def settle(self) -> None:
-        """Gives parts of one tensor, which was filled as a whole, their values."""
-        self._joined.hand_out()
+        """Gives parts of one tensor their values, and puts buffers in the place of others."""
+        super().settle()
         for name, tensor in self._made.items():
             put_buffer(self._parts.root, name, tensor)
-
-    def abandon(self) -> None:
-        """Does nothing."""
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
         """Returns the saved name of each tensor of the whole model."""
@@ -190,77 +178,46 @@ def without_wrappers(layer: Layer) -> Layer:
     return layer
 
 
-def require_fit(name: TensorName, held: Held, saved: Described) -> None:
-    """Raises a ``CheckpointError`` where a saved tensor has another dtype or shape."""
-    if held.described != saved:
-        raise CheckpointError(
-            f"{name} does not fit",
-            expected=f"{held.described}, as here",
-            got=f"{saved} in the checkpoint",
-            fix="build the model and the optimizer as they were, or restore another checkpoint",
-        )
-
-
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer of Paddle's that does the arithmetic."""
     return base_optimizer(getattr(optimizer, "wrapped", optimizer))
 
 
-def _everything(parameter: Tensor) -> bool:
-    return True
+class OptimizerState(SavedPart):
+    """The accumulators and master weights that this process keeps.
 
+    Attributes:
+        kind: The type of the optimizer.
+    """
 
-class OptimizerState:
-    """The accumulators and master weights that this process keeps."""
-
-    def __init__(self, optimizer: Optimizer, model: ModelPart) -> None:
-        shared = isinstance(optimizer, SavedOptimizer)
-        self._owns: Callable[[Tensor], bool] = optimizer.owns_state if shared else _everything
+    def __init__(self, optimizer: Optimizer, model: NamedTensors) -> None:
         self._optimizer = unwrapped(optimizer)
+        self._owned_by = optimizer if isinstance(optimizer, SavedOptimizer) else None
         self._model = model
         self._created: list[Tensor] = []
         self._unsaved: list[Tensor] = []
-        self._joined: JoinedParts[TensorName] = JoinedParts([])
+        self.kind = type(self._optimizer).__name__
 
-    @property
-    def kind(self) -> str:
-        """The type of the optimizer."""
-        return type(self._optimizer).__name__
+    def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
+        for path, parameter in self._parameters():
+            yield from self._state(parameter, self._model.whole_name(path))
 
-    def held(self) -> Mapping[TensorName, Held]:
-        """Returns the state that this process keeps."""
-        state = (
-            pair
-            for _, parameter, path, of in self._parameters()
-            for pair in self._state(parameter, self._model.whole_name(path), of)
-        )
-        return JoinedParts(state).held
-
-    def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
-        """Returns what is to be filled with the saved state, which is made where there is none."""
-        require_kind(self.kind, saved)
-        names = self._model.saved_names(saved)
-        there = by_parameter(saved)
-        targets: list[tuple[TensorName, Held]] = []
-        for group, parameter, path, of in self._parameters():
+    def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, Held]]:
+        _require_kind(self.kind, saved)
+        names, there = self._model.saved_names(saved), _by_parameter(saved)
+        for path, parameter in self._parameters():
             name = names[self._model.whole_name(path)]
             if name not in there:
-                self._unsaved.append(parameter)
-                continue
-            if not state_of(self._optimizer, parameter.name):
-                self._created.append(parameter)
-                create_state(self._optimizer, group, [parameter])
-            state = dict(self._state(parameter, name, of))
-            require_kinds(name, set(state), there[name])
-            targets += state.items()
-        self._joined = JoinedParts(targets)
-        for target, held in self._joined.held.items():
-            require_fit(target, held, saved.tensors[target])
-        return self._joined.held
+                self._leave_out(parameter, name)
+            else:
+                self._create(parameter)
+                state = dict(self._state(parameter, name))
+                _require_kinds(name, set(state), there[name])
+                yield from state.items()
 
     def settle(self) -> None:
         """Forgets the state of parameters that had none when the checkpoint was saved."""
-        self._joined.hand_out()
+        super().settle()
         for parameter in self._unsaved:
             forget_state(self._optimizer, parameter)
 
@@ -269,25 +226,41 @@ class OptimizerState:
         for parameter in self._created:
             forget_state(self._optimizer, parameter)
 
-    def _parameters(self) -> Iterator[tuple[int, Tensor, str, Held]]:
-        """Yields group, parameter, lasting name and place of each parameter with state here."""
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        """Yields the lasting name of each parameter with state here, and what the rest takes."""
         named = {id(held.tensor): (name, held) for name, held in self._model.parameters().items()}
         for group, parameters in enumerate(groups_of(self._optimizer)):
             for parameter in parameters:
-                if id(parameter) in named and self._owns(parameter):
-                    yield (group, parameter, *named[id(parameter)])
+                owns = self._owned_by is None or self._owned_by.owns_state(parameter)
+                if id(parameter) in named and owns:
+                    path, held = named[id(parameter)]
+                    yield path, (group, held)
 
-    def _state(self, parameter: Tensor, path: str, of: Held) -> Iterator[tuple[TensorName, Held]]:
-        for kind, tensor in state_of(self._optimizer, parameter.name).items():
+    def _leave_out(self, parameter: Any, name: str) -> None:
+        """Handles a parameter whose state was not saved."""
+        _, held = parameter
+        self._unsaved.append(held.tensor)
+
+    def _create(self, parameter: Any) -> None:
+        """Makes the state that is to be filled, where there is none."""
+        group, held = parameter
+        if not state_of(self._optimizer, held.tensor.name):
+            self._created.append(held.tensor)
+            create_state(self._optimizer, group, [held.tensor])
+
+    def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, Held]]:
+        """Yields the state of a parameter of some saved name."""
+        _, held = parameter
+        for kind, tensor in state_of(self._optimizer, held.tensor.name).items():
             # Powers of beta are one number, whatever a shard of the parameter has.
-            sharded = list(tensor.shape) == list(parameter.shape) and "pow" not in kind
-            yield state_name(path, kind), Held(tensor, of.cut if sharded else None)
-        master = master_weight_of(self._optimizer, parameter.name)
+            sharded = list(tensor.shape) == list(held.tensor.shape) and "pow" not in kind
+            yield state_name(path, kind), Held(tensor, held.cut if sharded else None)
+        master = master_weight_of(self._optimizer, held.tensor.name)
         if master is not None:
-            yield TensorName(MASTER_WEIGHTS, path), Held(master, of.cut)
+            yield TensorName(MASTER_WEIGHTS, path), Held(master, held.cut)
 
 
-def require_kind(kind: str, saved: Saved) -> None:
+def _require_kind(kind: str, saved: Saved) -> None:
     """Raises a ``CheckpointError`` where the saved state is of another type of optimizer."""
     # AdamW is Adam with another decay; their states are alike.
     if saved.optimizer is None or saved.optimizer.rstrip("W") != kind.rstrip("W"):
@@ -304,7 +277,7 @@ def state_name(path: str, kind: str) -> TensorName:
     return TensorName(OPTIMIZER, f"{path}/{kind}{_FIRST}")
 
 
-def by_parameter(saved: Saved) -> dict[str, set[TensorName]]:
+def _by_parameter(saved: Saved) -> dict[str, set[TensorName]]:
     """Returns the names of the saved state by the name of the parameter that it belongs to."""
     kinds: dict[str, set[TensorName]] = {}
     for name in saved.tensors:
@@ -315,7 +288,7 @@ def by_parameter(saved: Saved) -> dict[str, set[TensorName]]:
     return kinds
 
 
-def require_kinds(path: str, kinds: set[TensorName], saved: set[TensorName]) -> None:
+def _require_kinds(path: str, kinds: set[TensorName], saved: set[TensorName]) -> None:
     """Raises a ``CheckpointError`` where the saved state of a parameter has other kinds."""
     if kinds != saved:
         raise CheckpointError(

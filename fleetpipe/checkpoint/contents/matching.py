@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from fleetpipe.checkpoint.contents.parts import MODEL, ModelPart, Saved, TensorName
+from fleetpipe.checkpoint.contents.parts import MODEL, Saved, TensorName
 from fleetpipe.errors import CheckpointError, listed
 
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -15,7 +15,7 @@ def saved_names(outline: _Shapes, plain_names: Mapping[str, str], saved: Saved) 
 
     Args:
         outline: The lasting names and whole shapes of the whole model, in its order.
-        plain_names: See :class:`ModelPart`.
+        plain_names: See :class:`ModelParts`.
         saved: What the checkpoint has.
 
     Raises:
@@ -40,15 +40,21 @@ def plain_order(order: tuple[str, ...], plain_names: Mapping[str, str]) -> tuple
     return () if plain == order else plain
 
 
-def without_copies(saved: Saved, model: ModelPart, read: Callable[[str], bytes]) -> Saved:
+def without_copies(
+    saved: Saved,
+    order: tuple[str, ...],
+    plain_names: Mapping[str, str],
+    read: Callable[[str], bytes],
+) -> Saved:
     """Leaves out the further names of tied weights, of which a checkpoint may have copies.
 
     Args:
         saved: What the checkpoint has.
-        model: What has each weight once.
+        order: The names of the model's tensors in its order, each once.
+        plain_names: See :class:`ModelParts`.
         read: Returns the bytes of a saved tensor of the model.
     """
-    names = {*(plain_order(model.order(), model.plain_names) or model.order())}
+    names = {*(plain_order(order, plain_names) or order)}
     there = dict(zip(saved.plain_order or saved.order, saved.order))
     if not names < there.keys():
         return saved

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint.contents import layer_and_optimizer, parts
+from fleetpipe.checkpoint.contents import parts
+from fleetpipe.checkpoint.contents.layer_and_optimizer import (
+    NamedTensors,
+    OptimizerState,
+    unwrapped,
+    without_wrappers,
+)
 from fleetpipe.checkpoint.contents.program import ProgramState
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
 from fleetpipe.errors import ConfigError, listed, nearest
@@ -71,13 +77,13 @@ class Objects:
         random, rate = RANDOM in names, "lr_scheduler" in names
         return replace(self, **left_out, random=random, names_from=self.model, rate=rate)
 
-    def model_part(self) -> parts.ModelPart | None:
+    def model_part(self) -> NamedTensors | None:
         """Returns the model as it names its parameters."""
         model = self.names_from if self.model is None else self.model
         if model is None:
             return None
         if isinstance(model, paddle.nn.Layer):
-            model = layer_and_optimizer.without_wrappers(model)
+            model = without_wrappers(model)
         elif isinstance(model, parts.SavedProgram):
             return ProgramState(model.checkpoint_part_of_program(self.names))
         if self.names is not None:
@@ -87,7 +93,7 @@ class Objects:
                 fix="leave names= out",
             )
         if isinstance(model, parts.SavedModel):
-            return layer_and_optimizer.NamedTensors(model.checkpoint_part())
+            return NamedTensors(model.checkpoint_part())
         if not isinstance(model, paddle.nn.Layer):
             raise ConfigError(
                 "a checkpoint is one of a model",
@@ -97,13 +103,13 @@ class Objects:
                 got=f"a {type(model).__name__}",
                 fix="pass model=paddle.static.default_main_program() after minimize",
             )
-        return layer_and_optimizer.NamedTensors.of_layer(model)
+        return NamedTensors.of_layer(model)
 
     def require_losses_without_state(self) -> None:
         """Refuses to save a model whose loss function has trained parameters: no file has them."""
         model = self.model
         if isinstance(model, paddle.nn.Layer):
-            model = layer_and_optimizer.without_wrappers(model)
+            model = without_wrappers(model)
         losses = model.loss_layers() if hasattr(model, "loss_layers") else ()
         trained = [p.name for loss in losses for p in loss.parameters() if not p.stop_gradient]
         if trained:
@@ -114,7 +120,7 @@ class Objects:
                 "the loss needs of them, as (output, self.temperature)",
             )
 
-    def required_model(self) -> parts.ModelPart:
+    def required_model(self) -> NamedTensors:
         """Returns what :meth:`model_part` does."""
         part = self.model_part()
         if part is None:
@@ -125,7 +131,7 @@ class Objects:
             )
         return part
 
-    def optimizer_part(self, model: parts.ModelPart | None) -> parts.OptimizerPart | None:
+    def optimizer_part(self, model: NamedTensors | None) -> OptimizerState | None:
         """Returns the optimizer by the names of the model's parameters."""
         if self.optimizer is None:
             return None
@@ -136,7 +142,7 @@ class Objects:
             )
         if isinstance(model, ProgramState):
             return model.optimizer(self.optimizer)
-        return layer_and_optimizer.OptimizerState(self.optimizer, model)
+        return OptimizerState(self.optimizer, model)
 
     def groups(self) -> tuple[str, ...]:
         """Returns the groups of files that are read, the same on every rank."""
@@ -145,11 +151,9 @@ class Objects:
         of_optimizer = () if self.optimizer is None else (parts.OPTIMIZER, parts.MASTER_WEIGHTS)
         return (*of_model, *of_optimizer)
 
-    def training_state(self, model: parts.ModelPart | None) -> TrainingState:
+    def training_state(self, model: NamedTensors | None) -> TrainingState:
         """Returns the rest; ``model`` is what :meth:`model_part` returned."""
-        optimizer = (
-            None if self.optimizer is None else layer_and_optimizer.unwrapped(self.optimizer)
-        )
+        optimizer = None if self.optimizer is None else unwrapped(self.optimizer)
         rate_of = optimizer if self.rate else None
         program = model if isinstance(model, ProgramState) else None
         return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of, program)

@@ -6,11 +6,12 @@ protocols here, what they hold of which whole tensor, and under which lasting na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.mesh.parts import Described, Held, ModelParts
+from fleetpipe.errors import CheckpointError
+from fleetpipe.mesh.parts import Described, Held, JoinedParts, ModelParts
 
 #: The lasting names of a program's variables, or how they are found; None: they are their own.
 Names = Mapping[str, str] | str | None
@@ -53,11 +54,14 @@ class Saved(NamedTuple):
     plain_order: tuple[str, ...] = ()
 
 
-class SavedPart(Protocol):
+class SavedPart:
     """A model or an optimizer, as one rank holds it. No method of it is collective."""
+
+    _joined: JoinedParts[TensorName]
 
     def held(self) -> Mapping[TensorName, Held]:
         """Returns what this rank holds, each tensor once."""
+        return JoinedParts(self._tensors()).held
 
     def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
         """Returns what is to be filled with the saved tensors of these names.
@@ -67,20 +71,35 @@ class SavedPart(Protocol):
         Raises:
             CheckpointError: The checkpoint does not fit.
         """
+        self._joined = JoinedParts(self._targets(saved))
+        for name, held in self._joined.held.items():
+            _require_fit(name, held, saved.tensors[name])
+        return self._joined.held
 
     def settle(self) -> None:
         """Ends a :meth:`wanted`: everything has been filled."""
+        self._joined.hand_out()
 
     def abandon(self) -> None:
         """Undoes a :meth:`wanted`: nothing has been filled."""
 
+    def _tensors(self) -> Iterable[tuple[TensorName, Held]]:
+        """Returns what this rank holds, in parts where it has parts."""
+        raise NotImplementedError
 
-class OptimizerPart(SavedPart, Protocol):
-    """The state of an optimizer, as one rank holds it."""
+    def _targets(self, saved: Saved) -> Iterable[tuple[TensorName, Held]]:
+        """Returns :meth:`wanted`, in parts where this rank has parts."""
+        raise NotImplementedError
 
-    @property
-    def kind(self) -> str:
-        """The type of the optimizer."""
+
+def _require_fit(name: TensorName, held: Held, saved: Described) -> None:
+    if held.described != saved:
+        raise CheckpointError(
+            f"{name} does not fit",
+            expected=f"{held.described}, as here",
+            got=f"{saved} in the checkpoint",
+            fix="build the model and the optimizer as they were, or restore another checkpoint",
+        )
 
 
 class StageStreams(NamedTuple):
@@ -96,40 +115,6 @@ class StageStreams(NamedTuple):
     stages: int
     leads: bool
     later: Mapping[int, Any]
-
-
-class ModelPart(SavedPart, Protocol):
-    """A model, as one rank holds it.
-
-    Attributes:
-        plain_names: The lasting name of each name of the plain model that a list of layers was made
-            of, in its order; a tied weight may have several. Empty where it was made of none.
-    """
-
-    plain_names: Mapping[str, str]
-
-    def order(self) -> tuple[str, ...]:
-        """Returns the names of the whole model's parameters and buffers, in its order."""
-
-    def require_outline(self) -> None:
-        """Refuses to save a model that is no longer the one that would be built to restore it.
-
-        Raises:
-            CheckpointError: It has got other parameters and buffers, or other shapes of them.
-        """
-
-    def parameters(self) -> Mapping[str, Held]:
-        """Returns this rank's parameters by lasting name."""
-
-    def whole_name(self, name: str) -> str:
-        """Returns the name of the whole of a parameter or buffer; mostly it is its own."""
-
-    def saved_names(self, saved: Saved) -> Mapping[str, str]:
-        """Returns the saved name of each parameter and buffer of the whole model.
-
-        Raises:
-            CheckpointError: The checkpoint is of another model.
-        """
 
 
 class ProgramSource(Protocol):

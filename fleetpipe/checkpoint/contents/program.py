@@ -57,7 +57,7 @@ class ProgramState(layer_and_optimizer.NamedTensors):
                 got=f"another {type(layer_and_optimizer.unwrapped(optimizer)).__name__}",
                 fix="pass the optimizer of which minimize(loss) was called",
             )
-        return ProgramOptimizer(type(minimized_by).__name__, self._program.optimizer_state(), self)
+        return ProgramOptimizer(self._program, self)
 
     def streams(self) -> StageStreams:
         """Returns the random streams of this process's stages."""
@@ -68,63 +68,30 @@ class ProgramState(layer_and_optimizer.NamedTensors):
         self._program.set_streams(streams)
 
 
-class ProgramOptimizer:
-    """The optimizer's variables of this process's parameters.
+class ProgramOptimizer(layer_and_optimizer.OptimizerState):
+    """The optimizer's variables of this process's parameters."""
 
-    Attributes:
-        kind: The type of the optimizer.
-    """
+    def __init__(self, program: ProgramSource, model: ProgramState) -> None:
+        super().__init__(program.minimized_by, model)
+        self._by_parameter = program.optimizer_state()
 
-    def __init__(
-        self,
-        kind: str,
-        state: Mapping[str, tuple[Mapping[str, Held], Held | None]],
-        model: ProgramState,
-    ) -> None:
-        self.kind = kind
-        self._by_parameter, self._model = state, model
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        yield from self._by_parameter.items()
 
-    def held(self) -> Mapping[TensorName, Held]:
-        """Returns the state that this process keeps."""
-        return {
-            name: held
-            for parameter in self._by_parameter
-            for name, held in self._state(parameter, parameter)
-        }
+    def _leave_out(self, parameter: Any, name: str) -> None:
+        if dict(self._state(parameter, name)):
+            raise CheckpointError(
+                f"the checkpoint has no state of the optimizer for {name!r}",
+                cause="it was saved before the first step, or did not train this parameter",
+                fix="restore the model alone right after the startup program has run: "
+                'only=("model",)',
+            )
 
-    def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
-        """Returns what is to be filled with the saved state.
-
-        Raises:
-            CheckpointError: The state is of another optimizer, or a parameter has none.
-        """
-        layer_and_optimizer.require_kind(self.kind, saved)
-        names, there = self._model.saved_names(saved), layer_and_optimizer.by_parameter(saved)
-        targets: dict[TensorName, Held] = {}
-        for parameter in self._by_parameter:
-            path = names[parameter]
-            state = dict(self._state(parameter, path))
-            if state and path not in there:
-                raise CheckpointError(
-                    f"the checkpoint has no state of the optimizer for {path!r}",
-                    cause="it was saved before the first step, or did not train this parameter",
-                    fix="restore the model alone right after the startup program has run: "
-                    'only=("model",)',
-                )
-            layer_and_optimizer.require_kinds(path, set(state), there.get(path, set()))
-            targets.update(state)
-        for name, held in targets.items():
-            layer_and_optimizer.require_fit(name, held, saved.tensors[name])
-        return targets
-
-    def settle(self) -> None:
+    def _create(self, parameter: Any) -> None:
         """Does nothing: memory was there before."""
 
-    def abandon(self) -> None:
-        """Does nothing."""
-
-    def _state(self, parameter: str, path: str) -> Iterator[tuple[TensorName, Held]]:
-        kinds, master = self._by_parameter[parameter]
+    def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, Held]]:
+        kinds, master = parameter
         for kind, held in kinds.items():
             yield layer_and_optimizer.state_name(path, kind), held
         if master is not None:
