@@ -12,6 +12,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from fleetpipe import contrib
+from fleetpipe.extras import late
 from fleetpipe.version import __version__ as __version__
 
 # Paddle warns of it at every import where there is no ccache; it matters to those who compile.
@@ -77,13 +78,7 @@ def __dir__() -> list[str]:
 
 
 if not TYPE_CHECKING:  # to a type checker it would give the module every name
-
-    def __getattr__(name: str) -> object:
-        """Loads what needs Paddle when it is asked for."""
-        if name not in _LATE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = importlib.import_module(_LATE[name])
-        return getattr(module, name, module)
+    __getattr__ = late(_LATE)
 
 
 def install() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from fleetpipe.contrib.callbacks.log_by_epoch import LogMetricByEpoch
-from fleetpipe.contrib.callbacks.loss_monitor import LossMonitor
+from typing import TYPE_CHECKING
+
+from fleetpipe.extras import late
 from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
 from fleetpipe.fit.callbacks.metrics_logger import MetricsLogger
 from fleetpipe.fit.callbacks.progress import Progress
 from fleetpipe.fit.callbacks.throughput import ThroughputMonitor
 from fleetpipe.fit.callbacks.trace_steps import TraceSteps
+
+if TYPE_CHECKING:
+    from fleetpipe.contrib.callbacks.log_by_epoch import LogMetricByEpoch as LogMetricByEpoch
+    from fleetpipe.contrib.callbacks.loss_monitor import LossMonitor as LossMonitor
 
 __all__ = [
     "LogMetricByEpoch",
@@ -19,3 +24,11 @@ __all__ = [
     "ThroughputMonitor",
     "TraceSteps",
 ]
+
+if not TYPE_CHECKING:  # to a type checker it would give the module every name
+    __getattr__ = late(
+        {
+            "LogMetricByEpoch": "fleetpipe.contrib.callbacks.log_by_epoch",
+            "LossMonitor": "fleetpipe.contrib.callbacks.loss_monitor",
+        }
+    )

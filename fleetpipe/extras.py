@@ -1,12 +1,14 @@
-"""Packages that only some parts need, and scripts: the one line that installs each."""
+"""What is there when it is asked for: fleetpipe's extras, and packages of others."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from fleetpipe.errors import PackageNotFound
 
@@ -24,6 +26,31 @@ INSTALLED_BY = {
     "wandb": "pip install wandb",
     "yaml": "pip install 'fleetpipe[project]'",
 }
+
+
+def extra(name: str) -> Any:
+    """Loads a module of ``fleetpipe.contrib``, which the core and the standard ring never import.
+
+    Args:
+        name: Its path there, as ``"watch.reporting"``.
+    """
+    return importlib.import_module(f"fleetpipe.contrib.{name}")
+
+
+def late(names: Mapping[str, str]) -> Callable[[str], object]:
+    """Returns the ``__getattr__`` of a package that loads its public names when they are used.
+
+    Args:
+        names: The module that has each; a name that it lacks is the module itself.
+    """
+
+    def get(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"there is no {name!r}; expected: {', '.join(names)}", name=name)
+        module = importlib.import_module(names[name])
+        return getattr(module, name, module)
+
+    return get
 
 
 @contextmanager

@@ -18,10 +18,9 @@ from fleetpipe.aliases import DType, Nest, Tensor
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.amp import casts_of_now, uncast
+from fleetpipe.paddle_api.amp import casts_of_now, rehearsed, uncast
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.kernels import linear, product, reshaped
-from fleetpipe.paddle_api.rehearsal import rehearsed
 from fleetpipe.paddle_api.tensor import to_host
 
 _WIDE: tuple[DType, ...] = (paddle.float32, paddle.float64)

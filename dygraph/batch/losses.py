@@ -15,7 +15,7 @@ from fleetpipe.dygraph import gradients
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.rehearsal import rehearsed
+from fleetpipe.paddle_api.amp import rehearsed
 
 #: ``criterion(output, label)`` gives a Tensor with one element.
 Criterion = Callable[[Nest, Nest], Tensor]

@@ -14,6 +14,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import (
     note_unscaled,
+    rehearsed,
     replace_unscale,
     scale_of,
     scaler_counts,
@@ -21,7 +22,6 @@ from fleetpipe.paddle_api.amp import (
 )
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.optimizer import optimized_parameters
-from fleetpipe.paddle_api.rehearsal import rehearsed
 
 _log = log.logger(__name__)
 

@@ -21,7 +21,6 @@ from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.shadow import Shadow
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.vocabulary import HeadedStages, HeadInParts, with_logits
-from fleetpipe.contrib.pictures.graphviz import graph
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.batch.stage import Borders
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
@@ -31,6 +30,7 @@ from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.state.files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
+from fleetpipe.extras import extra
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.layer import share_tables
 from fleetpipe.paddle_api.tensor import has_memory
@@ -259,7 +259,8 @@ class CapturedPipeline(PipelineLayer):
         What crosses between stages is red, with its bytes for one micro-batch like the example.
         """
         form = self.forms.example(training=True)
-        return graph(form.trace, form.starts)
+        text: str = extra("pictures.graphviz").graph(form.trace, form.starts)
+        return text
 
     def companion(self, pipeline: PipelineParallel) -> Shadow | None:
         """Returns the plain model's training beside the first batches, where it was asked for."""

@@ -13,7 +13,7 @@ from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
 from fleetpipe.capture.tracing.value import Capture
-from fleetpipe.contrib.pictures.graphviz import graph
+from fleetpipe.extras import extra
 from fleetpipe.paddle_types import Inputs, Layer
 from fleetpipe.profiling import LayerCost
 from fleetpipe.representation import shows, table
@@ -69,7 +69,8 @@ class Explanation:
 
     def graphviz(self) -> str:
         """Returns the nodes and the values between them in Graphviz's language, for ``dot``."""
-        return graph(self.trace)
+        text: str = extra("pictures.graphviz").graph(self.trace)
+        return text
 
 
 def explain(

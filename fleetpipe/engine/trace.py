@@ -16,12 +16,10 @@ from typing import Any, Protocol
 
 from fleetpipe import log
 from fleetpipe.arguments import require_folder
-from fleetpipe.contrib.pictures.panel import Panel, panel_of
-from fleetpipe.contrib.pictures.schedule_picture import draw
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import PackageNotFound
-from fleetpipe.extras import INSTALLED_BY
+from fleetpipe.extras import INSTALLED_BY, extra
 from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.turns import here
 from fleetpipe.paddle_api.device import device_clock, device_kind
@@ -176,8 +174,9 @@ class Trace(BatchObserver):
         write_trace(path, tracks, placement, microseconds=microseconds, steps=numbers, device=kind)
         rate = figures_of(step).bubble_rate
         title = f"measured: step {numbers[chosen]} · bubble {rate:.2%}"
-        beside = panel_of(predicted, "s", "predicted")
-        shown = Panel(title, _moved(step, -begun), placement, "s")
+        panel = extra("pictures.panel")
+        beside = panel.panel_of(predicted, "s", "predicted")
+        shown = panel.Panel(title, _moved(step, -begun), placement, "s")
         drawn = self._draw({"predicted.png": [beside], "measured.png": [shown, beside]})
         return (
             f"trace of {len(steps)} of {self._count} steps in {self._folder}: bubble rate "
@@ -188,11 +187,11 @@ class Trace(BatchObserver):
             + f". {caveat(kind)}" * (kind != "cpu")
         )
 
-    def _draw(self, pictures: Mapping[str, list[Panel]]) -> bool:
+    def _draw(self, pictures: Mapping[str, list[Any]]) -> bool:
         """Draws pictures by their file names; returns whether there is matplotlib to do so."""
         try:
             for name, panels in pictures.items():
-                draw(panels, self._folder / name)
+                extra("pictures.schedule_picture").draw(panels, self._folder / name)
         except PackageNotFound:
             return False
         return True

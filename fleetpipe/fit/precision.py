@@ -11,9 +11,8 @@ from fleetpipe import fleet, log
 from fleetpipe.aliases import Layer, Optimizer, Scaler
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.amp import checked_amp
+from fleetpipe.paddle_api.amp import checked_amp, rehearsed
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.rehearsal import rehearsed
 
 _log = log.logger(__name__)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fleetpipe import heap, numerics, static
+from fleetpipe import heap, numerics
 from fleetpipe.dygraph import experts
 from fleetpipe.fleet import overlay
+from fleetpipe.fleet.static_graph import await_guard
 from fleetpipe.paddle_api import paddle_fleet
 from fleetpipe.paddle_api.topology import choose_backend, hide_own_flags
 
@@ -19,7 +20,7 @@ hide_own_flags()
 numerics.prepare()
 heap.prepare()
 overlay.install()
-static.install()
+await_guard()
 experts.install()
 
 from fleetpipe.fleet import high_level, meta_parallel  # noqa: E402

@@ -13,8 +13,8 @@ from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api.amp import rehearsed
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.rehearsal import rehearsed
 
 LIBRARIES = ("paddlenlp", "paddleformers")
 #: PaddleFormers' norm, and the first version that fuses it where the configuration says nothing.

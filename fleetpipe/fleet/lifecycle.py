@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -12,12 +13,13 @@ import sys
 import warnings
 from typing import Any
 
-from fleetpipe import log, static
+from fleetpipe import log
 from fleetpipe.config import PipelineConfig, scale_strategy
-from fleetpipe.contrib.watch import reporting
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.random_keys import GeneratorStates
 from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateError
+from fleetpipe.extras import extra
+from fleetpipe.fleet.static_graph import await_guard, static_graph
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import agreement, job, meeting, slurm, start
 from fleetpipe.job.groups import neighbours
@@ -28,8 +30,8 @@ from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees, Mesh, complete_order
 from fleetpipe.mesh.degree_checks import sharding_stage
 from fleetpipe.paddle_api import paddle, paddle_fleet, topology
+from fleetpipe.paddle_api.amp import rehearsed
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
-from fleetpipe.paddle_api.rehearsal import end_rehearsal, rehearse, require_rounding
 from fleetpipe.paddle_types import DistributedStrategy as Strategy
 from fleetpipe.paddle_types import Fleet, HybridCommunicateGroup, RoleMakerBase
 
@@ -88,15 +90,16 @@ def init(
             fix="fleet.init(is_collective=True, strategy=strategy)",
         )
     if config.rehearse is not None and device_kind() == "cpu":
-        require_rounding(config.rehearse)
+        _rehearsal().require_rounding(config.rehearse)
     arguments = (role_maker, is_collective, strategy, log_level)
     dynamic = paddle.in_dynamic_mode()
     if dynamic and degrees.pp > 1:
         scale_strategy(strategy)
     shards = dynamic and is_collective and degrees.state_shards > 1
     stage = sharding_stage(strategy) if shards else 1
-    static.install()
+    await_guard()
     if not dynamic:
+        static_graph().install()
         return _init_static(degrees, arguments)
     if not is_collective:
         return _fleet.init(*arguments)
@@ -184,9 +187,10 @@ def shutdown() -> None:
     try:
         job.end(sys.exc_info()[1])
     finally:
-        end_rehearsal()
+        _end_rehearsal()
         topology.forget_topology()
-        static.uninstall()
+        if "fleetpipe.static" in sys.modules:
+            static_graph().uninstall()
         _static_arguments = None
 
 
@@ -283,7 +287,7 @@ def _begin(
     job.begin(begun)
     topology.lend_to_role_maker(Workers())
     _rehearse(config)
-    reporting.begin(begun, config.serve)
+    extra("watch.reporting").begin(begun, config.serve)
     tensor_parallel.connect_shards(begun)
     return _fleet
 
@@ -292,7 +296,20 @@ def _rehearse(config: PipelineConfig) -> None:
     """Has ``paddle.amp`` work where this is a CPU and the options ask for it."""
     if config.rehearse is not None and device_kind() != "cpu":
         log.once(_log.warning, f"nothing is rehearsed: this device has {config.rehearse} itself")
-    rehearse(config.rehearse if device_kind() == "cpu" else None)
+    elif config.rehearse is not None:
+        _rehearsal().rehearse(config.rehearse)
+    else:
+        _end_rehearsal()
+
+
+def _end_rehearsal() -> None:
+    if rehearsed() is not None:
+        _rehearsal().end_rehearsal()
+
+
+def _rehearsal() -> Any:
+    """Loads what rehearses, which few jobs need."""
+    return importlib.import_module("fleetpipe.paddle_api.rehearsal")
 
 
 def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, number: int) -> Job:
@@ -365,7 +382,7 @@ def _end_with_process() -> None:
         _log.error(_STOCK_HINT)
     if isinstance(error, AssertionError) and str(error).startswith(_STOCK_ALONE):
         _log.error(_STOCK_ALONE_HINT)
-    end_rehearsal()
+    _end_rehearsal()
     try:
         job.end(error)
     except FleetPipeError as failure:

@@ -16,13 +16,13 @@ from fleetpipe.dygraph.tensor_parallel import TensorParallel
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet._library_options import refuse_library_options
 from fleetpipe.fleet.lifecycle import begin_static
+from fleetpipe.fleet.static_graph import static_graph
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.layer import without_reentrance, wrapped_layer
 from fleetpipe.paddle_api.topology import install_topology, user_strategy
 from fleetpipe.paddle_types import DistributedStrategy, GradScaler, Layer, Optimizer
-from fleetpipe.static import StaticOptimizer, refuse_stages
 
 
 @overload
@@ -131,8 +131,8 @@ def _wrapped(optimizer: Optimizer, strategy: DistributedStrategy | None) -> Any:
         chosen = user_strategy() if strategy is None else strategy
         if getattr(chosen, "pipeline", False):
             begin = functools.partial(begin_static, chosen)
-            return StaticOptimizer(optimizer, chosen, begin, meeting.world_size())
-        refuse_stages(paddle.static.default_main_program())
+            return static_graph().StaticOptimizer(optimizer, chosen, begin, meeting.world_size())
+        static_graph().refuse_stages(paddle.static.default_main_program())
         return paddle_fleet.distributed_optimizer(optimizer, strategy)
     job = current_job()
     if job is None:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from fleetpipe.contrib.watch.board import Heard
 from fleetpipe.job.agreement import require_agreement
+from fleetpipe.job.records import Heard
 from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import COPIES, REPLICA, SHARDS, Coordinate, Degrees, Mesh

@@ -137,3 +137,11 @@ def _rounded(value: Any) -> Any:
 
 def _rows(value: JsonValue) -> tuple[StepRow, ...]:
     return tuple(item.row(StepRow, flights=JsonValue.differences) for item in value.items())
+
+
+class Heard(NamedTuple):
+    """What was heard of a rank: its last record, how long ago, and whether it has left."""
+
+    record: RankRecord
+    silence: float = 0.0
+    left: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from fleetpipe.contrib.watch.address import SERVE
+from fleetpipe.extras import extra
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 
@@ -19,6 +19,6 @@ def run(options: argparse.Namespace) -> int:
     if script.to_be_launched(options):
         return script.launch(options, "run")
     if options.serve is not None:
-        os.environ[SERVE] = str(options.serve)
+        os.environ[extra("watch.address").SERVE] = str(options.serve)
     with in_place_of_paddles():
         return script.execute_to_the_end(options.script, options.arguments)

@@ -20,8 +20,8 @@ from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.config import DEFAULT_TIMEOUT
-from fleetpipe.contrib.kept_state.kept_state import KeptState
 from fleetpipe.errors import PeerFailed
+from fleetpipe.extras import extra
 from fleetpipe.job import attempt_files, job
 from fleetpipe.mesh.groups import DirectGroup, Group
 from fleetpipe.paddle_api.loading import keep_workers_from_signals
@@ -61,9 +61,7 @@ class Run:
         step: The step to go on with, from 0: as many are done.
     """
 
-    def __init__(
-        self, step: int, state: State, manager: CheckpointManager, kept: KeptState | None
-    ) -> None:
+    def __init__(self, step: int, state: State, manager: CheckpointManager, kept: Any) -> None:
         self.step = step
         self._state = state
         self._manager = manager
@@ -201,14 +199,14 @@ def resume(
     state = State(
         model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, data=data
     )
-    kept = KeptState.asked_for(Objects(**state), Ranks.of_job())
+    kept = extra("kept_state.kept_state").KeptState.asked_for(Objects(**state), Ranks.of_job())
     return Run(_go_on(state, manager, kept), state, manager, kept)
 
 
-def _go_on(state: State, manager: CheckpointManager, kept: KeptState | None) -> int:
+def _go_on(state: State, manager: CheckpointManager, kept: Any) -> int:
     """Goes back to the newest step that is kept or saved, and returns its number. Collective."""
     saved = [step for steps in job.all_ranks().all_gather(manager.steps()) for step in steps]
-    newest = None if kept is None else kept.newest()
+    newest: int | None = None if kept is None else kept.newest()
     if kept is not None and newest is not None and newest >= max(saved, default=0):
         kept.restore(newest)
         step, where = newest, ", as they were kept in memory"

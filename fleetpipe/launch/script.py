@@ -18,9 +18,8 @@ from types import CodeType, ModuleType, TracebackType
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
-from fleetpipe.contrib.watch.address import configure_serve
-from fleetpipe.contrib.watch.serving import serving
 from fleetpipe.errors import PeerFailed
+from fleetpipe.extras import extra
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import log_filter
 
@@ -30,7 +29,7 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 def configure_run(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe run`` to its parser."""
-    configure_serve(parser)
+    extra("watch.address").configure_serve(parser)
     configure_script(parser, "a training script that uses paddle.distributed.fleet")
 
 
@@ -121,7 +120,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     command += options.arguments
     interrupted = False
     with (
-        serving(getattr(options, "serve", None)) as board,
+        extra("watch.serving").serving(getattr(options, "serve", None)) as board,
         tempfile.TemporaryDirectory(prefix="fleetpipe-") as folder,
     ):
         board.begin(Path(folder))

@@ -17,8 +17,7 @@ from typing import Any
 
 from fleetpipe import fleet as our_fleet
 from fleetpipe.config import PipelineConfig
-from fleetpipe.contrib.fluid import names as fluid
-from fleetpipe.contrib.pipelining import stock_schedules as pipelining
+from fleetpipe.extras import extra
 from fleetpipe.fleet import gpu_only
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
 from fleetpipe.job import meeting
@@ -62,6 +61,7 @@ def in_place_of_paddles() -> Iterator[None]:
     sys.modules.update(counterparts)
     setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable
     sys.meta_path.insert(0, finder)
+    fluid, pipelining = extra("fluid.names"), extra("pipelining.stock_schedules")
     try:
         with ExitStack() as changes:
             for change in (without_gpu, fluid.provided, pipelining.on_engine, gpu_only.refused):

@@ -13,6 +13,20 @@ from fleetpipe.aliases import DType, Optimizer, Scaler, Tensor
 from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle
 
+#: The dtype of the rehearsal that is on; see ``rehearsal``, which is loaded for one.
+_rehearsed: str | None = None
+
+
+def rehearsed() -> str | None:
+    """Returns the dtype of the rehearsal that is on; None without one."""
+    return _rehearsed
+
+
+def note_rehearsal(dtype: str | None) -> None:
+    """Notes which rehearsal is on."""
+    global _rehearsed
+    _rehearsed = dtype
+
 
 def casts_automatically() -> bool:
     """Whether tensors are cast automatically now, as within ``auto_cast``."""

@@ -25,7 +25,7 @@ from paddle.nn import clip as _stock_clip
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Program, Scheduler, Tensor, Variable
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.rehearsal import rehearsed
+from fleetpipe.paddle_api.amp import rehearsed
 
 _clips: ModuleType = _stock_clip
 _any_framework: Any = _framework

@@ -157,6 +157,11 @@ def swap_switch_device(
     return original
 
 
+def switch_device(device: str | None) -> object:
+    """Does what ``device_guard`` does at its beginning and its end."""
+    return _any_framework.switch_device(device)
+
+
 def operation_count(program: Program) -> int:
     """Returns how many operations a program has."""
     return int(program.num_ops() if is_pir(program) else program.desc.block(0).op_size())

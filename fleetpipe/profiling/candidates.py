@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from fleetpipe.contrib.search.variants import variants
 from fleetpipe.errors import ConfigError
 from fleetpipe.partition import Bottleneck, fastest, uniform
 from fleetpipe.profiling.cost_model import StageCost, Stages, costs_of
@@ -17,6 +16,7 @@ from fleetpipe.profiling.profile import Profile
 from fleetpipe.profiling.recomputing import Recompute, everything, recomputed
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.families.table import FAMILIES
+from fleetpipe.schedules.families.variants import variants
 from fleetpipe.schedules.placement import HEAD
 from fleetpipe.schedules.simulation.replay import replay
 

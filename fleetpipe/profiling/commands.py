@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, positive, using
-from fleetpipe.contrib.clusters import commands as clusters
 from fleetpipe.errors import ConfigError
+from fleetpipe.extras import extra
 from fleetpipe.profiling.estimating import estimates, shown
 from fleetpipe.profiling.planner import SEARCH, plan
 from fleetpipe.profiling.profile import Profile
@@ -27,7 +27,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="ranks of the pipeline; with --cluster, those of the fastest layout by default",
     )
-    clusters.configure_cluster(parser)
+    extra("clusters.commands").configure_cluster(parser)
     parser.add_argument(
         "--memory-cap",
         metavar="SIZE",
@@ -84,7 +84,7 @@ def configure_estimate(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --cluster: draw the layouts to a .png, .svg or .pdf (needs matplotlib)",
     )
-    clusters.configure_cluster(parser)
+    extra("clusters.commands").configure_cluster(parser)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -129,10 +129,10 @@ def _require_moderate(profile: Profile, ranks: int, micro_batches: int) -> None:
 def run_plan(arguments: argparse.Namespace) -> int:
     """Makes a plan, writes and prints it; returns the exit code."""
     if arguments.cluster is None:
-        clusters.require_no_cluster(arguments, plans=True)
+        extra("clusters.commands").require_no_cluster(arguments, plans=True)
         profile = Profile.read(arguments.file)
     else:
-        profile = clusters.profile_of_fastest(arguments)
+        profile = extra("clusters.commands").profile_of_fastest(arguments)
     _require_moderate(profile, arguments.ranks, arguments.micro_batches)
     made = plan(
         profile,
@@ -157,9 +157,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def run_estimate(arguments: argparse.Namespace) -> int:
     """Prints what each schedule costs on several numbers of ranks, or layouts of a cluster."""
     if arguments.cluster is not None:
-        sys.stdout.write(clusters.estimated(arguments) + "\n")
+        sys.stdout.write(extra("clusters.commands").estimated(arguments) + "\n")
         return 0
-    clusters.require_no_cluster(arguments)
+    extra("clusters.commands").require_no_cluster(arguments)
     profile = Profile.read(arguments.file)
     for ranks in arguments.ranks or (1,):
         profile.require_cuts_for(ranks)

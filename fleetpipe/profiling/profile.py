@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fleetpipe.contrib.pictures.profile_picture import draw_layers
 from fleetpipe.errors import ConfigError, PartitionError
+from fleetpipe.extras import extra
 from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.profiling.cost_model import (
     LayerCost,
@@ -336,7 +336,8 @@ class Profile:
             ConfigError: Another ending.
             PackageNotFound: matplotlib is not installed.
         """
-        draw_layers([*self.layers, *filter(None, [self.loss])], path)
+        layers = [*self.layers, *filter(None, [self.loss])]
+        extra("pictures.profile_picture").draw_layers(layers, path)
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:

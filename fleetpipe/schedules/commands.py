@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from fleetpipe.arguments import new_file, number, using
-from fleetpipe.contrib.pictures.schedule_picture import plot
 from fleetpipe.errors import ConfigError, printable
+from fleetpipe.extras import extra
 from fleetpipe.schedules import registry
 from fleetpipe.schedules.api import Plan, Schedule
 from fleetpipe.schedules.costs import Costs
@@ -172,7 +172,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
     timeline = schedule.simulate(costs)
     if arguments.plot is not None:
         with using("--plot", arguments.plot, "a .png, .svg or .pdf file that can be written"):
-            plot(
+            extra("pictures.schedule_picture").plot(
                 timeline, arguments.plot, window=arguments.plot_window, memory=arguments.plot_memory
             )
     if arguments.trace is not None:

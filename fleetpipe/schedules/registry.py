@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from fleetpipe.contrib.search.auto import auto
 from fleetpipe.errors import ConfigError, ScheduleError, nearest, require_whole
+from fleetpipe.extras import extra
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.check.schedule import verify
@@ -231,6 +231,20 @@ def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
         head=schedule.placement.has_head,
         **options,
     )
+
+
+def auto(
+    placement: Placement,
+    micro_batches: int,
+    memory_cap: float | None = None,
+    costs: Costs | None = None,
+    placed: str | None = None,
+    slices: int | None = None,
+) -> ScheduleRows:
+    """Searches a schedule; ``fleetpipe.contrib.search`` does, and is loaded for it."""
+    search = extra("search.auto")
+    rows: ScheduleRows = search.auto(placement, micro_batches, memory_cap, costs, placed, slices)
+    return rows
 
 
 def option_names() -> frozenset[str]:

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 from fleetpipe.aliases import Program, Scope, Variable
-from fleetpipe.contrib.program_ir.loader import items_of, note_starts
 from fleetpipe.errors import ConfigError
+from fleetpipe.extras import extra
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import (
     Executor,
@@ -67,7 +67,7 @@ def install() -> None:
     for ours in (save, load, save_inference_model, set_program_state):
         for place in (paddle.static, static_io):
             _hook_saving(place, ours)
-    _restore.extend(note_starts())
+    _restore.extend(extra("program_ir.loader").note_starts())
     stamp = _stamp()
     if stamp is not None:
         _restore.append(_hook_guard(stamp))
@@ -103,7 +103,8 @@ def _run(
         wanted = list(_flat(fetch_list))
         items = items_for(program, feed)
         if items is None and not feed:
-            items = items_of(program, functools.partial(original, scope=variables))
+            loader = extra("program_ir.loader")
+            items = loader.items_of(program, functools.partial(original, scope=variables))
         feeds = feed if items is None else items
         return pipeline.run(executor.place, feeds, wanted, variables, return_numpy)
     if pipeline is not None:

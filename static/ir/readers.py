@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fleetpipe.aliases import Program, Variable
+from fleetpipe.extras import extra
 from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static.cut.contract import GraphReader
 
@@ -13,9 +14,8 @@ def read(program: Program) -> GraphReader:
         from fleetpipe.static.ir.pir.reader import PirReader
 
         return PirReader(program)
-    from fleetpipe.contrib.program_ir.reader import ProgramReader
-
-    return ProgramReader(program)
+    reader: GraphReader = extra("program_ir.reader").ProgramReader(program)
+    return reader
 
 
 def name_of(value: Variable) -> str:

@@ -23,7 +23,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import VERSION
-from fleetpipe.paddle_api.rehearsal import rehearsed
+from fleetpipe.paddle_api.amp import rehearsed
 from tests.jobs import begun
 from tests.launching import command
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd

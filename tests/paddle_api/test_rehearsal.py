@@ -15,10 +15,10 @@ from paddle.amp import amp_lists
 
 from fleetpipe import log
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api.amp import rehearsed
 from fleetpipe.paddle_api.rehearsal import (
     end_rehearsal,
     rehearse,
-    rehearsed,
     replacing,
     require_rounding,
 )

@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needed_for(f"fleetpipe.contrib.ray.{name}"):
+    with needed_for(f"fleetpipe.ray.{name}"):
         return getattr(importlib.import_module(_LATE[name]), name)
 
 

@@ -22,7 +22,6 @@ from typing import NamedTuple
 from fleetpipe.contrib.search.fill_weight_grads import Policy, fill
 from fleetpipe.contrib.search.list_scheduler import Preference, listed_order
 from fleetpipe.contrib.search.problem import Problem
-from fleetpipe.contrib.search.variants import counts, variants
 from fleetpipe.contrib.search.warm_up import (
     WarmUp,
     allowed,
@@ -33,6 +32,7 @@ from fleetpipe.contrib.search.warm_up import (
 from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families.table import FAMILIES, SLICED, schedule_rows
+from fleetpipe.schedules.families.variants import counts, variants
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
 from fleetpipe.schedules.simulation.timeline import simulate

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from fleetpipe.contrib.report.numbers import seconds
 from fleetpipe.contrib.watch.slow_ranks import SlowRank, SlowRanks
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.records import RankRecord
+from fleetpipe.job.records import Heard, RankRecord
 from fleetpipe.json_value import JsonValue, Source, parse, read
 
 #: The board of a job, in the folder of an attempt and in those of a run.
@@ -155,14 +155,6 @@ def read_board(path: Path) -> JobBoard:
 def board_of(text: str | bytes) -> JobBoard:
     """Reads the text of a board; raises as :func:`read_board`."""
     return JobBoard.of(parse(text, _SOURCE))
-
-
-class Heard(NamedTuple):
-    """What was heard of a rank: its last record, how long ago, and whether it has left."""
-
-    record: RankRecord
-    silence: float = 0.0
-    left: bool = False
 
 
 class Boards:

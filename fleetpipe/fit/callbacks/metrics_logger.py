@@ -21,9 +21,8 @@ import numpy as np
 
 from fleetpipe import atomic_file, version
 from fleetpipe.arguments import require_folder
-from fleetpipe.contrib.callbacks.trackers import TRACKERS, numbers, require_packages
-from fleetpipe.contrib.watch import reporting
 from fleetpipe.errors import ConfigError, nearest
+from fleetpipe.extras import extra
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.callbacks.throughput import PER_RANK
 from fleetpipe.fit.networks import required_job
@@ -82,9 +81,9 @@ class MetricsLogger(rank_policy.Callback):
         self._every = log_freq
         self._formats = [formats] if isinstance(formats, str) else list(formats)
         for name in self._formats:
-            if name not in _SINKS:
-                raise ConfigError(f"there is no format {name!r}", fix=nearest(name, _SINKS))
-        require_packages(self._formats)
+            if name not in _sinks():
+                raise ConfigError(f"there is no format {name!r}", fix=nearest(name, _sinks()))
+        extra("callbacks.trackers").require_packages(self._formats)
         self._config = dict(config or {})
         self._sinks: list[Sink] = []
         self._epoch = 0
@@ -95,7 +94,8 @@ class MetricsLogger(rank_policy.Callback):
         write_about(self._folder, self.model, self.params, self._config)
         begin_attempt(self._folder, self.model.global_step)
         step = self.model.global_step
-        self._sinks = [_SINKS[name](self._folder, step, self._config) for name in self._formats]
+        sinks = _sinks()
+        self._sinks = [sinks[name](self._folder, step, self._config) for name in self._formats]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Notes the epoch."""
@@ -172,14 +172,18 @@ class _Csv:
 
     def write(self, row: dict[str, Any]) -> None:
         keys = {name: row[name] for name in self._COLUMNS[:4]}
-        self._table.writerows({**keys, "name": n, "value": v} for n, v in numbers(row))
+        self._table.writerows(
+            {**keys, "name": n, "value": v} for n, v in extra("callbacks.trackers").numbers(row)
+        )
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-_SINKS: dict[str, Any] = {"jsonl": _JsonLines, "csv": _Csv, **TRACKERS}
+def _sinks() -> dict[str, Any]:
+    """Returns what writes rows, by the name of its format."""
+    return {"jsonl": _JsonLines, "csv": _Csv, **extra("callbacks.trackers").TRACKERS}
 
 
 def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
@@ -265,7 +269,7 @@ def begin_attempt(folder: Path, step: int) -> None:
         run_files.replace_lines(folder / run_files.ATTEMPTS, ())
     _tell(folder, "begin", step)
     attempt_files.tell_record(folder)
-    reporting.record_in(folder)
+    extra("watch.reporting").record_in(folder)
 
 
 def end_attempt(folder: Path, step: int) -> None:

@@ -23,10 +23,9 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from fleetpipe import log
-from fleetpipe.contrib.watch.board import Heard
 from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout, TransportError
 from fleetpipe.job import attempt_files
-from fleetpipe.job.records import RankRecord
+from fleetpipe.job.records import Heard, RankRecord
 from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.peer import Peer

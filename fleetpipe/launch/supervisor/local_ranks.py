@@ -7,9 +7,9 @@ import contextlib
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from fleetpipe import systems
-from fleetpipe.contrib.watch.serving import AttemptBoard
 from fleetpipe.job import attempt_files, run_files
 from fleetpipe.launch.script import LAUNCHED, remove_logs_beyond, signal_ranks
 from fleetpipe.launch.supervisor.attempts import Attempt, Verdict, judge
@@ -19,9 +19,7 @@ from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions
 class Local:
     """The ranks of this host, one attempt after another."""
 
-    def __init__(
-        self, options: argparse.Namespace, folder: Path, pods: Pods, board: AttemptBoard
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, folder: Path, pods: Pods, board: Any) -> None:
         """Describes them; starts none.
 
         Args:

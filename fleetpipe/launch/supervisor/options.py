@@ -6,7 +6,7 @@ import argparse
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
-from fleetpipe.contrib.watch.address import configure_serve
+from fleetpipe.extras import extra
 from fleetpipe.launch.script import add_script
 
 
@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how long ranks that are asked to stop may take to finish the step and save "
         "(default: %(default)s)",
     )
-    configure_serve(parser)
+    extra("watch.address").configure_serve(parser)
     add_script(parser, "a training script", "where each process leaves its log")
 
 

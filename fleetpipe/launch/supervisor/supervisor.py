@@ -10,8 +10,8 @@ import time
 from contextlib import ExitStack
 
 from fleetpipe.arguments import require_folder
-from fleetpipe.contrib.watch.serving import serving
 from fleetpipe.errors import ConfigError
+from fleetpipe.extras import extra
 from fleetpipe.launch import log_filter
 from fleetpipe.launch.supervisor.attempts import Attempt, End, Verdict, after, interrupted
 from fleetpipe.launch.supervisor.local_ranks import Local
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         folder = ends.enter_context(state_folder())
         pods = Pods(log_filter.environment(options.log_level), folder)
         ends.callback(pods.close)
-        board = ends.enter_context(serving(options.serve))
+        board = ends.enter_context(extra("watch.serving").serving(options.serve))
         return Supervisor(options, Local(options, folder, pods, board), signals).run()
 
 

@@ -13,8 +13,7 @@ automatic casts bring one; ``rounding`` does it.
 from fleetpipe.paddle_api.rehearsal.replacing import (
     end_rehearsal,
     rehearse,
-    rehearsed,
     require_rounding,
 )
 
-__all__ = ["end_rehearsal", "rehearse", "rehearsed", "require_rounding"]
+__all__ = ["end_rehearsal", "rehearse", "require_rounding"]

@@ -15,6 +15,7 @@ from fleetpipe import log
 from fleetpipe.aliases import DType, Tensor
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import VERSION, paddle, replaced
+from fleetpipe.paddle_api.amp import note_rehearsal, rehearsed
 from fleetpipe.paddle_api.operations import ARITHMETIC, Function, bound_operations
 from fleetpipe.paddle_api.rehearsal import rounding
 
@@ -154,21 +155,18 @@ def rehearse(dtype: str | None) -> None:
     if dtype is not None:
         _running = _Rehearsal(dtype)
         _running.begin()
+        note_rehearsal(dtype)
 
 
 def _is_rehearsed(dtype: str, place: object) -> bool:
     return dtype == rehearsed()
 
 
-def rehearsed() -> str | None:
-    """Returns the dtype of the rehearsal that is on; None without one."""
-    return None if _running is None else _running.dtype
-
-
 def end_rehearsal() -> None:
     """Ends the rehearsal that is on, and says so where it has rounded nothing."""
     global _running
     ended, _running = _running, None
+    note_rehearsal(None)
     if ended is None:
         return
     ended.end()

@@ -1,17 +1,37 @@
 """How schedules are written and drawn: as text, in a terminal, as a trace and as a picture.
 
-Users import events, pictures and traces from here; ``text.py`` is behind
-``str(schedule)`` and ``Schedule.parse``. To draw what ran, begin with
-:class:`Event`. It imports values, explanations and players; faces and commands import it.
+Users import events, pictures and traces from here; ``text.py`` is behind ``str(schedule)`` and
+``Schedule.parse``. To draw what ran, begin with :class:`Event`. What a name needs is loaded when
+it is used: pictures are of ``fleetpipe.contrib.pictures``.
 """
 
 from __future__ import annotations
 
-from fleetpipe.contrib.pictures.panel import Panel, panel_of
-from fleetpipe.contrib.pictures.schedule_picture import draw, plot
-from fleetpipe.schedules.forms.chrome import chrome_trace, write_trace
-from fleetpipe.schedules.forms.events import Event, Figures, events_of, figures_of
-from fleetpipe.schedules.forms.terminal import render, summary
+from typing import TYPE_CHECKING
+
+from fleetpipe.extras import late
+
+if TYPE_CHECKING:
+    from fleetpipe.contrib.pictures.panel import Panel as Panel
+    from fleetpipe.contrib.pictures.panel import panel_of as panel_of
+    from fleetpipe.contrib.pictures.schedule_picture import draw as draw
+    from fleetpipe.contrib.pictures.schedule_picture import plot as plot
+    from fleetpipe.schedules.forms.chrome import chrome_trace as chrome_trace
+    from fleetpipe.schedules.forms.chrome import write_trace as write_trace
+    from fleetpipe.schedules.forms.events import Event as Event
+    from fleetpipe.schedules.forms.events import Figures as Figures
+    from fleetpipe.schedules.forms.events import events_of as events_of
+    from fleetpipe.schedules.forms.events import figures_of as figures_of
+    from fleetpipe.schedules.forms.terminal import render as render
+    from fleetpipe.schedules.forms.terminal import summary as summary
+
+_MODULES = {
+    "fleetpipe.contrib.pictures.panel": ("Panel", "panel_of"),
+    "fleetpipe.contrib.pictures.schedule_picture": ("draw", "plot"),
+    "fleetpipe.schedules.forms.chrome": ("chrome_trace", "write_trace"),
+    "fleetpipe.schedules.forms.events": ("Event", "Figures", "events_of", "figures_of"),
+    "fleetpipe.schedules.forms.terminal": ("render", "summary"),
+}
 
 __all__ = [
     "Event",
@@ -27,3 +47,6 @@ __all__ = [
     "summary",
     "write_trace",
 ]
+
+if not TYPE_CHECKING:  # to a type checker it would give the package every name
+    __getattr__ = late({name: module for module, names in _MODULES.items() for name in names})

@@ -14,6 +14,7 @@ import paddle
 import pytest
 from paddle import nn
 
+from fleetpipe.contrib.callbacks import trackers
 from fleetpipe.contrib.compat import colossalai
 from fleetpipe.contrib.compat.colossalai import gpc
 from fleetpipe.contrib.compat.colossalai import nn as col_nn
@@ -221,9 +222,8 @@ def test_values_reach_tensorboard(program: Any, tmp_path: Path, monkeypatch: Any
         def close(self) -> None:
             pass
 
-    logging = "fleetpipe.fit.callbacks.metrics_logger"
     monkeypatch.setattr("fleetpipe.contrib.callbacks.trackers.find_spec", lambda name: name)
-    monkeypatch.setitem(__import__(logging, fromlist=["_"])._SINKS, "tensorboard", Sink)
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Sink)
     hook_list = [hooks.TensorboardHook(tmp_path), hooks.AccuracyHook(col_nn.metric.Accuracy())]
     data = [batch(7)]
     trainer = Trainer(program[0])
