@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from fleetpipe.aliases import Topology
 from fleetpipe.config import PipelineConfig
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job, current_job
+from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.topology import has_begun, user_strategy
-from fleetpipe.profiling import LayerDegrees, PipelinePlan
+from fleetpipe.partition import Partition
 from fleetpipe.schedules import Placement, Schedule
 
 _DUALPIPEV = "DualPipeV"
+
+
+class LayerPlan(Protocol):
+    """What a list of layers asks of a plan; :class:`fleetpipe.profiling.PipelinePlan` is one."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline."""
+
+    @property
+    def chunks(self) -> int:
+        """Chunks on each rank."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a batch, m."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs."""
+
+    @property
+    def recompute(self) -> Sequence[Sequence[int]]:
+        """For each stage, the layers whose forward runs again in backward."""
+
+    @property
+    def partition(self) -> Partition:
+        """Where the layers are cut."""
+
+    def schedule_for(self, micro_batches: int) -> Schedule:
+        """Returns the schedule for another number of micro-batches."""
+
+    def require_degrees(self, degrees: Degrees) -> None:
+        """Refuses a job of other degrees."""
+
+    def require_layers(self, names: Sequence[str]) -> None:
+        """Refuses other layers."""
 
 
 class Arrangement:
@@ -29,7 +69,7 @@ class Arrangement:
         ranks: int,
         chunks: int | None,
         use_dualpipev: bool,
-        plan: PipelinePlan | None = None,
+        plan: LayerPlan | None = None,
         head: bool = False,
     ) -> None:
         """Places the stages as the schedule of the current job has them.
@@ -56,7 +96,7 @@ class Arrangement:
         if job is not None:
             config = PipelineConfig.from_strategy(user_strategy())
             if plan is not None:
-                plan.require_degrees(LayerDegrees.of(job.degrees))
+                plan.require_degrees(job.degrees)
             if plan is not None and config.micro_batches != plan.micro_batches:
                 raise ConfigError(
                     "the plan is for another number of micro-batches than the strategy",
@@ -102,7 +142,7 @@ class Arrangement:
 
 
 def _planned(
-    plan: PipelinePlan, config: PipelineConfig, request: tuple[int, int | None, bool]
+    plan: LayerPlan, config: PipelineConfig, request: tuple[int, int | None, bool]
 ) -> Schedule:
     """Returns the schedule of a plan, for as many micro-batches as there are.
 

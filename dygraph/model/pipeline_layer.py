@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -27,7 +28,12 @@ from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interval
 from fleetpipe.dygraph.model import fleet_face
 from fleetpipe.dygraph.model.additions import refuse_own_forward, refuse_unlisted, refuse_untied
-from fleetpipe.dygraph.model.arrangement import Arrangement, number_of_stages, topology_of
+from fleetpipe.dygraph.model.arrangement import (
+    Arrangement,
+    LayerPlan,
+    number_of_stages,
+    topology_of,
+)
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.state.files import files_of_list
 from fleetpipe.dygraph.state.names import ModelWithParts
@@ -46,7 +52,6 @@ from fleetpipe.paddle_api.meta_parallel import LOSS_FUNCTIONS_ARE_A_LIST
 from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition, segment
-from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Edge, Schedule
 
 _log = log.logger(__name__)
@@ -88,7 +93,7 @@ class PipelineLayer(ModelWithParts):
         num_virtual_pipeline_stages: int | None = None,
         use_cudagraph: bool = False,
         use_dualpipev: bool = False,
-        plan: PipelinePlan | str | Path | None = None,
+        plan: LayerPlan | str | Path | None = None,
     ) -> None:
         """Cuts ``layers`` into stages and builds the ones of this process.
 
@@ -131,8 +136,8 @@ class PipelineLayer(ModelWithParts):
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         self.take_loss(loss_fn)
         interval = checked_interval(recompute_interval, recompute_ctx)
-        if plan is not None and not isinstance(plan, PipelinePlan):
-            plan = PipelinePlan.read(plan)
+        if isinstance(plan, (str, Path)):
+            plan = _read_plan(plan)
         if plan is not None and (interval or seg_method != "uniform"):
             raise ConfigError(
                 "the plan says where to cut, and what to recompute",
@@ -672,3 +677,9 @@ class PipelineLayer(ModelWithParts):
                 else "no chunk_id: each rank has one chunk",
                 fix="pass the number of a chunk of this rank" if chunks else "leave chunk_id out",
             )
+
+
+def _read_plan(path: str | Path) -> LayerPlan:
+    """Reads a plan by the planner, which is loaded for it."""
+    plan: LayerPlan = pkgutil.resolve_name("fleetpipe.profiling:PipelinePlan").read(path)
+    return plan

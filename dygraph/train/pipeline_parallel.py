@@ -31,10 +31,10 @@ from fleetpipe.engine.observer import BatchObserver, Observer
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_types import Batch, GradScaler, LRScheduler, Optimizer, Tensor
-from fleetpipe.profiling import Profile
 
 if TYPE_CHECKING:
     from fleetpipe.engine.trace import Trace
+    from fleetpipe.profiling import Profile
 
 
 class PipelineParallel(PipelineFace):

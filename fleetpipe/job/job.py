@@ -18,7 +18,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.records import Heard
@@ -29,7 +29,6 @@ from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 from fleetpipe.paddle_api.device import device_kind, memory_limit, process_bytes, synchronize
 from fleetpipe.transport import (
     MemoryHub,
-    ProcessGroupTransport,
     SocketTransport,
     Store,
     Transport,
@@ -46,6 +45,10 @@ _PADDLE_GROUPS: Mapping[tuple[str, ...], str] = {
     ("moe_sharding",): "get_moe_sharding_parallel_group",
     ("ep",): "get_expert_parallel_group",
 }
+
+
+if TYPE_CHECKING:  # few jobs load it
+    from fleetpipe.transport import ProcessGroupTransport
 
 
 class Job:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.json_value import JsonValue, Source, parse, read
@@ -177,12 +177,13 @@ class PipelinePlan:
                     fix="profile this model, and plan anew",
                 )
 
-    def require_degrees(self, degrees: LayerDegrees) -> None:
+    def require_degrees(self, degrees: Any) -> None:
         """Refuses a job whose ranks share experts and sequences in another way.
 
         Raises:
             ConfigError: The plan is for other degrees.
         """
+        degrees = LayerDegrees.of(degrees)
         if self.degrees not in (None, degrees):
             raise ConfigError(
                 "this plan is for other degrees than the job's",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fleetpipe.aliases import PaddleGroup
 from fleetpipe.errors import ConfigError
@@ -17,10 +17,13 @@ from fleetpipe.mesh.axes import Mesh
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.topology import has_gloo, meets_by_host, transfers
-from fleetpipe.transport import ProcessGroupTransport, SocketTransport, Store, View
+from fleetpipe.transport import SocketTransport, Store, View
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 from fleetpipe.transport.joining.connections import Joined, join
-from fleetpipe.transport.process_group.lane import Lane
+
+if TYPE_CHECKING:  # few jobs load it
+    from fleetpipe.transport import ProcessGroupTransport
+    from fleetpipe.transport.process_group.lane import Lane
 
 _POLL_SECONDS = 0.001
 
@@ -95,6 +98,9 @@ def connect(
         namespace: Prefix of its keys there, new for each job.
         timeout: Seconds that any wait for another rank may last.
     """
+    from fleetpipe.transport import ProcessGroupTransport
+    from fleetpipe.transport.process_group.lane import Lane
+
     view = View(connections, members)
     streams: list[Joined] = []
     if device_kind() == "cpu":
