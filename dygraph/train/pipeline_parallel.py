@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
@@ -253,15 +254,14 @@ class PipelineParallel(PipelineFace):
             stage, by the names of ``fleetpipe.schedules.Costs``. Of a model that is trained with
             slices of sequences those of each slice as well, as it is cut now.
         """
-        from fleetpipe.dygraph.observe import profile as profiling
-
         self._runtime.require_running()
         batches, job = self.micro_batches(data), self._runtime.job
         with (
             job.guarded(lambda: "profiling"),
             random_keys.keyed(self.next_keys(), job.model_parallel()),
         ):
-            measured = profiling.measure(self.layers, job, batches, self.weights, self.slicing)
+            measure = pkgutil.resolve_name("fleetpipe.dygraph.observe.profile:measure")
+            measured: Profile = measure(self.layers, job, batches, self.weights, self.slicing)
         if path is not None and job.leads():
             measured.write(path)
         return measured
