@@ -7,21 +7,18 @@ while one is written, the other holds the step before.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Saved, TensorName
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.contrib.kept_state.slots import SlotForm, Slots, aligned
+from fleetpipe.contrib.kept_state.segment import Segment
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.parts import Described, Held
 from fleetpipe.paddle_api.device import dynamic_mode
@@ -76,7 +73,7 @@ class KeptState:
         Raises:
             PeerFailed: A rank died.
         """
-        steps_here = [step for _, segment in self._segments.values() for step in segment.steps()]
+        steps_here = [step for segment in self._segments.values() for step in segment.steps()]
         first, *steps_elsewhere = self._ranks.together(
             "looking for kept states", lambda: steps_here
         )
@@ -84,7 +81,7 @@ class KeptState:
 
     def forget_after(self, step: int) -> None:
         """Forgets what is behind the step that the run goes on after. Each rank by itself."""
-        for _, segment in self._segments.values():
+        for segment in self._segments.values():
             segment.forget_after(step)
 
     @dynamic_mode()
@@ -99,11 +96,8 @@ class KeptState:
         self._ranks.together(f"going back to step {step}", lambda: self._restore(step))
 
     def _restore(self, step: int) -> None:
-        index, segment = next(
-            (index, segment)
-            for index, segment in self._segments.values()
-            if step in segment.steps()
-        )
+        segment = next(one for one in self._segments.values() if step in one.steps())
+        index = segment.index
         blocks, text = segment.read(step)
         described = {
             TensorName(group, name): Described(dtype, tuple(shape))
@@ -150,31 +144,30 @@ class KeptState:
 
     def _segment(self, text: bytes) -> Segment:
         """Returns where a state of the form of now goes, with a text as long as this one."""
-        for index, segment in self._segments.values():
-            if index == self._index and segment.takes(text):
+        for segment in self._segments.values():
+            if segment.index == self._index and segment.takes(text):
                 return segment
         # The steps that are kept in another form stay until this one has two.
         number = 1 + max((int(file.suffix[1:]) for file in self._segments), default=0)
         file = self._folder / f"rank-{self._ranks.rank}.{number}"
         sizes = [size for *_, size in self._index["blocks"]]
         segment = Segment.create(file, self._index, sizes, _TEXT_TIMES * len(text))
-        self._segments[file] = (self._index, segment)
+        self._segments[file] = segment
         return segment
 
     def _forget_others(self, kept: Segment) -> None:
         """Removes what is kept in other forms: all ranks have these steps in their newest one."""
-        for file, (_, segment) in list(self._segments.items()):
+        for file, segment in list(self._segments.items()):
             if segment is not kept:
                 del self._segments[file]
                 file.unlink()
 
-    def _left(self) -> Iterator[tuple[Path, tuple[Index, Segment]]]:
+    def _left(self) -> Iterator[tuple[Path, Segment]]:
         """Yields what an earlier attempt of this rank has left, under the same layout."""
         for file in self._folder.glob(f"rank-{self._ranks.rank}.*"):
-            slots = Slots(file)
-            index = json.loads(slots.form.about)
-            if index["layout"] == self._layout:
-                yield file, (index, Segment(slots, [size for *_, size in index["blocks"]]))
+            segment = Segment(file)
+            if segment.index["layout"] == self._layout:
+                yield file, segment
 
 
 def _row(name: TensorName, held: Held) -> list[Any]:
@@ -182,72 +175,3 @@ def _row(name: TensorName, held: Held) -> list[Any]:
     whole = held.described
     size = math.prod(int(size) for size in held.tensor.shape) * whole.itemsize
     return [*name, whole.dtype, [*whole.shape], size]
-
-
-#: A value of JSON.
-Json = Any
-_SLOTS = 2
-
-
-class Segment:
-    """The tensors of one rank as blocks of bytes, and a text beside them, once for each slot."""
-
-    def __init__(self, slots: Slots, sizes: Sequence[int]) -> None:
-        self._slots = slots
-        text_bytes = slots.form.text_bytes
-        self._blocks = [
-            _blocks_of(np.frombuffer(slots.contents(slot), np.uint8), text_bytes, sizes)
-            for slot in range(slots.form.slots)
-        ]
-
-    @classmethod
-    def create(cls, file: Path, index: Json, sizes: Sequence[int], text_bytes: int) -> Segment:
-        """Makes a file with empty slots.
-
-        Args:
-            file: The file.
-            index: What the blocks are, in words of the caller's.
-            sizes: Bytes of each block.
-            text_bytes: Most bytes of the text beside them.
-
-        Raises:
-            CheckpointError: The host has not so much memory for files in memory.
-        """
-        form = SlotForm(json.dumps(index).encode(), text_bytes, sum(map(aligned, sizes)), _SLOTS)
-        return cls(Slots.create(file, form), sizes)
-
-    def steps(self) -> list[int]:
-        """Returns after how many steps the states are that are there whole, in order."""
-        return self._slots.steps()
-
-    def takes(self, text: bytes) -> bool:
-        """Whether a text is not too long for a slot."""
-        return len(text) <= self._slots.form.text_bytes
-
-    def write(self, step: int, blocks: Sequence[memoryview], text: bytes) -> None:
-        """Puts a state into the slot with the oldest one."""
-        slot = self._slots.begin()
-        for place, block in zip(self._blocks[slot], blocks):
-            place[:] = np.frombuffer(block, np.uint8)
-        self._slots.contents(slot)[: len(text)] = text
-        self._slots.end(slot, step, len(text))
-
-    def forget_after(self, step: int) -> None:
-        """Empties slots with later steps: they will be done again."""
-        self._slots.forget_after(step)
-
-    def read(self, step: int) -> tuple[list[memoryview], bytes]:
-        """Returns the blocks and the text of a state that is there; not copies."""
-        slot = self._slots.slot_of(step)
-        if slot is None:
-            raise KeyError(step)
-        blocks = [block.data for block in self._blocks[slot]]
-        return blocks, bytes(self._slots.text_of(slot))
-
-
-def _blocks_of(memory: np.ndarray, begin: int, sizes: Sequence[int]) -> list[np.ndarray]:
-    blocks = []
-    for size in sizes:
-        blocks.append(memory[begin : begin + size])
-        begin += aligned(size)
-    return blocks

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetpipe.contrib.kept_state.kept_state import Segment
-from fleetpipe.contrib.kept_state.slots import Slots
+from fleetpipe.contrib.kept_state.segment import Segment
 from fleetpipe.errors import CheckpointError
 
 pytestmark = pytest.mark.once
@@ -26,13 +25,16 @@ def test_the_last_two_steps_are_there_for_whoever_opens_it(tmp_path: Path) -> No
     assert own.steps() == []
     for step in range(4):
         own.write(step, blocks(step), f"step {step}".encode())
-    other = Segment(Slots(tmp_path / "rank-0"), SIZES)
-    assert Slots(tmp_path / "rank-0").form.about == b'{"names": ["a"]}'
+    other = Segment(tmp_path / "rank-0")
+    assert other.index == {"names": ["a"]}
     assert other.steps() == [2, 3]
     for step in (2, 3):
         found, text = other.read(step)
         assert [bytes(block) for block in found] == [bytes(block) for block in blocks(step)]
         assert text == f"step {step}".encode()
+    # One of the same name takes its place; who has opened the old one keeps that.
+    assert Segment.create(tmp_path / "rank-0", None, SIZES, 10).steps() == []
+    assert other.steps() == [2, 3]
 
 
 @pytest.mark.parametrize("block", range(len(SIZES)))
@@ -46,7 +48,7 @@ def test_a_step_that_was_not_finished_is_not_there_and_the_one_before_is(
     broken = [*blocks(3)[:block], memoryview(b"of another size" * 99)]
     with pytest.raises(ValueError, match="could not broadcast"):
         own.write(3, broken, b"")
-    other = Segment(Slots(tmp_path / "rank-0"), SIZES)
+    other = Segment(tmp_path / "rank-0")
     assert other.steps() == [2]
     assert [*map(bytes, other.read(2)[0])] == [*map(bytes, blocks(2))]
     other.write(3, blocks(3), b"")

@@ -1,0 +1,144 @@
+"""A file in memory with two slots, each of which holds a state of one rank or none.
+
+A slot holds a whole state or counts as empty: its step is taken out before the first byte changes
+and put in after the last one. While one is written, the other holds the step before.
+
+    magic; bytes of what follows; room for the text of a slot                     each 8 bytes
+    index, and the sizes of a slot's blocks                                       JSON
+    the slots: steps + 1 (0: empty), bytes of the text; text; blocks              at multiples of 64
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import shutil
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fleetpipe import atomic_file, systems
+from fleetpipe.errors import CheckpointError
+
+_MAGIC = b"FLTPKEPT"
+_HEAD = struct.Struct("<8sQQ")
+_SLOT = struct.Struct("<QQ")
+_SLOTS = range(2)
+_ALIGNED = 64
+
+
+class Segment:
+    """The tensors of one rank as blocks of bytes, and a text beside them, once for each slot.
+
+    Attributes:
+        index: What the blocks are, in words of the caller's: any value of JSON.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Opens a file with the states that it holds."""
+        with file.open("r+b") as opened:
+            self._memory = memoryview(mmap.mmap(opened.fileno(), 0))
+        _, about_bytes, text_bytes = _HEAD.unpack_from(self._memory)
+        self._text_bytes: int = text_bytes
+        begin = _HEAD.size + about_bytes
+        self.index, sizes = json.loads(bytes(self._memory[_HEAD.size : begin]))
+        slot_bytes = _slot_bytes(sizes, text_bytes)
+        self._places = [_aligned(begin) + slot * slot_bytes for slot in _SLOTS]
+        self._blocks = {place: self._blocks_at(place, sizes) for place in self._places}
+
+    @classmethod
+    def create(cls, file: Path, index: Any, sizes: Sequence[int], text_bytes: int) -> Segment:
+        """Makes a file with empty slots.
+
+        Args:
+            file: The file.
+            index: What the blocks are.
+            sizes: Bytes of each block.
+            text_bytes: Most bytes of the text beside them.
+
+        Raises:
+            CheckpointError: The host has not so much memory for files in memory.
+        """
+        about = json.dumps([index, [*sizes]]).encode()
+        size = _aligned(_HEAD.size + len(about)) + len(_SLOTS) * _slot_bytes(sizes, text_bytes)
+        with atomic_file.draft_of(file) as draft, draft.open("w+b") as opened:
+            _reserve(opened.fileno(), size, file)
+            opened.write(_HEAD.pack(_MAGIC, len(about), text_bytes) + about)
+        return cls(file)
+
+    def steps(self) -> list[int]:
+        """Returns after how many steps the states are that are there whole, in order."""
+        return sorted(count - 1 for count in self._counts() if count)
+
+    def takes(self, text: bytes) -> bool:
+        """Whether a text is not too long for a slot."""
+        return len(text) <= self._text_bytes
+
+    def write(self, step: int, blocks: Sequence[memoryview], text: bytes) -> None:
+        """Puts a state into the slot with the oldest one."""
+        place = min(zip(self._counts(), self._places))[1]
+        self._mark(place, 0, 0)
+        for memory, block in zip(self._blocks[place], blocks):
+            memory[:] = np.frombuffer(block, np.uint8)
+        begin = place + _aligned(_SLOT.size)
+        self._memory[begin : begin + len(text)] = text
+        self._mark(place, 0, len(text))
+        self._mark(place, step + 1, len(text))
+
+    def read(self, step: int) -> tuple[list[memoryview], bytes]:
+        """Returns the blocks and the text of a state that is there; not copies."""
+        place = self._places[self._counts().index(step + 1)]
+        begin, (_, length) = place + _aligned(_SLOT.size), _SLOT.unpack_from(self._memory, place)
+        blocks = [block.data for block in self._blocks[place]]
+        return blocks, bytes(self._memory[begin : begin + length])
+
+    def forget_after(self, step: int) -> None:
+        """Empties slots with later steps: they will be done again."""
+        for count, place in zip(self._counts(), self._places):
+            if count > step + 1:
+                self._mark(place, 0, 0)
+
+    def _counts(self) -> list[int]:
+        """Returns the number of steps that each slot holds the state after, and one more."""
+        return [_SLOT.unpack_from(self._memory, place)[0] for place in self._places]
+
+    def _mark(self, place: int, count: int, text_bytes: int) -> None:
+        _SLOT.pack_into(self._memory, place, count, text_bytes)
+
+    def _blocks_at(self, place: int, sizes: Sequence[int]) -> list[np.ndarray]:
+        """Returns the memory of a slot's blocks."""
+        begin, blocks = place + _aligned(_SLOT.size) + _aligned(self._text_bytes), []
+        for size in sizes:
+            blocks.append(np.frombuffer(self._memory[begin : begin + size], np.uint8))
+            begin += _aligned(size)
+        return blocks
+
+
+def _slot_bytes(sizes: Sequence[int], text_bytes: int) -> int:
+    return _aligned(_SLOT.size) + _aligned(text_bytes) + sum(map(_aligned, sizes))
+
+
+def _aligned(size: int) -> int:
+    """Returns the multiple of 64 that a number of bytes takes."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _reserve(descriptor: int, size: int, file: Path) -> None:
+    """Takes the memory now: a write beyond what is left of it would end the process."""
+    try:
+        systems.reserve(descriptor, size)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CheckpointError(
+            f"the state of a rank does not fit into {file.parent}",
+            expected=f"{size} bytes for {len(_SLOTS)} steps",
+            got=f"{shutil.disk_usage(file.parent).free} bytes",
+            cause="a container has 64 MiB there unless it is given more (docker --shm-size)",
+            fix="give the host more shared memory, or launch without --keep_state",
+            permanent=True,
+        ) from None
