@@ -19,7 +19,7 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.deferral_report import DeferralReport, GradientArrivals, LayersOf
-from fleetpipe.dygraph.backward.fast.forwards import FastForwards, replaced
+from fleetpipe.dygraph.backward.fast.forwards import FastForwards, with_forwards
 from fleetpipe.dygraph.backward.leaf import (
     CannotWait,
     Leaf,
@@ -108,7 +108,7 @@ class SplitBackward:
                 forwards.append((leaf.layer, run))
             else:
                 tape.uncut.add(leaf)
-        return replaced(forwards)
+        return with_forwards(forwards)
 
     def in_backward(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """As :meth:`recording` for a backward that is not split, and what runs again in it."""

@@ -15,7 +15,7 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.sequences.attention import attention
 from fleetpipe.dygraph.sequences.parts import sequence_ranks
 from fleetpipe.errors import ConfigError
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import paddle, replaced
 
 #: By backend, the axis that it splits sequences along.
 _AXES = {"p2p": "cp", "all2all": "sep"}
@@ -89,7 +89,7 @@ class ContextParallel(_Plan):
         @functools.wraps(forward)
         def split(*inputs: Nest, **named: Nest) -> Nest:
             self._require_degrees()
-            with _replaced() as calls:
+            with _attention_replaced() as calls:
                 output = forward(*inputs, **named)
             if not calls:
                 raise ConfigError(
@@ -104,9 +104,8 @@ class ContextParallel(_Plan):
 
 
 @contextmanager
-def _replaced() -> Iterator[list[None]]:
+def _attention_replaced() -> Iterator[list[None]]:
     """Within it the function is fleetpipe's; yields a list with an item for each call."""
-    stock = _functions.scaled_dot_product_attention
     calls: list[None] = []
 
     def attend(
@@ -130,8 +129,5 @@ def _replaced() -> Iterator[list[None]]:
             )
         return attention(query, key, value, is_causal, scale=named.get("scale"))
 
-    _functions.scaled_dot_product_attention = attend
-    try:
+    with replaced((_functions, "scaled_dot_product_attention", attend)):
         yield calls
-    finally:
-        _functions.scaled_dot_product_attention = stock

@@ -6,7 +6,7 @@ Each module says at its top where the two versions differ; what is said nowhere 
 
 Start with ``optimizer`` or ``tensor``, which most packages use. Importing this package is also the
 one check that Paddle is there at all; ``paddle``, ``paddle_fleet`` and ``replaced``, which changes
-names of Paddle's for a while, come from here.
+attributes for a while, come from here.
 """
 
 from __future__ import annotations
@@ -42,21 +42,28 @@ paddle_fleet: ModuleType = _fleet
 VERSION: str = paddle.version.full_version
 
 
+_ABSENT = object()
+
+
 @contextmanager
 def replaced(*names: tuple[object, str, object]) -> Iterator[None]:
-    """Within it modules and classes of Paddle's have other values.
+    """Within it modules, classes and objects have other values.
 
     Args:
-        names: A module or class, an attribute of it, and the value.
+        names: A module, class or object, an attribute of it, and the value. An attribute that the
+            owner itself does not have goes again.
     """
-    stock = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
+    stock = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in names]
     for owner, name, value in names:
         setattr(owner, name, value)
     try:
         yield
     finally:
         for owner, name, value in stock:
-            setattr(owner, name, value)
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 __all__ = ["VERSION", "paddle", "paddle_fleet", "replaced"]

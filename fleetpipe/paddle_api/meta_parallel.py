@@ -24,7 +24,7 @@ from paddle.distributed.fleet.utils import sequence_parallel_utils as _sequence_
 
 from fleetpipe.aliases import Attribute, Layer, Nest, PaddleGroup, Tensor
 from fleetpipe.errors import UsageError
-from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api import paddle, paddle_fleet, replaced
 
 _any_defaults: ModuleType = _defaults
 _any_initializers: ModuleType = paddle.nn.initializer
@@ -87,17 +87,15 @@ def resharding_within(context: Callable[[], ContextDecorator]) -> Iterator[None]
 
     loading: Any = load_state_dict
     gathering: Any = full_param.BaseAssembler
-    load, gather = loading._load_state_dict, gathering.__iter__
+    gather = gathering.__iter__
 
     def gathered(assembler: object) -> Iterator[tuple[str, Tensor]]:
         take = context()(functools.partial(next, gather(assembler), None))
         return iter(take, None)
 
-    loading._load_state_dict, gathering.__iter__ = context()(load), gathered
-    try:
+    limited = context()(loading._load_state_dict)
+    with replaced((loading, "_load_state_dict", limited), (gathering, "__iter__", gathered)):
         yield
-    finally:
-        loading._load_state_dict, gathering.__iter__ = load, gather
 
 
 class _LocalSharedLayerDesc(paddle_fleet.meta_parallel.LayerDesc):  # type: ignore[name-defined, misc]

@@ -20,7 +20,7 @@ from paddle import _C_ops, _legacy_C_ops
 from paddle.base import core
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import paddle, replaced
 
 #: Anything that is called: a function of Paddle's, a method in C, a layer.
 Function = Callable[..., Any]
@@ -144,42 +144,37 @@ _Choice = Callable[[], OperationListener]
 @contextmanager
 def intercepted(listener: OperationListener) -> Iterator[None]:
     """Within it each operation, call of a layer, and so on of this thread goes to ``listener``."""
-    replaced: list[tuple[Any, str, Any]] = []
     thread, unheard = get_ident(), _Unheard()
 
     def chosen() -> OperationListener:
         return listener if get_ident() == thread else unheard
 
-    def put(holder: Any, name: str, value: Any) -> None:
-        replaced.append((holder, name, vars(holder)[name]))
-        setattr(holder, name, value)
-
-    try:
-        for module, name, function in bound_operations():
-            put(module, name, functools.partial(_called, chosen, "operation", function))
-        for names, heard in ((_METHODS, "operation"), (_READS, "read"), (_MEMORY, "memory")):
-            for name in names:
-                if name in vars(_Tensor):
-                    function = vars(_Tensor)[name]
-                    if name == _ALIAS:
-                        function = _apart(function)
-                    put(_Tensor, name, _method(chosen, heard, function))
-        gradient_flag = vars(_Tensor)["stop_gradient"]
-        put(_Tensor, "stop_gradient", _flag(chosen, gradient_flag))
-        put(_Tensor, "register_hook", _hook(vars(_Tensor)["register_hook"]))
-        put(_Tensor, "data", _data(chosen, vars(_Tensor)["data"]))
-        put(_Tensor, "shape", _shape(chosen, vars(_Tensor)["shape"]))
-        put(_Tensor, "size", _size(vars(_Tensor)["size"]))
-        for name in _BACKWARDS:
-            function = vars(core.eager)[name]
-            put(core.eager, name, functools.partial(_called, chosen, "backward", function))
-        put(paddle.nn.Layer, "__call__", _layer_call(chosen, paddle.nn.Layer.__call__))
-        put(paddle.nn.Layer, "__setattr__", _setting(chosen, paddle.nn.Layer.__setattr__))
-        put(core.eager.PyLayer, "apply", _apply(chosen, vars(core.eager.PyLayer)["apply"]))
+    names: list[tuple[Any, str, Any]] = [
+        (module, name, functools.partial(_called, chosen, "operation", function))
+        for module, name, function in bound_operations()
+    ]
+    tensor: Mapping[str, Any] = vars(_Tensor)
+    for methods, heard in ((_METHODS, "operation"), (_READS, "read"), (_MEMORY, "memory")):
+        for name in methods:
+            if name in tensor:
+                function = _apart(tensor[name]) if name == _ALIAS else tensor[name]
+                names.append((_Tensor, name, _method(chosen, heard, function)))
+    names += [
+        (_Tensor, "stop_gradient", _flag(chosen, tensor["stop_gradient"])),
+        (_Tensor, "register_hook", _hook(tensor["register_hook"])),
+        (_Tensor, "data", _data(chosen, tensor["data"])),
+        (_Tensor, "shape", _shape(chosen, tensor["shape"])),
+        (_Tensor, "size", _size(tensor["size"])),
+        (paddle.nn.Layer, "__call__", _layer_call(chosen, paddle.nn.Layer.__call__)),
+        (paddle.nn.Layer, "__setattr__", _setting(chosen, paddle.nn.Layer.__setattr__)),
+        (core.eager.PyLayer, "apply", _apply(chosen, vars(core.eager.PyLayer)["apply"])),
+    ]
+    for name in _BACKWARDS:
+        function = vars(core.eager)[name]
+        heard_by = functools.partial(_called, chosen, "backward", function)
+        names.append((core.eager, name, heard_by))
+    with replaced(*names):
         yield
-    finally:
-        for holder, name, value in reversed(replaced):
-            setattr(holder, name, value)
 
 
 def _called(chosen: _Choice, heard: str, function: Function, /, *args: Any, **named: Any) -> Any:

@@ -24,7 +24,7 @@ from paddle.incubate.distributed.models.moe import grad_clip as _moe_clip
 from paddle.nn import clip as _stock_clip
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Program, Scheduler, Tensor, Variable
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.amp import rehearsed
 
 _clips: ModuleType = _stock_clip
@@ -155,14 +155,8 @@ def restricted(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Iterator
         listed = vars(wrapper).get("_parameter_list")
         if listed and not isinstance(listed[0], dict):
             holders.append((wrapper, "_parameter_list"))
-    before = [getattr(holder, name) for holder, name in holders]
-    for (holder, name), listed in zip(holders, before):
-        setattr(holder, name, _chosen(listed, kept))
-    try:
+    with replaced(*((one, name, _chosen(getattr(one, name), kept)) for one, name in holders)):
         yield any(map(kept, optimized_parameters(base)))
-    finally:
-        for (holder, name), listed in zip(holders, before):
-            setattr(holder, name, listed)
 
 
 def _chosen(listed: list[Tensor], kept: Callable[[Tensor], bool]) -> list[Tensor]:
@@ -213,15 +207,12 @@ def create_state(optimizer: Optimizer, group: int, parameters: Sequence[Tensor])
     chosen: object = list(parameters)
     if listed and isinstance(listed[0], dict):
         chosen = {**listed[group], "params": chosen}
-    # What a state dict left behind for names that Paddle counts is not for these.
-    holder, optimizer._accumulators_holder = optimizer._accumulators_holder, {}
     if optimizer.helper is None:
         optimizer.helper = LayerHelper(type(optimizer).__name__)  # 2.6.2 makes it as it steps
     block = _any_framework.default_main_program().global_block()
-    try:
+    # What a state dict left behind for names that Paddle counts is not for these.
+    with replaced((optimizer, "_accumulators_holder", {})):
         optimizer._create_accumulators(block, chosen)
-    finally:
-        optimizer._accumulators_holder = holder
 
 
 def forget_state(optimizer: Optimizer, parameter: Tensor) -> None:

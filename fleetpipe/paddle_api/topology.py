@@ -24,7 +24,7 @@ from paddle.distributed.communication.group import Group as Group
 from paddle.distributed.fleet.base import topology as _topology
 
 from fleetpipe.aliases import PaddleGroup, PaddleStore, Strategy, Topology
-from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api import paddle, paddle_fleet, replaced
 from fleetpipe.paddle_api.device import device_kind, used_here
 
 
@@ -300,40 +300,38 @@ def beginning(
             without a limit, with the interpreter's lock in its hand: no thread could end the wait.
         new_group: Takes Paddle's ``new_group`` and the arguments of one call of it.
     """
-    stock_store, stock_group = core.create_or_get_global_tcp_store, paddle.distributed.new_group
-    stock_check = _paddle_topology.check_nccl_version_for_p2p
     # Paddle's start over Gloo would leave the device for the CPU; over NCCL it chooses the card.
     by_host, return_to_device = meets_by_host(), used_here()
+    names: list[tuple[object, str, object]] = [
+        (core, "create_or_get_global_tcp_store", open_store),
+        (
+            paddle.distributed,
+            "new_group",
+            functools.partial(new_group, paddle.distributed.new_group),
+        ),
+    ]
     if by_host:
         # A Paddle that was built for GPUs looks for a library that these ranks do not need.
-        _paddle_topology.check_nccl_version_for_p2p = lambda: None
-    core.create_or_get_global_tcp_store = open_store
-    paddle.distributed.new_group = functools.partial(new_group, stock_group)
+        names.append((_paddle_topology, "check_nccl_version_for_p2p", lambda: None))
     try:
-        yield
+        with replaced(*names):
+            yield
     finally:
-        core.create_or_get_global_tcp_store = stock_store
-        paddle.distributed.new_group = stock_group
         if by_host:
             return_to_device()
-        _paddle_topology.check_nccl_version_for_p2p = stock_check
 
 
 @contextmanager
 def topology_made_by(make: Callable[[], Topology]) -> Iterator[None]:
     """Within it, Paddle's ``fleet.init`` takes its topology from a function."""
-    names = ("HybridCommunicateGroup", "EPHybridCommunicateGroup")
-    stock = {name: getattr(_paddle_topology, name) for name in names}
 
     def made(*_: object) -> Topology:
         _paddle_topology._HYBRID_PARALLEL_GROUP = hcg = make()
         return hcg
 
-    vars(_paddle_topology).update(dict.fromkeys(stock, made))
-    try:
+    classes = ("HybridCommunicateGroup", "EPHybridCommunicateGroup")
+    with replaced(*((_paddle_topology, name, made) for name in classes)):
         yield
-    finally:
-        vars(_paddle_topology).update(stock)
 
 
 def began_without_groups() -> bool:

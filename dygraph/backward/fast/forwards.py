@@ -143,7 +143,7 @@ class FastForwards:
     def running(self) -> AbstractContextManager[None]:
         """Within it they have it, but for those whose forward a user has replaced."""
         linear.try_waiting()
-        return replaced(
+        return with_forwards(
             [
                 (layer, forward)
                 for layer, plain, forward in self._ways
@@ -196,7 +196,7 @@ class _Replacement:
 
 
 @contextmanager
-def replaced(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
+def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
     """Within it each layer has another forward."""
     replacement = _Replacement(forwards)
     changes.append(replacement)

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from fleetpipe.aliases import Attribute, Variable
 from fleetpipe.errors import FleetPipeError
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import DataLoader
 
@@ -315,7 +315,7 @@ def _put(name: Older, undo: ExitStack) -> None:
     """Puts a name in its place, and the modules above it that are not there."""
     path, _, last = f"paddle.{name.old}".rpartition(".")
     value = name.stand_in or _named(name.today)
-    _set(_owner(path, undo), last, value, undo)
+    undo.enter_context(replaced((_owner(path, undo), last, value)))
     if isinstance(value, ModuleType):
         sys.modules[f"{path}.{last}"] = value
         undo.callback(sys.modules.pop, f"{path}.{last}", None)
@@ -332,7 +332,7 @@ def _owner(path: str, undo: ExitStack) -> Any:
         sys.modules[path] = module
         undo.callback(sys.modules.pop, path, None)
         above, _, last = path.rpartition(".")
-        _set(_owner(above, undo), last, module, undo)
+        undo.enter_context(replaced((_owner(above, undo), last, module)))
     return sys.modules[path]
 
 
@@ -345,11 +345,3 @@ def _named(path: str) -> Any:
             importlib.import_module(".".join(parts[:index]))
         value = getattr(value, part)
     return value
-
-
-def _set(owner: Any, name: str, value: object, undo: ExitStack) -> None:
-    if name in vars(owner):
-        undo.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        undo.callback(delattr, owner, name)
-    setattr(owner, name, value)

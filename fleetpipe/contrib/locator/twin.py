@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fleetpipe.contrib.locator.tolerance import gap
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.dygraph.nest import mapped, tensors_by_place, tensors_of
 from fleetpipe.mesh import AXES
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.optimizer import learning_rate_of
 from fleetpipe.parity.differences import numbers_of
 
@@ -188,17 +188,8 @@ def degrees_of_one(replicas: int) -> Iterator[None]:
             del named["seg_method"]
         build(model, layers, **named)
 
-    with ExitStack() as stack:
-        for owner, name, method, original in (
-            (fleet, "init", init, begin),
-            (PipelineLayer, "__init__", whole, build),
-        ):
-            setattr(owner, name, method)
-            stack.callback(setattr, owner, name, original)
-        for name, alone in _COLLECTIVES.items():
-            original = getattr(paddle.distributed, name)
-            setattr(paddle.distributed, name, alone)
-            stack.callback(setattr, paddle.distributed, name, original)
+    alone = ((paddle.distributed, name, function) for name, function in _COLLECTIVES.items())
+    with replaced((fleet, "init", init), (PipelineLayer, "__init__", whole), *alone):
         yield
 
 

@@ -23,7 +23,7 @@ from fleetpipe.dygraph.layers.entries import count_parameters
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError, PartitionError, StateError, UsageError, nearest
 from fleetpipe.job.job import current_job
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.partition import balanced, uniform
 
 #: Layers of one rank: ``(start, end)`` for each of its chunks.
@@ -304,11 +304,8 @@ def _noting_layers(made: list[weakref.ref[Layer]]) -> Iterator[None]:
         constructor(self, *args, **named)
         made.append(weakref.ref(self))
 
-    setattr(paddle.nn.Layer, "__init__", begin)  # noqa: B010  # mypy: a method is not assignable
-    try:
+    with replaced((paddle.nn.Layer, "__init__", begin)):
         yield
-    finally:
-        setattr(paddle.nn.Layer, "__init__", constructor)  # noqa: B010
 
 
 def _outermost(made: list[Layer]) -> Layer:
