@@ -36,6 +36,7 @@ from fleetpipe.dygraph.tensor_parallel.replacements import (
 )
 from fleetpipe.dygraph.tensor_parallel.sequence import is_sequence_parallel_parameter, marked
 from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state
+from fleetpipe.mesh.parts import split_axis
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.meta_parallel import SEQUENCE_PARALLEL
 
@@ -83,6 +84,7 @@ __all__ = [
     "share_of",
     "share_whole_state",
     "shard_of",
+    "split_axis",
     "uninstall",
     "whole_shape",
     "whole_value",
