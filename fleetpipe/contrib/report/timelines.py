@@ -6,16 +6,15 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fleetpipe.schedules import Placement, Schedule
-from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, caveat, device_of, steps_of
+from fleetpipe.schedules.forms.chrome import caveat, device_of, steps_of, tracks_of
 from fleetpipe.schedules.forms.events import Event, events_of, median_step
 
 _TRACKS = ("predicted", "measured")
-#: Of any moment or time in a trace.
-_MOST_MICROSECONDS = 1e18
 
 
 @dataclass(frozen=True)
@@ -81,32 +80,16 @@ def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
 
 def _read(document: Any, name: str) -> tuple[dict[str, list[Event]], dict[int, int]]:
     """Returns the actions of each track of a trace, in seconds, and the ranks of the stages."""
-    entries = document["traceEvents"]
-    names = {
-        entry["pid"]: str(entry["args"]["name"]).split()
-        for entry in entries
-        if entry["name"] == "process_name"
-    }
-    tracks: dict[str, list[Event]] = {track: [] for track in _TRACKS}
+    events = tracks_of(document)
+    if not events.keys() <= {*_TRACKS}:
+        raise ValueError(f"{name} has the tracks {', '.join(events)}")
+    tracks = {track: [one for one in events.get(track, ()) if one.actions] for track in _TRACKS}
     stages: dict[int, int] = {}
-    for entry in entries:
-        if entry["ph"] != "X":
-            continue
-        _, rank, track = names[entry["pid"]]
-        start, seconds = (_seconds(entry[name]) for name in ("ts", "dur"))
-        event = Event(int(rank), entry["name"], start, start + seconds)
+    for event in chain.from_iterable(tracks.values()):
         for action in event.actions:
             if stages.setdefault(action.stage, event.rank) != event.rank:
                 raise ValueError(f"stage {action.stage} is on two ranks in {name}")
-        if event.actions:
-            tracks[track].append(event)
     return tracks, stages
-
-
-def _seconds(microseconds: Any) -> float:
-    if not abs(microseconds) < _MOST_MICROSECONDS:
-        raise ValueError(f"{microseconds} is no time")
-    return float(microseconds / MICROSECONDS_PER_SECOND)
 
 
 def placement_of(stages: dict[int, int]) -> Placement:

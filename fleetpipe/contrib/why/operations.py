@@ -13,8 +13,8 @@ from fleetpipe.errors import ConfigError, PackageNotFound
 from fleetpipe.extras import INSTALLED_BY
 from fleetpipe.schedules import Action, Fused, Recv, Send, SliceNumber
 from fleetpipe.schedules.action import parts
-from fleetpipe.schedules.forms.chrome import steps_of
-from fleetpipe.schedules.operations import parse_op
+from fleetpipe.schedules.forms.chrome import steps_of, tracks_of
+from fleetpipe.schedules.forms.events import Event
 
 #: Columns that a table has to have; ``replica``, ``chunk`` and ``micro_batch`` are 0 without one.
 COLUMNS = ("step", "replica", "stage", "chunk", "kind", "micro_batch", "start", "duration")
@@ -110,17 +110,12 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-        records = [record for record in document["traceEvents"] if record["ph"] in "MX"]
-        ranks = {
-            record["pid"]: record["args"]["name"]
-            for record in records
-            if record["name"] == "process_name"
-        }
         operations = [
             operation
-            for record in records
-            if record["ph"] == "X" and "predicted" not in ranks[record["pid"]]
-            for operation in _traced(record, ranks[record["pid"]])
+            for track, events in tracks_of(document).items()
+            if track != "predicted"
+            for event in events
+            for operation in _traced(event)
         ]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(
@@ -137,11 +132,9 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
     return [one._replace(step=numbers[one.step]) for one in stepped]
 
 
-def _traced(record: Mapping[str, Any], process: str) -> Iterator[TracedOperation]:
+def _traced(event: Event) -> Iterator[TracedOperation]:
     """Yields what an event of a trace is, in step 0."""
-    rank = int(process.split()[1])
-    times = float(record["ts"]) / 1e6, float(record["dur"]) / 1e6
-    op = parse_op(record["name"])
+    rank, times, op = event.rank, (event.start, event.end - event.start), event.op
     if isinstance(op, (Send, Recv)):
         name = str(op)
         way = "forward" if name[1] == "F" else "backward"

@@ -92,6 +92,34 @@ def chrome_trace(
     return {"traceEvents": records, "displayTimeUnit": "ms", "otherData": other}
 
 
+def tracks_of(document: Any) -> dict[str, list[Event]]:
+    """Returns the events of each track of a trace, in seconds; "" is the name of a single one.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError: It is no such trace.
+    """
+    entries = document["traceEvents"]
+    names = {
+        entry["pid"]: str(entry["args"]["name"]).split()
+        for entry in entries
+        if entry["name"] == "process_name"
+    }
+    tracks: defaultdict[str, list[Event]] = defaultdict(list)
+    for entry in entries:
+        if entry["ph"] == "X":
+            _, rank, *track = names[entry["pid"]]
+            start, seconds = _seconds(entry["ts"]), _seconds(entry["dur"])
+            event = Event(int(rank), str(entry["name"]), start, start + seconds)
+            tracks[" ".join(track)].append(event)
+    return tracks
+
+
+def _seconds(microseconds: Any) -> float:
+    if not abs(microseconds) < 1e18:
+        raise ValueError(f"{microseconds} is no time")
+    return float(microseconds / MICROSECONDS_PER_SECOND)
+
+
 def steps_of(document: Mapping[str, Any], count: int, first: int = 1) -> Sequence[int]:
     """Returns the numbers of a trace's steps in their run, as :func:`chrome_trace` took them.
 
