@@ -175,7 +175,16 @@ def shard_in(parameter: Tensor, group: PaddleGroup = None) -> PartOfWhole | None
     Args:
         parameter: On any member.
         group: The members along mp: Paddle's group or fleetpipe's; by default ``fleet.init``'s.
+
+    Raises:
+        ConfigError: It is no parameter, but an axis.
     """
+    if not isinstance(parameter, paddle.Tensor):
+        raise ConfigError(
+            "what is cut is asked of a parameter, not of its axis",
+            got=repr(parameter),
+            fix="whole_value(value, parameter), own_value(whole, parameter)",
+        )
 
     def place() -> tuple[int, int]:
         members = groups.along("mp", group)

@@ -361,4 +361,6 @@ def test_whole_and_own_values_are_inverse(twins: Twins) -> None:
     assert np.array_equal(own.numpy(), layer.weight.numpy())
     bias = RowParallelLinear(6, 8, mp_group=MEMBERS[0]).bias
     assert tensor_parallel.whole_value(bias, bias, MEMBERS[0]).shape == [8]
+    with pytest.raises(ConfigError, match="asked of a parameter, not of its axis"):
+        tensor_parallel.whole_value(layer.weight, 1)
     assert twins.gathered == 1
