@@ -12,7 +12,7 @@ import numpy as np
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.layers.vocabulary import EmbeddingInParts, VocabularyPart
 from fleetpipe.mesh.groups import Group, SoleGroup
-from fleetpipe.mesh.parts import Held, JoinedParts, Region, attached_part, held_of
+from fleetpipe.mesh.parts import Held, attached_part, joined_on_first
 from fleetpipe.paddle_api import paddle
 
 
@@ -29,40 +29,28 @@ class LayerInParts:
             group: Returns the ranks that have all parts between them.
         """
         self._group = group
-        self._parts = [(name, part) for name, ones in parts.items() for part in ones]
+        self._parts = [
+            (name, Held(tensor, part.cut))
+            for name, tensors in parts.items()
+            for tensor in tensors
+            if (part := attached_part(tensor)) is not None
+        ]
 
     def held(self) -> dict[str, Held]:
         """Returns a part of each whole, which knows the shape of the whole."""
-        return {name: held_of(part, lambda: (0, 1)) for name, part in self._parts}
+        return dict(self._parts)
 
     def set_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Gives the parts their values, which are read one after another."""
-        for name, tensor in self._parts:
-            if (part := attached_part(tensor)) is not None:
-                values = part.cut.taken_from(state[name])
-                native = values.astype(values.dtype.newbyteorder("="), order="C")
-                tensor.set_value(paddle.to_tensor(native))
+        for name, held in self._parts:
+            target: Tensor = held.tensor
+            values = state[name] if held.cut is None else held.cut.taken_from(state[name])
+            native = values.astype(values.dtype.newbyteorder("="), order="C")
+            target.set_value(paddle.to_tensor(native))
 
     def whole(self) -> dict[str, Tensor] | None:
-        """Returns what the file has on the first of the ranks; None elsewhere. Collective.
-
-        The ranks pass their parts in turn, so that none but the first holds more than another
-        rank's beside its own.
-        """
-        group = self._group()
-        mine = [
-            (name, tuple(part.cut), tensor.detach().clone())
-            for name, tensor in self._parts
-            if (part := attached_part(tensor)) is not None
-        ]
-        parts: list[tuple[str, Held]] = []
-        for source in range(group.ranks):
-            passed = group.broadcast(mine if source == group.rank else None, source)
-            if group.rank == 0:
-                parts += [(name, Held(tensor, Region(*cut))) for name, cut, tensor in passed]
-        if group.rank:
-            return None
-        return {name: held.tensor for name, held in JoinedParts(parts).held.items()}
+        """Returns what the file has on the first of the ranks; None elsewhere. Collective."""
+        return joined_on_first(self._group(), self._parts) or None
 
 
 def with_whole_head(

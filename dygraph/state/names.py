@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph import experts, tensor_parallel
 from fleetpipe.errors import CheckpointError, listed
+from fleetpipe.job.job import mp_shard
 from fleetpipe.mesh.parts import PartOfWhole, attached_part, parted
 from fleetpipe.paddle_api import paddle
 
@@ -24,7 +25,7 @@ class ModelWithParts(paddle.nn.Layer):
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
     ) -> Any:
         """As ``nn.Layer.set_state_dict``, of a state with parts or with what they are parts of."""
-        state = parted(state_dict, paddle.nn.Layer.state_dict(self))
+        state = parted(state_dict, paddle.nn.Layer.state_dict(self), mp_shard)
         return super().set_state_dict(state, use_structured_name)
 
     set_dict = load_dict = set_state_dict

@@ -24,11 +24,11 @@ from fleetpipe.dygraph.state.names import (
     to_pipeline_names,
     wholes_of,
 )
-from fleetpipe.dygraph.tensor_parallel import own_value, whole_value
+from fleetpipe.dygraph.tensor_parallel import whole_value
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import mp_shard
 from fleetpipe.mesh.groups import Group
-from fleetpipe.mesh.parts import Held, JoinedParts, ModelParts, held_of
+from fleetpipe.mesh.parts import Held, JoinedParts, ModelParts, held_of, parted
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.paddle_api.operations import set_data
@@ -201,13 +201,9 @@ class ModelState:
         Raises:
             CheckpointError: The source does not fit; nothing was changed.
         """
-        slots, local_tensors = {slot.name: slot for slot in self.slots()}, self.local_tensors()
-        there = {slot.name: slot for slot in fitting([*slots.values()], source)}
-        state = to_pipeline_names([*there.values()], source, self.plain_names)
-        if there != slots:
-            state = {name: slots[name].value_in(state) for name in local_tensors}
-        values = {name: own_value(state[name], tensor) for name, tensor in local_tensors.items()}
-        _assign(local_tensors, values)
+        slots, local_tensors = fitting(self.slots(), source), self.local_tensors()
+        state = to_pipeline_names(slots, source, self.plain_names)
+        _assign(local_tensors, parted(state, local_tensors, mp_shard))
 
     def gather(self) -> dict[str, Tensor]:
         """Returns copies of all parameters and buffers, whole and joined, the shared first.

@@ -20,7 +20,6 @@ from fleetpipe.dygraph.tensor_parallel.groups import (
     model_parallel_group,
 )
 from fleetpipe.dygraph.tensor_parallel.layer import (
-    own_value,
     refuse_shards,
     shard_in,
     share_of,
@@ -76,7 +75,6 @@ __all__ = [
     "model_parallel_group",
     "model_parallel_random_seed",
     "own_errors",
-    "own_value",
     "parallel_matmul",
     "refuse_shards",
     "sequence_parallel_utils",

@@ -34,7 +34,7 @@ from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fit.networks import counted_names, single_model_of
 from fleetpipe.job.job import Job
-from fleetpipe.mesh.parts import Held, Region
+from fleetpipe.mesh.parts import Held, joined_on_first
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import name_prefix, scheduler_of
 
@@ -263,8 +263,7 @@ _WHAT = "gathering the model"
 def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, Tensor]:
     """Returns copies of all tensors, whole, on the first rank of the job; nothing elsewhere.
 
-    Collective. The ranks pass their parts in turn, so that none but the first holds more than
-    another rank's beside its own.
+    Collective, as :func:`joined_on_first` is.
 
     Args:
         job: The job.
@@ -282,39 +281,12 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, T
     ranks = Ranks.of_job()
     texts = ranks.together(_WHAT, lambda: Inventory.of(held).to_json())
     plan = planned([Inventory.from_json(text) for text in texts])
-    whole: dict[TensorName, Tensor] = {}
+    parts = (((*name,), held[name]._replace(cut=cut)) for name, _, cut in plan.parts_of(ranks.rank))
     with job.guarded(lambda: _WHAT):
-        for source in range(ranks.count):
-            parts = (
-                [
-                    (*name, cut and tuple(cut), _copy(held[name]))
-                    for name, _, cut in plan.parts_of(ranks.rank)
-                ]
-                if source == ranks.rank
-                else None
-            )
-            for group, name, cut, tensor in job.everyone().broadcast(parts, source):
-                if ranks.rank == 0:
-                    _put(whole, TensorName(group, name), cut and Region(*cut), tensor)
-    return whole
+        whole = joined_on_first(job.everyone(), parts)
+    return {TensorName(*name): tensor for name, tensor in whole.items()}
 
 
 def of_group(whole: Mapping[TensorName, Tensor], group: str) -> dict[str, Tensor]:
     """Returns the tensors of one group by name."""
     return {name.name: tensor for name, tensor in whole.items() if name.group == group}
-
-
-def _copy(held: Held) -> Tensor:
-    """Returns what may change before it has left this process as something that does not."""
-    return paddle.assign(held.tensor)
-
-
-def _put(
-    whole: dict[TensorName, Tensor], name: TensorName, cut: Region | None, part: Tensor
-) -> None:
-    if cut is None:
-        whole[name] = part
-        return
-    if name not in whole:
-        whole[name] = paddle.empty(cut.whole(tuple(part.shape)), part.dtype)
-    whole[name][cut.slices] = part

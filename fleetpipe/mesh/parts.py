@@ -17,6 +17,7 @@ import numpy as np
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.axes import SHARDS
+from fleetpipe.mesh.groups import Group
 from fleetpipe.transport.wire.structure import SIZES
 
 Name = TypeVar("Name", bound=Hashable)
@@ -46,6 +47,11 @@ class Region(NamedTuple):
     def part(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the part of a whole tensor of ``shape``."""
         return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
+
+    def is_of(self, value: Any) -> bool:
+        """Whether a tensor or array may be the whole of which this is a part."""
+        shape = tuple(value.shape)
+        return len(shape) > self.axis and shape[self.axis] == self.size
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -228,28 +234,24 @@ def whole_name(name: str, tensor: Tensor) -> str:
     return name if part is None else part.whole_name(name)
 
 
-def parted(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def parted(state: Mapping[str, Any], tensors: Mapping[str, Tensor], place: Place) -> dict[str, Any]:
     """Returns a state in which parts stand in the place of what is whole.
 
     Args:
         state: Tensors or arrays by name.
         tensors: By name, the parameters that it is for.
+        place: As for :func:`part_of`.
     """
-    split: dict[str, Any] = {}
-    wholes = set()
-    for name, tensor in tensors.items():
-        part = attached_part(tensor)
-        whole = None if part is None else state.get(part.whole_name(name))
-        # The first part may go by the name of the whole.
-        if part is not None and whole is not None and _is_whole(whole, part.cut):
-            split[name] = part.cut.taken_from(whole)
-            wholes.add(part.whole_name(name))
-    return {**{name: value for name, value in state.items() if name not in wholes}, **split}
-
-
-def _is_whole(value: Any, cut: Region) -> bool:
-    shape = tuple(value.shape)
-    return len(shape) > cut.axis and shape[cut.axis] == cut.size
+    parts = {name: part for name, t in tensors.items() if (part := part_of(t, place)) is not None}
+    wholes = {name: part.whole_name(name) for name, part in parts.items()}
+    # The first part may go by the name of the whole.
+    split = {
+        name: part.cut.taken_from(state[wholes[name]])
+        for name, part in parts.items()
+        if wholes[name] in state and part.cut.is_of(state[wholes[name]])
+    }
+    used = {wholes[name] for name in split}
+    return {**{name: value for name, value in state.items() if name not in used}, **split}
 
 
 class JoinedParts(Generic[Name]):
@@ -289,6 +291,43 @@ def _joined(parts: list[Held]) -> Held:
         return first
     from fleetpipe.paddle_api import paddle
 
-    tensors: list[Tensor] = [part.tensor for part in parts]
-    values = paddle.concat([tensor.detach() for tensor in tensors], first.cut.axis)
+    values = paddle.concat([_detached(part) for part in parts], first.cut.axis)
     return Held(values, first.cut._replace(stop=last.cut.stop), first.differs)
+
+
+def joined_on_first(group: Group, parts: Iterable[tuple[Name, Held]]) -> dict[Name, Tensor]:
+    """Returns copies of whole tensors on the first rank of a group; nothing elsewhere. Collective.
+
+    The ranks pass their parts in turn, so that none but the first holds more than another rank's
+    beside its own.
+
+    Args:
+        group: The ranks that have all parts between them, each on one rank.
+        parts: Those of this rank, by the names of the wholes.
+    """
+    from fleetpipe.paddle_api import paddle
+
+    whole: dict[Name, Tensor] = {}
+    for source in range(group.ranks):
+        passed = None
+        if source == group.rank:
+            # Copies: what these are may change before they have left this process.
+            passed = [
+                (name, held.cut and tuple(held.cut), _detached(held).clone())
+                for name, held in parts
+            ]
+        for name, cut, part in group.broadcast(passed, source):
+            if group.rank == 0 and cut is None:
+                whole[name] = part
+            elif group.rank == 0:
+                region = Region(*cut)
+                if name not in whole:
+                    shape = region.whole(tuple(part.shape))
+                    whole[name] = paddle.empty(list(shape), part.dtype)
+                whole[name][region.slices] = part
+    return whole
+
+
+def _detached(held: Held) -> Tensor:
+    tensor: Tensor = held.tensor
+    return tensor.detach()

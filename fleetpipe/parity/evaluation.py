@@ -13,7 +13,7 @@ from fleetpipe.dygraph.batch.micro_batches import counted_in
 from fleetpipe.dygraph.batch.outputs import joined
 from fleetpipe.dygraph.optimizer.replicas import share_in_mean
 from fleetpipe.dygraph.sequences import sequence_ranks
-from fleetpipe.job.job import pipeline_group
+from fleetpipe.job.job import mp_shard, pipeline_group
 from fleetpipe.mesh.parts import parted
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.cutting import RepeatedBatch, cut, shares_of_rows
@@ -144,7 +144,7 @@ class Evaluations:
         """
         reference = self._reference
         state = self._pipeline.layers.full_state_dict() if self._pipeline.replicas.ranks > 1 else {}
-        state = parted(state, reference.tensors())
+        state = parted(state, reference.tensors(), mp_shard)
         buffers = [name for name, tensor in reference.tensors().items() if tensor.stop_gradient]
         before = {name: reference.tensors()[name].clone() for name in buffers if state}
         _put({name: state[name] for name in before}, reference)

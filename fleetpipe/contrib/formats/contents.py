@@ -91,13 +91,6 @@ def bits(described: Described) -> np.dtype:
     return np.dtype(f"u{described.itemsize}")
 
 
-def part_of(array: np.ndarray, cut: Region | None) -> np.ndarray:
-    """Returns a part of an array; without a cut, the array."""
-    return (
-        array if cut is None else array[(slice(None),) * cut.axis + (slice(cut.start, cut.stop),)]
-    )
-
-
 def stored_tensor(path: Path, stored: Stored) -> LazyTensor:
     """Returns a tensor that a file has as safetensors files do, one row behind another."""
 
@@ -151,7 +144,8 @@ def placed_tensor(path: Path, array: np.ndarray | Placed) -> LazyTensor:
     def read(cut: Region | None) -> np.ndarray:
         values = array if isinstance(array, np.ndarray) else _values(path, array)
         native = values.astype(values.dtype.newbyteorder("="), order="C", copy=False)
-        return part_of(native.view(bits(described)), cut)
+        whole = native.view(bits(described))
+        return whole if cut is None else cut.taken_from(whole)
 
     return LazyTensor(described, read)
 

@@ -27,7 +27,6 @@ from fleetpipe.contrib.formats.contents import (
     bits,
     other_files,
     paddle_tensor,
-    part_of,
     placed_tensor,
     scheduler_in,
     shown,
@@ -203,7 +202,7 @@ class _Shards:
             for part, piece in zip(parts, pieces):
                 if part.is_in(cut):
                     part.put(piece.read(), whole)
-            return part_of(whole, cut)
+            return whole if cut is None else cut.taken_from(whole)
 
         return LazyTensor(described, read)
 

@@ -26,7 +26,6 @@ from fleetpipe.contrib.formats.contents import (
     LazyTensor,
     are_whole,
     bits,
-    part_of,
     shown,
 )
 from fleetpipe.contrib.formats.flex_checkpoint import Copied, composed
@@ -202,7 +201,7 @@ def _built(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTe
         whole = np.empty(described.shape, bits(described))
         for part in parts:
             whole[part.put] = _values(part, sources[part.source])
-        return part_of(whole, cut)
+        return whole if cut is None else cut.taken_from(whole)
 
     return LazyTensor(described, read)
 

@@ -353,11 +353,13 @@ def test_an_error_in_backward_keeps_its_type() -> None:
         raise ValueError("other")
 
 
-def test_whole_and_own_values_are_inverse(twins: Twins) -> None:
+def test_a_shard_is_taken_from_the_whole_that_it_gathers(twins: Twins) -> None:
     layer = ColumnParallelLinear(6, 8, mp_group=MEMBERS[0])
     whole = tensor_parallel.whole_value(layer.weight, layer.weight, MEMBERS[0])
     assert whole.shape == [6, 8]
-    own = tensor_parallel.own_value(whole, layer.weight, MEMBERS[0])
+    part = tensor_parallel.shard_in(layer.weight, MEMBERS[0])
+    assert part is not None
+    own = part.cut.taken_from(whole)
     assert np.array_equal(own.numpy(), layer.weight.numpy())
     bias = RowParallelLinear(6, 8, mp_group=MEMBERS[0]).bias
     assert tensor_parallel.whole_value(bias, bias, MEMBERS[0]).shape == [8]

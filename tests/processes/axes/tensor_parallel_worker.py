@@ -23,7 +23,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     alone,
     connect,
     operations,
-    own_value,
+    shard_in,
     whole_value,
 )
 from fleetpipe.job import meeting
@@ -71,7 +71,8 @@ def both(make: Callable[[], Any]) -> tuple[Any, Any]:
     for own, dense in zip(*(layer.parameters() for layer in layers)):
         if len(dense.shape) == 1:
             dense.set_value(paddle.linspace(-1, 1, dense.shape[0]))
-            own.set_value(own_value(dense, own, MEMBERS[0]))
+            part = shard_in(own, MEMBERS[0])
+            own.set_value(dense if part is None else part.cut.taken_from(dense))
     return layers[0], layers[1]
 
 
