@@ -33,6 +33,9 @@ _SharedLayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.SharedLayerDes
 class _Description:
     """What stands in a list of layers until the number of ranks is known."""
 
+    #: Of the whole weights, that of the vocabulary.
+    axis = 0
+
     def __init__(self, hidden: int, vocabulary: int, weight_attr: Any, tied: str | None) -> None:
         for name, size in (("hidden", hidden), ("vocabulary", vocabulary)):
             rule = f"{name} of a {type(self).__name__} is a number of 1 or more"
@@ -48,8 +51,8 @@ class _Description:
             fix="make it an entry of the list of layers of a PipelineLayer",
         )
 
-    def bounds(self, ranks: int) -> list[int]:
-        """Returns the first class of each part, then the number of classes.
+    def parts(self, ranks: int) -> list[PartOfWhole]:
+        """Returns the part of each rank.
 
         Raises:
             ConfigError: There are fewer classes than ranks.
@@ -61,7 +64,11 @@ class _Description:
                 got=f"{type(self).__name__}(vocabulary={self.vocabulary})",
                 fix="describe so small a head as a layer like the others",
             )
-        return [part * self.vocabulary // ranks for part in range(ranks + 1)]
+        bounds = [part * self.vocabulary // ranks for part in range(ranks + 1)]
+        return [
+            PartOfWhole(part, Region(self.axis, first, last, self.vocabulary))
+            for part, (first, last) in enumerate(itertools.pairwise(bounds))
+        ]
 
 
 class VocabularyHead(_Description):
@@ -83,9 +90,6 @@ class VocabularyHead(_Description):
         ConfigError: A tied head with a bias.
     """
 
-    #: Of the whole weights, that of the vocabulary.
-    axis = 0
-
     def __init__(
         self,
         hidden: int,
@@ -106,17 +110,12 @@ class VocabularyHead(_Description):
     def layers(self, ranks: int) -> list[Any]:
         """Returns what it stands for: a part for each rank, and the loss."""
         parts: list[Any] = []
-        bounds = self.bounds(ranks)
-        for part, (first, last) in enumerate(itertools.pairwise(bounds)):
-            arguments = (
-                self.hidden,
-                PartOfWhole(part, Region(self.axis, first, last, self.vocabulary)),
-                self.weight_attr,
-            )
+        for part in self.parts(ranks):
+            arguments = self.hidden, part, self.weight_attr
             if self.tied is None:
                 parts.append(_LayerDesc(VocabularyPart, *arguments, self.bias_attr))
             else:
-                name = _name(part)
+                name = _name(part.number)
                 shared = _SharedLayerDesc(
                     *(self.tied, VocabularyPart, None, [name], *arguments, False, name)
                 )
@@ -141,8 +140,9 @@ class VocabularyEmbedding(_Description):
 
     def layers(self, ranks: int) -> list[Any]:
         """Returns what it stands for: one layer."""
-        bounds, names = self.bounds(ranks), [_name(part) for part in range(ranks)]
-        arguments = self.hidden, bounds, self.weight_attr
+        parts = self.parts(ranks)
+        names = [_name(part.number) for part in parts]
+        arguments = self.hidden, parts, self.weight_attr
         return [_SharedLayerDesc(self.tied, EmbeddingInParts, None, names, *arguments)]
 
 
@@ -259,25 +259,26 @@ class EmbeddingInParts(paddle.nn.Layer):
 
     Args:
         hidden: Numbers of a row.
-        bounds: The first row of each part, then the number of rows.
+        parts: Which rows each parameter has.
         weight_attr: The ``ParamAttr`` of each part.
     """
 
-    def __init__(self, hidden: int, bounds: Sequence[int], weight_attr: Any = None) -> None:
+    def __init__(self, hidden: int, parts: Sequence[PartOfWhole], weight_attr: Any = None) -> None:
         super().__init__()
-        self._bounds = tuple(bounds)
-        for number, (first, last) in enumerate(itertools.pairwise(bounds)):
-            part = PartOfWhole(number, Region(0, first, last, bounds[-1]))
-            weight = self.create_parameter([last - first, hidden], attr=weight_attr)
-            self.add_parameter(_name(number), _part(weight, part))
+        self._all = tuple(parts)
+        for part in parts:
+            rows = part.cut.stop - part.cut.start
+            weight = self.create_parameter([rows, hidden], attr=weight_attr)
+            self.add_parameter(_name(part.number), _part(weight, part))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns the rows of tokens, [.., hidden]: in all parts but one a row is zeros."""
         looked_up = []
-        for part, (first, last) in enumerate(zip(self._bounds, self._bounds[1:])):
+        for part in self._all:
+            first, last = part.cut.start, part.cut.stop
             here = paddle.logical_and(tokens >= first, tokens < last)
             local = paddle.where(here, tokens - first, paddle.zeros_like(tokens))
-            rows = paddle.nn.functional.embedding(local, getattr(self, _name(part)))
+            rows = paddle.nn.functional.embedding(local, getattr(self, _name(part.number)))
             looked_up.append(rows * here.unsqueeze(-1).astype(rows.dtype))
         return paddle.add_n(looked_up)
 

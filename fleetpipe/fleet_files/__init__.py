@@ -10,10 +10,9 @@ from fleetpipe.fleet_files.states import (
     counted_names,
     load,
     mapped,
-    placed,
     record,
     save,
     save_all,
 )
 
-__all__ = ["arrays", "counted_names", "load", "mapped", "placed", "record", "save", "save_all"]
+__all__ = ["arrays", "counted_names", "load", "mapped", "record", "save", "save_all"]

@@ -6,7 +6,6 @@ cannot be read is a ``CheckpointError`` that says what the file seems to be.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -103,22 +102,16 @@ def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     return [*_read(path)[1].items()]
 
 
-def placed(path: str | os.PathLike[str]) -> dict[str, Nest]:
-    """Does what :func:`arrays` does, with :class:`pickled.Placed` for what is large."""
-    return _guarded(path, lambda file: _pickled_dict(file, placed=True))[0]
-
-
 def mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
     """Does what :func:`arrays` does; what an array has is read from the file when it is used."""
-    return {name: _mapped(path, value) for name, value in placed(path).items()}
-
-
-def _mapped(path: str | os.PathLike[str], value: Nest) -> Nest:
-    if not isinstance(value, pickled.Placed):
-        return value
-    if not math.prod(value.shape):
-        return np.zeros(value.shape, value.dtype)
-    return np.memmap(path, value.dtype, "r", value.begin, value.shape, value.order)
+    contents = _guarded(path, lambda file: _pickled_dict(file, placed=True))[0]
+    memory = np.memmap(path, np.uint8, "r")
+    return {
+        name: np.ndarray(value.shape, value.dtype, memory, value.begin, order=value.order)
+        if isinstance(value, pickled.Placed)
+        else value
+        for name, value in contents.items()
+    }
 
 
 def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.PickledObject:

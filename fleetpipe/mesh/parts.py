@@ -107,9 +107,10 @@ class Held(NamedTuple):
 @cache
 def _dtype_name(dtype: Any) -> str:
     """Returns Paddle's name of a dtype, without asking for it once for each tensor of a save."""
-    name = str(dtype).removeprefix("paddle.")
-    # NumPy has no bfloat16: Paddle gives its bits.
-    return "bfloat16" if name == "uint16" and isinstance(dtype, np.dtype) else name
+    if isinstance(dtype, np.dtype):
+        # NumPy has no bfloat16: Paddle gives its bits.
+        return "bfloat16" if dtype == np.uint16 else dtype.name
+    return str(dtype).removeprefix("paddle.")
 
 
 class PartOfWhole(NamedTuple):

@@ -6,7 +6,6 @@ master weight has the name of its parameter.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,7 @@ from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.checkpoint.files import host_memory, tensors
 from fleetpipe.checkpoint.files.tensors import CODES, Stored
-from fleetpipe.fleet_files.pickled import Placed
-from fleetpipe.mesh.parts import Described, Region
+from fleetpipe.mesh.parts import Described, Held, Region
 
 #: The file of a learning rate's scheduler in checkpoints of PaddleNLP and PaddleFormers.
 SCHEDULER = "scheduler.pdparams"
@@ -129,33 +127,20 @@ def are_whole(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Seque
     return bool((counts == 1).all())
 
 
-def placed_tensor(path: Path, array: np.ndarray | Placed) -> LazyTensor:
-    """Returns an array of a file of ``paddle.save``, which may have been left there."""
-    if not isinstance(array, (np.ndarray, Placed)):
+def lazy_array(path: Path, array: np.ndarray) -> LazyTensor:
+    """Returns an array of a file of ``paddle.save``, which is read from there when it is used."""
+    if not isinstance(array, np.ndarray):
         raise tensors.damaged(path, f"a {type(array).__name__} in the place of a tensor")
-    # Paddle has no uint16: it is how bfloat16 is saved.
-    dtype = "bfloat16" if array.dtype == np.uint16 else array.dtype.name
-    if dtype not in CODES:
-        raise tensors.damaged(path, f"an array of {dtype}")
-    described = Described(dtype, tuple(array.shape))
-    if isinstance(array, Placed) and array.order == "C" and array.dtype.isnative:
-        return stored_tensor(path, Stored(described, array.begin))
+    described = Held(array).described
+    if described.dtype not in CODES:
+        raise tensors.damaged(path, f"an array of {described.dtype}")
 
     def read(cut: Region | None) -> np.ndarray:
-        values = array if isinstance(array, np.ndarray) else _values(path, array)
+        values = array if cut is None else cut.taken_from(array)
         native = values.astype(values.dtype.newbyteorder("="), order="C", copy=False)
-        whole = native.view(bits(described))
-        return whole if cut is None else cut.taken_from(whole)
+        return native.view(bits(described))
 
     return LazyTensor(described, read)
-
-
-def _values(path: Path, array: Placed) -> np.ndarray:
-    count = math.prod(array.shape)
-    values = np.fromfile(path, array.dtype, count, offset=array.begin)
-    if values.size != count:
-        raise tensors.damaged(path, f"{values.size} of {count} elements at {array.begin}")
-    return values.reshape(array.shape, order=array.order)
 
 
 def memory_of(array: np.ndarray) -> memoryview:

@@ -25,9 +25,9 @@ from fleetpipe.contrib.formats.contents import (
     LazyTensor,
     are_whole,
     bits,
+    lazy_array,
     other_files,
     paddle_tensor,
-    placed_tensor,
     scheduler_in,
     shown,
     stored_tensor,
@@ -243,7 +243,7 @@ def _contents(path: Path) -> Mapping[str, LazyTensor]:
     if path.suffix == ".safetensors" and path.is_file():
         layout = tensors.read_layout(path)
         return {name: stored_tensor(path, stored) for name, stored in layout.tensors.items()}
-    return {name: placed_tensor(path, array) for name, array in fleet_files.placed(path).items()}
+    return {name: lazy_array(path, array) for name, array in fleet_files.mapped(path).items()}
 
 
 def write_folder(state: Checkpoint, folder: Path) -> None:

@@ -10,8 +10,8 @@ from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.contrib.formats.contents import (
     Checkpoint,
     LazyTensor,
+    lazy_array,
     paddle_tensor,
-    placed_tensor,
 )
 from fleetpipe.errors import CheckpointError
 from fleetpipe.fleet_files import manifest
@@ -47,7 +47,7 @@ def read_folder(folder: Path) -> Checkpoint:
                 "then save with a CheckpointManager",
             )
         saved.require(path.name)
-        for name, array in fleet_files.placed(path).items():
+        for name, array in fleet_files.mapped(path).items():
             full = TensorName(MODEL, f"{number}.{name}")
             if full in contents:
                 raise CheckpointError(
@@ -56,7 +56,7 @@ def read_folder(folder: Path) -> Checkpoint:
                     cause="the folder has the files of two saves, with other numbers of chunks",
                     fix="move the files of one of them away",
                 )
-            contents[full] = placed_tensor(path, array)
+            contents[full] = lazy_array(path, array)
     return Checkpoint(contents)
 
 

@@ -9,9 +9,9 @@ from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.contrib.formats.contents import (
     Checkpoint,
+    lazy_array,
     other_files,
     paddle_tensor,
-    placed_tensor,
 )
 
 FILE = "model_state.pdparams"
@@ -29,8 +29,8 @@ def read_folder(folder: Path) -> Checkpoint:
         CheckpointError: It cannot be read.
     """
     path = folder / FILE
-    contents = fleet_files.placed(path).items()
-    tensors = {TensorName(MODEL, name): placed_tensor(path, array) for name, array in contents}
+    contents = fleet_files.mapped(path).items()
+    tensors = {TensorName(MODEL, name): lazy_array(path, array) for name, array in contents}
     return Checkpoint(tensors, files=other_files(folder, FILE))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.dygraph.layers.vocabulary import EmbeddingInParts
+from fleetpipe.dygraph.layers.vocabulary import EmbeddingInParts, VocabularyEmbedding
 from fleetpipe.dygraph.optimizer.shards import Shards, owners
 from fleetpipe.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
 from tests.groups import members, on_all
@@ -123,7 +123,7 @@ def test_owners_share_the_numbers_evenly_and_all_ranks_find_the_same() -> None:
 
 
 def test_parts_of_an_embedding_have_one_owner_so_that_a_checkpoint_can_join_their_states() -> None:
-    embedding = EmbeddingInParts(4, [0, 2, 4, 6])
+    embedding = EmbeddingInParts(4, VocabularyEmbedding("key", 4, 6).parts(3))
     found = owners([*embedding.parameters(), *Layers(SHAPES).parameters()], 2)
     assert len({found[id(part)] for part in embedding.parameters()}) == 1
     assert {*found.values()} == {0, 1}
