@@ -1,4 +1,4 @@
-"""Walks a plan: takes what each action needs, asks the stage to run it, hands on what comes out.
+"""Walks a plan: collects the inputs of each action, asks the stage to run it, sends the results on.
 
 One engine serves training, evaluation and prediction, a process that is one rank and a process
 that plays all of them. It knows neither the names of schedules nor anything of models.
@@ -85,7 +85,7 @@ class Walker:
         self.held = self.peak_held = 0
 
     def advance(self) -> Blocked | None:
-        """Runs the next operation; returns the message it waits for if that is not there yet."""
+        """Runs the next operation, or returns the message that the rank has to wait for first."""
         instructions = self._program[self._next]
         while self._part < len(instructions):
             _, instruction = instructions[self._part]
@@ -104,7 +104,7 @@ class Walker:
     def discard(self) -> None:
         """Drops what an unfinished run left: values of this rank, and messages on their way to it.
 
-        Only where no rank can still send one: where one process plays all.
+        Call it only if one process plays all ranks, so that none can still send a message.
         """
         self.values.clear()
         for op in self._ops:
@@ -128,7 +128,7 @@ class Walker:
         return text + done
 
     def _compile(self, op: Op) -> Iterator[tuple[Op, Instruction]]:
-        """Yields what an operation does, each with the action or the operation it belongs to.
+        """Yields the calls that an operation consists of, each with its action or operation.
 
         The actions of a fused unit run one after another, each after the receives it waits for.
         """
@@ -150,7 +150,7 @@ class Walker:
             yield op, self._watched(op, functools.partial(self._arrive, str(op)))
 
     def _compile_pair(self, op: Fused, turns: Turns) -> Iterator[tuple[Op, Instruction]]:
-        """Yields what a fused forward and backward do that take turns.
+        """Yields the calls of a fused forward and backward that take turns.
 
         They begin when all that one of them waits for is there.
         """
@@ -253,8 +253,8 @@ class Engine:
             transports: The connections of each rank that this process plays: its own one, or all.
             timeout: Seconds that a wait for one message may last.
             observers: What watches every operation; the first one is innermost.
-            overlapping: Where a fused forward and backward are to take turns: what each of them
-                has for itself. None: one runs after the other.
+            overlapping: Runs a fused forward and backward in turns, each with its own state. None:
+                one runs after the other.
         """
         turns = None if overlapping is None else Turns(overlapping, timeout)
         self._plan = plan
@@ -281,9 +281,9 @@ class Engine:
         """Runs every operation of this process's ranks once. Collective over the pipeline.
 
         Args:
-            collectives: What to do at each collective operation of the plan, by its text
-                (``"REDUCE"``, ``"STEP"``); called once, when all ranks that this process plays
-                have reached it.
+            collectives: The function to call at each collective operation of the plan, by its text
+                (``"REDUCE"``, ``"STEP"``); called once, when all ranks that this process plays have
+                reached it.
             first_micro_batch: Global number of the batch's micro-batch 0.
 
         Raises:
@@ -317,7 +317,7 @@ class Engine:
         return len(self._walkers) == self._plan.placement.ranks
 
     def _order(self) -> Iterable[int]:
-        """Returns whose operation is next, one after another.
+        """Yields the rank whose operation is next, again and again.
 
         A process that plays all ranks keeps to the one linear order of the plan.
         """
@@ -327,7 +327,7 @@ class Engine:
         return itertools.repeat(rank, len(self._plan.ops[rank]))
 
     def _wait(self, walker: Walker, blocked: Blocked) -> None:
-        """Waits for the message that a rank cannot go on without."""
+        """Waits for the message that a blocked rank needs."""
         if self._plays_all:
             raise ScheduleError(
                 "the plan's linear order runs an operation too early",
@@ -342,13 +342,13 @@ class Engine:
 
 
 def _takes_turns(unit: Fused) -> bool:
-    """Whether a unit is a forward, fused with a backward of another stage."""
+    """Whether a unit is a forward fused with a backward of another stage."""
     kinds = [action.kind for action in unit.actions]
     return kinds == ["F", "B"] and unit.actions[0].stage != unit.actions[1].stage
 
 
 def _located(error: Exception, walker: Walker) -> Exception:
-    """Returns ``error``, now saying at which operation of the plan the rank was."""
+    """Adds to ``error`` the operation of the plan at which the rank was, and returns it."""
     if isinstance(error, (PipelineTimeout, PeerFailed)):
         return type(error)(f"{walker.where()}: {error}").with_traceback(error.__traceback__)
     if isinstance(error, BoundaryError):

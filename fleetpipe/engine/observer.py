@@ -1,7 +1,6 @@
-"""What watches batches and the operations of the engine.
+"""Observers: objects that watch batches and the operations of the engine.
 
-An observer is asked once, when a plan is compiled, what shall run in the place of each operation:
-one that nobody watches costs nothing.
+An observer may wrap each operation, once, when a plan is compiled; one that wraps none is free.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Instruction = Callable[[], Blocked | None]
 
 
 class Played(Protocol):
-    """What an observer may look at of a rank that the engine plays.
+    """The view of one rank that observers get.
 
     Attributes:
         rank: The rank of the pipeline.
@@ -39,25 +38,25 @@ class Played(Protocol):
 
     @property
     def values(self) -> Mapping[MessageKey, Value]:
-        """The values that the rank holds now."""
+        """The values that the rank holds now, by the key of the message that carries them."""
 
 
 class Observer(Protocol):
     """Watches what the engine does; an operation that it leaves alone costs nothing."""
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Returns what the engine calls in the place of ``instruction``: that one, or around it.
+        """Returns what the engine calls instead of ``instruction``: the same, or a wrapper of it.
 
         Args:
             played: The rank that runs the instruction.
             op: What it does: an action without its receives, a receive (which may have to be called
                 again, and is done when it returns None), a send, a release or a collective.
-            instruction: What does it.
+            instruction: The callable that does it.
         """
 
 
 class BatchObserver:
-    """Watches training batches. A subclass has the methods that it needs; these do nothing.
+    """Watches training batches. A subclass overrides the methods that it needs; these do nothing.
 
     All but :meth:`wrap` are called once in a batch, on every rank, and may be collective.
 
@@ -72,7 +71,7 @@ class BatchObserver:
         return instruction
 
     def begin(self, batch: Any) -> None:
-        """Called before anything of a batch runs; what this raises leaves all as it was.
+        """Called before a batch runs anything; an error that it raises changes nothing.
 
         Args:
             batch: A :class:`fleetpipe.dygraph.batch.observed.ObservedBatch`; None of a static
@@ -80,33 +79,33 @@ class BatchObserver:
         """
 
     def computed(self) -> None:
-        """Called when the gradients of this rank's micro-batches are added up, of this rank's only.
+        """Called when this rank has summed the gradients of its own micro-batches.
 
-        What this or a later method raises ends the batch, which leaves no gradients then.
+        If this or a later method raises an error, the batch ends and leaves no gradients.
         """
 
     def reduced(self, loss: Any) -> None:
-        """Called when the gradients of all ranks are added up, with the loss of the batch."""
+        """Called when the gradients are summed over all ranks, with the loss of the batch."""
 
     def step(self, step: Callable[[], None], optimizer: Any, scaled: bool) -> None:
-        """Called in the place of the optimizer's step.
+        """Called instead of the optimizer's step.
 
         Args:
             step: Takes the step.
-            optimizer: What ``step`` steps.
+            optimizer: The optimizer that ``step`` steps.
             scaled: Whether a scaler divides the gradients within it.
         """
         step()
 
     def end(self) -> None:
-        """Called when all operations of a batch have run, unless one of them failed."""
+        """Called when all operations of a batch have run, unless one failed."""
 
 
 class Observers(BatchObserver):
-    """Several observers as one, in an order: what one of them does lies within the next one.
+    """Several observers as one, nested in their order.
 
-    Around an operation and around the optimizer's step the first is innermost. It is called first
-    at the other moments, and last at the end.
+    The first one is innermost around an operation and around the optimizer's step. It is called
+    first at the other moments, and last at the end.
 
     Attributes:
         members: The observers. One that is no :class:`BatchObserver` watches operations only, those
@@ -117,7 +116,7 @@ class Observers(BatchObserver):
         self.members = list(members)
 
     def in_evaluations(self) -> Iterator[Observer]:
-        """Yields those that watch the operations of evaluations."""
+        """Yields the observers that also watch the operations of evaluations."""
         for member in self.members:
             if isinstance(member, Observers):
                 yield from member.in_evaluations()
@@ -161,5 +160,5 @@ class Observers(BatchObserver):
 
 
 def message_of(op: Send | Recv) -> MessageKey:
-    """Returns what names the message that ``op`` is one end of."""
+    """Returns the key of the message that ``op`` sends or receives."""
     return MessageKey(op.kind, op.edge.source, op.edge.target, op.edge.name, int(op.micro_batch))

@@ -1,4 +1,4 @@
-"""What the engine runs: the interface that dynamic and static graph implement once each."""
+"""The interface of a stage, which dynamic and static graph implement once each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Stage(Protocol):
     """
 
     def forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
-        """Computes the value of every edge out of ``stage`` and keeps what backward needs.
+        """Computes the value of every edge out of ``stage``, and stores what its backward needs.
 
         Args:
             stage: The global stage.
@@ -43,7 +43,7 @@ class Stage(Protocol):
                 needs one, in order, None where the consumer did not use it.
 
         Returns:
-            The like for every edge into ``stage``.
+            The same for every edge into ``stage``.
         """
 
     def input_grad(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:

@@ -1,13 +1,13 @@
 """Times what a rank computes in a step, and counts the messages that it waits for.
 
-It reads the clock a few times in a step, however many actions that has, and around each wait.
+It reads the clock a few times in a step, however many actions the step has, and around each wait.
 
-A GPU computes behind the host, whose clock sees what is handed to it and not what that takes. There
-one step in ``EVERY`` is measured, and in that the host waits for the GPU each time.
+A GPU computes after the host has queued the work, so the host's clock does not see how long it
+takes. There one step in ``EVERY`` is measured, and in it the host waits for the GPU each time.
 
 A machine that others use may take 1.5 times as long for the same work for a while. So a small piece
-of work that is always the same, the probe, is timed behind some of the actions: how much longer
-they take than it does is how much more they compute.
+of work that is always the same, the probe, is timed after some of the actions: their time divided
+by the probe's says how much they compute.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ EVERY = 10
 
 
 class StepTimes(NamedTuple):
-    """What a step took on this process, in seconds; ``cpu``, ``wall`` or ``data`` 0: not measured.
+    """Times of one step on this process, in seconds; ``cpu``, ``wall`` or ``data`` 0: not measured.
 
     Attributes:
-        cpu: Processor time of its thread, from the begin to the end of the last action. On a GPU,
-            which another thread does not keep from computing, it is ``wall``.
-        wall: The same by the clock, without what it waited for messages, or for a processor.
-        data: What passed before, since the step before, without what it waited for a processor.
-        limited: Since the step before, in which the limit of the container let it not run.
-        awaited: How many messages of each rank of the job it waited for.
-        probe: Processor time of a probe, the median of the step; 0 where none ran.
+        cpu: Processor time of the training thread until the end of the last action. On a GPU, which
+            other threads do not slow down, it equals ``wall``.
+        wall: The same in elapsed time, without the waits for messages and for a processor.
+        data: Elapsed time between the step before and this one, without the waits for a processor.
+        limited: Time since the step before in which the container's limit kept the process from
+            running.
+        awaited: For each rank of the job, the number of its messages that this process waited for.
+        probe: Median processor time of a probe in the step; 0 if none ran.
     """
 
     cpu: float
@@ -54,7 +55,7 @@ class StepTimes(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """A moment by the clocks of this thread: of the world, of its work, of what kept it from it."""
+    """One reading of this thread's clocks: elapsed, computing, and kept from running."""
 
     wall: float
     cpu: float
@@ -62,24 +63,24 @@ class _Moment(NamedTuple):
     limited: float
 
     def active(self, before: _Moment) -> float:
-        """Returns the time since another moment in which it did not queue for a processor."""
+        """Returns the elapsed time since another reading, without the waits for a processor."""
         return max(0.0, self.wall - before.wall - (self.queued - before.queued))
 
 
 class Account(Protocol):
-    """Where steps are recorded; see :class:`fleetpipe.job.run_progress.RunProgress`.
+    """Stores the times of steps; see :class:`fleetpipe.job.run_progress.RunProgress`.
 
     Attributes:
-        synchronize: Waits until the device has computed what it was given, within a limit.
+        synchronize: Waits until the device has computed all queued work, within a limit.
     """
 
     synchronize: Callable[[], None]
 
     def begin_step(self) -> None:
-        """Called when the actions of a step begin to run."""
+        """Called when the first action of a step is about to run."""
 
     def end_step(self, times: StepTimes) -> None:
-        """Called when they have run."""
+        """Called with the times of a step when its last action has run."""
 
 
 class StepMeter(BatchObserver):
@@ -88,12 +89,12 @@ class StepMeter(BatchObserver):
     def __init__(
         self, plan: Plan, ranks: Sequence[int], account: Account, probes: bool = True
     ) -> None:
-        """Begins with nothing.
+        """Creates a meter that has measured no step yet.
 
         Args:
-            plan: What runs.
-            ranks: The ranks of the job that are those of the pipeline.
-            account: Gets the times of each step.
+            plan: The plan that the engine runs.
+            ranks: The numbers in the job of the pipeline's ranks.
+            account: Receives the times of each step.
             probes: Whether to run probes; nobody needs them where one process plays all ranks.
         """
         self._ranks, self._account = ranks, account
@@ -116,7 +117,7 @@ class StepMeter(BatchObserver):
         self._waits = False
 
     def begin(self, batch: Any = None) -> None:
-        """Begins a step."""
+        """Reads the clocks at the begin of a step."""
         self._account.begin_step()
         if self._queue is None:
             self._queue = ProcessorQueue()
@@ -135,11 +136,11 @@ class StepMeter(BatchObserver):
             self._begun = self._now()
 
     def end(self) -> None:
-        """Gives the times of the step to the account."""
+        """Hands the times of the step to the account."""
         self._account.end_step(self.take())
 
     def take(self) -> StepTimes:
-        """Returns what the step took since :meth:`begin`."""
+        """Returns the times of the step since :meth:`begin`."""
         self._wait()
         before, self._done = self._done or self._begun, self._now()
         # Where several processors were taken away, the group's time is longer than the thread's.
@@ -154,7 +155,7 @@ class StepMeter(BatchObserver):
         return StepTimes(cpu, wall, self._data, limited, self._awaited, probe)
 
     def _wait(self) -> None:
-        """Waits until what is behind this moment is computed, where the step is measured so."""
+        """Waits for the GPU, if this step is measured with waits."""
         if self._waits:
             synchronize()
 

@@ -1,4 +1,4 @@
-"""A clock around an instruction of the engine, which may be called again until it is done."""
+"""Times an instruction of the engine, which may be called several times until it is done."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from fleetpipe.mesh.turns import stretch
 class Stopwatch:
     """An instruction that is timed from its first call to the end of the last one.
 
-    An instruction that is blocked is called again once its message is there: the wait is a part of
-    it. One that raises is not counted. Of two that take turns each has the time of its own turns.
+    An instruction that is blocked is called again once its message is there; the time includes the
+    wait. One that raises is not counted. If two instructions take turns, each has the time of its
+    own turns.
     """
 
     __slots__ = ("_begin", "_clock", "_instruction", "_record")
@@ -24,11 +25,11 @@ class Stopwatch:
         record: Callable[[float, float], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Stands in the place of ``instruction``.
+        """Wraps ``instruction``.
 
         Args:
-            instruction: What is timed.
-            record: Takes the begin and the end of each run, in seconds of the clock.
+            instruction: The instruction to time.
+            record: Called with the begin and the end of each run, in seconds of the clock.
             clock: Returns the seconds.
         """
         self._instruction, self._record, self._clock = instruction, record, clock

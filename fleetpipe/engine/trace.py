@@ -1,8 +1,8 @@
 """Records every action and transfer of real steps, gathers them on rank 0, and draws them.
 
-What is recorded has the form of a simulated schedule's events, so that the same trace and the same
-picture show both: measured beside predicted. On a GPU an operation of a recorded step ends when the
-GPU has computed it, for which the rank waits: a trace says so.
+The records have the form of a simulated schedule's events, so that one trace and one picture show
+measured times beside predicted ones. On a GPU the rank waits until the GPU has computed each
+operation of a recorded step; a trace says so.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Record = tuple[str, float, float, float]
 
 
 class Traced(Protocol):
-    """What a trace needs of a :class:`fleetpipe.job.job.Job`.
+    """The members of a :class:`fleetpipe.job.job.Job` that a trace uses.
 
     Attributes:
-        endings: Called when the job ends.
+        endings: Functions to call when the job ends.
         progress: Its ``step`` is the number of steps that are done.
     """
 
@@ -54,16 +54,16 @@ class Traced(Protocol):
         """Returns the transport of each rank of the pipeline that this process plays."""
 
     def group(self) -> Group:
-        """Returns the ranks of the pipeline."""
+        """Returns the group of the pipeline's ranks."""
 
     def leads(self, *but: str) -> bool:
-        """Whether this process is the first on every axis of the ranks but some."""
+        """Whether this process is first on every axis except some."""
 
 
 class Trace(BatchObserver):
-    """The recorded steps of one pipeline: those between :meth:`begin_step` and :meth:`end_step`.
+    """Records some steps of one pipeline: those between :meth:`begin_step` and :meth:`end_step`.
 
-    Making one and every step's end are collective.
+    The constructor and :meth:`end_step` are collective.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Trace(BatchObserver):
         group: Group,
         most_steps: int = MOST_STEPS,
     ) -> None:
-        """Begins to record.
+        """Creates the trace and compares the clocks of the ranks. Collective.
 
         Args:
             folder: Where rank 0 writes ``trace.json``, ``predicted.png`` and ``measured.png``.
-            schedule: What runs.
+            schedule: The schedule that runs.
             ranks: The ranks of the pipeline that this process plays.
-            group: The ranks of the pipeline.
-            most_steps: Steps that are kept; of a longer run the last ones.
+            group: The group of all ranks of the pipeline.
+            most_steps: Number of steps to store; a longer run stores the last ones.
         """
         self._records: dict[int, list[Record]] = {rank: [] for rank in ranks}
         self._folder = folder
@@ -95,7 +95,7 @@ class Trace(BatchObserver):
         self._offset, self.clock_error = _clock(group)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Notes when actions, sends and receives begin and end; see :class:`Observer`."""
+        """Records when actions, sends and receives begin and end; see :class:`Observer`."""
         if not isinstance(op, (Action, Send, Recv)):
             return instruction
         name, records = str(op), self._records[played.rank]
@@ -111,16 +111,17 @@ class Trace(BatchObserver):
         return lambda: recorded() if self._recording else instruction()
 
     def begin_step(self) -> None:
-        """Records from now on; forgets a step that did not end."""
+        """Starts to record a step; drops an earlier one that did not end."""
         self._recording = True
         for records in self._records.values():
             records.clear()
 
     def end_step(self, number: int | None = None) -> None:
-        """Gathers the step's events on rank 0, and records no more. Collective.
+        """Gathers the step's events on rank 0 and stops recording. Collective.
 
         Args:
-            number: Of the step in its run, from 1; None: how many were recorded by then.
+            number: Number of the step in its run, from 1; None: the number of steps recorded so
+                far.
         """
         self._recording = False
         shifted = {
@@ -140,14 +141,14 @@ class Trace(BatchObserver):
             )
 
     def steps(self) -> list[list[Event]]:
-        """Returns the events of the steps that are kept, on rank 0; nothing elsewhere."""
+        """Returns the events of the stored steps on rank 0, an empty list elsewhere."""
         return list(self._steps)
 
     def write(self) -> str | None:
         """Writes the files on rank 0.
 
         Returns:
-            What was measured, in a line; None on other ranks and where no step was recorded.
+            A line with the measured figures; None on other ranks, or if no step was recorded.
         """
         if not self._steps:
             return None
@@ -188,7 +189,7 @@ class Trace(BatchObserver):
         )
 
     def _draw(self, pictures: Mapping[str, list[Any]]) -> bool:
-        """Draws pictures by their file names; returns whether there is matplotlib to do so."""
+        """Draws pictures under their file names; returns whether matplotlib is there."""
         try:
             for name, panels in pictures.items():
                 extra("pictures.schedule_picture").draw(panels, self._folder / name)
@@ -198,7 +199,7 @@ class Trace(BatchObserver):
 
 
 class JobTrace(Trace):
-    """A trace of all steps that a job runs, which is written when the job ends."""
+    """Traces all steps of a job and writes the files when the job ends."""
 
     def __init__(self, folder: str, schedule: Schedule, job: Traced) -> None:
         """Begins to record. Collective over the pipeline.
@@ -219,11 +220,11 @@ class JobTrace(Trace):
         job.endings.append(self._log_summary)
 
     def begin(self, batch: Any) -> None:
-        """Records the step that begins."""
+        """Starts to record a step."""
         self.begin_step()
 
     def end(self) -> None:
-        """Gathers its events. Collective."""
+        """Gathers the events of the step. Collective."""
         self.end_step(self._progress.step)
 
     def _log_summary(self) -> None:
@@ -239,10 +240,10 @@ def _moved(events: list[Event], seconds: float) -> list[Event]:
 
 
 def _clock(group: Group) -> tuple[float, float]:
-    """Returns how far this rank's clock is ahead of rank 0's, and by how much that may be wrong.
+    """Returns the offset of this rank's clock to rank 0's, and the largest error of that offset.
 
-    Collective. The ranks of one host share a clock. Between hosts the middle of the quickest of
-    some rounds of questions and answers is taken for the same moment.
+    Collective. The ranks of one host share a clock. Between hosts, several messages go back and
+    forth, and the middle of the fastest round trip is taken for the same moment.
     """
     hosts = group.all_gather(host_name())
     if len(set(hosts)) == 1:

@@ -91,7 +91,7 @@ def explicit(count: int, parts: int, bounds: Sequence[int]) -> list[int]:
     Args:
         count: Number of layers.
         parts: Number of stages: ranks times chunks.
-        bounds: First layer of each stage; the number of layers may stand at the end.
+        bounds: First layer of each stage; the number of layers may follow at the end.
 
     Returns:
         The boundaries: 10 layers, 3 stages, ``[0, 3, 7]`` give ``[0, 3, 7, 10]``.

@@ -17,10 +17,10 @@ NAMES_WIDTH = 44
 
 
 class LayerInfo(NamedTuple):
-    """What a cut needs to know of one layer.
+    """The facts about one layer that a cut depends on.
 
     Attributes:
-        name: Its class name, or ``__name__`` of a function; "" where it has neither.
+        name: Its class name, or ``__name__`` of a function; "" if it has neither.
         parameters: How many numbers its trainable parameters hold; 0 for a layer without any.
     """
 
@@ -132,7 +132,7 @@ class Partition:
 
 
 def _shorten(layers: tuple[LayerInfo, ...]) -> str:
-    """Writes names in order, repeated ones once with a count, in at most NAMES_WIDTH characters."""
+    """Joins names in order, repeated ones once with a count, in at most NAMES_WIDTH characters."""
     names = groupby(layer.name or "(none)" for layer in layers)
     counted = [(name, len(list(group))) for name, group in names]
     text = ", ".join(name if times == 1 else f"{name} x{times}" for name, times in counted)

@@ -1,8 +1,8 @@
-"""The cut whose slowest stage is as fast as any cut can make it, where a stage's cost is any.
+"""Finds the cut whose slowest stage is as fast as possible, for any cost of a stage.
 
-The cost of a stage need not be the sum of its layers': what it receives counts too, and a stage
-that would not fit into memory costs infinitely much. Found exactly, by dynamic programming over the
-places where a cut may be, in three steps, so that the answer is one and the same everywhere:
+The cost of a stage need not be the sum of its layers' costs: it may count what the stage receives,
+and is infinite for a stage that does not fit into memory. Dynamic programming over the possible
+places finds the exact answer in three steps, so that it is the same everywhere:
 
 1. the costliest stage costs as little as possible;
 2. among such cuts, the sum of the squared costs of the stages is smallest: the stages that are not
@@ -47,7 +47,7 @@ def _no_floor(_start: int, _end: int) -> float:
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Cuts so that the heaviest stage is as light as possible; ties as the module says.
+    """Cuts so that the heaviest stage is as light as possible; the module says how ties are broken.
 
     Takes about ``parts * len(weights) ** 2`` steps at worst.
 
@@ -96,20 +96,20 @@ def fastest(
     fewer.
 
     Args:
-        places: The layers with which a stage may begin, but the first layer, rising.
+        places: The layers with which a stage may begin, ascending, without the first layer.
         count: Number of layers.
         parts: Number of stages.
-        cost: The cost of a stage; ``math.inf`` for one that cannot be.
-        floor: What some layers cost at least. It changes no cut.
-        sent: What crosses before a layer. Costs that were measured differ from time to time: of
-            the cuts that are at most ``SLACK`` slower than the fastest, which hardly can be told
-            apart, it is the one that sends least.
+        cost: Returns the cost of a stage; ``math.inf`` for one that is impossible.
+        floor: Returns a lower bound of the cost of some layers. It changes no cut.
+        sent: Returns how much crosses the border before a layer. Measured costs vary, so that cuts
+            at most ``SLACK`` slower than the fastest count as equal: the one that sends least is
+            taken.
 
     Returns:
         The cut and its cost.
 
     Raises:
-        PartitionError: There are too few places, or no cut whose stages all can be.
+        PartitionError: There are too few places, or every cut has an impossible stage.
     """
     if len(places) + 1 < parts:
         raise PartitionError(
@@ -152,9 +152,9 @@ def _cut(
     join: Callable[[float, float], float],
     floor: Floor,
 ) -> tuple[tuple[int, ...], float]:
-    """Finds the cut of the lowest joined cost.
+    """Returns the cut with the lowest joined cost.
 
-    ``best[end]`` is that of the layers before ``bounds[end]`` in the stages so far, and
+    ``best[end]`` is the cost of the layers before ``bounds[end]`` in the stages so far, and
     ``start_of[stage][end]`` the latest start of the last of these stages that reaches it.
     """
     last = len(bounds) - 1

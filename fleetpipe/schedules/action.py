@@ -1,4 +1,4 @@
-"""What one rank does at one moment: an action on one stage and one micro-batch, as a value."""
+"""Actions as values: one computation of one stage on one micro-batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_SLICES = 10**6
 class SliceNumber(int):
     """The number of a slice of a micro-batch: ``str(SliceNumber(3, 1, 2)) == "3/1"``.
 
-    Where sequences are cut into slices, actions have this in the place of the micro-batch. It
+    If sequences are cut into slices, actions have this number instead of the micro-batch's. It
     counts the slices of a batch: ``micro_batch * slices + index``.
     """
 
@@ -49,7 +49,7 @@ class SliceNumber(int):
 
 
 def numbers(micro_batches: int, slices: int) -> Sequence[int]:
-    """Returns what actions of a batch have as micro-batches: their numbers, or those of slices."""
+    """Returns the numbers that actions of a batch carry: of micro-batches, or of slices."""
     if slices == 1:
         return range(micro_batches)
     return [SliceNumber(k, index, slices) for k in range(micro_batches) for index in range(slices)]
@@ -77,11 +77,11 @@ class Action(NamedTuple):
 class Fused:
     """Actions that one rank runs as one unit and may overlap: ``(F0.3|B1.2)``.
 
-    The unit begins when everything that any of its actions waits for is there, and its results
-    leave together at its end. So its actions must not depend on each other.
+    The unit begins when the inputs of all its actions are there, and its results leave together at
+    its end. So its actions must not depend on each other.
 
     Args:
-        actions: Two actions or more, in the order in which they run where nothing overlaps.
+        actions: Two actions or more, in the order in which they run if nothing overlaps.
 
     Raises:
         ScheduleError: Fewer than two actions.
@@ -118,12 +118,12 @@ def flatten(row: Iterable[Item]) -> Iterator[Action]:
 
 
 def parse_number(micro_batch: str, index: str | None, slices: int | None) -> int | None:
-    """Reads ``3``, or ``3`` and ``1`` of ``3/1``; None where there are not as many slices.
+    """Reads ``3``, or ``3`` and ``1`` of ``3/1``; None if the slice does not exist.
 
     Args:
         micro_batch: The digits of the micro-batch.
         index: Those of the slice, if any.
-        slices: Slices of a micro-batch; None where that is not known.
+        slices: Slices of a micro-batch; None if that is not known.
     """
     if index is None:
         return int(micro_batch) if slices in (None, 1) else None
@@ -133,11 +133,11 @@ def parse_number(micro_batch: str, index: str | None, slices: int | None) -> int
 
 
 def parse_item(token: str, slices: int | None = None) -> Item | None:
-    """Reads ``F0.3``, ``F0.3/1`` or ``(F0.3|B1.2)``; None where the whole token is none of them.
+    """Reads ``F0.3``, ``F0.3/1`` or ``(F0.3|B1.2)``; None if the token is none of them.
 
     Args:
         token: The text.
-        slices: Slices of a micro-batch; None where that is not known.
+        slices: Slices of a micro-batch; None if that is not known.
     """
     action = _parse_action(token, slices)
     if action is not None:

@@ -1,4 +1,4 @@
-"""What users hold: schedules and plans with methods for all that is done with them."""
+"""The public classes of schedules and plans, with methods for all that users do with them."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Schedule(ScheduleRows):
 
         Args:
             edges: Values that pass between stages; None means the chain.
-            memory_cap: Most that a rank may hold at once; None means no limit. In the sense of
-                ``Timeline.peak_bytes`` where ``costs`` gives bytes, else of
-                ``Timeline.peak_activations``: forwards of one stage, where sequences are cut into
-                slices of all slices of a micro-batch together.
+            memory_cap: Most that a rank may hold at once; None means no limit. Compared with
+                ``Timeline.peak_bytes`` if ``costs`` gives bytes, else with
+                ``Timeline.peak_activations``: forwards of one stage, of all slices of a micro-batch
+                together.
             costs: Says what I releases, and bytes; times do not matter here. Default ``Costs()``.
 
         Raises:
@@ -74,8 +74,8 @@ class Schedule(ScheduleRows):
         """Returns when every action begins and ends.
 
         Args:
-            costs: What each action costs; None means F = I = W = 1, B = 2, no latency. A figure
-                for all stages is not of the loss behind a head, which takes no time then.
+            costs: What each action costs; None means F = I = W = 1, B = 2, no latency. One figure
+                for all stages leaves out the loss after a head, which then takes no time.
             edges: As for :meth:`verify`.
 
         Raises:
@@ -107,8 +107,8 @@ class Plan(PlanRows):
         F0.0 SF0>1.0 RB0>1.0 B0.0 FREE0.0 REDUCE STEP
         RF0>1.0 F1.0 B1.0 SB0>1.0 FREE1.0 REDUCE STEP
 
-    A receive says "post it here"; its value is needed by an action that follows. An edge between
-    two stages of one rank has neither send nor receive.
+    A receive only posts the receive; a later action needs its value. An edge between two stages of
+    one rank has neither send nor receive.
     """
 
     @classmethod
@@ -135,7 +135,7 @@ class Plan(PlanRows):
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """One linear order of all ranks' ops: the rank whose next op is to run, again and again.
+        """One linear order of all ranks' operations: the rank to run next, again and again.
 
         One process that plays all ranks follows it and never has to wait: what an op needs was
         done before. All ranks' REDUCE come after all computations, and all STEP after those.

@@ -188,7 +188,7 @@ def run_schedule(arguments: argparse.Namespace) -> int:
 
 
 def _check_size(arguments: argparse.Namespace) -> None:
-    """Refuses what would be computed for minutes."""
+    """Refuses sizes that would take minutes to compute."""
     name = registry.canonical_name(arguments.name)
     most = MOST_SEARCHED if name == registry.AUTO else MOST_FORWARDS
     chunks = arguments.chunks or registry.default_chunks(name)
@@ -243,7 +243,7 @@ def configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Verifies a file and says what it is; returns the exit code."""
+    """Verifies a file and prints what it holds; returns the exit code."""
     with using("FILE", arguments.file, "a schedule or plan, or - for standard input"):
         from_input = arguments.file == "-"
         text = sys.stdin.read() if from_input else Path(arguments.file).read_text(encoding="utf-8")
@@ -274,7 +274,7 @@ def _read(text: str, micro_batches: int | None, placement: str | None) -> Schedu
 
 
 def _with_header(text: str, micro_batches: int | None, placement: str | None) -> str:
-    """Returns ``text`` with what the options say in its header."""
+    """Returns ``text`` with its header completed from the options."""
     header, line_break, rows = text.partition("\n")
     if not header.startswith("#"):
         if micro_batches is None:
@@ -293,7 +293,7 @@ def _with_header(text: str, micro_batches: int | None, placement: str | None) ->
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
-    """Returns the costs of the file, where one is given, changed by the options."""
+    """Returns the costs of the given file, or the default ones, changed by the options."""
     costs = Costs()
     if arguments.costs is not None:
         with using("--costs", arguments.costs, "a JSON file with costs per stage"):

@@ -1,4 +1,4 @@
-"""What each action costs in time and memory, for simulation."""
+"""The time and memory that each action costs, for simulation."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class Costs:
 
     Args:
         forward: Time of F; one figure, or a tuple with one for each stage.
-        input_grad: Time of I; likewise.
-        weight_grad: Time of W; likewise.
+        input_grad: Time of I, given like ``forward``.
+        weight_grad: Time of W, given like ``forward``.
         backward: Time of B; None means I + W.
         comm: Latency of a value on an edge between different ranks, and of its gradient back; one
             figure, or one for each stage that values leave. It keeps no rank busy.
-        exchange: The part of an F of a stage, and of a B, in which its rank waits for exchanges
-            with others of the stage; one figure, or one for each stage. In a fused pair of one F
-            and one B of two stages each is hidden as far as the other one computes so long.
-        overlapped: Time of a fused pair of one F and one B in any case; None means what
-            ``exchange`` leaves of their sum. Other fused units take the sum.
+        exchange: The part of an F and of a B in which the rank waits for exchanges with other ranks
+            of its stage; one figure, or one for each stage. In a fused pair of an F and a B of two
+            stages the computation of each hides the wait of the other.
+        overlapped: Time of a fused pair of one F and one B in any case; None means their sum
+            without the waits that are hidden. Other fused units take the sum.
         input_grad_frees: Share, 0..1, of a forward's activations that I releases. W releases the
             rest, and B everything.
         bytes: Activation bytes that a forward of a stage holds, for ``Timeline.peak_bytes``.
-        each_slice: Where sequences are cut into slices and these do not cost alike: the costs of
-            the first, the second, and so on. The others are then those of a whole micro-batch.
-            None: all slices cost what is said above.
+        each_slice: The costs of the first slice of a sequence, the second, and so on, if they
+            differ. The other figures are then those of a whole micro-batch. None: all slices cost
+            the same.
 
     Raises:
-        ConfigError: A figure that is no number in 0..1e100, a share above 1, or costs of slices
-            that are none.
+        ConfigError: A figure that is not a number in 0..1e100, a share above 1, or costs of slices
+            of another type.
     """
 
     forward: PerStage = 1
@@ -103,11 +103,11 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
-        """Reads ``{"forward": [1, 1.5], "input_grad": [1, 1.5], "comm": 0.1}`` and the like.
+        """Reads ``{"forward": [1, 1.5], "input_grad": [1, 1.5], "comm": 0.1}`` or other such keys.
 
-        The keys are the fields of this class, and ``profile``, which does not count: a file of
-        ``model.profile`` is one of costs too. Each may be left out; a per-stage one holds a list
-        or one number for all stages.
+        The keys are the fields of this class, and ``profile``, which is ignored, so that a file of
+        ``model.profile`` can be read. Each may be left out; a per-stage one holds a list or one
+        number for all stages.
 
         Raises:
             ConfigError: No JSON object, an unknown key, or a figure that is not allowed.
@@ -116,7 +116,7 @@ class Costs:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Costs:
-        """Reads a file that holds what :meth:`from_json` reads; raises as it."""
+        """Reads a file in the form of :meth:`from_json`, and raises the same errors."""
         return read(path, _SOURCE, cls._of)
 
     @classmethod
@@ -134,7 +134,7 @@ class Costs:
         return cls(**costs)
 
     def check_stages(self, stages: int) -> None:
-        """Raises ConfigError where a per-stage figure does not have one entry for each stage."""
+        """Raises ConfigError if a per-stage figure does not have one entry for each stage."""
         for name, value in (
             (name, getattr(one, name))
             for one in (self, *(self.each_slice or ()))
@@ -149,10 +149,10 @@ class Costs:
                 )
 
     def without_loss(self, placement: Placement) -> Costs:
-        """Returns these costs with no time for the loss behind a head, where one figure is of all.
+        """Returns these costs without the time of a loss after a head, if one figure is for all.
 
         Args:
-            placement: Where the stages are. Without a head the costs are returned as they are.
+            placement: The placement of the stages. Without a head the costs are returned unchanged.
         """
         if not placement.has_head:
             return self
@@ -168,7 +168,7 @@ class Costs:
         """Returns the costs of each slice of a schedule, or of its whole micro-batches.
 
         Raises:
-            ConfigError: ``each_slice`` is of another number of slices.
+            ConfigError: ``each_slice`` has another number of slices.
         """
         if self.each_slice is None or slices == 1:
             return (self,) * slices
@@ -182,11 +182,11 @@ class Costs:
         return self.each_slice
 
     def parted(self, shares: Sequence[float]) -> Costs:
-        """Returns these costs, of whole micro-batches, with those of slices of their sequences.
+        """Returns these costs, of whole micro-batches, with costs of their slices added.
 
         Args:
-            shares: For each slice how large it is beside the others: its share of times and bytes.
-                A value of a slice is taken to travel as long as a whole one.
+            shares: The share of times and bytes that each slice takes. The latency of a slice's
+                value is taken to be that of a whole one.
         """
         total = sum(shares)
 
@@ -224,7 +224,7 @@ class Costs:
         return 0 if value is None else _at(value, stage)
 
     def comm_of(self, stage: int) -> float:
-        """Returns the latency of what leaves ``stage``, and of the gradient that comes back."""
+        """Returns the latency of the values that leave ``stage``, and of their gradients."""
         return _at(self.comm, stage)
 
     def of_fused(self, unit: Fused) -> float:
@@ -240,7 +240,7 @@ class Costs:
         return max(sum(times) - sum(_at(self.exchange, stage) for stage in stages), *times)
 
     def exchange_in(self, item: Item) -> float:
-        """Returns the part of an action, or of a fused unit, in which its rank only waits."""
+        """Returns the part of an action or of a fused unit in which its rank only waits."""
         each = [(self.of(one.kind, one.stage), self._exchange_of(one)) for one in parts(item)]
         waits, computing = sum(wait for _, wait in each), sum(time - wait for time, wait in each)
         whole = self.of_fused(item) if isinstance(item, Fused) else each[0][0]

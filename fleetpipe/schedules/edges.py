@@ -1,4 +1,4 @@
-"""The one rule of what an action waits for; verify, simulate and lowering all read it here."""
+"""Edges, and the one rule of what an action waits for: verify, simulate and lower all use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Edge(NamedTuple):
     The chain s -> s+1 is the usual case; a skip connection is an edge over several stages.
 
     Attributes:
-        source: Stage that makes the value.
+        source: Stage that computes the value.
         target: Stage that takes it, later than ``source``.
         name: Tells edges between the same two stages apart; empty for the usual one.
     """
@@ -34,7 +34,7 @@ class Edge(NamedTuple):
 
 
 def parse_edge(text: str) -> Edge | None:
-    """Reads ``0>1`` or ``0>2:mask``; None where the whole text is no edge."""
+    """Reads ``0>1`` or ``0>2:mask``; None if the text is not an edge."""
     match = _EDGE.fullmatch(text)
     return None if match is None else Edge(int(match[1]), int(match[2]), match[3] or "")
 
@@ -45,11 +45,11 @@ def chain(stages: int) -> tuple[Edge, ...]:
 
 
 def checked_edges(edges: Iterable[Edge] | None, placement: Placement) -> tuple[Edge, ...]:
-    """Returns ``edges`` sorted; for None the chain, with the parts of a head between it and a loss.
+    """Returns ``edges`` sorted; for None the chain, with the edges of a head if there is one.
 
     Raises:
-        ConfigError: An edge that runs backwards, leaves the model, stands twice, or has a name
-            that the text form cannot hold.
+        ConfigError: An edge that runs backwards, leaves the model, occurs twice, or has a name that
+            the text form cannot hold.
     """
     stages = placement.stages
     if edges is None:
@@ -92,16 +92,15 @@ def crossing_edges(
 
 @shows(stages="_sources")
 class Dependencies:
-    """What each action waits for. The micro-batch is always the action's own.
+    """The actions that each action waits for, all of the same micro-batch.
 
     - F(s) waits for F(e.source) of every edge e into s;
     - B(s) and I(s) wait for F(s), and for the backward of e.target of every edge e out of s;
     - W(s) waits for I(s).
 
-    Where sequences are cut into slices, see also :func:`slice_before`.
+    If sequences are cut into slices, see also :func:`slice_before`.
 
-    In the answers "B" stands for the backward of a stage that hands gradients on: the B where the
-    backward is whole, the I where it is split.
+    In the results "B" means the backward that hands gradients on: B, or I if the backward is split.
 
     Args:
         edges: The edges of the model, as :func:`checked_edges` returns them.
@@ -127,9 +126,9 @@ class Dependencies:
 
 
 def slice_before(kind: str, index: int, slices: int) -> int:
-    """Returns how far away the slice is whose ``kind`` has to run before; 0 where there is none.
+    """Returns the distance to the slice whose ``kind`` has to run before; 0 if there is none.
 
-    A forward needs what those before it leave behind, -1. Backwards run the other way round, +1.
+    A forward needs the results of the slice before it, -1. Backwards run in the other order, +1.
     """
     if kind == "F":
         return -1 if index > 0 else 0

@@ -1,7 +1,7 @@
-"""Says who is to blame where a schedule is not complete, or cannot go on.
+"""Names the error of a schedule that is not complete or cannot go on.
 
-It names the action that a schedule lacks, has twice, or has where it does not belong, or what makes
-a replay stand still: an action before its own input, or a cycle of ranks.
+That is an action that is missing, occurs twice or is out of place, or the reason why a replay is
+stuck: an action before its own input, or a cycle of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fleetpipe.schedules.rows import ScheduleRows
 
 
 def raise_incomplete(schedule: ScheduleRows) -> NoReturn:
-    """Raises the ScheduleError of a schedule whose multiset of actions is wrong."""
+    """Raises the ScheduleError of a schedule with missing, doubled or misplaced actions."""
     positions: dict[Action, tuple[int, int]] = {}
     for rank, row in enumerate(schedule.actions):
         for position, item in enumerate(row):
@@ -131,7 +131,7 @@ def _lacking(
 
 
 def window(row: Sequence[object], position: int, reach: int = 3) -> str:
-    """Returns the entries of a row around ``position``, that one marked ``>>F0.3<<``."""
+    """Returns the entries of a row around ``position``, with that one marked ``>>F0.3<<``."""
     first, last = max(0, position - reach), min(len(row), position + reach + 1)
     shown = [str(entry) for entry in row[first:last]]
     if position < len(row):
@@ -152,7 +152,7 @@ class _Place(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """The action that a rank stands at waits for ``needed``, which is at ``place``."""
+    """A rank is stuck at an action that waits for ``needed``, which is at ``place``."""
 
     action: Action
     needed: Action
@@ -188,7 +188,7 @@ def raise_stalled(
 def _needs(
     action: Action, dependencies: Dependencies, slices: int
 ) -> Iterator[tuple[str, int, int]]:
-    """Yields what an action waits for; "B" stands for I as well."""
+    """Yields the actions that an action waits for; "B" stands for I as well."""
     action_kind, stage, number = action
     for kind, other in dependencies.of(action_kind, stage):
         yield kind, other, number
@@ -239,7 +239,7 @@ def _raise_cycle(
 
 
 def shortest_cycle(waits: Mapping[int, Sequence[_Wait]]) -> list[tuple[int, _Wait]]:
-    """Returns a shortest cycle of ranks, each with its wait for the next one of the cycle."""
+    """Returns a shortest cycle of ranks, each with its wait for the next rank of the cycle."""
     best: list[tuple[int, _Wait]] = []
     for origin in waits:
         came: dict[int, tuple[int, _Wait]] = {}

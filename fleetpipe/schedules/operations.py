@@ -1,4 +1,4 @@
-"""What a plan holds besides actions: sends, receives, releases, reductions and the step."""
+"""The operations of a plan besides actions: sends, receives, releases, reductions and the step."""
 
 from __future__ import annotations
 
@@ -85,11 +85,11 @@ Op = Action | Fused | Send | Recv | Free | Reduce | Step
 
 
 def parse_op(token: str, slices: int | None = None) -> Op | None:
-    """Reads one token of a plan; None where the whole token is none.
+    """Reads one token of a plan; None if it is not valid.
 
     Args:
         token: The text.
-        slices: Slices of a micro-batch; None where that is not known.
+        slices: Slices of a micro-batch; None if that is not known.
     """
     if token == "REDUCE":
         return Reduce()
@@ -111,6 +111,6 @@ def parse_op(token: str, slices: int | None = None) -> Op | None:
 
 
 def ranks_of(op: Send | Recv, placement: Placement) -> tuple[int, int]:
-    """Returns the ranks that send and receive what ``op`` is one end of."""
+    """Returns the ranks that send and receive the message of ``op``."""
     source, target = placement.rank_of(op.edge.source), placement.rank_of(op.edge.target)
     return (source, target) if op.kind == "F" else (target, source)

@@ -1,4 +1,4 @@
-"""Options of a schedule as values: what it was built with, where that is not the usual."""
+"""The options of a schedule as values, without those that have their default."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ Options = tuple[tuple[str, Any], ...]
 
 @cache
 def names_of(rows: Callable[..., object]) -> tuple[str, ...]:
-    """Returns the names of the options of a function that takes a placement and m before them."""
+    """Returns the names of a rows function's options, its parameters after placement and m."""
     return tuple(inspect.signature(rows).parameters)[2:]
 
 
 def kept(name: str, rows: Callable[..., object], options: Mapping[str, object]) -> Options:
-    """Returns what a schedule keeps of its options: those that differ from the usual.
+    """Returns the options to store with a schedule: those that differ from the default.
 
     Args:
         name: The schedule, for the error.
-        rows: What makes its rows; the defaults of its parameters are the usual.
-        options: What it is built with.
+        rows: The function that builds its rows; the defaults of its parameters are the default
+            options.
+        options: The options that it is built with.
 
     Raises:
         ConfigError: A value that has no text form.

@@ -1,4 +1,4 @@
-"""Which rank owns which stage; nothing else in the package knows the shape of a loop or a vee."""
+"""Maps stages to ranks; nothing else in the package knows the shape of a loop or a vee."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Placement:
     Args:
         name: "loop", "vee" or "wave", or one of them with a head: "loop+head".
         ranks: Ranks of the pipeline, p.
-        chunks: Stages that each rank owns, v, parts of a head not counted.
+        chunks: Stages that each rank owns, v, without parts of a head.
 
     Raises:
         ConfigError: An unknown name, a number below 1, a vee with v other than 2, or a wave
@@ -63,12 +63,12 @@ class Placement:
 
     @property
     def shape(self) -> str:
-        """The name without what it says of a head."""
+        """The name without the suffix of a head."""
         return self.name.partition("+")[0]
 
     @property
     def has_head(self) -> bool:
-        """Whether parts of a head and the loss are stages of their own, behind the others."""
+        """Whether a head's parts and the loss are stages of their own, after the others."""
         return self.name.endswith(HEAD)
 
     @property
@@ -82,7 +82,7 @@ class Placement:
         return self.body + (self.ranks + 1 if self.has_head else 0)
 
     def chain(self) -> tuple[tuple[int, int], ...]:
-        """Returns source and target of what passes between stages, without skip connections."""
+        """Returns (source, target) of each edge between stages, without skip connections."""
         last = self.body - 1
         ends = [(stage, stage + 1) for stage in range(last)]
         for part in range(self.body, self.stages - 1):

@@ -1,4 +1,4 @@
-"""Schedules by name: those of the families, the search, and users' own."""
+"""Schedules by name: the families, the search, and users' own."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def canonical_name(name: str) -> str:
 
 
 def default_chunks(name: str) -> int:
-    """Returns the chunks on a rank where none are named, by canonical name."""
+    """Returns the default number of chunks on a rank, by canonical name."""
     return 1 if name == AUTO else table.FAMILIES[name].chunks
 
 
 def default_slices(name: str) -> int:
-    """Returns the slices of a micro-batch where none are named, by canonical name."""
+    """Returns the default number of slices of a micro-batch, by canonical name."""
     return 1 if name == AUTO else int(table.slices_of(name, {}))
 
 
@@ -66,22 +66,22 @@ def register(
     chunks: int | None = None,
     any_chunks: bool = False,
 ) -> None:
-    """Gives a schedule of one's own a name, by which :func:`build` and strategies find it.
+    """Registers a user's schedule under a name that :func:`build` and strategies accept.
 
-    Whatever the function returns is verified each time. In a job every rank has to register it,
-    before ``fleet.init``. A name of one's own may be registered again, and means the new function.
+    The rows that the function returns are verified each time. In a job every rank has to register
+    it, before ``fleet.init``. A user's name may be registered again, and then means the new
+    function.
 
     Args:
-        name: The name, one word; case, ``-``, ``_`` and spaces do not count where it is looked up.
+        name: The name, one word; case, ``-``, ``_`` and spaces do not count when it is looked up.
         rows: A function of a :class:`Placement` and m that returns for each rank the
             :class:`Action` (or :class:`Fused`) values in the order in which it runs them. Further
             parameters are options of :func:`build`. It raises ConfigError for numbers that it does
             not take.
         aliases: Other names for it.
         placement: "loop", "vee" or "wave".
-        chunks: Chunks on a rank where the caller names none; None means 1, or 2 on a vee
-            or a wave.
-        any_chunks: It takes any other number of chunks too.
+        chunks: Default number of chunks on a rank; None means 1, or 2 on a vee or a wave.
+        any_chunks: Whether it takes any other number of chunks too.
 
     Raises:
         ConfigError: A name or alias that another schedule has, a name of several words, or an
@@ -121,7 +121,7 @@ def register(
 
 
 def _verified(name: str, rows: table.Rows) -> table.Rows:
-    """Returns ``rows``, what they return verified."""
+    """Returns a function that verifies the rows that ``rows`` returns."""
 
     @functools.wraps(rows)
     def verified(placement: Placement, micro_batches: int, **options: object) -> Any:
@@ -164,14 +164,14 @@ def build(
         chunks: Model parts that each rank owns, v; None means the schedule's own default: 2 for
             Interleaved1F1B, on a vee and a wave, else 1.
         head: Whether the model has a vocabulary head: with S = p stages before it, stage S+r is the
-            part of rank r, and stage S+p the loss. For schedules with one stage on each rank.
+            part of rank r, and stage S+p the loss. Only for schedules with one stage on each rank.
         **options: Options of that schedule: ``groups`` and ``warmup_slack`` of Interleaved1F1B,
             ``groups`` of kFkB, ``slices`` of Seq1F1B; ``memory_cap``, ``costs``, ``placed`` and
             ``slices`` of auto.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.
-        ScheduleError: What a registered function made is no valid schedule.
+        ScheduleError: A registered function returned an invalid schedule.
 
     Example:
         >>> build("1F1B", ranks=4, micro_batches=8).simulate().bubble
@@ -205,16 +205,16 @@ def build(
 
 
 def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
-    """Builds a schedule again, from its options, for another number of micro-batches.
+    """Builds a schedule with the same options for another number of micro-batches.
 
     Args:
-        schedule: What :func:`build` returned, or its text form.
+        schedule: A schedule from :func:`build`, or its text form.
         micro_batches: Micro-batches of a batch, m.
-        **changes: Options with another value; ``costs`` of auto, which no schedule keeps.
+        **changes: Options with another value; ``costs`` of auto, which no schedule stores.
 
     Raises:
-        ConfigError: A schedule of no known name, or options that do not fit that number.
-        ScheduleError: What a registered function made is no valid schedule.
+        ConfigError: A schedule with an unknown name, or options that do not fit that number.
+        ScheduleError: A registered function returned an invalid schedule.
 
     Example:
         >>> rebuild(build("kFkB", ranks=2, micro_batches=8, groups=[4]), 2).options
@@ -241,7 +241,7 @@ def auto(
     placed: str | None = None,
     slices: int | None = None,
 ) -> ScheduleRows:
-    """Searches a schedule; ``fleetpipe.contrib.search`` does, and is loaded for it."""
+    """Searches a schedule by loading ``fleetpipe.contrib.search``."""
     search = extra("search.auto")
     rows: ScheduleRows = search.auto(placement, micro_batches, memory_cap, costs, placed, slices)
     return rows
@@ -254,11 +254,11 @@ def option_names() -> frozenset[str]:
 
 
 def searched_costs(schedule: Schedule, costs: Costs | None) -> Costs:
-    """Returns the costs under which the search chose a schedule, those of its slices among them.
+    """Returns the costs with which the search chose a schedule, with those of its slices.
 
     Args:
-        schedule: What ``build("auto", ..)`` returned.
-        costs: What it was given: costs of whole micro-batches; None for ``Costs()``.
+        schedule: A schedule from ``build("auto", ..)``.
+        costs: The costs given to it, of whole micro-batches; None for ``Costs()``.
     """
     costs = costs or Costs()
     if schedule.slices == 1 or costs.each_slice is not None:
@@ -267,7 +267,7 @@ def searched_costs(schedule: Schedule, costs: Costs | None) -> Costs:
 
 
 def _spellings() -> Iterator[tuple[str, str]]:
-    """Yields every name and alias, each with the name that it stands for."""
+    """Yields every name and alias, each with the canonical name."""
     for name, family in table.FAMILIES.items():
         for spelling in (name, *family.aliases):
             yield spelling, name

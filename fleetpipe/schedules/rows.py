@@ -1,7 +1,7 @@
-"""The values: what every rank computes (a schedule) and does (a plan), in order, and nothing more.
+"""Schedules and plans as plain values: an ordered row of actions or operations for each rank.
 
-Whatever is done with them takes them as arguments. What users hold has methods for all of that:
-``Schedule`` and ``Plan`` in ``api.py``.
+Functions of other modules take them as arguments; ``Schedule`` and ``Plan`` in ``api.py`` add
+methods for users.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fleetpipe.schedules.placement import Placement
 
 @dataclass(frozen=True, repr=False)
 class ScheduleRows:
-    """Where the stages are, and an ordered row of computations for each rank. Hashable.
+    """A placement and an ordered row of computations for each rank. Hashable.
 
     Args:
         name: Name for people and logs, without spaces; it decides nothing.
         placement: Which rank owns which stage.
         micro_batches: Micro-batches of a batch, m.
         actions: For each rank the actions (or fused units) in the order in which it runs them.
-        forward_only: There is no backward: evaluation and prediction.
-        slices: Slices that each micro-batch's sequence is cut into. More than 1: actions are of
-            slices, and have :class:`SliceNumber` in the place of the micro-batch.
-        options: What else the schedule was built with, where it is not the usual: pairs of a name
-            and a number, a word or a tuple of them, sorted by name.
+        forward_only: Whether there is no backward, as in evaluation and prediction.
+        slices: Slices that each micro-batch's sequence is cut into. More than 1: actions have a
+            :class:`SliceNumber` instead of the micro-batch.
+        options: The options that differ from their defaults: pairs of a name and a number, a word
+            or a tuple of them, sorted by name.
 
     Raises:
         ScheduleError: Not one row for each rank, or an action that names no slice.
@@ -72,12 +72,12 @@ class ScheduleRows:
 
     @property
     def units(self) -> int:
-        """What actions of one stage count: the micro-batches of a batch, or the slices of all."""
+        """The number of micro-batches of a batch, or of slices of all micro-batches."""
         return self.micro_batches * self.slices
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some gradients of weights are computed apart from those of inputs."""
+        """Whether some weight gradients are computed apart from input gradients."""
         return any(action.kind == "I" for row in self.actions for action in flatten(row))
 
     def __repr__(self) -> str:
@@ -98,10 +98,10 @@ class PlanRows:
         placement: Which rank owns which stage.
         micro_batches: Micro-batches of a batch, m.
         edges: The values that pass between stages, sorted.
-        ops: For each rank what it does, in order.
-        forward_only: There is no backward: evaluation and prediction.
+        ops: The operations of each rank, in order.
+        forward_only: Whether there is no backward, as in evaluation and prediction.
         slices: Slices that each micro-batch's sequence is cut into.
-        options: As those of :class:`ScheduleRows`.
+        options: The same as in :class:`ScheduleRows`.
     """
 
     name: str
@@ -115,7 +115,7 @@ class PlanRows:
 
     @property
     def units(self) -> int:
-        """As that of :class:`ScheduleRows`."""
+        """The same as :attr:`ScheduleRows.units`."""
         return self.micro_batches * self.slices
 
     def __repr__(self) -> str:
@@ -141,5 +141,5 @@ def computations(plan: PlanRows) -> ScheduleRows:
 
 
 def in_slices(slices: int) -> str:
-    """Returns what follows a number of micro-batches in words for people."""
+    """Returns the words that follow a number of micro-batches in messages."""
     return f" of {slices} slices" if slices > 1 else ""

@@ -1,4 +1,4 @@
-"""From the options of a strategy or of a command line to a schedule that keeps within its cap."""
+"""Builds a verified schedule from the options of a strategy or of a command line."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def build_verified(
     placed: str | None = None,
     head: bool = False,
 ) -> Schedule:
-    """Builds a schedule of which every option may be left out, and verifies it.
+    """Builds and verifies a schedule from options, each of which may be left out.
 
     Args:
-        name: As for :func:`build`, and so the next three.
+        name: As for :func:`build`.
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, m.
         chunks: Model parts of each rank, v; None for the schedule's own default.
         options: Options of the schedule, as ``groups``, ``warmup_slack``, ``slices``; one that is
             None is left out.
         memory_cap: Most that a rank may hold: forwards of one stage and a whole micro-batch, or
-            bytes where ``costs`` has bytes. A search keeps within it, any other schedule is refused
-            where it does not.
-        costs: What actions cost, for a search, and what the stages hold.
+            bytes where ``costs`` has bytes. A search keeps within it; any other schedule that
+            exceeds it is refused.
+        costs: The costs of actions, for a search, and the memory of the stages.
         edges: The edges of the model; None for a chain of stages.
-        placed: The placement of a model that stands, which a search keeps.
+        placed: The placement of an existing model, which a search keeps.
         head: Whether the model has a vocabulary head.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.
-        ScheduleError: The schedule passes the cap, or cannot run on these edges.
+        ScheduleError: The schedule exceeds the cap, or cannot run on these edges.
     """
     wanted = dict(options or {})
     if canonical_name(name) == AUTO:

@@ -1,4 +1,4 @@
-"""Whether a schedule or a plan can run: complete, in order, free of deadlock, within memory.
+"""Checks whether a schedule or a plan can run: complete, in order, deadlock-free, within memory.
 
 Begin with ``schedule.py`` and ``plan.py``. It imports values, families, explanations and players;
 faces and the registry import it.

@@ -1,4 +1,4 @@
-"""Replays a plan in which every send waits for its receive; what passes can never deadlock."""
+"""Replays a plan in which every send waits for its receive; one that passes never deadlocks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LAST = 10**15
 
 
 def can_meet(transfers: Sequence[list[int]], columns: PlanColumns) -> bool:
-    """Whether every rank reaches its end where sends wait for their receives.
+    """Whether every rank reaches its end if each send waits for its receive.
 
     Which rank is visited first does not matter: a rank has one next transfer, and one that two
-    ranks stand at stays possible until they make it. Where all reach their ends, the two ends of
+    ranks are ready for stays possible until they make it. If all reach their ends, the two ends of
     every channel agree in order too, since transfers are made by both ends at once.
 
     Args:
@@ -58,7 +58,7 @@ def check_rendezvous(plan: PlanRows) -> None:
 
 
 def linear_order(plan: PlanRows) -> tuple[int, ...]:
-    """Returns the ranks of all ops in an order that never blocks; see ``Plan.order``."""
+    """Returns the rank of each operation in an order that never blocks; see ``Plan.order``."""
     replay = _Rendezvous(plan)
     replay.run()
     # Times never fall along a rank or from a send to its receive, and the sort is stable.
@@ -67,7 +67,7 @@ def linear_order(plan: PlanRows) -> tuple[int, ...]:
 
 
 class _Rendezvous:
-    """How far each rank is, and the ops done so far: the rank of each, and a nominal time."""
+    """The replay's state: each rank's position, and the ops done, with rank and nominal time."""
 
     def __init__(self, plan: PlanRows) -> None:
         self.plan = plan
@@ -107,7 +107,7 @@ class _Rendezvous:
             ready.append(peer)
 
     def _ends_of(self, op: Send | Recv) -> tuple[int, int]:
-        """Returns the ranks that send and receive, which every micro-batch shares."""
+        """Returns the ranks that send and receive an op, the same for every micro-batch."""
         key = op[:2]
         if key not in self.ends:
             self.ends[key] = ranks_of(op, self.plan.placement)
@@ -123,7 +123,7 @@ def _cost(op: Op) -> int:
 
 
 def _meets(plan: PlanRows, op: Send | Recv, peer: int, position: int) -> bool:
-    """Whether ``peer`` stands at the other end of ``op``."""
+    """Whether ``peer`` is ready for the other end of ``op``."""
     row = plan.ops[peer]
     if position == len(row):
         return False

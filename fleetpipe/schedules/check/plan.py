@@ -1,6 +1,6 @@
-"""Says whether a plan can run: each value received before its use, and released after the last.
+"""Checks whether a plan can run: each value is received before its use and released after it.
 
-A plan is read once, as integers: is each op on its rank, there once, and after what it needs?
+A plan is read once, as integers: each op must be on its rank, occur once, and follow what it needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _Crossing = list[list[tuple[Edge, int]]]
 def verify_plan(plan: PlanRows) -> None:
     """Checks a plan; see ``Plan.verify``.
 
-    A quick reading says yes or no; what is wrong with a plan is found in a second one.
+    A fast pass decides whether the plan is valid; only for a wrong one a second pass finds the
+    error.
     """
     if _can_run(plan):
         return
@@ -43,8 +44,8 @@ def verify_plan(plan: PlanRows) -> None:
 def _can_run(plan: PlanRows) -> bool:
     """Whether a plan is valid.
 
-    Where actions are complete, each stands after what it needs on its rank, and every transfer can
-    be made, the schedule cannot deadlock either.
+    If all actions are there, each follows what it needs on its rank, and every transfer can be
+    made, the schedule cannot deadlock either.
     """
     # Counted first, since there are tables of every action and release that there should be.
     if sum(map(len, plan.ops)) < plan.placement.stages * plan.units:
@@ -67,11 +68,11 @@ def explain_plan(plan: PlanRows) -> None:
 
 
 class _RankChecker:
-    """What has happened on one rank up to some position of its row.
+    """The operations of one rank that have happened up to some position of its row.
 
     ``marks`` has a byte for each micro-batch under (kind, stage), where "B" is also I and "W" is
-    the last use of the stage's activations, under ("FREE", stage), and under ("SF", edge) and the
-    like for the transfers that belong to this rank.
+    the last use of the stage's activations, under ("FREE", stage), and under ("SF", edge), ("RF",
+    edge), ("SB", edge) and ("RB", edge) for the transfers of this rank.
     """
 
     def __init__(self, plan: PlanRows, rank: int, leaving: _Crossing, entering: _Crossing) -> None:
@@ -186,7 +187,7 @@ class _RankChecker:
             )
 
     def check_end(self) -> None:
-        """Checks that nothing is lacking at the end of the row."""
+        """Checks that the row lacks nothing at its end."""
         self.position = len(self.row)
         if not self.plan.forward_only and self.row[-2:] != (Reduce(), Step()):
             lacking = "STEP" if self.row[-1:] == (Reduce(),) else "REDUCE"
@@ -268,10 +269,11 @@ def _raise_alone(
 
 
 def transfers_in_order(plan: PlanRows, columns: PlanColumns) -> list[list[int]] | None:
-    """Returns the codes of each rank's sends and receives; None where something is out of order.
+    """Returns the codes of each rank's sends and receives; None if something is out of order.
 
-    Else the computations are complete, each op is on its rank, once, after what it needs there,
-    all activations are released, and REDUCE and STEP end each row, unless it is forward-only.
+    Otherwise the computations are complete, each op is on its rank, once, after what it needs
+    there, all activations are released, and REDUCE and STEP end each row, unless it is
+    forward-only.
     """
     reader = _Reader(plan, columns)
     rows = []
@@ -288,7 +290,7 @@ def transfers_in_order(plan: PlanRows, columns: PlanColumns) -> list[list[int]] 
 
 
 class _Reader:
-    """What was read so far: a mark for the code of each op, and for a B those of I and W too."""
+    """The operations read so far: a mark for the code of each, and for B those of I and W."""
 
     def __init__(self, plan: PlanRows, columns: PlanColumns) -> None:
         self.plan, self.columns = plan, columns
@@ -296,7 +298,7 @@ class _Reader:
         self.marks = bytearray(columns.width * plan.units)
 
     def read(self, rank: int) -> list[int] | None:
-        """Returns the codes of a rank's transfers; None, or an error, where one is out of order."""
+        """Returns the codes of a rank's transfers; None, or an error, if one is out of order."""
         columns, needs, marks = self.columns, self.needs, self.marks
         width, period, first_transfer = columns.width, len(needs), columns.first_transfer
         # B, which comes first among the columns, is I and W as well.
@@ -327,7 +329,7 @@ class _Reader:
         return transfers
 
     def _opened(self, ops: Sequence[Op], table: Table) -> Sequence[Any] | None:
-        """Returns a rank's ops up to REDUCE and STEP, fused units opened; None where one waits."""
+        """Returns a rank's ops up to REDUCE and STEP, fused units unpacked; None for a bad one."""
         if not self.plan.forward_only:
             if ops[-2:] != (Reduce(), Step()):
                 return None
@@ -345,7 +347,7 @@ class _Reader:
         return opened
 
     def _waits_for_itself(self, unit: Fused, table: Table) -> bool:
-        """Whether an action of a fused unit waits for another of them."""
+        """Whether an action of a fused unit waits for another action of the unit."""
         width, stages = self.columns.width, self.columns.stages
         codes = [k * width + table[kind][stage] for kind, stage, k in unit.actions]
         done = {*codes, *(code + 2 * stages for code in codes if code % width < stages)}
@@ -356,7 +358,7 @@ class _Reader:
         )
 
     def is_complete(self) -> bool:
-        """Whether all computations and releases were read; no more than these can have been."""
+        """Whether all computations and releases were read; their number decides it."""
         stages, units = self.columns.stages, self.plan.units
         gradients = 0 if self.plan.forward_only else units
         wanted = [units] * stages + [gradients] * (2 * stages) + [units] * stages

@@ -20,7 +20,7 @@ Table = dict[str, dict[int | Edge, int]]
 
 
 class PlanColumns:
-    """Which column is which, for the ops of one plan."""
+    """The numbering of the columns for the ops of one plan."""
 
     def __init__(self, plan: PlanRows) -> None:
         self.plan = plan
@@ -39,9 +39,9 @@ class PlanColumns:
         return self.first_transfer + _WAYS.index(way) * len(self.edges) + self.numbers[edge]
 
     def needs(self) -> list[tuple[int, ...]]:
-        """Returns the distances to what has to stand before an op on its rank.
+        """Returns the distances from an op to the ops that must precede it on its rank.
 
-        By column, once for each slice of a micro-batch (one where nothing is sliced).
+        By column, once for each slice of a micro-batch (once if nothing is sliced).
         """
         distances: list[tuple[int, ...]] = [()] * self.width
         slices = self.plan.slices
@@ -83,13 +83,13 @@ class PlanColumns:
 
     @property
     def first_transfer(self) -> int:
-        """The first column of a send or receive; all that follow are such, too."""
+        """The first column of a send or receive; all later columns are transfers too."""
         return 5 * self.stages
 
     def transfers(self) -> tuple[list[int], list[int]]:
         """Returns for each column the rank at the other end, and the distance to its code.
 
-        The rank is -1 for ops that are no transfer.
+        The rank is -1 for other ops.
         """
         peers, partners = [-1] * self.width, [0] * self.width
         for edge in self.edges:

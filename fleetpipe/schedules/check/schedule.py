@@ -1,4 +1,4 @@
-"""Says whether a schedule can run: complete, in order, free of deadlock, within its memory."""
+"""Checks whether a schedule can run: complete, in order, free of deadlock, within its memory."""
 
 from __future__ import annotations
 

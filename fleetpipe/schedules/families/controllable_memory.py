@@ -34,13 +34,13 @@ _Block = tuple[int, int, int, int]
 def v_half(placement: Placement, micro_batches: int) -> list[list[Action]]:
     """Returns the rows of V-Half (arXiv:2405.15362): about half the activations of 1F1B.
 
-    Where F = I = W = 1 on each chunk:
+    If F = I = W = 1 on each chunk:
 
     - bubble 3p-7 for even p (1 for p = 2) and 3p-4 for odd p; for small m at most the larger of
       this and 4p-3-2m;
     - a rank holds at most min(2m, 2 * floor((p+2)/2)) forwards of one chunk.
 
-    Where F, I and W differ the bubble can grow with m.
+    If F, I and W differ, the bubble can grow with m.
     """
     ranks = placement.ranks
     # A later backward keeps the blocks of consecutive micro-batches from falling together.
@@ -56,12 +56,12 @@ def v_half(placement: Placement, micro_batches: int) -> list[list[Action]]:
 def v_min(placement: Placement, micro_batches: int) -> list[list[Action]]:
     """Returns the rows of V-Min (arXiv:2405.15362): about a third of the activations of 1F1B.
 
-    Where F = I = W = 1 on each chunk:
+    If F = I = W = 1 on each chunk:
 
-    - bubble 4p-7 where 3 divides p (2 more for m = 1), else 4p-5;
+    - bubble 4p-7 if 3 divides p (2 more for m = 1), else 4p-5;
     - a rank holds at most min(2m, 2 * floor((p+4)/3)) forwards of one chunk.
 
-    Where F, I and W differ the bubble grows with m.
+    If F, I and W differ, the bubble grows with m.
     """
     ranks = placement.ranks
     shift = 2 if ranks % 3 == 0 else 0
@@ -77,13 +77,13 @@ def _rows(
 ) -> list[list[Action]]:
     """Returns the rows of a block that is repeated for each micro-batch and then pulled together.
 
-    In time slots of one action each rank runs the next of its repeated block. Where that has to
-    wait it runs the one after it, where ``swaps`` allows that, or else its oldest W.
+    In time slots of one action each rank runs the next of its repeated block. If that has to wait,
+    it runs the one after it, if ``swaps`` allows that, or else its oldest W.
 
-    This cannot get stuck. Of all actions left, the one that the repeated blocks have first stands
+    This cannot get stuck. Of all actions left, the one that comes first in the repeated blocks is
     first on its rank and has its inputs. If it is an F, memory has room as soon as all pending W
-    are done: the block holds at most ``cap`` with any W later than its I, and a swap, which
-    happens within ``cap``, leaves every later F with what was held before it.
+    are done: the block holds at most ``cap`` with any W later than its I, and a swap, which happens
+    within ``cap``, leaves every later F with what was held before it.
     """
     ranks = [
         _Rank(placement.stages_of(rank), block, micro_batches, cap, swaps)
@@ -124,7 +124,7 @@ class _Rank:
         self.looks = (-1, -2) if swaps else (-1,)
 
     def choose(self, done: dict[str, list[int]]) -> Action | None:
-        """Takes the action that the rank runs in this slot, None where it waits."""
+        """Removes and returns the action that the rank runs in this slot; None if it waits."""
         for look in self.looks[: len(self.ahead)]:
             kind, stage, micro_batch = self.ahead[look]
             if kind == "F":
@@ -136,7 +136,7 @@ class _Rank:
         return self.weights.popleft() if self.weights else None
 
     def note(self, action: Action) -> None:
-        """Notes that the rank ran ``action``."""
+        """Records that the rank ran ``action``."""
         self.row.append(action)
         if action[0] == "F":
             self.free -= 1

@@ -22,8 +22,8 @@ def dual_pipe_v(placement: Placement, micro_batches: int) -> list[list[Item]]:
 
     With FB the time of a fused pair and B that of a whole backward of one chunk, F = I and m >= 2p:
     the rank that idles most does so for (p-1)(FB + B - 3W). A rank holds at most min(2m, 2p+1)
-    forwards of one chunk. The order is made for 2p micro-batches or more, and those that a smaller
-    m does not have are left out.
+    forwards of one chunk. The order is built for at least 2p micro-batches; if m is smaller, the
+    extra ones are left out.
     """
     filled = max(micro_batches, 2 * placement.ranks)
     rows = []
@@ -63,7 +63,7 @@ def _write(writer: _Writer, rank: int, ranks: int, micro_batches: int) -> None:
 
 
 class _Writer:
-    """A row under way: tokens are a kind and a chunk, each chunk's micro-batches ascending."""
+    """Builds a row from tokens of a kind and a chunk, each chunk's micro-batches ascending."""
 
     def __init__(self, stages: Sequence[int]) -> None:
         self.row: list[Item] = []
@@ -80,7 +80,7 @@ class _Writer:
         self.row.append(Fused(tuple(map(self._action, tokens))))
 
     def _action(self, token: str) -> Action:
-        """Returns the next action of ``F0``, ``B1`` or ``I1``; ``W`` is the oldest that waits."""
+        """Returns the next action of ``F0``, ``B1`` or ``I1``; ``W`` is the oldest pending one."""
         if token == "W":
             return self.weights.popleft()
         kind, chunk = token[0], int(token[1])

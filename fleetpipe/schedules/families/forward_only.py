@@ -17,8 +17,8 @@ from fleetpipe.schedules.placement import Placement
 def forward_rows(placement: Placement, micro_batches: int) -> list[list[Action]]:
     """Returns rows of F only, in an order that never deadlocks on any placement.
 
-    F(s, k) comes at time s + k, the deeper stage first where two fall together. Whatever
-    an F waits for has a smaller s + k, so every rank's row follows one order of the whole.
+    F(s, k) runs at time s + k, the deeper stage first if two have the same time. Everything that an
+    F waits for has a smaller s + k, so all rows follow one common order.
     """
     rows = []
     for rank in range(placement.ranks):

@@ -21,10 +21,10 @@ _FORWARD, _BACKWARD = 1, 2
 def hanayo(placement: Placement, micro_batches: int) -> list[list[Action]]:
     """Returns the rows of Hanayo (arXiv:2308.15762): w waves of two chunks each.
 
-    A value turns round at the first and the last rank without a transfer, and w waves make a
-    chunk, and with it the warm-up, w times as short. For m = p and B = 2F the bubble rate is about
-    (2p-2)/(3wp+p-1) for two waves or more, and less for one. A rank holds up to 2wm forwards of
-    one chunk for m <= p, and fewer than that for more, since backwards come first.
+    At the first and the last rank a value goes on to the next chunk without a transfer. With w
+    waves a chunk, and so the warm-up, is w times as short. For m = p and B = 2F the bubble rate is
+    about (2p-2)/(3wp+p-1) for two waves or more, and less for one. A rank holds up to 2wm forwards
+    of one chunk for m <= p, and fewer than that for more, since backwards come first.
 
     Args:
         placement: A wave of p ranks with 2w chunks each.
@@ -36,10 +36,10 @@ def hanayo(placement: Placement, micro_batches: int) -> list[list[Action]]:
 
 
 class _Waves:
-    """All ranks at one time: what each could run, and what runs until when.
+    """The state of all ranks at one time: the actions that each could run, and the running ones.
 
-    An action is a number, which is smaller the sooner a rank is to run it: backwards come first,
-    then the oldest micro-batch, and of that the deepest stage.
+    An action is a number; a rank runs the smallest first: backwards come first, then the oldest
+    micro-batch, and within it the deepest stage.
     """
 
     def __init__(self, placement: Placement, micro_batches: int) -> None:
@@ -59,11 +59,11 @@ class _Waves:
 
     @property
     def rows(self) -> list[list[Action]]:
-        """What each rank has run."""
+        """The actions that each rank has run."""
         return [list(map(self._action, row)) for row in self.order]
 
     def run(self) -> None:
-        """Lets a rank that is free run the first thing that it could, until nothing is left."""
+        """Lets each free rank run its first possible action, until nothing is left."""
         now = 0
         while self.woken:
             for rank in self.woken:
@@ -78,14 +78,14 @@ class _Waves:
                 self._follow(number)
 
     def _begin(self, rank: int, number: int, now: int) -> None:
-        """Notes that a rank runs an action from now on."""
+        """Records that a rank runs an action from now on."""
         self.order[rank].append(number)
         self.free[rank] = False
         time = _FORWARD if number >= self.forwards else _BACKWARD
         heappush(self.running, (now + time, rank, number))
 
     def _follow(self, number: int) -> None:
-        """Makes ready what waited for an action."""
+        """Makes the actions that waited for an action ready to run."""
         above = number % self.stages
         if number < self.forwards:
             if above < self.stages - 1:

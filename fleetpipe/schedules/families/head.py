@@ -1,4 +1,4 @@
-"""A vocabulary head: its parts, one on each rank, put into the rows of a schedule of the body.
+"""Adds a vocabulary head, with one part on each rank, to the rows of a schedule.
 
 1F1B on two ranks, four micro-batches, a part as long as a stage. Small letters are of the head: of
 rank 0 stage 2, of rank 1 stage 3. Stage 4, the loss, stands between f and b and takes no time::
@@ -32,21 +32,21 @@ _PART, _LOSS = 0.2, 0.01
 def with_head(
     body: Sequence[Sequence[Item]], placement: Placement, micro_batches: int
 ) -> list[list[Item]]:
-    """Returns the rows of a body with the forwards and backwards of a head put in.
+    """Returns the rows of a body with the forwards and backwards of a head added.
 
-    The body's order stays. A part's actions run as soon as what they wait for is there and their
-    rank is free, so they fill its bubbles first.
+    The body's order stays. A part's actions run as soon as their inputs are there and their rank is
+    free, so they fill its bubbles first.
 
     Args:
         body: The rows of the body, which wait for each other along a chain of stages.
-        placement: Of body and head.
+        placement: The placement of body and head.
         micro_batches: Micro-batches of a batch, m.
     """
     return _Merge(body, placement, micro_batches).rows()
 
 
 class _Merge:
-    """What has run when, and what is left."""
+    """The times of what has run, and the actions that are left."""
 
     def __init__(
         self, body: Sequence[Sequence[Item]], placement: Placement, micro_batches: int
@@ -65,7 +65,7 @@ class _Merge:
             self.queues.append([deque[Item](one) for one in rows])
 
     def rows(self) -> list[list[Item]]:
-        """Runs what can begin first, again and again."""
+        """Runs whatever can begin first, again and again, and returns the rows."""
         rows: list[list[Item]] = [[] for _ in self.queues]
         while possible := [
             (start, number, rank)
@@ -80,7 +80,7 @@ class _Merge:
         return rows
 
     def _start(self, rank: int, item: Item) -> float:
-        """Returns when an entry could begin; infinity where what it waits for has not run."""
+        """Returns when an entry could begin; infinity if its inputs have not been computed."""
         needs = [
             self.ends.get((kind, stage, action.micro_batch), math.inf)
             for action in parts(item)

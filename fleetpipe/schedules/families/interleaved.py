@@ -1,4 +1,4 @@
-"""Interleaved1F1B: several chunks on each rank, so that the bubble is a chunk's, not a rank's.
+"""Interleaved1F1B: several chunks on each rank, so that the bubble is that of a chunk.
 
 Three ranks with two chunks each, three micro-batches, B twice as long as F; small letters are the
 second chunk, and time runs to the right::
@@ -28,20 +28,20 @@ def interleaved_one_f_one_b(
     A rank takes the micro-batches in groups: one group through each of its chunks, then the next.
     With g0 the size of the first group, in costs of one chunk, and without latency:
 
-    - bubble (p-1)(F+B), and (v-1)(p-m)(F+B) more where m < p;
+    - bubble (p-1)(F+B), and (v-1)(p-m)(F+B) more if m < p;
     - rank r holds min(mv, (v-1)g0 + warmup_slack*(p-1-r) + 1) forwards of one chunk.
 
     Args:
         placement: A loop of p ranks with v chunks each.
         micro_batches: Micro-batches of a batch, m.
-        groups: Sizes of the groups. None means :func:`balanced_groups`, with which the figures
-            above hold; a group of less than p micro-batches costs bubble, and other groups can
-            deadlock, which is for the caller to check.
+        groups: Sizes of the groups. None means :func:`balanced_groups`, for which the figures above
+            hold; a group of less than p micro-batches costs bubble, and other groups can deadlock:
+            the caller has to check that.
         warmup_slack: Forwards that a rank warms up with for each rank after it: 2 hides latency,
             as Eager1F1B does, 1 holds fewer activations.
 
     Raises:
-        ConfigError: Groups that are not m micro-batches in all; another slack.
+        ConfigError: Groups that do not sum to m micro-batches; another slack.
     """
     if warmup_slack not in (1, 2):
         raise ConfigError(
@@ -82,7 +82,8 @@ def in_groups(kind: str, stages: Sequence[int], groups: Sequence[int]) -> list[A
 def balanced_groups(ranks: int, micro_batches: int) -> list[int]:
     """Returns the sizes of groups of at least ``ranks`` micro-batches, as equal as can be.
 
-    They do not grow, since the warm-up fits the first. Equal sizes hold the fewest activations.
+    No group is larger than the first, since the warm-up fits that one. Equal sizes hold the fewest
+    activations.
     """
     count = max(1, micro_batches // ranks)
     size, larger = divmod(micro_batches, count)
@@ -90,7 +91,7 @@ def balanced_groups(ranks: int, micro_batches: int) -> list[int]:
 
 
 def _checked(groups: Sequence[int], micro_batches: int) -> list[int]:
-    """Returns ``groups`` as a list, having checked that they make up a batch."""
+    """Returns ``groups`` as a list, after checking that they sum to a batch."""
     if not isinstance(groups, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[4, 4]")
     groups = [require_whole("groups", size) for size in groups]

@@ -1,4 +1,4 @@
-"""kFkB: 1F1B by groups of micro-batches, so that values of a group travel while others are made.
+"""kFkB: 1F1B by groups of micro-batches, so that one value travels while others are computed.
 
 Three ranks, six micro-batches in groups of two, B twice as long as F; a row is a rank, time runs to
 the right::
@@ -23,19 +23,18 @@ def k_f_k_b(
 ) -> list[list[Action]]:
     """Returns the rows of kFkB (Ada-Grouper, arXiv:2303.01675), one stage on each rank.
 
-    1F1B with a group of k micro-batches in the place of each one. The bubble is the same,
-    (p-1)(F+B), where values travel in no time; where they do not, a rank waits once for a group
-    and not for each micro-batch of it. Rank r holds the activations of min(m, k(p-r)) micro-batches
-    where all groups are of k.
+    1F1B with a group of k micro-batches in place of each one. Without latency the bubble is the
+    same, (p-1)(F+B); with latency, a rank waits once for a group and not for each micro-batch of
+    it. Rank r holds the activations of min(m, k(p-r)) micro-batches if all groups have k.
 
     Args:
         placement: A loop of p ranks with one chunk each.
         micro_batches: Micro-batches of a batch, m.
-        groups: Sizes of the groups; the last one is repeated as often as it takes, and cut to fit.
-            [k] is groups of k, [1] is 1F1B.
+        groups: Sizes of the groups; the last one is repeated as often as needed, and shortened to
+            fit. [k] means groups of k, [1] means 1F1B.
 
     Raises:
-        ConfigError: No list of sizes, or more groups than micro-batches can fill.
+        ConfigError: Not a list of sizes, or more groups than micro-batches can fill.
     """
     bounds = _bounds(groups, micro_batches)
     return [_row(stage, placement.ranks - 1 - stage, bounds) for stage in range(placement.ranks)]
@@ -52,7 +51,7 @@ def _row(stage: int, warm_up: int, bounds: Sequence[tuple[int, int]]) -> list[Ac
 
 
 def _bounds(groups: Sequence[int], micro_batches: int) -> list[tuple[int, int]]:
-    """Returns the first micro-batch of each group and the one after its last."""
+    """Returns for each group its first micro-batch and the one after its last."""
     if not isinstance(groups, (list, tuple)) or not groups:
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[2]")
     groups = [require_whole("groups", size) for size in groups]

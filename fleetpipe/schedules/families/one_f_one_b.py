@@ -34,8 +34,8 @@ def one_f_one_b(placement: Placement, micro_batches: int) -> list[list[Action]]:
 def eager_one_f_one_b(placement: Placement, micro_batches: int) -> list[list[Action]]:
     """Returns the rows of Eager1F1B (arXiv:2211.05322): twice the warm-up of 1F1B.
 
-    Same bubble where values travel in no time; where they do not, the further forwards hide it.
-    Rank r holds the activations of min(m, 2(p-r)-1) micro-batches.
+    The bubble is the same without latency; with latency, the additional forwards hide it. Rank r
+    holds the activations of min(m, 2(p-r)-1) micro-batches.
     """
     return [
         _row(stage, 2 * (placement.ranks - 1 - stage), micro_batches)

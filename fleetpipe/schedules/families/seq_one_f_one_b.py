@@ -19,10 +19,10 @@ def seq_one_f_one_b(
 ) -> list[list[Action]]:
     """Returns the rows of Seq1F1B (arXiv:2406.03488), one stage on each rank.
 
-    With k slices, in costs of one slice: bubble (p-1)(F+B) for m >= 1; rank r holds the
-    activations of min(mk, p-r+k-1) slices. Forwards keep to the order of the slices, since each
-    attends to those before it; backwards run through them the other way round, so that the
-    gradients of keys and values are complete where they are needed. One slice is 1F1B.
+    With k slices, in costs of one slice: bubble (p-1)(F+B) for m >= 1; rank r holds the activations
+    of min(mk, p-r+k-1) slices. Forwards run in the order of the slices, since each attends to those
+    before it; backwards run in the other order, so that the gradients of keys and values are
+    complete when they are needed. One slice is 1F1B.
 
     Args:
         placement: A loop of p ranks with one chunk each.

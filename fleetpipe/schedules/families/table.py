@@ -1,4 +1,4 @@
-"""The table of the families: what makes the rows of each, on which placement, with which chunks."""
+"""The table of the families: the function that builds the rows of each, placement and chunks."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ SLICED = "Seq1F1B"
 
 
 class Family(NamedTuple):
-    """A schedule that a function makes.
+    """A schedule whose rows a function builds.
 
     Args:
-        rows: Makes the rows of all ranks.
+        rows: Builds the rows of all ranks.
         aliases: Other names for it.
-        placement: Its placement.
-        chunks: Chunks on a rank where the caller names none.
-        most_chunks: Most chunks on a rank; None where there is no limit.
-        interleaved: The schedule that is meant where a rank has several chunks; empty for itself.
-        registered: A user registered it.
-        sliced: It runs slices of sequences, as many as its option ``slices`` says.
+        placement: "loop", "vee" or "wave".
+        chunks: Default number of chunks on a rank.
+        most_chunks: Most chunks on a rank; None if there is no limit.
+        interleaved: The schedule that the name means if a rank has several chunks; empty for
+            itself.
+        registered: Whether a user registered it.
+        sliced: Whether it runs slices of sequences, as many as its option ``slices`` says.
     """
 
     rows: Rows
@@ -81,19 +82,19 @@ def schedule_rows(
     options: Mapping[str, object],
     head: bool = False,
 ) -> ScheduleRows:
-    """Returns the schedule of a family, or of the one that its name means for several chunks.
+    """Returns the schedule of a family, or of the family that its name means for several chunks.
 
     Args:
         name: A key of the table.
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, m.
-        chunks: Chunks on a rank; None means the family's own number.
+        chunks: Chunks on a rank; None means the family's default.
         options: Options of the family.
         head: Whether the model has a vocabulary head.
 
     Raises:
-        ConfigError: An unknown option, numbers that the family does not take, or a head where it
-            takes none.
+        ConfigError: An unknown option, numbers that the family does not take, or a head that it
+            does not take.
     """
     if chunks is not None and chunks != 1:
         name = FAMILIES[name].interleaved or name
@@ -146,7 +147,7 @@ def _require_headed(name: str, placement: Placement) -> None:
 
 
 def slices_of(name: str, options: Mapping[str, object]) -> Any:
-    """Returns the slices of a micro-batch under a family, given its options."""
+    """Returns the number of slices of a micro-batch that a family's options ask for."""
     if not FAMILIES[name].sliced:
         return 1
     default = inspect.signature(FAMILIES[name].rows).parameters["slices"].default
@@ -154,7 +155,7 @@ def slices_of(name: str, options: Mapping[str, object]) -> Any:
 
 
 def check_options(name: str, rows: Callable[..., object], options: Iterable[str]) -> None:
-    """Raises ConfigError where ``rows``, which makes the schedule ``name``, lacks an option."""
+    """Raises ConfigError if the function ``rows`` of the schedule ``name`` lacks an option."""
     names = names_of(rows)
     for option in options:
         if option not in names:

@@ -1,4 +1,4 @@
-"""With which options of its own a family's schedule is worth a try."""
+"""The options with which each family's schedule is worth a try."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from fleetpipe.schedules.options import names_of
 
 
 def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, object]]:
-    """Returns options for a family, each set once; one that is empty for a family without any.
+    """Returns the sets of options to try for a family; one empty set if it has no options.
 
     Args:
-        name: A key of the families' table. Not that of one that cuts sequences into slices.
+        name: A key of the families' table, of a family that does not cut sequences into slices.
         micro_batches: Micro-batches of a batch, m.
-        hidden: A latency in times of a forward and a backward together: groups of kFkB hide it
-            where k - 1 is at least twice that, and larger groups only take memory.
+        hidden: The latency divided by the time of a forward and a backward. Groups of kFkB hide it
+            if k - 1 is at least twice that; larger groups only take memory.
     """
     options = names_of(FAMILIES[name].rows)
     if "warmup_slack" in options:
@@ -25,7 +25,7 @@ def variants(name: str, micro_batches: int, hidden: float) -> list[dict[str, obj
 
 
 def counts(most: int) -> list[int]:
-    """Returns numbers to try from 2 to ``most``: some small ones, then ever fewer, and ``most``."""
+    """Returns numbers to try: some small ones from 2 on, then ever sparser ones, and ``most``."""
     numbers = {most}
     for power in range(most.bit_length()):
         numbers |= {2 << power, 3 << power}

@@ -17,9 +17,9 @@ from fleetpipe.schedules.placement import Placement
 def zb_v(placement: Placement, micro_batches: int) -> list[list[Action]]:
     """Returns the rows of ZB-V (arXiv:2401.10241) in its fixed pattern, which needs no costs.
 
-    Where F = I = W on each chunk there is no bubble for m >= 2p-1. The pattern is made for as many
-    micro-batches, and those that a smaller m does not have are left out: bubble 2(2p-1-m).
-    A rank holds at most min(2m, 2p) forwards of one chunk, as much as rank 0 of 1F1B.
+    If F = I = W on each chunk, there is no bubble for m >= 2p-1. The pattern is built for that many
+    micro-batches; if m is smaller, the extra ones are left out: bubble 2(2p-1-m). A rank holds at
+    most min(2m, 2p) forwards of one chunk, as much as rank 0 of 1F1B.
     """
     ranks = placement.ranks
     filled = max(micro_batches, 2 * ranks - 1)

@@ -1,4 +1,4 @@
-"""ZBH1 and ZBH2: backwards are split, and weight gradients wait to fill what would be bubble.
+"""ZBH1 and ZBH2: backwards are split, and weight gradients fill the bubble.
 
 Four ranks, F, I and W equally long; time runs to the right::
 
@@ -29,8 +29,8 @@ def zb_h1(placement: Placement, micro_batches: int) -> list[list[Action]]:
 
     With g0 the size of the first group (see ``interleaved``), in costs of one chunk:
 
-    - bubble (p-1)(F+I-W) for m >= p, where W is not longer than F or I; (p-1)I where it is longer
-      than F and v = 1;
+    - bubble (p-1)(F+I-W) for m >= p, if W is not longer than F or I; (p-1)I if W is longer than F
+      and v = 1;
     - every rank holds min(mv, (v-1)g0 + p) forwards of one chunk: for v = 1 as many as rank 0 of
       1F1B.
 
@@ -44,9 +44,9 @@ def zb_h1(placement: Placement, micro_batches: int) -> list[list[Action]]:
 def zb_h2(placement: Placement, micro_batches: int) -> list[list[Action]]:
     """Returns the rows of ZB-H2 (arXiv:2401.10241), one stage on each rank.
 
-    Bubble (p-1)(F+I-2W) for m >= 2p-1, where W is not longer than F or I; so none where all are
-    equal. With fewer micro-batches ZBH1 ends as soon or sooner. Every rank holds the activations
-    of min(m, 2p-1) micro-batches.
+    Bubble (p-1)(F+I-2W) for m >= 2p-1, if W is not longer than F or I; so none if all are equal.
+    With fewer micro-batches ZBH1 ends as soon or sooner. Every rank holds the activations of min(m,
+    2p-1) micro-batches.
 
     Args:
         placement: A loop of p ranks with one chunk each.
@@ -65,7 +65,7 @@ def _rows(placement: Placement, micro_batches: int, k: int) -> list[list[Action]
 
 
 def _row(stages: Sequence[int], groups: Sequence[int], slack: int, lag: int) -> list[Action]:
-    """Returns the row of a rank on which each W comes ``lag`` input gradients after its own."""
+    """Returns the row of a rank on which each W runs ``lag`` input gradients after its own."""
     forwards = in_groups("F", stages, groups)
     gradients = in_groups("I", stages[::-1], groups)
     weights = in_groups("W", stages[::-1], groups)

@@ -1,8 +1,8 @@
 """How schedules are written and drawn: as text, in a terminal, as a trace and as a picture.
 
 Users import events, pictures and traces from here; ``text.py`` is behind ``str(schedule)`` and
-``Schedule.parse``. To draw what ran, begin with :class:`Event`. What a name needs is loaded when
-it is used: pictures are of ``fleetpipe.contrib.pictures``.
+``Schedule.parse``. To draw measured steps, begin with :class:`Event`. Pictures are in
+``fleetpipe.contrib.pictures``, which is loaded when one is drawn.
 """
 
 from __future__ import annotations

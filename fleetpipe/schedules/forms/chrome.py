@@ -59,15 +59,15 @@ def chrome_trace(
     """Returns events in the Trace Event Format: a process for each rank, an "X" for each event.
 
     Args:
-        tracks: Events under a name each, "predicted" and "measured" for example. With several,
-            the ranks of each stand next to each other: "rank 0 predicted", "rank 0 measured".
+        tracks: Events under a name each, "predicted" and "measured" for example. With several, the
+            ranks of all tracks are next to each other: "rank 0 predicted", "rank 0 measured".
         placement: Which rank owns which stage.
-        edges: Values that pass between stages, drawn as arrows; None means the chain. Where a track
-            has transfers the arrows join those.
+        edges: Values that pass between stages, drawn as arrows; None means the chain. If a track
+            has transfers, the arrows join those.
         microseconds: For each track the microseconds in one unit of its times; by default 1000,
             which suits simulated ones. Measured ones, in seconds, take 1e6.
         steps: The numbers of the measured steps in their run, in order; see :func:`steps_of`.
-        device: What they ran on, ``"cpu"`` or ``"gpu"``; see :func:`device_of`.
+        device: The device that they ran on, ``"cpu"`` or ``"gpu"``; see :func:`device_of`.
 
     Returns:
         A value for :func:`json.dumps`.
@@ -121,12 +121,12 @@ def _seconds(microseconds: Any) -> float:
 
 
 def steps_of(document: Mapping[str, Any], count: int, first: int = 1) -> Sequence[int]:
-    """Returns the numbers of a trace's steps in their run, as :func:`chrome_trace` took them.
+    """Returns the numbers in their run of a trace's steps, as given to :func:`chrome_trace`.
 
     Args:
         document: The trace.
         count: How many steps it has.
-        first: Where the trace does not say them, they count from this on.
+        first: The number of the first step, if the trace has no numbers.
     """
     other = document.get("otherData")
     numbers = other.get("steps") if isinstance(other, dict) else None
@@ -138,14 +138,14 @@ def steps_of(document: Mapping[str, Any], count: int, first: int = 1) -> Sequenc
 
 
 def device_of(document: Mapping[str, Any]) -> str:
-    """Returns what the measured steps of a trace ran on; a CPU where the trace does not say it."""
+    """Returns the device of a trace's measured steps; a CPU if the trace does not say it."""
     other = document.get("otherData")
     device = other.get("device") if isinstance(other, dict) else None
     return device if isinstance(device, str) and device.isidentifier() else "cpu"
 
 
 def caveat(device: str) -> str:
-    """Returns what is to be said of steps that were measured on a device; nothing on a CPU."""
+    """Returns the warning about times that were measured on a device; empty for a CPU."""
     if device == "cpu":
         return ""
     return (
@@ -162,7 +162,7 @@ class _Track:
         self.threads: dict[Event, int] = {}
 
     def names(self, label: str, events: Sequence[Event]) -> list[_Json]:
-        """Gives each event a thread, and returns the names of processes and threads."""
+        """Gives each event a thread; returns the names of processes and threads."""
         records: list[_Json] = []
         for rank, pid in enumerate(self.pids):
             threads = {_COMPUTE: "compute"}
@@ -180,7 +180,7 @@ class _Track:
         return records
 
     def slices(self, events: Iterable[Event]) -> list[_Json]:
-        """Returns an "X" for each event, and one at its end for the exchange that it waits for."""
+        """Returns an "X" for each event, and another at its end for the exchange it waits for."""
         return [
             {
                 "ph": "X",
@@ -195,7 +195,7 @@ class _Track:
         ]
 
     def arrows(self, prefix: str, events: Iterable[Event], edges: Iterable[Edge]) -> list[_Json]:
-        """Returns an arrow, which is a pair of events, for each value that went between ranks."""
+        """Returns an arrow, as a pair of events, for each value that went between ranks."""
         records: list[_Json] = []
         for name, source, target in _transfers(events, edges, self.placement):
             common = {"name": name, "cat": "transfer", "id": f"{prefix}{name} {len(records) // 2}"}
@@ -208,7 +208,7 @@ class _Track:
         return {"pid": self.pids[event.rank], "tid": thread, "ts": self._time(event.start)}
 
     def _time(self, time: float) -> float:
-        """Returns microseconds, to the nanosecond."""
+        """Converts a time to microseconds, rounded to the nanosecond."""
         return round(time * self.scale, 3)
 
     def _arguments(self, event: Event) -> _Json:
@@ -238,9 +238,9 @@ def _category(event: Event) -> str:
 def _transfers(
     events: Iterable[Event], edges: Iterable[Edge], placement: Placement
 ) -> list[tuple[str, Event, Event]]:
-    """Returns what crossed between ranks: name, event it left in, event it arrived in.
+    """Returns the values that crossed between ranks: name, event it left in, event it arrived in.
 
-    The n-th of several events of one name, in several steps, belongs to the n-th of the other.
+    If several steps have events of one name, the n-th that left belongs to the n-th that arrived.
     """
     places: defaultdict[object, list[Event]] = defaultdict(list)
     micro_batches: dict[int, None] = {}

@@ -1,4 +1,4 @@
-"""What ran when on which rank, simulated or measured: what pictures and traces are made of."""
+"""Simulated or measured events, from which pictures and traces are drawn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleetpipe.schedules.simulation.timeline import Timeline
 
 
 class Event(NamedTuple):
-    """One thing that a rank did, as plain values that can be sent between ranks and saved.
+    """One thing that a rank did, as plain values that can be sent and saved.
 
     Attributes:
         rank: The rank.
@@ -21,7 +21,8 @@ class Event(NamedTuple):
             any other word.
         start: When it began: seconds if measured, else the unit of the costs.
         end: When it ended.
-        exchange: How long of that the rank only waited for exchanges with others of the stage.
+        exchange: The part of that time in which the rank only waited for exchanges with other ranks
+            of its stage.
     """
 
     rank: int
@@ -32,12 +33,12 @@ class Event(NamedTuple):
 
     @property
     def op(self) -> Op | None:
-        """What the name says, or None where it is no op of a plan."""
+        """The operation that the name denotes, or None if it is not one of a plan."""
         return parse_op(self.name)
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The actions computed: one, several where they are fused, none in a transfer."""
+        """The actions computed: one, several if they are fused, none in a transfer."""
         op = self.op
         return parts(op) if isinstance(op, (Action, Fused)) else ()
 
@@ -74,7 +75,7 @@ def events_of(timeline: Timeline) -> list[Event]:
 
 
 def figures_of(events: Iterable[Event]) -> Figures:
-    """Returns the bubble of the actions among ``events``; transfers and the like do not count."""
+    """Returns the bubble of the actions among ``events``; other events do not count."""
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
     busy: defaultdict[int, float] = defaultdict(float)
@@ -88,6 +89,6 @@ def figures_of(events: Iterable[Event]) -> Figures:
 
 
 def median_step(steps: Sequence[Sequence[Event]]) -> int:
-    """Returns which of some steps has the median bubble rate: one that was held up says little."""
+    """Returns the index of the step with the median bubble rate, which no single delay distorts."""
     rates = [figures_of(step).bubble_rate for step in steps]
     return rates.index(median_low(rates))

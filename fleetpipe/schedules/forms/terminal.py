@@ -19,18 +19,18 @@ _Row = Iterable[tuple[Item, float, float]]
 
 
 def render(timeline: Timeline, width: int | None = None) -> str:
-    """Draws when each rank does what, in the first of three ways that fits the width.
+    """Draws when each rank does what, in the first of three styles that fits the width.
 
     1. Each action with its micro-batch (``F3``; with several chunks on a rank ``F4.3``), drawn as
        long as it takes (``B3---``), and a space after it.
     2. Without stages and spaces: ``F3B1--``. Of two chunks on a rank the second has small letters.
     3. Every character is a slice of time and shows what fills most of it, ``*`` a fused unit.
 
-    ``~`` is the part in which a rank waits for an exchange, at the end of its action.
+    ``~`` at the end of an action is the part in which the rank waits for an exchange.
 
     Args:
-        timeline: What ``schedule.simulate()`` returned.
-        width: Characters in a line; None means the terminal's, or 160 where there is none.
+        timeline: The result of ``schedule.simulate()``.
+        width: Characters in a line; None means the terminal's, or 160 without one.
 
     Returns:
         Lines without a final line break: the rows, then a legend. ``.`` is idle time.
@@ -60,7 +60,7 @@ def render(timeline: Timeline, width: int | None = None) -> str:
 
 
 def summary(timeline: Timeline) -> str:
-    """Returns the figures of a timeline, one to a line."""
+    """Returns the figures of a timeline, one on each line."""
     schedule = timeline.schedule
     figures = {
         "schedule": f"{schedule.name}, {schedule.placement.ranks} ranks,"
@@ -84,7 +84,7 @@ class _Style(NamedTuple):
     Args:
         scale: Characters for time 1.
         columns: Characters for the makespan.
-        small: The second stage of a rank has small letters in place of numbers.
+        small: Whether small letters mark the second stage of a rank, in place of numbers.
         space: Characters after each action.
     """
 
@@ -118,13 +118,13 @@ class _Drawing:
         self.slices = max(1, round(self.makespan / self.shortest) * (1 if even else 4))
 
     def rows(self) -> Iterator[_Row]:
-        """Yields the events of each rank, none of which is kept: there may be millions."""
+        """Yields the events of each rank without storing them: there may be millions."""
         timeline = self.timeline
         for row in zip(timeline.schedule.actions, timeline.starts, timeline.ends):
             yield zip(*row)
 
     def styles(self, columns: int) -> Iterator[_Style]:
-        """Yields the ways to write actions out, the widest first; none where no one can fit."""
+        """Yields the styles that fit the width, the widest first; none if no style fits."""
         # An action is two characters at least: looking at each of a million takes its time.
         if 2 * self.makespan / self.shortest > columns + 1:
             return
@@ -146,7 +146,7 @@ class _Drawing:
         return _Style(scale, round(self.makespan * scale), small, space)
 
     def token(self, item: Item, small: bool) -> str:
-        """Returns what is written for an action; its stage only where a rank has several."""
+        """Returns the text for an action; its stage only if a rank has several."""
         if not isinstance(item, Action):
             return "(" + "|".join(self.token(part, small) for part in item.actions) + ")"
         if self.chunks == 1 or small:
@@ -157,7 +157,7 @@ class _Drawing:
         return action.kind.lower() if action.stage in self.second else action.kind
 
     def wide_row(self, row: _Row, style: _Style) -> str:
-        """Returns the tokens of a rank at the columns of their times."""
+        """Returns a rank's row with each token at the column of its time."""
         cell = max(1, round(self.shortest * style.scale)) if style.space else 1
         idle = ".".ljust(cell) * (style.columns // cell + 1)
         line = ""
@@ -174,7 +174,7 @@ class _Drawing:
         return line + idle[len(line) : style.columns]
 
     def narrow_row(self, row: _Row, slices: int) -> str:
-        """Returns for each of ``slices`` equal slices of the makespan what fills most of it."""
+        """Returns for each of ``slices`` slices of time the character of what fills most of it."""
         length = self.makespan / slices
         filled: list[dict[str, float]] = [{".": length} for _ in range(slices)]
         for item, start, end in row:

@@ -1,4 +1,4 @@
-"""How schedules and plans are written: a header line, then one line of tokens for each rank."""
+"""The text form of schedules and plans: a header line, then one line of tokens for each rank."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class _Header(NamedTuple):
 
     Args:
         name: Name of the schedule, without spaces.
-        placement: Ranks, chunks and where the stages are.
+        placement: Ranks, chunks and the placement of the stages.
         micro_batches: Micro-batches of a batch.
         forward_only: There is no backward: evaluation and prediction.
         edges: The edges of a plan in text form; None in a schedule.
         slices: Slices of a micro-batch.
-        options: What else the schedule was built with.
+        options: The options with which the schedule was built.
     """
 
     name: str
@@ -107,7 +107,7 @@ def read_plan(text: str) -> PlanRows:
 def _write(
     form: str, value: ScheduleRows | PlanRows, rows: Sequence[Sequence[object]], *last: str
 ) -> str:
-    """Returns a header, with ``last`` at its end, and a line for each row."""
+    """Returns a header and a line for each row."""
     placement = value.placement
     fields = [
         f"# {form} 1 name={value.name}",
@@ -129,9 +129,9 @@ def _read(
     """Reads a header and a row for each rank.
 
     Args:
-        form: What kind of document it is.
+        form: ``"schedule"`` or ``"plan"``.
         text: The document. Blank lines at its end are ignored.
-        entry: Reads one token of so many slices, or returns None where it cannot be read whole.
+        entry: Reads one token, given the number of slices; returns None if it is not valid.
         expected: What a token looks like, for the error.
     """
     lines = text.rstrip().split("\n")
@@ -223,7 +223,7 @@ def _read_header(form: str, line: str) -> _Header:
 
 
 def _written(options: Options) -> str:
-    """Returns options as an object of JSON that is one word."""
+    """Returns options as a JSON object without spaces."""
     return json.dumps(dict(options), separators=(",", ":")).replace(" ", "\\u0020")
 
 

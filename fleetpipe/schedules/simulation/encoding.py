@@ -2,8 +2,9 @@
 
 With S stages, the action (kind, stage, k) has the code ``k * 4S + column`` where ``column`` is
 ``offset[kind] + stage``, the offsets of F, I, W and B being 0, S, 2S and 3S. The codes of one
-micro-batch stand together, so a dependency is a fixed distance. B shares the *slot* of I: whoever
-waits for a stage's gradient need not know which it is. A search orders F, I and W by these codes.
+micro-batch are adjacent, so a dependency is a fixed distance. B shares the *slot* of I: an action
+that waits for a stage's gradient need not know which of them it is. A search orders F, I and W by
+these codes.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Encoding:
         stages: Number of stages, S.
         rows: Codes of each rank's entries; ``-1 - i`` is the fused unit ``fused[i]``.
         fused: The codes in each fused unit, with the unit itself.
-        slices: Slices of a micro-batch. Each counts as a micro-batch does, and what an action
-            waits for depends on which slice it is of.
+        slices: Slices of a micro-batch. Each is numbered like a micro-batch, and what an action
+            waits for depends on its slice.
     """
 
     stages: int
@@ -51,7 +52,7 @@ class Encoding:
 
     @property
     def width(self) -> int:
-        """Distance between the codes of one action in consecutive micro-batches or slices, 4S."""
+        """Distance between the codes of one action in successive micro-batches or slices, 4S."""
         return 4 * self.stages
 
     @property
@@ -66,14 +67,14 @@ def column(kind: str, stage: int, stages: int) -> int:
 
 
 def slot_column(kind: str, stage: int, stages: int) -> int:
-    """Returns the column where the end of a kind and stage is noted: that of B is I's."""
+    """Returns the column for the end of a kind and stage: B shares that of I."""
     return column("I" if kind == "B" else kind, stage, stages)
 
 
 def waits_of(
     placement: Placement, dependencies: Dependencies, costs: Costs, slices: int = 1
 ) -> Waits:
-    """Returns for each column the distances to what it waits for, with their latencies."""
+    """Returns for each column the distances to the actions it waits for, with their latencies."""
     by_slice = costs.by_slice(slices)
     stages = placement.stages
     waits = []
@@ -100,9 +101,9 @@ def waits_of(
 
 
 def encoding_of(schedule: ScheduleRows) -> Encoding:
-    """Returns the schedule as integers, having checked that it is complete.
+    """Returns the schedule as integers, after checking that it is complete.
 
-    It is made once and kept with the schedule, as a cached property would be.
+    It is computed once and cached with the schedule.
 
     Raises:
         ScheduleError: An action is missing, doubled, unknown, or on the wrong rank.
@@ -156,7 +157,7 @@ def _encode_row(schedule: ScheduleRows, rank: int, encoding: Encoding, marks: by
 
 
 def _fused(row: Sequence[Item], codes: Iterable[int], encoding: Encoding) -> list[int]:
-    """Returns the codes of a row's entries, given those of its actions."""
+    """Returns the codes of a row's entries from those of its actions."""
     each = iter(codes)
     row_codes = []
     for item in row:
@@ -169,7 +170,7 @@ def _fused(row: Sequence[Item], codes: Iterable[int], encoding: Encoding) -> lis
 
 
 def _columns(schedule: ScheduleRows, rank: int) -> dict[str, dict[int, tuple[int, int, int]]]:
-    """Returns column, distance to the slot, and mark of each kind and stage on ``rank``."""
+    """Returns column, distance to the slot, and mark for each kind and stage on ``rank``."""
     stages = schedule.placement.stages
     return {
         kind: {

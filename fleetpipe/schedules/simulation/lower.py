@@ -26,9 +26,8 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
     """Lowers a schedule; see ``Schedule.lower``.
 
     All entries of all ranks are put into one linear order, that of their simulated ends, and every
-    transfer is written into both its ranks' rows at one place of that order. So the rows are
-    projections of one order, and a send can wait for its receive, or a receive for its send,
-    without ever closing a circle.
+    transfer is written into both its ranks' rows at one place of that order. So all rows follow one
+    order, and sends and receives that wait for each other never form a cycle.
     """
     placement = schedule.placement
     ends = replay(schedule, edges, Costs()).ends
@@ -64,10 +63,10 @@ def lower(schedule: ScheduleRows, edges: Iterable[Edge] | None = None) -> PlanRo
 
 
 class _Emitter:
-    """The rows of a plan that is being written.
+    """Writes the rows of a plan.
 
-    What follows an action is made for all micro-batches at once: to make millions of ops one by
-    one is most of what lowering would cost.
+    The operations after an action are created for all micro-batches at once, since creating
+    millions of them one by one would take most of the time.
     """
 
     def __init__(self, schedule: ScheduleRows, edges: Sequence[Edge]) -> None:
@@ -91,7 +90,7 @@ class _Emitter:
             self.following["W"].append(frees)
 
     def _transfers(self, kind: str, row: list[Op], end: tuple[Edge, int]) -> list[_Following]:
-        """Returns the sends of an edge's value or gradient, and the receives of the peer."""
+        """Returns the sends of an edge's value or gradient, with the receives of the other rank."""
         edge, peer = end
         return [
             (row.append, self._all(Send, kind, edge, letter="S")),
@@ -99,6 +98,6 @@ class _Emitter:
         ]
 
     def _all(self, written: type[_Written], *first: object, letter: str) -> Sequence[_Written]:
-        """Returns an op for each micro-batch (or slice), made without a call of Python for each."""
+        """Returns an op for each micro-batch or slice, without a Python call for each."""
         fields = zip(*map(repeat, first), self.numbers, repeat(letter))
         return list(map(partial(tuple.__new__, written), fields))

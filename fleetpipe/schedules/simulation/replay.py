@@ -1,4 +1,4 @@
-"""Runs the rows of a schedule against each other, each rank as far as its dependencies allow."""
+"""Computes when each action runs: each rank goes as far as its dependencies allow."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fleetpipe.schedules.simulation.encoding import COLUMNS, Encoding, Waits, en
 
 @dataclass(frozen=True)
 class Replay:
-    """When each entry of each rank begins and ends.
+    """The times at which each entry of each rank begins and ends.
 
     Args:
         starts: For each rank, the time at which each of its entries begins.
-        ends: Likewise, ends.
+        ends: For each rank, the time at which each of its entries ends.
         busy: For each rank, the time that it computes in all.
     """
 
@@ -30,9 +30,9 @@ class Replay:
 def replay(schedule: ScheduleRows, edges: Iterable[Edge] | None, costs: Costs) -> Replay:
     """Returns the times of all entries.
 
-    Every rank runs its row in order; an entry begins when its rank is free and all that it waits
-    for has arrived. The result does not depend on the order in which ranks are visited. The last
-    one is kept with the schedule, for who verifies also simulates or lowers.
+    Every rank runs its row in order; an entry begins when its rank is free and its inputs have
+    arrived. The result does not depend on the order in which ranks are visited. The last result is
+    cached with the schedule, since verify, simulate and lower all need it.
 
     Raises:
         ScheduleError: Ranks wait for each other, or for something later in their own row; or the
@@ -58,7 +58,7 @@ def _simulate(schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) 
 
 
 class _Ranks:
-    """The state of a replay: what has run when, and which rank waits for which slot."""
+    """The state of a replay: when actions ended, and the slot that each blocked rank needs."""
 
     def __init__(self, schedule: ScheduleRows, dependencies: Dependencies, costs: Costs) -> None:
         self.encoding = encoding = encoding_of(schedule)
@@ -83,13 +83,13 @@ class _Ranks:
         self.units = _Units(encoding, waits, costs)
 
     def run(self) -> None:
-        """Runs every rank as far as it gets; a rank that must wait is woken by what it lacks."""
+        """Runs every rank as far as possible; a blocked rank is woken when its input is there."""
         ranks = [self._run(rank) for rank in self.ready]
         while self.ready:
             next(ranks[self.ready.pop()], None)
 
     def _run(self, rank: int) -> Iterator[None]:
-        """Runs a rank to its end, and yields wherever it has to wait."""
+        """Runs a rank to its end, and yields whenever it has to wait."""
         finished, columns, period = self.finished, self.columns, len(self.columns)
         begins, ends = self.starts[rank].append, self.ends[rank].append
         free: float = 0
@@ -123,14 +123,14 @@ class _Ranks:
         self.busy[rank] = busy
 
     def _finish_fused(self, index: int, end: float) -> None:
-        """Notes when a fused unit ended."""
+        """Records when a fused unit ended."""
         for code in self.encoding.fused[index][0]:
             slot = code - self.columns[code % len(self.columns)][2]
             self._wake(slot)
             self.finished[slot] = end
 
     def _wake(self, slot: int) -> None:
-        """Lets the ranks go on that wait for a slot."""
+        """Resumes the ranks that wait for a slot."""
         waiting = self.finished[slot]
         while waiting < -1:
             rank = int(-2 - waiting)
@@ -139,14 +139,14 @@ class _Ranks:
 
 
 class _Units:
-    """What fused units wait for: one answer for all whose actions lie alike to the first."""
+    """The dependencies of fused units, shared by units whose actions have the same distances."""
 
     def __init__(self, encoding: Encoding, waits: Waits, costs: Costs) -> None:
         self.encoding, self.waits, self.costs = encoding, waits, costs
         self.waits_by_columns: dict[tuple[int, ...], tuple[list[tuple[int, float]], float]] = {}
 
     def of(self, index: int) -> tuple[list[tuple[int, float]], float, int]:
-        """Returns what a unit waits for, its duration, and the code that distances begin at."""
+        """Returns a unit's dependencies, its duration, and the code that distances start from."""
         codes, unit = self.encoding.fused[index]
         first, period = codes[0], len(self.waits)
         alike = (first % period, *(code - first for code in codes))

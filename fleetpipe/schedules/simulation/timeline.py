@@ -1,4 +1,4 @@
-"""Plays a schedule against costs: when each action runs, how large the bubble is, what is held."""
+"""Simulates a schedule with costs: when each action runs, the bubble, and the memory held."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fleetpipe.schedules.simulation.replay import replay
 
 
 class HeldAmounts(NamedTuple):
-    """What a rank holds around one of its entries.
+    """The amount that a rank holds during and after one of its entries.
 
     Attributes:
         during: While it runs, before it releases anything.
@@ -28,9 +28,9 @@ class HeldAmounts(NamedTuple):
 def held_around(
     schedule: ScheduleRows, rank: int, costs: Costs | None = None, *, in_bytes: bool = False
 ) -> Iterator[HeldAmounts]:
-    """Yields what a rank holds while each of its entries runs and when it has ended.
+    """Yields how much a rank holds while each of its entries runs and after it.
 
-    A forward holds its activations from its begin; B releases them at its end, I the share
+    A forward holds its activations from its start; B releases them at its end, I the share
     ``costs.input_grad_frees`` of them and W the rest. In a forward-only schedule they are released
     at the end of the forward itself.
 
@@ -72,19 +72,19 @@ def held_around(
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """What a simulation found. Times are in the unit of the costs.
+    """The result of a simulation. Times are in the unit of the costs.
 
     Args:
         schedule: The schedule that was simulated.
         costs: What its actions cost.
         starts: For each rank, when each of its entries begins.
-        ends: Likewise, ends.
+        ends: For each rank, when each of its entries ends.
         makespan: From time 0 to the end of the last action of any rank.
         spans: For each rank the time from the start of its first action to the end of its last.
         busy: Most that any rank computes.
         peak_activations: For each rank, most forwards whose activations are held at once, in
             forwards of one stage.
-        peak_bytes: Likewise in bytes, where the costs give them; else None.
+        peak_bytes: The same in bytes, if the costs give them; else None.
     """
 
     schedule: ScheduleRows
@@ -135,7 +135,7 @@ class Timeline:
 def simulate(
     schedule: ScheduleRows, costs: Costs | None = None, edges: Iterable[Edge] | None = None
 ) -> Timeline:
-    """Plays a schedule; see ``Schedule.simulate``."""
+    """Simulates a schedule; see ``Schedule.simulate``."""
     placement = schedule.placement
     costs = (costs or Costs()).without_loss(placement)
     costs.check_stages(placement.stages)
