@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mesh", "dygraph/python_draws"),
     (
         *("config", "engine", "job", "static/cut"),
-        "dygraph/nest dygraph/random_keys dygraph/gradients dygraph/broadcast dygraph/slices",
+        "dygraph/nest dygraph/random_keys dygraph/gradients dygraph/broadcast",
     ),
     (
         *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
@@ -58,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/pipeline_programs"),
     ("dygraph/state", "static/save"),
     ("dygraph/model", "static/entry"),
-    ("dygraph/observe", "static/__init__ static/reference"),
+    ("dygraph/observe", "dygraph/slices", "static/__init__ static/reference"),
     ("dygraph/train",),
     ("dygraph/__init__",),
     (
@@ -94,7 +94,7 @@ CORE = (
 #: In a folder of the core, and of the standard ring.
 STANDARD = (
     *("schedules/commands", "dygraph/observe/layer_meter", "dygraph/observe/measuring"),
-    "dygraph/observe/profile",
+    *("dygraph/observe/profile", "dygraph/slices"),
 )
 EXTRAS = ("contrib", "paddle_api/rehearsal")
 #: Faces, which name the types of what they load late.

@@ -62,8 +62,8 @@ class Losses:
         weights: Sequence[Fraction],
         chosen: int = 0,
         delayed: bool = False,
-        shares: Sequence[Sequence[Fraction]] = (),
         weight_of: Callable[[int, int], Fraction] | None = None,
+        units: int = 1,
     ) -> None:
         """Begins with no micro-batch.
 
@@ -73,13 +73,12 @@ class Losses:
             chosen: The function whose loss backward starts from.
             delayed: Whether backward starts from the loss as it is; the gradients are then to be
                 weighted afterwards, all at once (``delay_scale_loss``).
-            shares: Where micro-batches are cut into slices, for each function the share of each
-                slice in the loss of its micro-batch; a slice stands for a micro-batch then.
-            weight_of: Returns the weight of a micro-batch, by the numbers of the function and of
-                it, where these depend on what other ranks count.
+            weight_of: Returns the weight of a micro-batch, or a unit of one, by the numbers of the
+                function and of it; None: that of ``weights``.
+            units: Units of a micro-batch. More than 1: all that is called a micro-batch below is a
+                unit of one, and counted so.
         """
-        self._slices = len(shares[0]) // len(weights) if shares else 1
-        self._slice_shares = shares
+        self._units = units
         self._functions = functions
         self._weights = weights
         self._weight_of = weight_of or (lambda _, index: weights[index])
@@ -99,18 +98,14 @@ class Losses:
         for number, function in enumerate(self._functions):
             share = _loss(function, output, label)
             if not self._delayed:
-                share = weighted(share, self._weight(number, index))
+                share = weighted(share, self._weight_of(number, index))
             self._shares[number][index] = share.detach()
             if number == self._chosen:
                 start = share
-        units = len(self._weights) * self._slices
-        if self.complete is not None and len(self._shares[0]) == units:
+        count = len(self._weights) * self._units
+        if self.complete is not None and len(self._shares[0]) == count:
             self.complete()
         return start
-
-    def _weight(self, function: int, index: int) -> Fraction:
-        weight = self._weight_of(function, index // self._slices)
-        return weight * self._slice_shares[function][index] if self._slice_shares else weight
 
     def totals(self) -> list[Tensor]:
         """Returns the loss of the batch by each function, detached, with its own shape and dtype.
@@ -131,9 +126,9 @@ class Losses:
             paddle.stack([shares[index].reshape([]) for index in sorted(shares)])
             for shares in self._shares
         ]
-        if self._slices == 1:
+        if self._units == 1:
             return stacked
-        return [losses.reshape([-1, self._slices]).sum(axis=1) for losses in stacked]
+        return [losses.reshape([-1, self._units]).sum(axis=1) for losses in stacked]
 
     def __bool__(self) -> bool:
         return bool(self._shares[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from fleetpipe.aliases import Nest, Tensor
@@ -14,9 +14,9 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.kept_for_loss import require_nothing_kept
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import cause_of_backward
 from fleetpipe.dygraph.nest import copied, differentiable, leaf_like, mapped, tensors_of
-from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
@@ -169,7 +169,7 @@ class DygraphStage:
         self._batch = _NO_BATCH
         self._hooks: StageHooks | None = None
         self._first_micro_batch = 0
-        self._slices: SliceStates | None = None
+        self._units = WHOLE.states()
         self._crossings: dict[int, Crossing] | None = None
         #: Told of each action before it runs; None where nobody watches the batch.
         self.watch: Callable[[int, bool], None] | None = None
@@ -181,7 +181,7 @@ class DygraphStage:
         batch: Batch,
         first_micro_batch: int = 0,
         hooks: StageHooks | None = None,
-        slices: int = 1,
+        units: Units = WHOLE,
     ) -> None:
         """Takes up a batch.
 
@@ -189,11 +189,11 @@ class DygraphStage:
             batch: The batch.
             first_micro_batch: The global number of its micro-batch 0.
             hooks: What to call around its forwards and backwards.
-            slices: Slices of a micro-batch. More than 1: all that is called a micro-batch here is
-                a slice of one, and counted so.
+            units: How micro-batches are cut. All that is called a micro-batch here is a unit of
+                one, and counted so.
         """
         self._batch = batch
-        self._slices = SliceStates(slices) if slices > 1 else None
+        self._units = units.states()
         self._hooks = hooks
         self._first_micro_batch = first_micro_batch
         self.micro_batch_id = 0
@@ -202,7 +202,7 @@ class DygraphStage:
         """Lets go of the batch and of all that is kept for it, whether it was finished or not."""
         self._batch = _NO_BATCH
         self._hooks = None
-        self._slices = None
+        self._units = WHOLE.states()
         self._kept.clear()
         self._split.end()
 
@@ -219,7 +219,7 @@ class DygraphStage:
             self._hooks.before_forward(stage, value)
         handed: Values = {}
         with self._refusals_named():
-            with self._split.recording(stage, number), self._slice_forward(stage, number):
+            with self._split.recording(stage, number), self._units.forward(stage, number):
                 output = self._run_of(stage)(value, micro_batch)
             if self._hooks is not None:
                 self._hooks.after_forward(stage, value, output)
@@ -304,8 +304,7 @@ class DygraphStage:
     def release(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Drops the activations of a stage and micro-batch."""
         self._kept.pop((stage, micro_batch), None)
-        if self._slices is not None:
-            self._slices.release(stage, self._within(micro_batch))
+        self._units.release(stage, self._within(micro_batch))
         self._split.release(stage, self._within(micro_batch))
 
     @contextmanager
@@ -321,9 +320,6 @@ class DygraphStage:
         finally:
             self._crossings = None
 
-    def _slice_forward(self, stage: int, number: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._slices is None else self._slices.forward(stage, number)
-
     def _run_backward(
         self,
         stage: int,
@@ -331,14 +327,12 @@ class DygraphStage:
         tensors: list[Tensor],
         grads: list[Tensor | None],
     ) -> None:
-        """Runs autograd from ``tensors``, and from what layers kept for later slices."""
+        """Runs autograd from ``tensors``, and from what layers kept for later units."""
         number = self._within(micro_batch)
-        with self._refusals_named(), self._split.in_backward(stage, number):
-            if self._slices is None:
-                _backward(tensors, grads)
-                return
-            with self._slices.backward(stage, number) as (kept, kept_grads):
-                _backward([*tensors, *kept], [*grads, *kept_grads])
+        in_unit = self._units.backward(stage, number)
+        with self._refusals_named(), self._split.in_backward(stage, number), in_unit as more:
+            kept, kept_grads = more
+            _backward([*tensors, *kept], [*grads, *kept_grads])
 
     def _within(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
         return MicroBatch(micro_batch - self._first_micro_batch)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Nest
-from fleetpipe.dygraph.batch.chunk_weights import counted, is_sum
+from fleetpipe.dygraph.batch.counted_places import counted, is_sum
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
@@ -34,8 +34,8 @@ class TokenWeights:
         """Counts the places of this rank.
 
         Args:
-            functions: The loss functions; see :func:`~.chunk_weights.slice_shares` for how one
-                says what it counts.
+            functions: The loss functions; see ``counted_places`` for how one says what it
+                counts.
             labels: By micro-batch.
             weights: The weight of each micro-batch, of which each rank has a part; None: they
                 count by their places too.

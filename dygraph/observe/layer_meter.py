@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph import slices
 from fleetpipe.dygraph.backward.deferral_report import LayersOf
 from fleetpipe.dygraph.backward.recompute import RecomputedPiece
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion
+from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.experts import is_expert
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
@@ -89,7 +89,7 @@ class LayerMeter:
     """Takes samples of the layers of this process.
 
     Attributes:
-        samples: By the slice of the micro-batch, 0 where it is whole, and the number of the layer
+        samples: By the unit of the micro-batch, 0 where it is whole, and the number of the layer
             in the whole list, of which the loss has the one after the last.
     """
 
@@ -98,7 +98,7 @@ class LayerMeter:
         count: int,
         calls_of: CallsOf,
         layers_of: LayersOf,
-        slices: int = 1,
+        units: Units = WHOLE,
         splits: bool = True,
     ) -> None:
         """Begins without any.
@@ -107,13 +107,13 @@ class LayerMeter:
             count: The number of layers of the whole model.
             calls_of: What runs in a stage.
             layers_of: The layers of a stage, whose backward can be split.
-            slices: Slices of a micro-batch. More than 1: what runs as a micro-batch is a slice, of
-                which no backward is split.
+            units: How micro-batches are cut. What runs as a micro-batch is a unit; if that is not
+                a whole one, no backward is split.
             splits: Whether to measure I and W as well.
         """
         self.samples: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)
-        self._slices, self._count = slices, count
-        self._splits = splits and slices == 1
+        self._units, self._count = units, count
+        self._splits = splits and units.count == 1
         self._calls_of, self._layers_of = calls_of, layers_of
         self._each = Partition(tuple(range(count + 1)), "each", (LayerInfo(""),) * count)
         self._meters: dict[tuple[int, int], _Meter] = {}
@@ -129,7 +129,7 @@ class LayerMeter:
             layers, runner = self._layers_of(stage), self._runner(stage, functions)
             # Nobody else is to have this memory: it is seen who lets go of it.
             value = mapped(lambda tensor: leaf_like(tensor, copied=True), value)
-            index = (micro_batch or 0) % self._slices
+            index = (micro_batch or 0) % self._units.count
             for number, function in functions.items():
                 if (index, number) not in self._meters:
                     layer = {number: layers[number]} if number in layers else {}
@@ -173,7 +173,7 @@ class LayerMeter:
         self.samples[index, self._count].append(sample._replace(output=0, saved=0))
 
     def _meter(self, index: int, function: Callable[..., Nest], layer: Functions) -> _Meter:
-        return _Meter(function, layer, self._splits, awaited=index < self._slices - 1)
+        return _Meter(function, layer, self._splits, self._units, index)
 
 
 class _Meter:
@@ -186,10 +186,16 @@ class _Meter:
     run: Run
 
     def __init__(
-        self, function: Callable[..., Nest], layer: Functions, splits: bool, awaited: bool
+        self,
+        function: Callable[..., Nest],
+        layer: Functions,
+        splits: bool,
+        units: Units,
+        index: int,
     ) -> None:
         # Whether its backward is split too, and whether gradients come back for what it keeps.
-        self._splits, self._awaited = splits, awaited
+        self._splits, self._awaited = splits, index < units.count - 1
+        self._again = units.again
         # Of processor time, where that computes: other load does not count.
         self._now = device_clock(time.thread_time)
         self._piece = RecomputedPiece("", [function])
@@ -214,7 +220,7 @@ class _Meter:
             self._whole(run, box[0])
             if self._splits:
                 self._parted(run, box[0])
-            self._free = _not_kept(run, box[0])
+            self._free = self._not_kept(run, box[0])
             self._warm = True
         recompute = self._splits and self._piece.needs_recompute(box[0])
         with traffic.counted(self._now) as sent:
@@ -244,14 +250,14 @@ class _Meter:
         before = allocated_bytes()
         restart_peak()
         begin = self._now()
-        with slices.again() as kept, self._fused.recording(0, _FIRST):
+        with self._again() as kept, self._fused.recording(0, _FIRST):
             output = run(value)
         forward = self._now() - begin
         held = max(allocated_bytes() - before, 0)
         working = max(peak_bytes() - before - held, 0)
         made, ones = _gradients_for(output, value)
         if self._awaited:
-            # The later slices' gradients of what is kept wait here for the backward of this one.
+            # The later units' gradients of what is kept wait here for the backward of this one.
             waiting, gradients = _gradients_for(list(kept.values()), None)
             made, ones, held = made + waiting, ones + gradients, held + bytes_of(waiting)
         at = allocated_bytes()
@@ -294,19 +300,18 @@ class _Meter:
             split.end()
         return forward, input_grad, weight_grad, held, waiting
 
-
-def _not_kept(run: Callable[[Nest], Nest], value: Nest) -> int:
-    """Returns the bytes of a layer's output that are free once nobody but its graph has it."""
-    with slices.again():
-        output = run(mapped(leaf_like, value))
-    # Their sums keep the graph. Its nodes as Python sees them, ``grad_fn``, would never be freed.
-    roots = [tensor.sum() for tensor in differentiable(output, roots=True)]
-    before = allocated_bytes()
-    del output
-    free = max(before - allocated_bytes(), 0)
-    if roots:
-        paddle.autograd.backward(roots)
-    return free
+    def _not_kept(self, run: Callable[[Nest], Nest], value: Nest) -> int:
+        """Returns the bytes of a layer's output that are free once only its graph has it."""
+        with self._again():
+            output = run(mapped(leaf_like, value))
+        # Their sums keep the graph: its nodes as Python sees them (``grad_fn``) are never freed.
+        roots = [tensor.sum() for tensor in differentiable(output, roots=True)]
+        before = allocated_bytes()
+        del output
+        free = max(before - allocated_bytes(), 0)
+        if roots:
+            paddle.autograd.backward(roots)
+        return free
 
 
 def _gradients_for(output: Nest, value: Nest) -> tuple[list[Tensor], list[Tensor]]:

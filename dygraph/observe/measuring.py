@@ -2,7 +2,7 @@
 
 Stages run as in a real batch: several micro-batches in flight, forward and backward in turn, all
 ranks at once, so that caches, memory and links are as they will be. Where the model is trained with
-slices of sequences, all of it runs slice by slice as well.
+units of micro-batches, all of it runs unit by unit as well.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from pathlib import Path
 from fleetpipe import systems
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.slicing import Slicing, bounds_of, sliced, slices_in
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage, RunOf
+from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.layer_meter import LayerMeter, Sample
 from fleetpipe.engine.engine import Engine
@@ -37,28 +36,28 @@ from fleetpipe.schedules.action import numbers
 from fleetpipe.schedules.forms.events import Event
 from fleetpipe.transport.joining.hosts import host_name
 
-#: A kind of action, "S" for sends or "R" for receives; the global stage that does it; and the slice
-#: of the sequences, 0 where these are whole.
+#: A kind of action, "S" for sends or "R" for receives; the global stage that does it; and the unit
+#: of the micro-batches, 0 where these are whole.
 Doing = tuple[str, int, int]
 
 
 class ActionMeter:
-    """An observer of the engine: seconds of each kind of work of a stage and slice, by batch.
+    """An observer of the engine: seconds of each kind of work of a stage and unit, by batch.
 
     A release counts with the last action of its stage. A receive counts without its wait.
     """
 
     def __init__(
-        self, last: str, clock: Callable[[], float] = time.perf_counter, slices: int = 1
+        self, last: str, clock: Callable[[], float] = time.perf_counter, units: int = 1
     ) -> None:
         """Begins before a first batch.
 
         Args:
             last: The kind of action after which a stage releases a micro-batch: B, or W.
             clock: Measures actions, in seconds.
-            slices: Slices of a micro-batch.
+            units: Units of a micro-batch.
         """
-        self._last, self._clock, self._slices = last, clock, slices
+        self._last, self._clock, self._units = last, clock, units
         self._now: defaultdict[Doing, float] = defaultdict(float)
         self._batches: defaultdict[Doing, list[float]] = defaultdict(list)
 
@@ -74,7 +73,7 @@ class ActionMeter:
             kind, stage = "R", op.edge.target if op.kind == "F" else op.edge.source
         else:
             return instruction
-        doing = kind, stage, op.micro_batch % self._slices
+        doing = kind, stage, op.micro_batch % self._units
         # While it waits for another rank, a thread does not use its processor.
         clock = time.thread_time if isinstance(op, (Send, Recv)) else self._clock
 
@@ -105,11 +104,11 @@ BATCHES, COLD = 7, 2
 #: Least samples of each layer, of which the fastest counts.
 LEAST_SAMPLES = 6
 
-#: Seconds of a micro-batch by stage and slice: its actions by kind, its sends ("S"), its receives
+#: Seconds of a micro-batch by stage and unit: its actions by kind, its sends ("S"), its receives
 #: ("R").
 StageTimes = Mapping[Doing, float]
 
-#: By slice, 0 where micro-batches are whole, and number, the samples of a layer.
+#: By unit, 0 where micro-batches are whole, and number, the samples of a layer.
 Samples = Mapping[tuple[int, int], list[Sample]]
 
 
@@ -165,22 +164,20 @@ class Runs:
         self._layers, self._job, self._weights = layers, job, weights
         self._data = MicroBatches(*(part and part[: len(weights)] for part in data))
 
-    def lengths(self, slicing: Slicing) -> list[int]:
-        """Returns the places of each slice; none in a process that has no data."""
+    def lengths(self, units: Units) -> list[int]:
+        """Returns the places of each unit; none in a process that has no data."""
         parts = next((part for part in self._data if part), None)
-        if parts is None:
-            return []
-        return [end - begin for begin, end in bounds_of(parts[0], slicing, "a micro-batch")]
+        return [] if parts is None else units.lengths(parts[0])
 
-    def stages(self, kinds: str, slicing: Slicing = 1) -> StageTimes:
+    def stages(self, kinds: str, units: Units = WHOLE) -> StageTimes:
         """Returns the median times of all stages, the same on every rank; collective."""
-        slices, count = slices_in(slicing), len(self._weights)
-        meter = ActionMeter(kinds[-1], clock_for(self._job), slices)
-        schedule = in_turn(self._layers.placement, count, kinds, slices)
+        count = len(self._weights)
+        meter = ActionMeter(kinds[-1], clock_for(self._job), units.count)
+        schedule = in_turn(self._layers.placement, count, kinds, units.count)
         engine, stage = self._engine(schedule, self._layers.function, meter)
         for turn in range(BATCHES):
-            batch = self._batch(self._data, self._weights, slicing)
-            _run(engine, stage, batch, slices)
+            batch = self._batch(self._data, self._weights, units)
+            _run(engine, stage, batch, units)
             meter.end_batch(turn >= COLD)
         merged: dict[Doing, float] = {}
         for part in self._job.group().all_gather(list(meter.seconds().items())):
@@ -234,26 +231,26 @@ class Runs:
                 meter.take_loss(0, layers.loss_fn(), output, one.labels[0])
         return meter.samples
 
-    def layers_of_slices(self, slicing: Slicing) -> Samples:
-        """Returns the same for each slice; collective.
+    def layers_of_units(self, units: Units) -> Samples:
+        """Returns the same for each unit; collective.
 
         Backwards follow the forwards, and only let go of what is kept.
         """
-        layers, slices = self._layers, slices_in(slicing)
+        layers = self._layers
         count = len(layers.partition.layers)
-        meter = LayerMeter(count, layers.calls_of, layers.stage_layers, slices)
-        schedule = in_turn(layers.placement, 1, "B", slices)
+        meter = LayerMeter(count, layers.calls_of, layers.stage_layers, units)
+        schedule = in_turn(layers.placement, 1, "B", units.count)
         engine, stage = self._engine(schedule, meter.run_of, fast_leaves=False)
         loss_fn, calls = layers.loss_fn(), itertools.count()
 
         def loss(output: Nest, label: Nest) -> Tensor:
-            # The last stage runs one slice after another.
-            meter.take_loss(next(calls) % slices, loss_fn, output, label)
+            # The last stage runs one unit after another.
+            meter.take_loss(next(calls) % units.count, loss_fn, output, label)
             return loss_fn(output, label)
 
         for turn in self._turns():
-            batch = self._batch(self._one(turn), [self._weights[turn]], slicing, loss)
-            _run(engine, stage, batch, slices)
+            batch = self._batch(self._one(turn), [self._weights[turn]], units, loss)
+            _run(engine, stage, batch, units)
         return meter.samples
 
     def _turns(self) -> Iterable[int]:
@@ -268,16 +265,15 @@ class Runs:
         self,
         data: MicroBatches,
         weights: list[Fraction],
-        slicing: Slicing = 1,
+        units: Units = WHOLE,
         loss: Criterion | None = None,
     ) -> Batch:
-        """Returns a batch, cut into slices; ``loss`` stands for the model's loss."""
+        """Returns a batch, cut into units; ``loss`` stands for the model's loss."""
         loss_fn = self._layers.loss_fn()
         functions = [loss_fn if loss is None else loss]
-        if slices_in(slicing) == 1:
-            return Batch(data, Losses(functions, weights))
-        shares = slice_shares([loss_fn], data, slicing, len(weights))
-        return Batch(sliced(data, slicing), Losses(functions, weights, shares=shares))
+        weight_of = units.weight_of([loss_fn], data, lambda _, number: weights[number])
+        losses = Losses(functions, weights, weight_of=weight_of, units=units.count)
+        return Batch(units.cut(data), losses)
 
     def _engine(
         self, schedule: Schedule, run_of: RunOf, *observers: Observer, fast_leaves: bool = True
@@ -289,9 +285,9 @@ class Runs:
         return Engine(plan, stage, job.connect(), job.timeout, observers), stage
 
 
-def _run(engine: Engine, stage: DygraphStage, batch: Batch, slices: int = 1) -> None:
+def _run(engine: Engine, stage: DygraphStage, batch: Batch, units: Units = WHOLE) -> None:
     """Runs a batch, and adds to the gradients if it has a loss."""
-    stage.begin(batch, slices=slices)
+    stage.begin(batch, units=units)
     try:
         engine.run({"REDUCE": lambda: None, "STEP": lambda: None})
     finally:

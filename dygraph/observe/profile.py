@@ -1,8 +1,8 @@
 """Measures what each layer costs, and each action of each stage: a profile, to plan with.
 
 Whole stages run as in a real batch, and layers are measured by themselves; the times of a stage's
-layers are made to add up to the stage's own. Of a model that is trained with slices of sequences
-each slice is measured like this as well.
+layers are made to add up to the stage's own. Of a model that is trained with units of micro-batches
+each unit is measured like this as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fractions import Fraction
 
 from fleetpipe.dygraph.backward.layer_state import model_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.slicing import Slicing, slices_in
+from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe import layer_meter, measuring
@@ -32,7 +32,7 @@ TYPICAL = Transfer(sending=7e-5, receiving=9e-5, per_byte=6e-10)
 #: Most micro-batches of a batch that are measured.
 MOST_MICRO_BATCHES = 8
 
-#: What is typical of the samples of a layer, by slice and number.
+#: What is typical of the samples of a layer, by unit and number.
 _Typical = Mapping[tuple[int, int], layer_meter.Sample]
 
 
@@ -41,7 +41,7 @@ def measure(
     job: Job,
     data: MicroBatches,
     weights: list[Fraction],
-    slicing: Slicing = 1,
+    units: Units = WHOLE,
 ) -> Profile:
     """Runs some batches and returns what their parts cost, on every rank the same.
 
@@ -52,24 +52,24 @@ def measure(
         job: The job of this process.
         data: The micro-batches of a batch.
         weights: Their weights in the loss.
-        slicing: How sequences are cut in training: then slices are measured as well.
+        units: How micro-batches are cut in training: then units are measured as well.
     """
     run = measuring.Runs(layers, job, data, weights[:MOST_MICRO_BATCHES])
-    cut = slices_in(slicing) > 1
+    cut = units.count > 1
     with _state_kept(layers):
         # By themselves last: then each stage is warm.
         latency = run.latency()
         whole, split = run.stages("B"), run.stages("IW")
-        times = run.stages("B", slicing) if cut else {}
+        times = run.stages("B", units) if cut else {}
         samples = _of_all_ranks(job, run.layers())
-        parts = _of_all_ranks(job, run.layers_of_slices(slicing)) if cut else {}
+        parts = _of_all_ranks(job, run.layers_of_units(units)) if cut else {}
     uses = layers.layer_tensors()
     names = layers.state.local_tensors()
     state = layer_meter.state_bytes(uses.values(), names)
     sizes = [[number, *size] for number, size in zip(uses, state)]
     # Processor time has none of the time that an exchange is on its way.
     waits_left_out = measuring.clock_for(job) is time.thread_time
-    everyone = job.group().all_gather((sizes, run.lengths(slicing) if cut else []))
+    everyone = job.group().all_gather((sizes, run.lengths(units)))
     profile = None
     if job.group().rank == 0:
         held = {number: tuple(sizes) for part, _ in everyone for number, *sizes in part}
@@ -88,7 +88,7 @@ def measure(
 
 
 def _of_all_ranks(job: Job, samples: measuring.Samples) -> _Typical:
-    """Returns the fastest times of each layer and slice, on the slowest rank; collective."""
+    """Returns the fastest times of each layer and unit, on the slowest rank; collective."""
     plain = [[*key, [list(sample) for sample in measured]] for key, measured in samples.items()]
     everyone = job.group().all_gather(plain)
     typical = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 from fleetpipe.aliases import Nest, PaddleGroup, Strategy, Tensor, Topology
-from fleetpipe.dygraph.batch.slicing import Slicing
+from fleetpipe.dygraph.batch.units import Units
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.hooks import NumberedHook
@@ -139,9 +139,14 @@ class PipelineFace(MetaParallelBase):
         return self._runtime.schedule
 
     @property
-    def slicing(self) -> Slicing:
+    def units(self) -> Units:
+        """How the micro-batches of a training batch are cut."""
+        return self._runtime.units
+
+    @property
+    def slicing(self) -> int | tuple[int, ...]:
         """How the sequences of a training batch are cut: the number of slices, or lengths."""
-        return self._runtime.slicing
+        return getattr(self.units, "slicing", 1)
 
     @property
     def timers(self) -> Timers | None:

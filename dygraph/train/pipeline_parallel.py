@@ -261,7 +261,7 @@ class PipelineParallel(PipelineFace):
             random_keys.keyed(self.next_keys(), job.model_parallel()),
         ):
             measure = pkgutil.resolve_name("fleetpipe.dygraph.observe.profile:measure")
-            measured: Profile = measure(self.layers, job, batches, self.weights, self.slicing)
+            measured: Profile = measure(self.layers, job, batches, self.weights, self.units)
         if path is not None and job.leads():
             measured.write(path)
         return measured

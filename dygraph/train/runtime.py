@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fractions import Fraction
 from typing import Any
@@ -18,12 +18,11 @@ from fleetpipe.dygraph.batch.losses import Criterion, Losses, weighted
 from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, MicroBatches, split
 from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.row_digests import RowComparison
-from fleetpipe.dygraph.batch.slicing import Slicing
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.token_weights import TokenWeights
+from fleetpipe.dygraph.batch.units import WHOLE, Units, WeightOf, units_of
 from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
-from fleetpipe.dygraph.layers.entries import require_sliceable
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.hooks import HookCalls
@@ -55,6 +54,7 @@ class Runtime:
         timers: Those of ``pp_configs.enable_timer``; None where it is off.
         schedule: What is run.
         plan: The schedule, lowered.
+        units: How the schedule cuts micro-batches.
         bubbles: How many bubbles of a rank the user can hook.
         first_owner: The rank that owns the first stage.
         last_owner: The rank that owns the last stage.
@@ -72,6 +72,7 @@ class Runtime:
     config: PipelineConfig
     schedule: Schedule
     plan: Plan
+    units: Units
     first_owner: int
     last_owner: int
     split: SplitBackward
@@ -133,36 +134,23 @@ class Runtime:
 
     def weight_of(
         self, functions: Sequence[Criterion], batches: MicroBatches, weights: Sequence[Fraction]
-    ) -> Callable[[int, int], Fraction] | None:
-        """Returns what weighs micro-batches by the places that all ranks' losses count.
+    ) -> WeightOf:
+        """Returns what weighs micro-batches: by the places that all ranks' losses count, if asked.
 
         Args:
             functions: The loss functions.
-            batches: The micro-batches, not cut into slices.
+            batches: The micro-batches, not cut into units.
             weights: The weight of each micro-batch in the loss.
-
-        Returns:
-            A function of the numbers of a loss function and a micro-batch; None where ``weights``
-            are all there is, and on ranks without the last stage.
 
         Raises:
             ConfigError: A loss function does not say what it counts.
         """
         by_tokens = self.config.loss_reduction == "tokens"
-        if batches.labels is None or not (by_tokens or self.sequence.ranks > 1):
-            return None
-        if not self.plays(self.last_owner):
-            return None
+        by_places = by_tokens or self.sequence.ranks > 1
+        if batches.labels is None or not by_places or not self.plays(self.last_owner):
+            return lambda _, number: weights[number]
         group = self.job.copies() if by_tokens else self.sequence
         return TokenWeights(functions, batches.labels, None if by_tokens else weights, group).of
-
-    @property
-    def slicing(self) -> Slicing:
-        """How the sequences of a training batch are cut."""
-        slices = self.config.slices
-        if isinstance(slices, tuple) and self.schedule.slices > 1:
-            return slices
-        return self.schedule.slices
 
     @property
     def first_micro_batch(self) -> int:
@@ -354,8 +342,8 @@ class Runtime:
 
     @contextmanager
     def _running_alone(self, batch: Batch, engine: Engine, training: bool) -> Iterator[None]:
-        slices = self.schedule.slices if training else 1
-        first = self.first_micro_batch * slices
+        units = self.units if training else WHOLE
+        first = self.first_micro_batch * units.count
         if training and self._version != self.layers.version:
             self._version = self.layers.version
             self.layers.require_listed()
@@ -363,7 +351,7 @@ class Runtime:
             self.hidden_uses = self.layers.hidden_uses()
         hidden = self.hidden_uses
         self.stage.watch = None if hidden is None else hidden.enter
-        self.stage.begin(batch, first, self.hook_calls.of_batch(training), slices)
+        self.stage.begin(batch, first, self.hook_calls.of_batch(training), units)
         self.losses = batch.losses if self.plays(self.last_owner) else None
         try:
             with (
@@ -485,15 +473,12 @@ class Runtime:
     def _arrange(self, config: PipelineConfig) -> None:
         """Builds the schedule, verified and lowered, and what runs its actions."""
         schedule = self.layers.schedule(config)
-        # A search may cut sequences as soon as it has other costs, or another batch.
         self._refuse_delayed_weights(config)
-        if schedule.slices > 1 or config.most_slices > 1:
-            require_sliceable(self.layers.layers)
-            self._refuse_beside_slices(schedule, config)
+        units = units_of(self, schedule, config)
         plan = schedule.lower(self.layers.edges(training=True))
         plan.verify()
         # Nothing is refused from here on: after an error all is as it was.
-        self.config, self.schedule, self.plan = config, schedule, plan
+        self.config, self.schedule, self.plan, self.units = config, schedule, plan, units
         placement = schedule.placement
         self.first_owner = placement.rank_of(0)
         self.last_owner = placement.rank_of(placement.stages - 1)
@@ -508,35 +493,6 @@ class Runtime:
                 "delay_scale_loss weights all losses alike, and these count by their places",
                 cause="sequences are split along sep or cp, or loss_reduction is 'tokens'",
                 fix="leave delay_scale_loss out",
-            )
-
-    def _refuse_beside_slices(self, schedule: Schedule, config: PipelineConfig) -> None:
-        """Refuses what cannot be had together with slices of sequences."""
-        if self.sequence.ranks > 1:
-            raise ConfigError(
-                f"the schedule {schedule.name} cuts sequences that ranks have parts of",
-                got=f"{schedule.slices} sequence chunks of a micro-batch, with "
-                f"sep_degree x cp_degree = {self.sequence.ranks}",
-                cause="a chunk would have to wait for later ones of another rank",
-                fix="choose a schedule without sequence chunks, 1F1B or ZBH1, or split no sequence",
-            )
-        if isinstance(config.slices, tuple) and schedule.slices not in (1, len(config.slices)):
-            raise ConfigError(
-                "fleetpipe_configs['slices'] has the lengths of another number of slices",
-                expected=f"{schedule.slices} lengths, for the slices of {schedule.name}",
-                got=f"{len(config.slices)} lengths",
-                fix="give as many lengths as the plan was made for",
-            )
-        if self.switches.delay_scale_loss:
-            raise ConfigError(
-                "delay_scale_loss weights all losses alike, and slices need not be of one length",
-                fix="leave delay_scale_loss out, or choose a schedule without slices",
-            )
-        if self.layers.recomputes:
-            raise ConfigError(
-                "recompute_interval cannot be had together with slices of sequences",
-                cause="a layer that is run again cannot tell which slice it runs",
-                fix="leave recompute_interval out: slices save memory too",
             )
 
     def _connect(self) -> None:

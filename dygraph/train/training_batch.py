@@ -9,7 +9,6 @@ from fractions import Fraction
 
 from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.input_gradients import (
     hand_back,
     with_gradients,
@@ -19,7 +18,6 @@ from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, ragged_weights
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.batch.outputs import require_count
-from fleetpipe.dygraph.batch.slicing import sliced
 from fleetpipe.dygraph.batch.stage import Batch
 from fleetpipe.dygraph.gradients import divide_gradients
 from fleetpipe.dygraph.train.runtime import Runtime
@@ -78,12 +76,11 @@ class TrainingBatch:
         if weights is not None:
             by_tokens = runtime.config.loss_reduction == "tokens"
             _require_weights(weights, len(runtime.weights), delayed, by_tokens)
-        weights, shares = weights or runtime.weights, []
+        weights, units = weights or runtime.weights, runtime.units
         weight_of = runtime.weight_of(functions, batches, weights)
-        if runtime.schedule.slices > 1:
-            shares = slice_shares(functions, batches, runtime.slicing, len(weights))
-            batches = sliced(batches, runtime.slicing)
-        self._losses = Losses(functions, weights, loss_fn_idx, delayed, shares, weight_of)
+        weight_of = units.weight_of(functions, batches, weight_of)
+        batches = units.cut(batches)
+        self._losses = Losses(functions, weights, loss_fn_idx, delayed, weight_of, units.count)
         self._shared = False
         scale = None if scaler is None else scaler.scale
         elsewhere = () if runtime.plays(runtime.last_owner) else functions
@@ -114,7 +111,7 @@ class TrainingBatch:
             with runtime.running(self._batch, runtime.engine, training=True):
                 with random_keys.keyed(self._keys, runtime.job.model_parallel()):
                     collectives = {"REDUCE": self._reduce, "STEP": self._step}
-                    first = runtime.first_micro_batch * runtime.schedule.slices
+                    first = runtime.first_micro_batch * runtime.units.count
                     runtime.engine.run(collectives, first)
                 runtime.observers.end()
             delayed = runtime.switches.delay_scale_loss

@@ -17,6 +17,7 @@ import numpy as np
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, SingleModel
 from fleetpipe.dygraph.backward.layer_state import model_kept
+from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.nest import has_gradient, mapped, tensors_by_place
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.paddle_api import paddle
@@ -73,7 +74,7 @@ class EdgeWatch:
         """Within it the gradients are kept.
 
         Args:
-            first_micro_batch: The global number of the batch's micro-batch 0, or of its slice 0.
+            first_micro_batch: The global number of the batch's micro-batch 0, or of its unit 0.
         """
         self._first_micro_batch = first_micro_batch
         self._gradients = EdgeGradients()
@@ -168,7 +169,7 @@ def name_of(stage: int) -> str:
 
 
 def differences(
-    pipeline: EdgeGradients, reference: EdgeGradients, first: int, step: int, slices: int = 1
+    pipeline: EdgeGradients, reference: EdgeGradients, first: int, step: int, units: Units = WHOLE
 ) -> list[Difference]:
     """Compares the gradients on the edges of this process.
 
@@ -177,8 +178,7 @@ def differences(
         reference: What had to arrive.
         first: The pipeline's number of the reference's micro-batch 0.
         step: The training step.
-        slices: Slices of a micro-batch. More than 1: all that is called a micro-batch here is a
-            slice of one, and counted so.
+        units: How micro-batches are cut. What is kept is of units, and counted so.
 
     Returns:
         One difference for each edge and value: in the first micro-batch in which it differs.
@@ -192,18 +192,13 @@ def differences(
             place = (at.stage, at.path)
             if at.stage not in stages or at.stage in stages_seen or place in worst:
                 continue
-            ours = ours_at.get(at._replace(micro_batch=first + at.micro_batch))
+            ours = ours_at.get(at._replace(micro_batch=first * units.count + at.micro_batch))
             lost = " (lost)" if ours is None else ""
-            name = f"{name_of(at.stage)}, value{at.path}{lost}, {_unit_name(at, slices)}"
+            name = f"{name_of(at.stage)}, value{at.path}{lost}, {units.name(at.micro_batch)}"
             difference = _compare(name, step, ours, expected)
             if difference:
                 worst[place] = difference
     return list(worst.values())
-
-
-def _unit_name(at: At, slices: int) -> str:
-    micro_batch, index = divmod(at.micro_batch, slices)
-    return f"micro-batch {micro_batch}" + (f", slice {index}" if slices > 1 else "")
 
 
 def _compare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from fractions import Fraction
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
@@ -17,13 +17,11 @@ from fleetpipe.dygraph import (
     tensor_parallel,
     weighted,
 )
-from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.slicing import Slicing, sliced, slices_in
+from fleetpipe.dygraph.batch.units import WHOLE, Units, UnitStates
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import cause_of_backward, dense, drop_gradients
-from fleetpipe.dygraph.slices import SliceStates
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
@@ -151,42 +149,36 @@ class Reference:
         labels: Sequence[Nest],
         weights: Sequence[Fraction],
         first: int = 0,
-        slicing: Slicing = 1,
+        units: Units = WHOLE,
         functions: Sequence[LossOf] = (),
     ) -> list[list[Tensor]]:
         """Runs all micro-batches forward and backward, one after another.
 
         Under the keys of a batch (``randomness.keyed``) the micro-batches have theirs in order,
-        from that of micro-batch ``first`` on. Of slices each micro-batch's run forward one after
-        another, and backward the other way round, as the slices of a stage do. What a slice counts
-        in the loss is up to ``functions``, the pipeline's loss functions.
+        from that of micro-batch ``first`` on. The units of a micro-batch run forward one after
+        another, and backward the other way round, as they do in a stage. What a unit counts in the
+        loss is up to ``functions``, the pipeline's loss functions.
 
         Returns:
-            By loss function, what each micro-batch or slice has in the loss of the batch; the
-            gradients stand on the parameters.
+            By loss function, what each unit has in the loss of the batch; the gradients stand on
+            the parameters.
         """
         self.model.train()
-        slices, batches = slices_in(slicing), MicroBatches(inputs, labels)
-        by_function = [list(weights)] * max(len(functions), 1)
-        if slices > 1:
-            of_slices = slice_shares(functions, batches, slicing, len(weights))
-            by_function = [
-                [weights[unit // slices] * share for unit, share in enumerate(shares_of_one)]
-                for shares_of_one in of_slices
-            ]
-            batches = sliced(batches, slicing)
-        states = SliceStates(slices)
+        batches = MicroBatches(inputs, labels)
+        weight_of = units.weight_of(functions, batches, lambda _, number: weights[number])
+        states = units.states()
         keys = random_keys.current()
         shares: list[list[Tensor]] = []
-        for number, (value, label, *weights_of) in enumerate(zip(*batches, *by_function)):
+        for number, (value, label) in enumerate(zip(*units.cut(batches))):
             if keys is not None:
-                keys.micro_batch = GlobalMicroBatch(first * slices + number)
-            with states.forward(0, number) if slices > 1 else nullcontext():
+                keys.micro_batch = GlobalMicroBatch(first * units.count + number)
+            with states.forward(0, number):
                 # Of copies, for the same micro-batches may run again.
                 losses = self.losses_of(copy_of(value), copy_of(label))
-            shares.append([weighted(loss, weight) for loss, weight in zip(losses, weights_of)])
-            for last in range(number, number - slices, -1) if (number + 1) % slices == 0 else ():
-                _backward(states if slices > 1 else None, last, shares[last])
+            shares.append([weighted(loss, weight_of(i, number)) for i, loss in enumerate(losses)])
+            if (number + 1) % units.count == 0:
+                for last in range(number, number - units.count, -1):
+                    _backward(states, last, shares[last])
         parameters = {self.names[n]: p for n, p in self.model.named_parameters()}
         experts.fill_gradients(parameters)
         drop_gradients(parameters[name] for name in parameters.keys() & self.uncompared)
@@ -246,15 +238,12 @@ class Reference:
 
 
 @backward_running()
-def _backward(states: SliceStates | None, number: int, losses: list[Tensor]) -> None:
-    """Runs the backward of a micro-batch, or slice, from its first loss; detaches them all."""
+def _backward(states: UnitStates, number: int, losses: list[Tensor]) -> None:
+    """Runs the backward of a unit from its first loss; detaches them all."""
     try:
-        if states is None:
-            losses[0].backward()
-        else:
-            with states.backward(0, number) as (kept, grads):
-                paddle.autograd.backward([losses[0], *kept], [None, *grads])
-            states.release(0, number)
+        with states.backward(0, number) as (kept, grads):
+            paddle.autograd.backward([losses[0], *kept], [None, *grads])
+        states.release(0, number)
     except Exception as error:
         raise cause_of_backward(error)  # noqa: B904 (the error itself, or its cause)
     losses[:] = [loss.detach() for loss in losses]
@@ -338,7 +327,7 @@ class Beside:
         pipeline, replicas = self._pipeline, self._pipeline.replicas.ranks
         usual, reported = pipeline.weights_in_backward, pipeline.weights[0]
         count = len(usual)
-        slices = slices_in(pipeline.slicing) if by_micro_batch else 0
+        units = pipeline.units.count if by_micro_batch else 0
         losses, gradients = [], []
         by_tokens = pipeline.token_weights(everyone.labels, SoleGroup()) if not weights else None
         # Replica by replica, as they add up: the sum of two has the bits of the pipeline's.
@@ -348,7 +337,7 @@ class Beside:
             if by_tokens:  # of all; those of a replica are averaged with the others'
                 weights = [weight * replicas for weight in by_tokens[first : first + count]]
             shares = self.accumulate(batches, weights or usual, first)
-            losses.append([_summed(of_function, slices) for of_function in shares])
+            losses.append([_summed(of_function, units) for of_function in shares])
             if replicas > 1:
                 gradients.append(self._reference.take_gradients())
         if gradients:
@@ -370,15 +359,15 @@ class Beside:
         """Runs the micro-batches of one replica, cut as the pipeline cuts them."""
         pipeline = self._pipeline
         functions: Sequence[Criterion] = pipeline.layers.loss_functions()
-        return self._reference.accumulate(*batches, weights, first, pipeline.slicing, functions)
+        return self._reference.accumulate(*batches, weights, first, pipeline.units, functions)
 
 
-def _summed(shares: Sequence[Tensor], slices: int) -> Tensor:
-    """Returns the sum of shares; with a number of slices a Tensor [micro-batches] of sums."""
-    if not slices:
+def _summed(shares: Sequence[Tensor], units: int) -> Tensor:
+    """Returns the sum of shares; with a number of units a Tensor [micro-batches] of sums."""
+    if not units:
         return sum_in_order(shares)
-    starts = range(0, len(shares), slices)
-    sums = [sum_in_order(shares[start : start + slices]) for start in starts]
+    starts = range(0, len(shares), units)
+    sums = [sum_in_order(shares[start : start + units]) for start in starts]
     return paddle.stack([one.reshape([]) for one in sums])
 
 

@@ -120,9 +120,7 @@ class Session:
             single = train()
         self._repetition.compare(first, expected, single)
         with (
-            self._watch.watching(
-                self._first_micro_batch * self._pipeline.schedule.slices
-            ) as arrived,
+            self._watch.watching(self._first_micro_batch * self._pipeline.units.count) as arrived,
             recorded_here(layers) as outputs,
             self._orders.crossings() as crossings,
         ):
@@ -204,12 +202,12 @@ class Session:
         whole = self._pipeline.sequence.ranks == 1
         if not (wrong and whole and keys is not None and isinstance(model, dygraph.SingleModel)):
             return differences
-        first, slices = self._first_micro_batch, self._pipeline.schedule.slices
+        first, units = self._first_micro_batch, self._pipeline.units
         weights = weights or self._pipeline.weights_in_backward
         copies = edges.copies_at_borders(model, self._pipeline.layers)
         with as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
             self._beside.accumulate(batches, weights, first)
-        return differences + edges.differences(arrived, expected, first * slices, step, slices)
+        return differences + edges.differences(arrived, expected, first, step, units)
 
     def _is_rounding(self, gradient: Difference) -> bool:
         return gradient.relative <= max(self.report.limit(gradient), ROUNDING)

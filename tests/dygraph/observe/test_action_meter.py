@@ -42,7 +42,7 @@ def test_a_batch_is_added_up_by_stage_and_the_median_of_batches_counts() -> None
 
 def test_slices_are_added_up_one_by_one() -> None:
     clock = Clock()
-    meter = ActionMeter("B", clock, slices=2)
+    meter = ActionMeter("B", clock, units=2)
 
     def work() -> None:
         clock.now += 1

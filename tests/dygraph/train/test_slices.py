@@ -11,6 +11,7 @@ from paddle import nn
 
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import slices
+from fleetpipe.dygraph.batch.units import WHOLE
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from tests.dygraph import sliced
@@ -40,7 +41,7 @@ def test_it_has_the_bits_of_the_single_model_fed_the_same_slices(
         assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
         assert max(pipe.peak_held.values()) == min(MICRO_BATCHES * count, ranks + count - 1)
         assert pipe._runtime.stage._kept == {}
-        assert pipe._runtime.stage._slices is None
+        assert pipe._runtime.stage._units is WHOLE.states()
 
 
 @pytest.mark.parametrize("ignored", [-100, 0])

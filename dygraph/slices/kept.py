@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.dygraph.batch.units import UnitStates
 from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped
 from fleetpipe.errors import UsageError
 
@@ -120,7 +121,7 @@ def again() -> Iterator[Mapping[int, Nest]]:
         _running.pop()
 
 
-class SliceStates:
+class SliceStates(UnitStates):
     """What is kept of the slices of a batch, by stage and micro-batch, until their backwards."""
 
     def __init__(self, slices: int) -> None:

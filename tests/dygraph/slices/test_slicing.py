@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleetpipe.dygraph.batch.chunk_weights import slice_shares
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.slicing import bounds, sliced
+from fleetpipe.dygraph.slices.lengths import bounds, sliced
+from fleetpipe.dygraph.slices.shares import slice_shares
 from fleetpipe.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ def test_the_shares_make_the_loss_of_the_whole(loss: Any, ignored: int, slicing:
     if isinstance(loss, Padded):
         labels = labels.unsqueeze(-1)
     batches = MicroBatches([logits], [labels])
-    (shares,) = slice_shares([loss], batches, slicing, 1)
+    (shares,) = slice_shares([loss], batches, slicing)
     cut = sliced(batches, slicing)
     losses = [float(loss(*one)) * float(share) for *one, share in zip(*cut, shares)]
     assert sum(losses) == pytest.approx(float(loss(logits, labels)), rel=1e-6)
@@ -101,7 +101,7 @@ def test_the_shares_make_the_loss_of_the_whole(loss: Any, ignored: int, slicing:
 def test_where_nothing_is_counted_slices_count_by_their_lengths() -> None:
     labels = [paddle.full([2, 5], 3, "int64"), paddle.to_tensor([[1, 1, 3, 3, 3]])]
     loss = nn.CrossEntropyLoss(ignore_index=3)
-    (shares,) = slice_shares([loss], MicroBatches(None, labels), 2, 2)
+    (shares,) = slice_shares([loss], MicroBatches(None, labels), 2)
     assert shares == [Fraction(3, 5), Fraction(2, 5), Fraction(1), Fraction(0)]
 
 
@@ -111,13 +111,13 @@ def test_a_loss_that_does_not_say_what_it_counts_is_refused() -> None:
 
     labels = [paddle.to_tensor([[1, 2, -100, 0]])]
     with pytest.raises(ConfigError, match=r"loss function mean[\s\S]*mean\.ignore_index"):
-        slice_shares([mean], MicroBatches(None, labels), 2, 1)
+        slice_shares([mean], MicroBatches(None, labels), 2)
     mean.ignore_index = -100  # type: ignore[attr-defined]
-    (shares,) = slice_shares([mean], MicroBatches(None, labels), 2, 1)
+    (shares,) = slice_shares([mean], MicroBatches(None, labels), 2)
     assert shares == [Fraction(2, 3), Fraction(1, 3)]
     # Numbers that are no classes may be below 0, and each function has its own shares.
     batches = MicroBatches(None, [paddle.to_tensor([[-1.0, 2.0, 3.0]])])
-    assert slice_shares([nn.MSELoss(), nn.MSELoss(reduction="sum")], batches, 2, 1) == [
+    assert slice_shares([nn.MSELoss(), nn.MSELoss(reduction="sum")], batches, 2) == [
         [Fraction(2, 3), Fraction(1, 3)],
         [Fraction(1), Fraction(1)],
     ]

@@ -1,0 +1,113 @@
+"""Micro-batches whose sequences a schedule cuts into slices, of which each is a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from fleetpipe.aliases import Nest
+from fleetpipe.config import PipelineConfig
+from fleetpipe.dygraph.batch.losses import Criterion
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.units import WHOLE, Units, WeightOf
+from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.slices import kept
+from fleetpipe.dygraph.slices.lengths import Slicing, bounds_of, sliced, slices_in
+from fleetpipe.dygraph.slices.refusals import require_sliceable
+from fleetpipe.dygraph.slices.shares import slice_shares
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules import Schedule
+
+
+class SequenceChunks(Units):
+    """Slices of sequences.
+
+    Attributes:
+        slicing: How sequences are cut.
+    """
+
+    def __init__(self, slicing: Slicing) -> None:
+        self.slicing, self.count = slicing, slices_in(slicing)
+
+    def cut(self, batches: MicroBatches) -> MicroBatches:
+        """See :meth:`Units.cut`."""
+        return sliced(batches, self.slicing)
+
+    def weight_of(
+        self, functions: Sequence[Criterion], batches: MicroBatches, weight_of: WeightOf
+    ) -> WeightOf:
+        """See :meth:`Units.weight_of`."""
+        shares = slice_shares(functions, batches, self.slicing)
+        return lambda function, number: (
+            weight_of(function, number // self.count) * shares[function][number]
+        )
+
+    def states(self) -> kept.SliceStates:
+        """See :meth:`Units.states`."""
+        return kept.SliceStates(self.count)
+
+    def again(self) -> AbstractContextManager[Mapping[int, Nest]]:
+        """See :meth:`Units.again`."""
+        return kept.again()
+
+    def lengths(self, value: Nest) -> list[int]:
+        """See :meth:`Units.lengths`."""
+        bounds = bounds_of(value, self.slicing, "a micro-batch")
+        return [end - begin for begin, end in bounds]
+
+    def name(self, number: int) -> str:
+        """See :meth:`Units.name`."""
+        micro_batch, index = divmod(number, self.count)
+        return f"micro-batch {micro_batch}, slice {index}"
+
+
+def sequence_chunks(
+    schedule: Schedule,
+    config: PipelineConfig,
+    layers: PipelineLayer,
+    parts_of_sequences: int,
+    delays_weights: bool,
+) -> Units:
+    """Returns the slices of a schedule, or of a search whose schedule has whole micro-batches now.
+
+    Args:
+        schedule: The schedule.
+        config: The options of the pipeline.
+        layers: The model.
+        parts_of_sequences: Ranks that have parts of the same sequences.
+        delays_weights: Whether losses are weighted after the last backward.
+
+    Raises:
+        ConfigError: A layer does not take slices, or another option cannot be had beside them.
+    """
+    require_sliceable(layers.layers)
+    lengths = config.slices
+    if parts_of_sequences > 1:
+        raise ConfigError(
+            f"the schedule {schedule.name} cuts sequences that ranks have parts of",
+            got=f"{schedule.slices} sequence chunks of a micro-batch, with "
+            f"sep_degree x cp_degree = {parts_of_sequences}",
+            cause="a chunk would have to wait for later ones of another rank",
+            fix="choose a schedule without sequence chunks, 1F1B or ZBH1, or split no sequence",
+        )
+    if isinstance(lengths, tuple) and schedule.slices not in (1, len(lengths)):
+        raise ConfigError(
+            "fleetpipe_configs['slices'] has the lengths of another number of slices",
+            expected=f"{schedule.slices} lengths, for the slices of {schedule.name}",
+            got=f"{len(lengths)} lengths",
+            fix="give as many lengths as the plan was made for",
+        )
+    if delays_weights:
+        raise ConfigError(
+            "delay_scale_loss weights all losses alike, and slices need not be of one length",
+            fix="leave delay_scale_loss out, or choose a schedule without slices",
+        )
+    if layers.recomputes:
+        raise ConfigError(
+            "recompute_interval cannot be had together with slices of sequences",
+            cause="a layer that is run again cannot tell which slice it runs",
+            fix="leave recompute_interval out: slices save memory too",
+        )
+    if schedule.slices == 1:
+        return WHOLE
+    return SequenceChunks(lengths if isinstance(lengths, tuple) else schedule.slices)

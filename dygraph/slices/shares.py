@@ -1,0 +1,61 @@
+"""How much each slice of a sequence counts in the loss of its micro-batch.
+
+A loss is a mean over places, and that of a micro-batch is to be the mean over all its places. So a
+slice counts by the places that its own mean is over: all of them, or those that the loss counts,
+where it says which these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from fleetpipe.aliases import Nest
+from fleetpipe.dygraph.batch.counted_places import counted, is_sum
+from fleetpipe.dygraph.batch.losses import Criterion
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.slices.lengths import Bounds, Slicing, bounds_of, part_of
+
+
+def slice_shares(
+    functions: Sequence[Criterion], batches: MicroBatches, slicing: Slicing
+) -> list[list[Fraction]]:
+    """Returns for each loss function the share of each slice in the loss of its micro-batch.
+
+    See ``counted_places`` for how a function says what it counts. Where nothing of a micro-batch is
+    counted, its slices count by their lengths.
+
+    Args:
+        functions: The loss functions.
+        batches: The micro-batches, not cut yet, as far as this rank has them.
+        slicing: How they are cut.
+
+    Raises:
+        ConfigError: Sequences that cannot be cut, or labels below 0, of which a function does not
+            say whether it counts them.
+    """
+    parts = next((part for part in (batches.labels, batches.inputs) if part), None)
+    if parts is None:
+        # A rank that has neither the first stage nor the last: nobody asks it.
+        return []
+    cuts = [bounds_of(value, slicing, "a micro-batch") for value in parts]
+    labels = batches.labels or [None] * len(cuts)
+    return [
+        [share for label, cut in zip(labels, cuts) for share in _shares(function, label, cut)]
+        for function in functions
+    ]
+
+
+def _shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
+    """Returns the shares of the slices of one micro-batch."""
+    length = cut[-1][1]
+    by_length = [Fraction(end - begin, length) for begin, end in cut]
+    if is_sum(function):
+        return [Fraction(1)] * len(cut)
+    counts = [counted(function, part_of(label, *slice_)) for slice_ in cut]
+    numbers = [count for count in counts if count is not None]
+    total = sum(numbers)
+    if len(numbers) < len(counts) or not total:
+        return by_length
+    return [count / total for count in numbers]
