@@ -97,16 +97,6 @@ def sublayers_in(layer: Layer) -> dict[str, Layer | None]:
     return table
 
 
-def copy_tables(source: Layer, target: Layer) -> None:
-    """Adds what ``source`` has to the tables of ``target``, whatever names that has itself.
-
-    ``add_parameter`` and its like refuse a name that is an attribute of the class.
-    """
-    for table in TABLES:
-        getattr(target, table).update(getattr(source, table))
-    copy_unsaved_names(source, target)
-
-
 def share_tables(source: Layer, target: Layer) -> None:
     """Gives ``target`` the very tables of ``source``: what is put into one is in both."""
     for table in TABLES:

@@ -18,6 +18,7 @@ from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import UsageError
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
+from fleetpipe.paddle_api import replaced
 from fleetpipe.parity.reference import of_same_layers
 from fleetpipe.parity.report import Report
 from fleetpipe.parity.session import Calls, Session
@@ -84,15 +85,14 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
     def predict_batch(pipeline: PipelineParallel, *arguments: Any, **named: Any) -> Nest:
         return session_of(pipeline).predict_batch(*arguments, **named)
 
-    _put(Calls(train_batch, eval_batch, predict_batch))
+    calls = Calls(train_batch, eval_batch, predict_batch)._asdict().items()
+    methods = ((PipelineParallel, name, method) for name, method in calls)
     try:
-        with in_place_of_paddles():
+        with replaced(*methods), in_place_of_paddles():
             script.execute(file, arguments)
     except SystemExit as stop:
         if stop.code:
             raise
-    finally:
-        _put(originals)
     return _judged([session.report for session in sessions.values()], report)
 
 
@@ -113,9 +113,3 @@ def _judged(reports: list[Report], file: Path | None) -> int:
         with using("--report", file, "a file that can be written"):
             file.write_text(text, encoding="utf-8")
     return 0 if all(finding.passed for finding in reports) else 1
-
-
-def _put(methods: Calls) -> None:
-    """Gives the wrapper of pipelines these methods."""
-    for name, method in methods._asdict().items():
-        setattr(PipelineParallel, name, method)

@@ -29,7 +29,7 @@ from fleetpipe.dygraph.observe.guards import Guards
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.layer import wrapped_layer
 from fleetpipe.paddle_api.optimizer import base_optimizer, optimized_parameters
 from fleetpipe.parity.differences import numbers_of
@@ -76,8 +76,7 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
             def call(*arguments: Any, **named: Any) -> Any:
                 return around(method, *arguments, **named)
 
-            setattr(owner, name, call)
-            stack.callback(setattr, owner, name, method)
+            stack.enter_context(replaced((owner, name, call)))
 
         put(paddle.nn.Layer, "__call__", hooks.layer)
         put(paddle.nn.functional, "dropout", hooks.dropout)
