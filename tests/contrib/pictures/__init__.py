@@ -1,0 +1,5 @@
+"""Pictures of schedules and profiles."""
+
+import pytest
+
+pytestmark = pytest.mark.no_paddle
