@@ -15,6 +15,7 @@ from unittest import mock
 import griffe
 
 from fleetpipe.cli import COMMANDS, main
+from fleetpipe.contrib import SHORTER
 
 MARK = "<!-- help -->"
 NOTEBOOK = "<!-- notebook -->"
@@ -95,3 +96,10 @@ class Docstrings(griffe.Extension):
         text = _ROLE.sub(r"`\1`", obj.docstring.value)
         text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
         obj.docstring.value = text.split("\n\n")[0] if obj.is_module else text
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Called with the package; gives it the paths by which users import its extras."""
+        for shorter, extra in SHORTER.items():
+            path, name = shorter.removeprefix(f"{pkg.path}.").split("."), extra.split(".")
+            parent = pkg[path[:-1]] if path[1:] else pkg
+            parent.set_member(path[-1], griffe.Alias(path[-1], pkg[["contrib", *name]]))
