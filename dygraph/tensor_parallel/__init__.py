@@ -20,6 +20,7 @@ from fleetpipe.dygraph.tensor_parallel.groups import (
     model_parallel_group,
 )
 from fleetpipe.dygraph.tensor_parallel.layer import (
+    own_value,
     refuse_shards,
     shard_in,
     share_of,
@@ -75,6 +76,7 @@ __all__ = [
     "model_parallel_group",
     "model_parallel_random_seed",
     "own_errors",
+    "own_value",
     "parallel_matmul",
     "refuse_shards",
     "sequence_parallel_utils",

@@ -215,6 +215,12 @@ def whole_value(value: Tensor, parameter: Tensor, group: PaddleGroup = None) -> 
     return paddle.concat(shards, axis=part.cut.axis)
 
 
+def own_value(whole: Tensor, parameter: Tensor, group: PaddleGroup = None) -> Tensor:
+    """Returns this member's shard of a whole tensor; the inverse of :func:`whole_value`."""
+    part = shard_in(parameter, group)
+    return whole if part is None else part.cut.taken_from(whole)
+
+
 def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
     """Refuses built layers that are shards where whole ones are wanted.
 
