@@ -155,5 +155,5 @@ class Objects:
         """Returns the rest; ``model`` is what :meth:`model_part` returned."""
         optimizer = None if self.optimizer is None else unwrapped(self.optimizer)
         rate_of = optimizer if self.rate else None
-        program = model if isinstance(model, ProgramState) else None
+        program = model.program if isinstance(model, ProgramState) else None
         return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of, program)

@@ -102,19 +102,10 @@ def _require_fit(name: TensorName, held: Held, saved: Described) -> None:
         )
 
 
-class StageStreams(NamedTuple):
-    """The random streams of the stages of a static program that one process has.
-
-    Attributes:
-        stages: Stages of the whole program.
-        leads: Whether the default generator of this process is the stream of the first stage that
-            draws random numbers.
-        later: The state of the generator of each later one of this process.
-    """
-
-    stages: int
-    leads: bool
-    later: Mapping[int, Any]
+#: The random streams of the stages of a static program that one process has: the stages of the
+#: whole program; whether the default generator of this process is the stream of the first stage
+#: that draws random numbers; the state of the generator of each later one of this process.
+StageStreams = tuple[int, bool, Mapping[int, Any]]
 
 
 class ProgramSource(Protocol):
@@ -137,11 +128,11 @@ class ProgramSource(Protocol):
             ConfigError: The optimizer keeps what belongs to no parameter.
         """
 
-    def streams(self) -> tuple[int, bool, Mapping[int, Any]]:
-        """Returns the fields of :class:`StageStreams`."""
+    def streams(self) -> StageStreams:
+        """Returns the random streams of this process's stages."""
 
     def set_streams(self, streams: Mapping[int, Any]) -> None:
-        """Sets ``later`` of :meth:`streams`; a stage without one begins anew.
+        """Sets those of the later stages; a stage without one begins anew.
 
         The default generator has its state already.
         """

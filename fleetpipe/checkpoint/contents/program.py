@@ -11,7 +11,6 @@ from fleetpipe.checkpoint.contents.parts import (
     MASTER_WEIGHTS,
     ProgramSource,
     Saved,
-    StageStreams,
     TensorName,
 )
 from fleetpipe.errors import CheckpointError, ConfigError
@@ -19,16 +18,20 @@ from fleetpipe.mesh.parts import Held
 
 
 class ProgramState(layer_and_optimizer.NamedTensors):
-    """The parameters and running statistics of a program's stages."""
+    """The parameters and running statistics of a program's stages.
+
+    Attributes:
+        program: The program.
+    """
 
     def __init__(self, program: ProgramSource) -> None:
         super().__init__(program.parts)
-        self._program = program
+        self.program = program
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
         """Returns the saved name of each tensor of the whole program."""
         order = self.order()
-        if set(order) != set(saved.order) and not self._program.by_order:
+        if set(order) != set(saved.order) and not self.program.by_order:
             missing_there = [name for name in order if name not in saved.order]
             missing_here = [name for name in saved.order if name not in order]
             raise ConfigError(
@@ -48,24 +51,16 @@ class ProgramState(layer_and_optimizer.NamedTensors):
         Raises:
             ConfigError: It is another one.
         """
-        minimized_by = layer_and_optimizer.unwrapped(self._program.minimized_by)
+        minimized_by = layer_and_optimizer.unwrapped(self.program.minimized_by)
         if layer_and_optimizer.unwrapped(optimizer) is not minimized_by:
             raise ConfigError(
                 "the program was minimized by another optimizer",
-                expected=f"that {type(self._program.minimized_by).__name__}, or what "
+                expected=f"that {type(self.program.minimized_by).__name__}, or what "
                 "fleet.distributed_optimizer made of it",
                 got=f"another {type(layer_and_optimizer.unwrapped(optimizer)).__name__}",
                 fix="pass the optimizer of which minimize(loss) was called",
             )
-        return ProgramOptimizer(self._program, self)
-
-    def streams(self) -> StageStreams:
-        """Returns the random streams of this process's stages."""
-        return StageStreams(*self._program.streams())
-
-    def set_streams(self, streams: Mapping[int, Any]) -> None:
-        """Sets ``later`` of :meth:`streams`; see :class:`ProgramSource`."""
-        self._program.set_streams(streams)
+        return ProgramOptimizer(self.program, self)
 
 
 class ProgramOptimizer(layer_and_optimizer.OptimizerState):

@@ -18,8 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint.contents.parts import StageStreams
-from fleetpipe.checkpoint.contents.program import ProgramState
+from fleetpipe.checkpoint.contents.parts import ProgramSource, StageStreams
 from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api import paddle, paddle_fleet
@@ -87,7 +86,7 @@ class TrainingState:
         scaler: Scaler = None,
         data: SavedData | None = None,
         optimizer: Optimizer = None,
-        program: ProgramState | None = None,
+        program: ProgramSource | None = None,
     ) -> None:
         """Takes the objects.
 
@@ -157,11 +156,12 @@ class TrainingState:
         """Makes the random states those of one rank."""
         set_random_states(states)
         if self._program is not None:
-            self._program.set_streams(_streams_in(states, self._program.streams()))
+            stages, *_ = self._program.streams()
+            self._program.set_streams(_streams_in(states, stages))
 
     def put_back_random_of(self, place: Place, saved: Json) -> None:
         """Makes the random states those of a rank with some place, of all that were saved."""
-        leads = self._program is None or self._program.streams().leads
+        leads = self._program is None or self._program.streams()[1]
         self.put_back_random(_random_of_place(saved, place, leads))
 
 
@@ -234,8 +234,9 @@ def random_states(streams: StageStreams | None = None) -> Json:
         "python": [version, list(numbers), next_gauss],
     }
     if streams is not None:
-        by_stage = {str(s): generator_state(state) for s, state in streams.later.items()}
-        states["program"] = {"stages": streams.stages, "leads": streams.leads, "others": by_stage}
+        stages, leads, later = streams
+        by_stage = {str(stage): generator_state(state) for stage, state in later.items()}
+        states["program"] = {"stages": stages, "leads": leads, "others": by_stage}
     return states
 
 
@@ -253,15 +254,15 @@ def set_random_states(states: Json) -> None:
     random.setstate((version, tuple(numbers), next_gauss))
 
 
-def _streams_in(states: Json, streams: StageStreams) -> dict[int, Any]:
+def _streams_in(states: Json, stages: int) -> dict[int, Any]:
     """Returns the streams of a static program's stages in some states.
 
     Args:
         states: Those of a rank.
-        streams: The streams of now. Those of a program of other stages do not fit.
+        stages: Those of the program. The streams of a program of others do not fit.
     """
     saved = states.get("program")
-    if saved is None or saved["stages"] != streams.stages:
+    if saved is None or saved["stages"] != stages:
         return {}
     now = generators()[0].get_state()
     fitting = ((int(s), state_like(now, [state])) for s, state in saved["others"].items())

@@ -18,7 +18,10 @@ from fleetpipe import fleet
 from fleetpipe.dygraph.optimizer import clip_global
 from fleetpipe.dygraph.optimizer.clip_global import COPY, GlobalNormClip, replace_clips
 from fleetpipe.errors import ConfigError
+from fleetpipe.mesh import parts
 from fleetpipe.mesh.axes import Degrees
+from fleetpipe.mesh.groups import SoleGroup
+from fleetpipe.mesh.parts import PartOfWhole, Region
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS
 from tests.groups import members, on_all
@@ -49,7 +52,8 @@ def clipped(clip: Any, of: Sequence[Any]) -> list[bytes]:
 class Ranks:
     """A job of several ranks in threads; what every thread sees as the current job."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **degrees: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cut: str = "mp", **degrees: int) -> None:
+        self.cut = cut
         self.degrees = Degrees(**degrees)
         self._here = threading.local()
         monkeypatch.setattr(clip_global, "current_job", lambda: self._here.job)
@@ -69,7 +73,7 @@ class Ranks:
                 degrees=self.degrees,
                 group=lambda: pipes[shard, part][stage],
                 sharding=lambda: shards[stage, part][shard],
-                along=lambda axis: slices[stage, shard][part],
+                along=lambda axis: slices[stage, shard][part] if axis == self.cut else SoleGroup(),
             )
             return run(*place)
 
@@ -130,8 +134,14 @@ def test_the_copies_of_a_twin_do_not_count_either() -> None:
     assert float(copied.norms[0]) == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
 
 
-def test_shards_and_slices_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pp 2 x sharding 2 x mp 2: of each stage's two parameters one is cut in two slices."""
+@pytest.mark.parametrize("axis", ["mp", "rows"])
+def test_shards_and_slices_count_once(axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pp 2 x sharding 2 x mp 2: of each stage's two parameters one is cut in two slices.
+
+    An axis that mesh does not have yet cuts them, too: a row of SHARDS and the part are enough.
+    """
+    for module in (parts, clip_global):
+        monkeypatch.setattr(module, "SHARDS", tuple(dict.fromkeys(("mp", axis))))
     whole = {stage: parameters(stage, [(4, 6), (5,)]) for stage in range(2)}
     gradients = [p.grad for stage in whole.values() for p in stage]
     norm = math.sqrt(sum(float((g.astype("float64") ** 2).sum()) for g in gradients))
@@ -139,7 +149,10 @@ def test_shards_and_slices_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(stage: int, shard: int, part: int) -> tuple[float, list[Any]]:
         cut, same = parameters(0, [(2, 6), (5,)])
         cut.grad = whole[stage][0].grad[2 * part : 2 * part + 2]
-        cut.is_distributed = True
+        if axis == "mp":
+            cut.is_distributed = True
+        else:
+            cut.part_of_whole = PartOfWhole(part, Region(0, 2 * part, 2 * part + 2, 4), axis)
         same.grad = whole[stage][1].grad
         clip = GlobalNormClip(nn.ClipGradByGlobalNorm(0.5))
         clip.sharded = True
@@ -147,7 +160,7 @@ def test_shards_and_slices_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
         factor = clip(pairs([own]))[0][1] / own.grad
         return float(clip.norms[0]), [float(factor.min()), float(factor.max())]
 
-    found = Ranks(monkeypatch, pp=2, sharding=2, mp=2).each(run)
+    found = Ranks(monkeypatch, axis, pp=2, sharding=2, mp=2).each(run)
     assert len({number for number, _ in found}) == 1
     for number, factors in found:
         assert number == pytest.approx(norm, rel=1e-6)
