@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo benchmark-mnist docs check test test-all test-fast test-262 test-262-cpu test-gpu test-gpu-262 test-libraries test-libraries-short test-paddlenlp-short test-paddleformers-short environments test-models test-next benchmarks benchmarks-short release types lint clean distclean
+.PHONY: help demo benchmark-mnist docs check check-contrib test test-all test-fast test-262 test-262-cpu test-gpu test-gpu-262 test-libraries test-libraries-short test-paddlenlp-short test-paddleformers-short environments test-models test-next benchmarks benchmarks-short release types lint clean distclean
 
 PYTHON ?= $(shell for name in python3.11 python3; do $$name -c '' 2>/dev/null && echo $$name && break; done)
 # Where an environment has its programs: on Windows, make and bash are those of Git's shell.
@@ -22,7 +22,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo 'make demo      train AlexNet on two CPU ranks and compare with the single-device model'
 	@echo 'make benchmark-mnist  a multilayer perceptron on two CPU ranks under four schedules: a table'
-	@echo 'make check     ruff, mypy and the tests that start no processes, on paddlepaddle 3.3'
+	@echo 'make check     ruff, mypy and the tests of the core and the standard ring that start no processes, on 3.3'
+	@echo 'make check-contrib  those of the extras'
 	@echo 'make test      ruff, mypy and all tests, on paddlepaddle 3.3'
 	@echo 'make test-262  the tests that depend on the version of Paddle, on paddlepaddle-gpu 2.6.2'
 	@echo 'make test-262-cpu  the examples, on paddlepaddle 2.6.2'
@@ -35,7 +36,7 @@ help:
 	@echo 'make release   the wheel and the source archive in dist, tried in empty environments'
 	@echo 'make docs      the documentation as a site, in build/site'
 	@echo 'make lint      ruff alone;  make types: mypy alone'
-	@echo 'make test-fast: the tests of make check, all that Windows runs;  make test-all: those of make test'
+	@echo 'make test-fast: the tests of make check and check-contrib, all that Windows runs;  make test-all: those of make test'
 	@echo 'make clean     remove what was built;  make distclean: the environments too'
 
 .venv/.installed: REQUIREMENTS = --editable '.[cpu,examples,dev]'
@@ -90,10 +91,17 @@ lint: .venv/.installed
 types: .venv/.installed
 	.venv/$(BIN)/python tests/check_types.py
 
-check: lint types test-fast
+# What starts no process. An extra that fails stops nobody who works on what it stands on.
+FAST := $(PYTEST) -m 'not processes and not libraries'
+
+check: lint types
+	.venv/$(BIN)/python $(FAST) --ignore tests/contrib $(PYTEST_ARGS)
+
+check-contrib: .venv/.installed
+	.venv/$(BIN)/python $(FAST) $(PYTEST_ARGS) tests/contrib
 
 test-fast: .venv/.installed
-	.venv/$(BIN)/python $(PYTEST) -m 'not processes and not libraries' $(PYTEST_ARGS)
+	.venv/$(BIN)/python $(FAST) $(PYTEST_ARGS)
 
 test: lint types test-all
 
@@ -112,7 +120,7 @@ test-262-cpu: .venv-262-cpu/.installed
 # The branches for GPUs, by a CPU that says it is one. What this shows is that they run, not what a
 # card makes of them; tests/gpu/pretending.py names what is left out.
 PRETENDING := -p tests.gpu.pretending -m 'not processes and not libraries and not once' \
-    $(addprefix tests/,gpu dygraph checkpoint parity profiling static capture fit engine watch)
+    $(addprefix tests/,gpu dygraph checkpoint parity profiling static capture fit engine contrib/watch contrib/formats contrib/chaos)
 
 test-gpu: .venv/.installed
 	.venv/$(BIN)/python $(PYTEST) $(PRETENDING) $(PYTEST_ARGS)
