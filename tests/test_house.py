@@ -76,6 +76,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("contrib/report", "contrib/clusters"),
         *("contrib/starter", "contrib/formats", "contrib/program_ir", "contrib/fluid"),
         *("contrib/pipelining", "contrib/callbacks", "contrib/kept_state", "contrib/chaos"),
+        *("contrib/slurm", "contrib/guards", "contrib/fast_leaves", "contrib/shadow"),
     ),
     ("contrib/watch", "contrib/why", "contrib/locator"),
     ("contrib/compat", "contrib/ray"),

@@ -20,8 +20,8 @@ from paddle.nn import functional
 
 import fleetpipe.fleet  # noqa: F401 (chooses MKL's code as a training does)
 from benchmarks.figures import Figure, parser, report
-from fleetpipe.dygraph.backward.fast import linear
-from fleetpipe.dygraph.backward.fast.linear import matrices, same_bits
+from fleetpipe.contrib.fast_leaves import linear
+from fleetpipe.contrib.fast_leaves.linear import matrices, same_bits
 
 HIDDEN, ROWS, CLASSES, WORDS = (256, 768), 128, 1000, 2000
 #: The way of Paddle's own function.

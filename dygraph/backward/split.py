@@ -1,6 +1,7 @@
 """Splits the backward of stages into I and W: keeps a tape of leaf calls for each micro-batch.
 
-Where nothing is split, leaf layers with a faster way to the same bits go that (``fast``).
+Where nothing is split, leaf layers with a faster way to the same bits go that: those of
+``contrib/fast_leaves``.
 
 While a stage whose backward is split runs forward, the ``forward`` of its leaf layers is replaced
 by :func:`run_leaf`; outside of that nothing is changed, so evaluation and the user's own calls
@@ -14,12 +15,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.adding import Sums
 from fleetpipe.dygraph.backward.deferral_report import DeferralReport, GradientArrivals, LayersOf
-from fleetpipe.dygraph.backward.fast.forwards import FastForwards, with_forwards
+from fleetpipe.dygraph.backward.forwards import with_forwards
 from fleetpipe.dygraph.backward.leaf import (
     CannotWait,
     Leaf,
@@ -35,6 +37,7 @@ from fleetpipe.dygraph.backward.lookup import LookupCall, looks_up
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import has_gradient, leaves_like, replace
 from fleetpipe.errors import FleetPipeError
+from fleetpipe.extras import extra
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import saves_freely
 from fleetpipe.schedules import Schedule
@@ -65,7 +68,7 @@ class SplitBackward:
         self._layers_of = layers_of
         self._leaves: dict[int, list[Leaf]] = {}
         self._fast_leaves = fast_leaves
-        self._fast: dict[int, FastForwards] = {}
+        self._fast: dict[int, Any] = {}
         self._tapes: dict[tuple[int, MicroBatch], Tape] = {}
         self._refusals = Refusals()
         self._sums = Sums()
@@ -114,12 +117,14 @@ class SplitBackward:
         """As :meth:`recording` for a backward that is not split, and what runs again in it."""
         if (stage, micro_batch) in self._split or not self._fast_leaves:
             return _NOTHING
-        return self._fast_of(stage).in_backward(self._sums)
+        fast: AbstractContextManager[None] = self._fast_of(stage).in_backward(self._sums)
+        return fast
 
-    def _fast_of(self, stage: int) -> FastForwards:
+    def _fast_of(self, stage: int) -> Any:
         if stage not in self._fast:
             leaves = self._leaves_of(stage)
-            self._fast[stage] = FastForwards(leaf.layer for leaf in leaves if not leaf.static)
+            fast = extra("fast_leaves.forwards")
+            self._fast[stage] = fast.FastForwards(leaf.layer for leaf in leaves if not leaf.static)
         return self._fast[stage]
 
     @contextmanager

@@ -51,7 +51,7 @@ OBSERVERS: Mapping[str, ObserverRow] = {
     ),
     "companion": ObserverRow("fleetpipe.engine.observer:Observers", lambda of: ()),
     "guards": ObserverRow(
-        "fleetpipe.dygraph.observe.guards:Guards",
+        "fleetpipe.contrib.guards.guards:Guards",
         lambda of: (of.layers, of.job, of.config.guards) if of.config.guards else None,
     ),
     "trace": ObserverRow(

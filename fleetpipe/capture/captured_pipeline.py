@@ -18,7 +18,6 @@ from fleetpipe.capture.running.plain_model import Untouched, called
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.running.variants import Form, Forms
-from fleetpipe.capture.shadow import Shadow
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.vocabulary import HeadedStages, HeadInParts, with_logits
 from fleetpipe.dygraph import PipelineParallel
@@ -30,6 +29,7 @@ from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.state.files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
+from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.extras import extra
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.layer import share_tables
@@ -262,9 +262,12 @@ class CapturedPipeline(PipelineLayer):
         text: str = extra("pictures.graphviz").graph(form.trace, form.starts)
         return text
 
-    def companion(self, pipeline: PipelineParallel) -> Shadow | None:
+    def companion(self, pipeline: PipelineParallel) -> BatchObserver | None:
         """Returns the plain model's training beside the first batches, where it was asked for."""
-        return Shadow(pipeline, self.forms, self._shadowed) if self._shadowed else None
+        if not self._shadowed:
+            return None
+        shadow: BatchObserver = extra("shadow.shadow").Shadow(pipeline, self.forms, self._shadowed)
+        return shadow
 
     def single_model(self) -> Untouched:
         """Returns a copy of the plain model, which draws under keys what the pipeline draws."""

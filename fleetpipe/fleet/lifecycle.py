@@ -21,7 +21,7 @@ from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateE
 from fleetpipe.extras import extra
 from fleetpipe.fleet.static_graph import await_guard, static_graph
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import agreement, job, meeting, slurm, start
+from fleetpipe.job import agreement, job, meeting, start
 from fleetpipe.job.groups import neighbours
 from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.groups.workers import Workers
@@ -78,7 +78,8 @@ def init(
     _refuse_second_reading()
     strategy = DistributedStrategy() if strategy is None else strategy
     config = PipelineConfig.from_strategy(strategy)
-    slurm.adopt()
+    if "SLURM_JOB_ID" in os.environ:
+        extra("slurm.tasks").adopt()
     world_size = meeting.world_size()
     topology.choose_backend()
     _refuse_other_launchers()

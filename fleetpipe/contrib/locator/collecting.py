@@ -18,6 +18,7 @@ import numpy as np
 
 from fleetpipe import numerics
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
+from fleetpipe.contrib.guards.guards import Guards
 from fleetpipe.contrib.locator.options import SETTING, Setting
 from fleetpipe.contrib.locator.record import DROPPED, READ_ON, Meaning
 from fleetpipe.contrib.locator.recorder import Recorder
@@ -25,7 +26,6 @@ from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.nest import tensors_by_place, tensors_of
-from fleetpipe.dygraph.observe.guards import Guards
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles

@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.dygraph.backward.fast import linear
+from fleetpipe.contrib.fast_leaves import linear
 from fleetpipe.errors import FleetPipeError
 from tests.dygraph.random_models import AROUND, BIAS_THREE_TIMES, MICRO_BATCHES, REFUSED, Case
 from tests.pipelines import job, pipeline

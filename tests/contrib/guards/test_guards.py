@@ -10,9 +10,9 @@ import paddle
 import pytest
 from paddle import nn
 
+from fleetpipe.contrib.guards.guards import Guards, fingerprint
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.observed import ObservedBatch
-from fleetpipe.dygraph.observe.guards import Guards, fingerprint
 from fleetpipe.engine.observer import Blocked
 from fleetpipe.errors import ConfigError, InvariantError, PeerFailed
 from fleetpipe.fleet.meta_parallel import (

@@ -27,7 +27,7 @@ from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import losses_kept
 from fleetpipe.capture.tracing.signature import signature_of
-from fleetpipe.capture.unshadowed import obstacle
+from fleetpipe.contrib.shadow.unshadowed import obstacle
 from fleetpipe.dygraph import PipelineParallel, random_keys
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.observed import ObservedBatch

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe import log
+from fleetpipe.contrib.slurm import tasks as slurm
 from fleetpipe.errors import ConfigError
-from fleetpipe.job import slurm
 from tests.launching import ROOT
 
 pytestmark = pytest.mark.once

@@ -1,4 +1,4 @@
-"""What guards cost: ``fleetpipe run --nproc 2 tests/dygraph/observe/guards_cost.py [STEPS]``.
+"""What guards cost: ``fleetpipe run --nproc 2 tests/contrib/guards/guards_cost.py [STEPS]``.
 
 Four models of one job, without guards and with guards of every step, every 10th and every 100th,
 take steps in turn: along pp with two ranks, or along dp with ``DEGREES=dp``.

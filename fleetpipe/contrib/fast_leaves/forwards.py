@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from fleetpipe.aliases import Context, Layer, Nest, Tensor
+from fleetpipe.contrib.fast_leaves import linear
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.adding import Sums, count_own_hook, is_watched
-from fleetpipe.dygraph.backward.fast import linear
+from fleetpipe.dygraph.backward.forwards import Forward, with_forwards
 from fleetpipe.dygraph.backward.lookup import add_gradient, has_large_table, look_up, summed
-from fleetpipe.dygraph.backward.own_state import changes
-from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.kernels import reshaped
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS
@@ -116,13 +115,8 @@ def tables_of(layers: Iterable[Layer]) -> list[tuple[Layer, LookupTable]]:
     ]
 
 
-#: ``forward(*args, **named)`` of one layer.
-Forward = Callable[..., Nest]
-
 #: What takes less time, by the forward of a layer's class.
 _FORWARDS: dict[object, Callable[..., Nest]] = {linear.plain_forward: linear.forward}
-
-_MISSING = object()
 
 
 class FastForwards:
@@ -162,48 +156,3 @@ class FastForwards:
             for table in self._tables:
                 stack.enter_context(table.adding(sums))
             yield
-
-
-class _Replacement:
-    """Other forwards of some layers, for a while."""
-
-    def __init__(self, forwards: Iterable[tuple[Layer, Forward]]) -> None:
-        self._forwards = list(forwards)
-        self._before: list[tuple[Layer, object]] = []
-
-    def begin(self) -> None:
-        for layer, forward in self._forwards:
-            # Around Layer.__setattr__, which looks for parameters first.
-            self._before.append((layer, layer.__dict__.get("forward", _MISSING)))
-            layer.__dict__["forward"] = forward
-
-    def require_in_place(self) -> None:
-        """Refuses another forward of a layer that came meanwhile, and would be gone."""
-        for layer, forward in self._forwards:
-            if layer.__dict__.get("forward", forward) is not forward:
-                raise ConfigError(
-                    f"the forward of a layer was replaced while its stage ran: {type(layer)}",
-                    fix="replace it before the batch",
-                )
-
-    def end(self) -> None:
-        while self._before:
-            layer, forward = self._before.pop()
-            if forward is _MISSING:
-                layer.__dict__.pop("forward", None)
-            else:
-                layer.__dict__["forward"] = forward
-
-
-@contextmanager
-def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
-    """Within it each layer has another forward."""
-    replacement = _Replacement(forwards)
-    changes.append(replacement)
-    try:
-        replacement.begin()
-        yield
-        replacement.require_in_place()
-    finally:
-        changes.remove(replacement)
-        replacement.end()

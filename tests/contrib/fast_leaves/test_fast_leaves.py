@@ -12,8 +12,8 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.dygraph.backward.fast import linear
-from fleetpipe.dygraph.backward.fast.linear import matrices, same_bits
+from fleetpipe.contrib.fast_leaves import linear
+from fleetpipe.contrib.fast_leaves.linear import matrices, same_bits
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.schedules import build

@@ -1,0 +1,1 @@
+"""Checks on every batch that ranks have the same bits where they must."""

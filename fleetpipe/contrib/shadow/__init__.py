@@ -1,0 +1,1 @@
+"""A plain model that trains beside the first batches of its pipeline."""

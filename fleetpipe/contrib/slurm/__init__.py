@@ -1,0 +1,1 @@
+"""A job whose ranks Slurm's ``srun`` has started."""

@@ -1,0 +1,1 @@
+"""The plain model beside its pipeline."""
