@@ -1,4 +1,4 @@
-"""Makes sure that all ranks run the same thing before they run it."""
+"""Checks that all ranks have the same versions, options and models before they run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MOST_SHOWN = 4
 
 
 def facts(*options: Any) -> dict[str, str]:
-    """Returns what all ranks must have alike, by subject: what decides bits, versions, options.
+    """Returns the facts on which all ranks must agree, by subject: versions, options, settings.
 
     Args:
-        *options: Options, as dataclasses. Of ``trace``, a folder, ranks need only agree on whether
-            there is one: which it is matters to rank 0 alone, as all of ``serve`` does.
+        *options: Options, as dataclasses. Ranks need only agree on whether ``trace``, a folder, is
+            set: its name matters to rank 0 alone, as all of ``serve`` does.
     """
     settings = {**numerics.settings(), "fleetpipe": __version__}
     for options_of in options:
@@ -41,17 +41,18 @@ def require_agreement(
     timeout: float,
     gone: Callable[[], Collection[int]] = tuple,
 ) -> None:
-    """Compares what each rank of the job says of itself. Collective over the job.
+    """Compares the facts that each rank of the job has. Collective over the job.
 
     Args:
-        store: The job's store. Only digests are compared there, as long as these are the same.
-        key: Where in the store; new for each comparison.
+        store: The job's store. Ranks compare digests there, and the facts only if the digests
+            differ.
+        key: The key in the store, new for each comparison.
         facts: What must be the same on all ranks, by subject.
         timeout: Seconds that the ranks may take to arrive.
-        gone: Says which ranks have ended.
+        gone: Returns the ranks that have ended.
 
     Raises:
-        ConfigError: Some rank says otherwise; the message shows both sides. Every rank raises.
+        ConfigError: Some rank has other facts; the message shows both sides. Every rank raises.
         PeerFailed: Some rank ended before it arrived.
         PipelineTimeout: Some rank did not arrive; the message says which.
     """

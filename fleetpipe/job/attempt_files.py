@@ -1,9 +1,9 @@
-"""This process's place in a job that may be started again: which attempt it is, and what it tells.
+"""The files through which a rank tells its launcher how it fares, if the job may be restarted.
 
-An *attempt* is what lies between two starts of a job's processes; they count from 1. Whoever starts
-them (``fleetpipe launch``) gives each attempt a number and each host a folder, in which every rank
-leaves a page, why it failed, and with which code it ends. Without such a folder nothing is told,
-and the number is 0.
+An *attempt* is one start of a job's processes; attempts count from 1. The launcher (``fleetpipe
+launch``) gives each attempt a number and each host a folder, in which every rank writes a page of
+steps, why it failed, and its exit code. Without such a folder nothing is written, and the number is
+0.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ DONE = "done"
 
 
 class ReportedFailure(NamedTuple):
-    """Why a rank is out, as it told the folder of its attempt.
+    """A failure that a rank wrote into the folder of its attempt.
 
     Attributes:
-        at: When (``time.monotonic()``, which the processes of a host share).
+        at: Time of the failure (``time.monotonic()``, which the processes of a host share).
         failure: The failure of the rank that failed first, as far as this one knows.
     """
 
@@ -53,10 +53,10 @@ class ReportedFailure(NamedTuple):
 
 
 def number() -> int:
-    """Returns the number of this attempt; 0 where nobody counts.
+    """Returns the number of this attempt; 0 without a launcher that counts.
 
     Raises:
-        ConfigError: The environment has something else than a number.
+        ConfigError: The environment variable is not a number.
     """
     text = os.environ.get(NUMBER, "0")
     if not text.isdecimal():
@@ -70,13 +70,13 @@ def number() -> int:
 
 
 def folder() -> Path | None:
-    """Returns the folder of this attempt on this host; None where nobody asks for news."""
+    """Returns the folder of this attempt on this host; None if the launcher gave none."""
     path = os.environ.get(FOLDER)
     return Path(path) if path else None
 
 
 def tell_failure(failure: Failure) -> None:
-    """Leaves word of a failure, once: the first one that this rank knows of."""
+    """Writes a failure into the folder, once: the first one that this rank knows of."""
     home = folder()
     if home is not None:
         with contextlib.suppress(OSError):
@@ -86,17 +86,17 @@ def tell_failure(failure: Failure) -> None:
 
 
 def tell_code(code: int) -> None:
-    """Leaves the code with which this rank ends."""
+    """Writes the code with which this rank will exit."""
     _leave("code", str(code))
 
 
 def tell_preempted(step: int) -> None:
-    """Leaves word that this rank ends because it was asked to, with ``step`` steps saved."""
+    """Writes that this rank ends because it was asked to, with ``step`` steps saved."""
     _leave("preempted", str(step))
 
 
 def tell_record(record: Path) -> None:
-    """Leaves word of a folder in which this run is recorded; the attempt's end is told there."""
+    """Writes the name of a folder that records this run; the launcher notes its end there."""
     home = folder()
     if home is not None:
         with (home / "records").open("a", encoding="utf-8") as opened:
@@ -111,12 +111,12 @@ def records(home: Path) -> list[Path]:
 
 
 def note_start(home: Path, rank: int, process: int) -> None:
-    """Leaves word, for whoever launched a rank, of the number of its process."""
+    """Writes, for the launcher of a rank, the number of its process."""
     _append(home / "started", rank, process)
 
 
 def note_end(home: Path, rank: int, code: int) -> None:
-    """Leaves word, for whoever launched a rank, that its process ended; -n: by signal n."""
+    """Writes, for the launcher of a rank, the exit code of its process; -n: by signal n."""
     _append(home / "ended", rank, code)
 
 
@@ -131,7 +131,7 @@ def ended(home: Path) -> list[tuple[int, int]]:
 
 
 def failures(home: Path) -> list[ReportedFailure]:
-    """Returns what the ranks of an attempt told of failures, the first one first."""
+    """Returns the failures that the ranks of an attempt wrote, the first one first."""
     reports = []
     for file in home.glob("failure.*"):
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -140,38 +140,38 @@ def failures(home: Path) -> list[ReportedFailure]:
 
 
 def code_of(home: Path, rank: int) -> int | None:
-    """Returns the code that a rank said it would end with; None where it did not."""
+    """Returns the exit code that a rank announced; None if it announced none."""
     file = home / f"code.{rank}"
     return int(file.read_text(encoding="ascii")) if file.exists() else None
 
 
 def preempted_at(home: Path) -> int | None:
-    """Returns how many steps an attempt that was asked to end saved; None where it was not."""
+    """Returns how many steps an attempt saved that was asked to end; None if it was not asked."""
     return max((int(f.read_text(encoding="ascii")) for f in home.glob("preempted.*")), default=None)
 
 
 def steps_begun(home: Path) -> dict[int, int]:
-    """Returns by rank the step that each was in; ranks that came to no step are missing."""
+    """Returns by rank the step that each was in; ranks without any step are missing."""
     pages = {int(file.suffix[1:]): file.read_bytes() for file in home.glob("page.*")}
     begun = {rank: _COUNT.unpack(page)[0] for rank, page in pages.items()}
     return {rank: count - 1 for rank, count in sorted(begun.items()) if count}
 
 
 def steps_done(home: Path) -> int:
-    """Returns how many steps the rank that came furthest did in an attempt."""
+    """Returns how many steps the most advanced rank completed in an attempt."""
     pages = (file.read_bytes() for file in home.glob(f"{DONE}.*"))
     return max((int(_COUNT.unpack(page)[0]) for page in pages), default=0)
 
 
 def page(name: str = "page") -> Callable[[int], object]:
-    """Returns what writes a number of steps into a few bytes that outlive this process, at no cost.
+    """Returns a function that writes a number of steps into memory that outlives this process.
 
-    They are this rank's page in the folder of its attempt, or memory of its own without one.
-    Whatever is returned for one name in one process writes into the same page.
+    The memory is this rank's page in the folder of its attempt, or private memory without a folder.
+    All functions for one name in one process write into the same page.
 
     Args:
-        name: ``"page"`` for how many steps the script has begun, ``DONE`` for how many steps the
-            pipeline did.
+        name: ``"page"`` for the steps that the script has begun, ``DONE`` for those that the
+            pipeline has completed.
     """
     home = folder()
     memory: bytearray | mmap.mmap = bytearray(_COUNT.size)

@@ -1,13 +1,13 @@
-"""What this process takes part in between ``fleet.init`` and ``fleet.shutdown``.
+"""The job: everything that this process shares with others until ``fleet.shutdown``.
 
 A launched job has Paddle's own ``HybridCommunicateGroup``, connections to the other ranks and a
 watch over them; a process that plays all ranks itself has a ``LocalTopology`` and needs neither.
 
 All ranks are connected when the job begins, and every group is a view of these connections: it
-costs nothing, and making it is not collective. So a rank of a job of n has 2 (n - 1) sockets, half
-of them the watch's, which joins all pairs anyhow, and a buffer of 16 KiB for each of the others.
-Connections of each group alone would be fewer in a large job, and would take as many meetings in
-the store as there are groups.
+costs nothing, and its creation is not collective. So a rank of a job of n has 2 (n - 1) sockets,
+half of them for the watch, which connects all pairs anyhow, and a buffer of 16 KiB for each of the
+others. Separate connections for each group would be fewer in a large job, but would take one
+meeting in the store for each group.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ if TYPE_CHECKING:  # few jobs load it
 
 
 class Job:
-    """A job, as one of its processes sees it.
+    """A job, from the view of one of its processes.
 
     Attributes:
-        degrees: How the ranks are split.
+        degrees: The number of ranks along each axis.
         mesh: The places of all ranks.
         hcg: Paddle's ``HybridCommunicateGroup``, or a ``LocalTopology``.
         timeout: Seconds that any wait for another rank may last.
         local: Whether this one process plays all ranks.
-        run: A name that no other job has, the same on all ranks.
-        endings: Called when the job ends, before its connections are closed.
+        run: A unique name of the job, the same on all ranks.
+        endings: Functions to call when the job ends, before its connections are closed.
         pipelines: The models that were wrapped for training, as weak references.
-        progress: How far this process is, and what its steps take.
-        keeps_board: Whether this process keeps the job's board.
-        scatters_gradients: Whether those who share the optimizer's state keep the gradients of
-            their own share alone.
+        progress: The steps that this process has done, and their times.
+        keeps_board: Whether this process collects the records of all ranks.
+        scatters_gradients: Whether the ranks that share the optimizer's state store the gradients
+            of their own share only.
     """
 
     def __init__(
@@ -83,20 +83,20 @@ class Job:
         mesh: Mesh | None = None,
         pipeline: ProcessGroupTransport | None = None,
     ) -> None:
-        """Describes a job.
+        """Creates the description of a job; :mod:`start` connects its ranks before.
 
         Args:
-            degrees: How the ranks are split.
+            degrees: The number of ranks along each axis.
             hcg: The topology that the user sees.
             timeout: Seconds that any wait for another rank may last.
-            number: How many jobs the processes began before, so that no key is used twice.
-            store: The job's key-value store; None where one process plays all ranks.
-            watch: The connections over which its ranks watch each other; None likewise.
-            connections: Those for everything else, to all ranks of the job; None likewise.
-            fused_copies: Paddle's group of :meth:`copies`, where several axes span them.
-            run: A name that no other job has, the same on all ranks; by default a new one.
+            number: Number of earlier jobs of these processes, so that no key is used twice.
+            store: The job's key-value store; None if one process plays all ranks.
+            watch: The connections over which its ranks watch each other; None for one process.
+            connections: The connections for everything else, to all ranks; None for one process.
+            fused_copies: Paddle's group of :meth:`copies`, if they span several axes.
+            run: A unique name of the job, the same on all ranks; by default a new one.
             mesh: The places of all ranks; by default in Paddle's order.
-            pipeline: What tensors of its pipeline go over; by default the connections.
+            pipeline: The transport of its pipeline's tensors; by default the connections.
         """
         self.mesh = Mesh(degrees) if mesh is None else mesh
         self.degrees = degrees
@@ -129,22 +129,22 @@ class Job:
             self.progress.flights = connections.flights
 
     def __deepcopy__(self, memo: dict[int, object]) -> Job:
-        """Returns itself: a copy of a model is one of the same job."""
+        """Returns the same job: a copy of a model belongs to the same one."""
         return self
 
     def heard(self) -> Mapping[int, Heard]:
-        """Returns what is known of every process of the job, for its board."""
+        """Returns the last record of every process of the job, for its board."""
         if self._watch is not None:
             return self._watch.heard()
         return {0: Heard(self.progress.record(0, self.progress.action(), with_rows=True))}
 
     def describe_steps(self, stages: Iterable[int], samples: int, held_cap: int | None) -> None:
-        """Says what this process runs in each step, for the job's board.
+        """Stores what this process runs in each step, for the job's board.
 
         Args:
-            stages: Its stages.
+            stages: The stages of this process.
             samples: Rows of a step of one replica.
-            held_cap: Most forwards that it may hold; None: no cap.
+            held_cap: The most forwards that it may hold; None: no cap.
         """
         progress = self.progress
         progress.stages, progress.shard = tuple(stages), self.shard[0]
@@ -152,14 +152,14 @@ class Job:
         progress.replica, progress.samples = self.replica, samples * self.degrees.replicas
 
     def pipeline_ranks(self) -> list[int]:
-        """Returns the ranks of the job that are those of this process's pipeline, in order."""
+        """Returns the numbers in the job of this process's pipeline ranks, in order."""
         return [0] * self.degrees.pp if self.local else self._along(["pp"])
 
     def connect(self) -> dict[int, Transport]:
         """Returns the transport of each rank of the pipeline that this process plays.
 
         In a launched job that is a view of the connections to all ranks, or goes over Paddle's
-        groups; only the engine sends what is of kind F and B over it.
+        groups; only the engine sends messages of kind F and B over it.
         """
         if not self._transports:
             if self._connections is None:
@@ -172,10 +172,10 @@ class Job:
         return self._transports
 
     def connect_among(self, ranks: Sequence[int]) -> dict[int, Transport]:
-        """Returns the transport of this process in a pipeline that no axis of the job says.
+        """Returns the transport of this process in a pipeline of ranks chosen by the caller.
 
         Args:
-            ranks: The pipeline's, by their numbers in the job; one is this process.
+            ranks: The pipeline's ranks, by their numbers in the job; one is this process.
         """
         if self._connections is None:
             return {0: MemoryHub(1).endpoint(0)}
@@ -192,11 +192,11 @@ class Job:
             self._pipeline.timeout = timeout
 
     def group(self) -> Group:
-        """Returns the ranks of this process's pipeline as a group for collective operations."""
+        """Returns the group of this process's pipeline ranks, for collective operations."""
         return self.along("pp")
 
     def holders(self, ranks: Sequence[int]) -> Group:
-        """Returns some ranks of this process's pipeline, those that hold a tied weight.
+        """Returns the group of some ranks of this pipeline, those that hold a tied weight.
 
         Args:
             ranks: Their numbers in the pipeline, in the same order on all of them.
@@ -206,23 +206,23 @@ class Job:
         )
 
     def members(self, ranks: Sequence[int], purpose: str = "ranks") -> Group:
-        """Returns some ranks of the job, of which this process is one.
+        """Returns a group of some ranks of the job, this process included.
 
         Args:
             ranks: Their numbers in the job, in the same order on all of them.
-            purpose: What for: no group takes the messages of one with another purpose.
+            purpose: Separates groups: none takes the messages of one with another purpose.
         """
         return self._group(f"{purpose} {list(ranks)}", lambda: list(ranks))
 
     @functools.cached_property
     def coordinate(self) -> Coordinate:
-        """This process's place on each axis; the first rank's where it plays all."""
+        """This process's place on each axis; the first rank's if it plays all ranks."""
         if self.local:
             return Coordinate()
         return self.mesh.coordinate(self.hcg.get_global_rank())
 
     def leads(self, *but: str) -> bool:
-        """Whether this process is the one of many that writes: see :meth:`Coordinate.leads`."""
+        """Whether this process writes for its kind: see :meth:`Coordinate.leads`."""
         return self.coordinate.leads(*but)
 
     @functools.cached_property
@@ -237,38 +237,38 @@ class Job:
 
     @functools.cached_property
     def shard(self) -> tuple[int, int]:
-        """Which shard of tensor-parallel layers this process holds, and of how many."""
+        """The number of this process's shard of tensor-parallel layers, and of all shards."""
         return self.mesh.number(self.coordinate, SHARDS), self.degrees.split(*SHARDS)
 
     def replicas(self) -> Group:
-        """Returns the ranks that do this one's part of the model for other samples, by replica.
+        """Returns the group of ranks that do this one's part of the model for other samples.
 
-        These are all dp x sharding ranks with this rank's place on every other axis.
+        It has all dp x sharding ranks with this rank's place on every other axis, by replica.
         """
         return self.along(*REPLICA)
 
     def copies(self) -> Group:
-        """Returns the ranks that hold the same parameters of the same stages.
+        """Returns the group of ranks that hold the same parameters of the same stages.
 
-        These are the replicas, and with sep or cp those that have other parts of their sequences:
+        It has the replicas, and with sep or cp the ranks with other parts of their sequences:
         gradients are averaged over all of them.
         """
         return self.along(*COPIES)
 
     def expert_parallel(self) -> Group:
-        """Returns the ranks among which experts are spread: along ep, or without it along dp."""
+        """Returns the group of ranks that share the experts: along ep, or without it along dp."""
         return self.along(self._expert_axis)
 
     def expert_copies(self) -> Group:
-        """Returns the ranks that hold the same experts of the same stages."""
+        """Returns the group of ranks that hold the same experts of the same stages."""
         return self.along(*self.copy_axes(spread=True))
 
     def copy_axes(self, spread: bool, cut: Collection[str] = SHARDS) -> tuple[str, ...]:
-        """Returns the axes along which ranks hold the same of a parameter.
+        """Returns the axes along which ranks hold the same values of a parameter.
 
         Args:
-            spread: Whether it is an expert's.
-            cut: Those of ``SHARDS`` along which ranks hold parts of it, or experts of their own.
+            spread: Whether it is a parameter of an expert.
+            cut: The axes of ``SHARDS`` along which ranks hold parts of it, or different experts.
         """
         if spread and self.degrees.ep > 1:
             return ("moe_sharding",)
@@ -276,27 +276,27 @@ class Job:
         return (*axes, *(axis for axis in SHARDS if axis not in cut))
 
     def beside_sharding(self, spread: bool) -> Group:
-        """Returns the ranks with copies of the same parameters that own the same of them."""
+        """Returns the group of ranks that own the same optimizer shard of the same parameters."""
         axes = [axis for axis in COPIES if axis not in self.degrees.state_axes]
         if spread:  # along ep all copies of an expert share its state
             axes = [axis for axis in axes if axis != "dp" and self.degrees.ep == 1]
         return self.along(*axes)
 
     def expert_sharding(self) -> Group:
-        """Returns those of :meth:`expert_copies` that share the optimizer's state."""
+        """Returns the part of :meth:`expert_copies` that shares the optimizer's state."""
         return self.along("moe_sharding") if self.degrees.ep > 1 else self.sharding()
 
     def all_experts(self, sharded: bool) -> Group:
-        """Returns the ranks that hold all experts of a stage, each once.
+        """Returns the group of ranks that together hold all experts of a stage, each once.
 
         Args:
-            sharded: Whether a rank has those alone whose optimizer state it keeps.
+            sharded: Whether each rank counts only the experts whose optimizer state it stores.
         """
         copies = ("moe_sharding",) if self.degrees.ep > 1 else self.degrees.state_axes
         return self.along(*(copies if sharded else ()), self._expert_axis)
 
     def whole_model(self) -> Group:
-        """Returns the ranks that hold all stages and experts between them."""
+        """Returns the group of ranks that together hold all stages and experts."""
         return self.along("pp", self._expert_axis)
 
     @property
@@ -304,22 +304,22 @@ class Job:
         return "ep" if self.degrees.ep > 1 else "dp"
 
     def model_parallel(self) -> Group:
-        """Returns the ranks that hold the shards of this replica's stages, by shard."""
+        """Returns the group of ranks that hold the shards of this replica's stages, by shard."""
         return self.along(*SHARDS)
 
     def sharding(self) -> Group:
-        """Returns the ranks that share the optimizer's state of their stages, by shard."""
+        """Returns the group of ranks that share the optimizer's state of their stages, by shard."""
         return self.along(*self.degrees.state_axes)
 
     def along(self, *axes: str) -> Group:
-        """Returns the ranks whose places differ from this process's on these axes only."""
+        """Returns the group of ranks that differ from this process on the given axes only."""
         return self._group("+".join(axes), lambda: self._along(axes), self._paddle_group(axes))
 
     def _along(self, axes: Sequence[str]) -> list[int]:
         return self.mesh.along(self.coordinate, axes)
 
     def _paddle_group(self, axes: Sequence[str]) -> Callable[[], Any] | None:
-        """Returns what returns Paddle's group along some axes; None where sums go without it."""
+        """Returns a function that returns Paddle's group along some axes; None without one."""
         split = tuple(axis for axis in axes if getattr(self.degrees, axis) > 1)
         name = _PADDLE_GROUPS.get(split)
         if name is not None:
@@ -329,7 +329,7 @@ class Job:
         return (lambda: self._fused_copies) if split == copies else None
 
     def everyone(self) -> Group:
-        """Returns all ranks of the job by rank, for small values only."""
+        """Returns the group of all ranks of the job, for small values only."""
         return self._group("everyone", lambda: list(range(self.hcg.nranks)))
 
     def _group(
@@ -338,10 +338,10 @@ class Job:
         ranks: Callable[[], list[int]],
         paddle_group: Callable[[], Any] | None = None,
     ) -> Group:
-        """Returns a group of the job, made at its first use.
+        """Returns a group of the job and creates it at its first use.
 
         Args:
-            name: Which of the groups that this process is in.
+            name: The name of the group, unique in this process.
             ranks: Returns its members' ranks in the job, in their order.
             paddle_group: Returns Paddle's group of the same members, which adds large tensors.
         """
@@ -360,7 +360,7 @@ class Job:
         return GlooGroup(view, self.timeout, paddle_group(), self._limit_for(members), name)
 
     def _limit_for(self, ranks: list[int]) -> Callable[[], AbstractContextManager[None]]:
-        """Returns what ends this process where some of ``ranks`` stops within Paddle's C++."""
+        """Returns a context that ends this process if one of ``ranks`` is stuck in Paddle's C++."""
         if self._watch is None:
             return nullcontext
         what = f"within a collective operation of ranks {ranks}"
@@ -373,7 +373,7 @@ class Job:
         return any(id(parameter) in wanted for m in models for parameter in m.trained_parameters())
 
     def guarded(self, where: Callable[[], str]) -> AbstractContextManager[None]:
-        """Within it, a failure elsewhere ends this rank's waits, and one here reaches all others.
+        """While it is open, failures elsewhere end this rank's waits, and its own reach all.
 
         Args:
             where: Says what this rank is doing, for the messages of all.
@@ -392,10 +392,10 @@ class Job:
             synchronize()
 
     def limited_by_card(self) -> AbstractContextManager[None]:
-        """Within it, a process that stays at one operation for too long is ended, and says where.
+        """While this context is open, a process that is stuck in one operation is ended.
 
-        A wait for a card has no limit of its own. A read of a tensor waits for what is sent, too:
-        where two ranks read before they take what the other one sends, neither goes on.
+        A wait for a card has no limit of its own. A read of a tensor also waits for transfers: if
+        two ranks read before they receive, neither goes on. The error says where it was stuck.
         """
         if self._watch is None or device_kind() == "cpu":
             return nullcontext()
@@ -403,13 +403,13 @@ class Job:
         return self._watch.limit(2 * self.timeout, "", self.pipeline_ranks())
 
     def require_agreement(self, facts: Mapping[str, str]) -> None:
-        """Makes sure that all ranks say the same of themselves. Collective over the job.
+        """Checks that all ranks have the same facts. Collective over the job.
 
         Args:
             facts: What must be the same on all ranks, by subject.
 
         Raises:
-            ConfigError: Some rank says otherwise; the message shows both sides. Every rank raises.
+            ConfigError: Some rank has other facts; the message shows both sides. Every rank raises.
             PeerFailed: Some rank failed, or ended before it arrived.
             PipelineTimeout: Some rank did not arrive within the limit.
         """
@@ -420,14 +420,14 @@ class Job:
             require_agreement(self._store, key, facts, self.timeout, gone)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Closes this process's connections; what was sent before is still delivered.
+        """Closes this process's connections; earlier messages are still delivered.
 
         Args:
             error: Why the process ends, if it ends before its work is done.
 
         Raises:
-            PeerFailed: Another rank has failed, and this one was not told of it before.
-            PipelineTimeout: Another rank did not take what was sent to it within the limit.
+            PeerFailed: Another rank has failed, and this one has not raised that yet.
+            PipelineTimeout: Another rank did not take its messages within the limit.
         """
         try:
             if error is None and self._watch is not None and not self._watch.noticed:
@@ -454,13 +454,13 @@ class Job:
             self._transports, self._groups, self.endings = {}, {}, []
 
     def _awaited(self) -> int | None:
-        """Returns the rank of the job that this process waits for at this moment, or None."""
+        """Returns the rank of the job that this process waits for now, or None."""
         if self._pipeline is not None and (peer := self._pipeline.awaited) is not None:
             return self.pipeline_ranks()[peer]
         return None if self._connections is None else self._connections.awaited
 
     def _describe(self, text: str) -> str:
-        """Adds to what this rank is doing which replica it is, and for which rank it waits."""
+        """Adds to a description of this rank's work its replica and the rank it waits for."""
         if self.degrees.size == self.degrees.pp:
             text = text.removeprefix(f"rank {self.coordinate.pp}, ")
         for axis, name in (("mp", "shard"), ("cp", "cp rank"), ("sep", "sep rank")):
@@ -481,7 +481,7 @@ def current_job() -> Job | None:
 
 
 def pipeline_group() -> Group:
-    """Returns the ranks of the current job's pipeline as a group; one process outside of a job."""
+    """Returns the group of the current job's pipeline; one process outside of a job."""
     return SoleGroup() if _job is None else _job.group()
 
 
@@ -491,7 +491,7 @@ def mp_shard() -> tuple[int, int]:
 
 
 def all_ranks() -> Group:
-    """Returns all ranks of the current job as a group, for small values; see ``Job.everyone``."""
+    """Returns the group of all ranks of the current job, for small values; see ``Job.everyone``."""
     return SoleGroup() if _job is None else _job.everyone()
 
 
@@ -502,7 +502,7 @@ def begin(job: Job) -> None:
 
 
 def end(error: BaseException | None = None) -> None:
-    """Closes the current job, if there is one; ``error`` says why it ends before its time."""
+    """Closes the current job, if there is one; ``error`` says why it ends early."""
     global _job
     ended, _job = _job, None
     if ended is not None:

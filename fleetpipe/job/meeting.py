@@ -50,7 +50,7 @@ def come_together(number: int, timeout: float) -> JobStore:
     """Waits until every rank is here. Collective over the job.
 
     Args:
-        number: The number of the job, so that each has keys of its own.
+        number: The number of the job; it makes the keys unique.
         timeout: Seconds to wait.
 
     Returns:
@@ -59,7 +59,7 @@ def come_together(number: int, timeout: float) -> JobStore:
 
     Raises:
         PipelineTimeout: Names the ranks that did not come.
-        FleetPipeError: As :func:`open_store`.
+        FleetPipeError: An error of :func:`open_store`.
     """
     store = _store(timeout)
     store.timeout = timeout
@@ -87,8 +87,8 @@ def open_store(timeout: float) -> JobStore:
         ConfigError: The launcher gave rank 0 an address of IPv6, which Paddle's store cannot serve.
         PipelineTimeout: Rank 0 did not come.
         StateError: Paddle has opened a store of its own at that endpoint.
-        TransportError: The port that the launcher gave to rank 0 is taken; or the job was started
-            again since, and this rank is left over.
+        TransportError: The port that the launcher gave to rank 0 is taken; or the job has been
+            restarted, and this rank belongs to the earlier start.
     """
     host, port = _address()
     _refuse_paddles_store()
@@ -98,7 +98,7 @@ def open_store(timeout: float) -> JobStore:
 
 
 def paddles_client(timeout: float) -> Any:
-    """Returns the job's store, which must be open, as Paddle's own functions take it."""
+    """Returns Paddle's client of the job's open store, for Paddle's own functions."""
     return _servers[0] if _servers else open_tcp_store(*_address(), False, timeout)
 
 
@@ -126,16 +126,16 @@ def meet(
     gone: Callable[[], Collection[int]] = tuple,
     ranks: Collection[int] | None = None,
 ) -> None:
-    """Waits until every rank has come to ``key``. Collective over ``ranks``.
+    """Waits until all of ``ranks`` have come to ``key``. Collective over them.
 
     Args:
         store: The job's store.
-        key: Where in the store; new for each meeting.
+        key: The key in the store, new for each meeting.
         timeout: Seconds to wait.
-        place: What the meeting is for, for messages; by default the start of the job.
-        gone: Says which ranks have ended. What is known of a failure is raised by the store, and
-            only while somebody is missing: who came may have failed since, at what comes next.
-        ranks: Those that meet; by default all ranks of the job.
+        place: The purpose of the meeting, for messages; by default the start of the job.
+        gone: Returns the ranks that have ended. The store raises a known failure, but only while
+            somebody is missing: a rank that came may fail later, in its next operation.
+        ranks: The ranks that meet; by default all ranks of the job.
 
     Raises:
         PeerFailed: A rank ended, and had not come before.
@@ -166,7 +166,7 @@ def meet(
 
 
 def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> None:
-    """Has rank 0, which serves the store, stay a moment until those that are here have gone on."""
+    """Lets rank 0, which serves the store, stay until the other ranks have finished with it."""
     going = world_size() - len(missing or ())
     deadline = time.monotonic() + _LAST_SECONDS
     gone = store.add(key, 1)
@@ -176,10 +176,10 @@ def let_others_go(store: Store, key: str, missing: list[int] | None = None) -> N
 
 
 def give_paddle_an_address(store: Store, timeout: float) -> None:
-    """Has Paddle know an address for a store of its own. Collective over the job.
+    """Gives Paddle an address for a store of its own. Collective over the job.
 
-    A job does not need that store, but other functions of Paddle's open it. Where the launcher did
-    not give it an address, they would take the one that the job's store has.
+    A job does not need that store, but other functions of Paddle's open it. Without an address from
+    the launcher they would use the one of the job's store.
     """
     if not _paddle_has_an_address():
         if own_rank() == 0:
@@ -192,14 +192,14 @@ def give_paddle_an_address(store: Store, timeout: float) -> None:
 
 
 def begin_beside_paddle(timeout: float) -> None:
-    """Opens the job's store where Paddle is about to open its own. Collective over all ranks.
+    """Opens the job's store before Paddle opens its own. Collective over all ranks.
 
     Args:
         timeout: Seconds to wait for the other ranks.
 
     Raises:
-        PipelineTimeout: Some did not come.
-        FleetPipeError: As :func:`open_store`.
+        PipelineTimeout: Some ranks did not come.
+        FleetPipeError: An error of :func:`open_store`.
     """
     begun = paddle.distributed.is_initialized()
     if world_size() > 1 and not begun and not _paddle_has_an_address():
@@ -214,7 +214,7 @@ def _paddle_has_an_address() -> bool:
 
 
 def _refuse_paddles_store() -> None:
-    """Refuses ranks whose Paddle has begun by itself, with a store where the job's is to be."""
+    """Refuses ranks whose Paddle has already opened a store at the job store's address."""
     if began_without_groups():
         raise StateError(
             "Paddle began without the groups of ranks that a job needs",
@@ -250,15 +250,15 @@ def _refuse_taken(host: str, port: int) -> None:
 
 
 def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
-    """Serves the job's store on rank 0, and waits until it listens.
+    """Serves the job's store on rank 0; other ranks wait until it listens.
 
-    Paddle's own client would wait without a limit.
+    Paddle's own client has no limit for that wait.
 
     Args:
-        host: Where.
+        host: The host of the store.
         port: Its port.
         timeout: Seconds to wait.
-        sign: A key that rank 0 puts into the store, and that is in no other.
+        sign: A key that rank 0 puts into the store, unique to it.
     """
     if own_rank() == 0:
         _refuse_taken(host, port)
@@ -289,7 +289,7 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
 
 
 def _sign_in(store: JobStore, sign: str) -> int | None:
-    """Returns in which life the job is that ``store`` serves; None where it serves another job."""
+    """Returns the attempt of the job that ``store`` serves; None if it serves another job."""
     if own_rank() == 0:
         store.set(f"{sign}/life", str(attempt_files.number()))
         store.add(sign, 1)

@@ -1,4 +1,4 @@
-"""What a rank says of itself, five times a second, as a record that is checked where it is read."""
+"""The record that a rank sends of itself five times a second; readers check it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ SOURCE = Source("this is no record of a rank", ConfigError, "give all ranks the 
 
 
 class StepRow(NamedTuple):
-    """How long the parts of a step took on one rank, in seconds; 0 for what was not measured.
+    """The times of the parts of a step on one rank, in seconds; 0 if not measured.
 
     Attributes:
-        step: Its number, from 0.
-        span: From the end of the step before to its own.
+        step: Number of the step, from 0.
+        span: Time from the end of the step before to the end of this one.
         cpu: Processor time of the rank's actions.
-        wall: The same by the clock, without what it waited for messages, or for a processor.
-        data: From the step before to the first action, without saving, or waiting for a processor.
-        save: What saving took since.
-        limited: In which the limit of its container let it not run.
-        flights: For each rank of which messages came: its rank, the seconds that the quickest was
-            on its way by the clocks of both, which may differ, and how many it waited for.
-        probe: Processor time of a small piece of work that is always the same; 0: not measured.
+        wall: The same in elapsed time, without the waits for messages and for a processor.
+        data: Time from the step before to the first action, without saving and waits for a
+            processor.
+        save: Time of saving since the step before.
+        limited: Time in which the container's limit kept it from running.
+        flights: For each rank that sent messages: its rank, the shortest time in seconds that one
+            was on its way (by both clocks, which may differ), and how many of them this rank waited
+            for.
+        probe: Processor time of a small piece of work that is always the same; 0 if not measured.
     """
 
     step: int
@@ -45,30 +47,30 @@ class StepRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank does, and how it gets on.
+    """The state and progress of one rank.
 
     Attributes:
         rank: Its rank in the job.
-        action: What it does now, in words.
+        action: Its present operation, in words.
         stages: The stages that it runs; none before a model is wrapped.
         replica: The number of its replica.
         shard: Its place among the ranks that share its layers.
-        awaited: The rank for whose message it waits; None where it waits for none.
+        awaited: The rank for whose message it waits; None if it does not wait.
         step: Steps that are done, in all attempts.
-        steps: Steps of the whole run; None where nobody says.
+        steps: Steps of the whole run; None if unknown.
         step_age: Seconds since the last one was done; None before the first.
         step_time: Seconds of a step, the mean of the last ones.
-        busy: The share of them in which it computed.
+        busy: The share of the last steps in which it computed.
         samples: Rows of a step, of all replicas.
         memory: Bytes that the process holds.
-        memory_limit: Bytes that it may hold; None where nobody says.
-        held: Most forwards that it held for their backwards in the last step.
-        held_cap: The ``memory_cap`` of its schedule, where that counts forwards.
-        gradient_norm: Of the last step, before clipping; None where nothing is clipped by it.
-        incoming: Messages that have arrived and that it has not taken.
-        outgoing: Bytes that it has handed over and that are not sent.
-        saved: The last step that was saved; None where none was.
-        saved_age: Seconds since.
+        memory_limit: Bytes that it may hold; None if unknown.
+        held: The most forwards whose activations it held at once in the last step.
+        held_cap: The ``memory_cap`` of its schedule, if that counts forwards.
+        gradient_norm: Gradient norm of the last step before clipping; None without such a clip.
+        incoming: Number of arrived messages that it has not taken.
+        outgoing: Bytes that wait to be sent.
+        saved: The last step that was saved; None without one.
+        saved_age: Seconds since that save.
         rows: Steps that were done since the last record.
         state: On a board: ``starting``, ``running``, ``waiting``, ``stopped`` or ``ended``.
     """
@@ -104,25 +106,25 @@ class RankRecord:
 
     @property
     def lean(self) -> RankRecord:
-        """The record without its rows."""
+        """The record without its rows of steps."""
         return replace(self, rows=())
 
     def content(self) -> dict[str, Any]:
-        """Returns it as a value of JSON, with times to the nanosecond."""
+        """Returns the record as a JSON value, with times to the nanosecond."""
         return {field.name: _rounded(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def of(cls, content: Mapping[str, object]) -> RankRecord:
-        """Reads what :meth:`content` returned, written by whom it may.
+        """Reads a value of :meth:`content`, which may come from another program.
 
         Raises:
-            ConfigError: It is no such record.
+            ConfigError: It is not such a record.
         """
         return cls.read(JsonValue(content, SOURCE))
 
     @classmethod
     def read(cls, value: JsonValue) -> RankRecord:
-        """Reads it from a value of JSON; raises as the source of that says."""
+        """Reads a record from a JSON value; the source of the value raises errors."""
         record = value.record(cls, rows=_rows)
         if record.rank >= _MOST_RANKS or len(record.rows) > MOST_ROWS:
             raise value.refused("a record of one rank")
@@ -140,7 +142,7 @@ def _rows(value: JsonValue) -> tuple[StepRow, ...]:
 
 
 class Heard(NamedTuple):
-    """What was heard of a rank: its last record, how long ago, and whether it has left."""
+    """The last record of a rank, its age, and whether the rank has left."""
 
     record: RankRecord
     silence: float = 0.0

@@ -23,11 +23,11 @@ TRACE = "trace.json"
 
 
 class Lines(NamedTuple):
-    """What a file of JSON lines holds.
+    """The contents of a file of JSON lines.
 
     Attributes:
         values: The objects, in order.
-        torn: Lines that are none, such as the last one of a process that was killed.
+        torn: Number of invalid lines, such as the last one of a process that was killed.
     """
 
     values: list[dict[str, Any]]
@@ -35,7 +35,7 @@ class Lines(NamedTuple):
 
 
 def read_lines(path: Path) -> Lines:
-    """Reads the objects of a file of JSON lines; of one that is not there nothing.
+    """Reads the objects of a file of JSON lines; none if there is no such file.
 
     Raises:
         OSError: It cannot be read.
@@ -53,7 +53,7 @@ def read_lines(path: Path) -> Lines:
 
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:
-    """Adds a line; behind a torn one it begins a new one.
+    """Appends a line, on a new line even after a torn one.
 
     Raises:
         OSError: It cannot be written.
@@ -68,7 +68,7 @@ def append_line(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def replace_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a file of JSON lines whole: whoever is killed meanwhile leaves the one before.
+    """Replaces a file of JSON lines at once: a process that is killed leaves the old one.
 
     Raises:
         OSError: It cannot be written.

@@ -1,4 +1,4 @@
-"""How far this process is in its run, and what its steps take: what its records are made of."""
+"""The progress of this process in its run and its step times, of which records are made."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ StepTimes = tuple[float, float, float, float, dict[int, int], float]
 
 
 class RunProgress:
-    """One process's account of its steps. The main thread writes it, another one reads.
+    """Counts and times the steps of one process. The main thread writes it, another one reads.
 
     Attributes:
-        action: Says what the process does now; called on any thread.
-        awaited: Says for which rank's message it waits; None for none.
-        flights: Says by rank how long the quickest message since the last call was on its way.
-        queues: Says how many messages and bytes it has not taken, and not sent.
-        memory: Says how many bytes it holds.
-        synchronize: Waits until its device has computed what it was given, within a limit.
+        action: Describes the present operation; called on any thread.
+        awaited: Returns the rank for whose message it waits; None if it does not wait.
+        flights: Returns by rank the shortest time that a message took since the last call.
+        queues: Returns the number of untaken messages and of unsent bytes.
+        memory: Returns how many bytes it holds.
+        synchronize: Waits until its device has computed all queued work, within a limit.
         memory_limit: Bytes that it may hold.
-        gradient_norm: Says what it was in the last step; None where nobody does.
-        folders: Where the run is recorded.
+        gradient_norm: Returns the gradient norm of the last step; None if it is not known.
+        folders: The folders in which the run is recorded.
         stages: The stages that it runs.
         replica: The number of its replica.
         shard: Its place among the ranks that share its layers.
         samples: Rows of a step, of all replicas.
-        held: Most forwards that it held in the last step.
-        held_cap: Most that it may hold; None: no cap.
+        held: The most forwards that it held in the last step.
+        held_cap: The most forwards that it may hold; None: no cap.
         step: Steps that are done, in all attempts.
-        steps: Steps of the whole run; None where nobody says.
+        steps: Steps of the whole run; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -72,16 +72,16 @@ class RunProgress:
         self._rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
 
     def expect(self, step: int, steps: int | None) -> None:
-        """Says that the run has so many steps behind it, and how many it has in all."""
+        """Sets how many steps the run has done already, and how many it has in all."""
         self.step, self.steps = step, steps
 
     def tell_norm(self, read: Callable[[], float | None], waits: bool) -> None:
-        """Says what reads the gradient norm of a step that has run.
+        """Sets the function that reads the gradient norm of the last step.
 
         Args:
             read: Returns it.
-            waits: Whether it waits for a card, as the watch's thread must not, which asks for it:
-                then this thread reads one now and then.
+            waits: Whether it waits for a card. The watch's thread must not wait, so that this
+                thread then reads the norm now and then.
         """
         if not waits:
             self.gradient_norm = read
@@ -91,11 +91,11 @@ class RunProgress:
             self._norm_due = time.monotonic() + _NORM_SECONDS
 
     def begin_step(self) -> None:
-        """Begins a step: messages before it, which are an evaluation's, may be larger."""
+        """Begins a step; forgets times of earlier messages, which may be an evaluation's."""
         self.flights()
 
     def end_step(self, times: StepTimes) -> None:
-        """Counts a step; what passed since the last one went to its data.
+        """Counts a step; the time since the one before counts as its data.
 
         Args:
             times: See :class:`fleetpipe.engine.step_meter.StepTimes`.
@@ -120,7 +120,7 @@ class RunProgress:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Within it, a step is saved. What a GPU has to compute before is no part of that."""
+        """Times the save of a step while it is open; a wait for the GPU does not count."""
         self.synchronize()
         self._queue = self._queue or ProcessorQueue()
         begin, queued = time.monotonic(), self._queue.seconds()
@@ -131,7 +131,7 @@ class RunProgress:
         self._saved = step, end
 
     def record(self, rank: int, action: str, with_rows: bool) -> RankRecord:
-        """Returns what the process says of itself now, and forgets the rows that are in it."""
+        """Returns the present record of the process, and forgets the rows that are in it."""
         # Each once, and before the clock: the main thread goes on meanwhile, and no age is below 0.
         ended, saved, last = self._ended, self._saved, list(self._last)
         now = time.monotonic()

@@ -1,7 +1,7 @@
-"""Begins a job of several processes: they meet, are connected, agree, and have Paddle make groups.
+"""Begins a job of several processes: they meet, connect, agree, and create Paddle's groups.
 
-The ranks meet in the store that rank 0 serves, and join once: from then on each has two streams to
-every other, one for the watch, whose thread is never held up, and one for all that they compute.
+The ranks meet in the store that rank 0 serves, and connect once: each has two streams to every
+other, one for the watch, whose thread is never blocked, and one for everything else.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ def begin_together(
     make_groups: Callable[[], tuple[Any, Any]],
     transport: str = SOCKETS,
 ) -> Job:
-    """Begins a job, whose ranks watch each other from the first moment on. Collective over the job.
+    """Begins a job whose ranks watch each other from the start. Collective over the job.
 
     Args:
         mesh: The places of all ranks.
-        facts: What must be the same on all ranks before they make groups, by subject.
+        facts: Facts that must be the same on all ranks, by subject; compared before groups are
+            created.
         timeout: Seconds that any wait for another rank may last.
-        number: How many jobs the processes began before.
-        make_groups: Has Paddle make its groups; returns its topology, and its group of those that
-            hold the same parameters where several axes span them.
-        transport: What tensors of a pipeline go over: "sockets" or "process_group".
+        number: Number of earlier jobs of these processes.
+        make_groups: Creates Paddle's groups; returns its topology, and its group of the ranks that
+            hold the same parameters if they span several axes.
+        transport: The transport of a pipeline's tensors: "sockets" or "process_group".
 
     Raises:
         ConfigError: The ranks differ in ``facts``.
-        PeerFailed: Some rank failed, or Paddle could not make its groups.
+        PeerFailed: Some rank failed, or Paddle could not create its groups.
         PipelineTimeout: Some rank did not arrive; the message says which.
-        UsageError: This system runs no ranks.
+        UsageError: This system cannot run several ranks.
     """
     systems.require_ranks()
     degrees = mesh.degrees

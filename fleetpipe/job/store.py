@@ -1,8 +1,8 @@
-"""A client of Paddle's ``TCPStore`` whose every call ends.
+"""A client of Paddle's ``TCPStore`` whose every call ends within a limit.
 
-Paddle's own client waits without a limit, with the interpreter's lock in its hand. Its server, in
-threads of C++, is served as it is. A request is a command (int32) and its arguments, strings with
-their length (uint64) before them; 2.6.2 and 3.3.1 speak alike.
+Paddle's own client waits without a limit while it holds the interpreter's lock. Its server, in
+threads of C++, is used unchanged. A request is a command (int32) and its arguments, strings with
+their length (uint64) before them; the protocol is the same in 2.6.2 and 3.3.1.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class JobStore:
     """One rank's connection to the job's store. Used by one thread at a time.
 
     Attributes:
-        check: Called while something is waited for; raises where a rank is known to have failed.
+        check: Called during waits; raises an error if a rank is known to have failed.
         timeout: Seconds that the answer to one request may take.
     """
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
-        """Connects to the server.
+        """Connects to the server at a host and port.
 
         Args:
-            host: Where it listens.
+            host: The host on which it listens.
             port: Its port.
             timeout: Seconds that the answer to one request may take.
 

@@ -1,4 +1,4 @@
-"""The axes along which ranks are split, and groups of ranks that share what some axes span.
+"""The axes along which ranks are split, and groups of the ranks along them.
 
 Start with ``axes.py``: the names, their degrees, and every rank's place on each. ``groups.py`` has
 the collective operations, and ``parts.py`` says which part of a parameter a rank holds.

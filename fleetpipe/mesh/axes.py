@@ -35,13 +35,13 @@ SHARDS = ("mp",)
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ways each axis is split.
+    """The number of ranks along each axis.
 
     Attributes:
-        sharding: Ranks that take different samples and share the optimizer's state; where
-            ``hybrid_configs`` has cp within sharding, ``sharding_degree / cp_degree``.
-        cp_in_sharding: Whether the ranks along cp share the optimizer's state too, and are part
-            of Fleet's ``sharding_degree``: so it is beside ``ep_degree``.
+        sharding: Ranks that take different samples and share the optimizer's state; if
+            ``hybrid_configs`` counts cp within sharding, ``sharding_degree / cp_degree``.
+        cp_in_sharding: Whether the ranks along cp share the optimizer's state too and count in
+            Fleet's ``sharding_degree``, as they do beside ``ep_degree``.
     """
 
     dp: int = 1
@@ -56,10 +56,11 @@ class Degrees:
 
     @classmethod
     def resolve(cls, configs: Mapping[str, Any], world_size: int) -> Degrees:
-        """Reads ``hybrid_configs``, works out what is left open and checks the products.
+        """Reads ``hybrid_configs``, computes the open degrees and checks the products.
 
-        ``dp_degree=-1`` is what all others leave, ``moe_sharding_degree=1`` what ``ep_degree``
-        leaves. A single process may ask for any ``pp_degree``: it then plays all ranks itself.
+        ``dp_degree=-1`` means the ranks that the other degrees leave, ``moe_sharding_degree=1``
+        those that ``ep_degree`` leaves. A single process may ask for any ``pp_degree``: it then
+        plays all ranks itself.
 
         Args:
             configs: ``strategy.hybrid_configs``.
@@ -67,7 +68,7 @@ class Degrees:
 
         Raises:
             ConfigError: The degrees do not multiply to ``world_size``, one is below 1, or one does
-                not divide what it splits.
+                not divide the ranks that it splits.
         """
         wanted = {axis: configs.get(f"{axis}_degree", 1) for axis in AXES}
         for axis, degree in wanted.items():
@@ -107,7 +108,7 @@ class Degrees:
 
     @property
     def layer_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks compute a layer together; beside experts all of a stage."""
+        """The axes along which ranks compute a layer together; with experts all axes of a stage."""
         return tuple(a for a in DENSE if a != "pp" and (self.ep > 1 or a not in REPLICA))
 
     def split(self, *axes: str) -> int:
@@ -115,7 +116,7 @@ class Degrees:
         return math.prod(getattr(self, axis) for axis in axes)
 
     def configs(self) -> dict[str, int]:
-        """Returns these degrees as Fleet's ``hybrid_configs`` has them."""
+        """Returns these degrees in the form of Fleet's ``hybrid_configs``."""
         degrees = {f"{axis}_degree": getattr(self, axis) for axis in AXES}
         return {**degrees, "sharding_degree": self.state_shards}
 
@@ -152,21 +153,21 @@ class Coordinate(NamedTuple):
     ep: int = 0
 
     def leads(self, *but: str) -> bool:
-        """Whether the rank is the first on every axis that numbers ranks, or on all but some.
+        """Whether the rank is first on every axis that numbers ranks, except on those in ``but``.
 
         Args:
-            but: The axes on which its place does not matter.
+            but: Axes on which its place does not matter.
         """
         return not any(getattr(self, axis) for axis in DENSE if axis not in but)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All places of a job, and the ranks that have them.
+    """The places of all ranks of a job.
 
     Attributes:
-        order: The axes of :data:`DENSE`, the one along which ranks are numbered first last.
-        outer: Of the ranks of a stage, the axis of :data:`EXPERT` that changes last.
+        order: The axes of :data:`DENSE`; rank numbers change fastest along the last one.
+        outer: The axis of :data:`EXPERT` along which the numbers of a stage's ranks change slowest.
         before: Whether moe_sharding splits the ranks before pp does, as in Fleet's order of
             ``["sharding", "moe_sharding", "pp", ..]``.
     """
@@ -182,10 +183,10 @@ class Mesh:
 
         Args:
             degrees: How many ways each axis is split.
-            order: Axes, the one along which ranks are numbered first last.
+            order: The axes; rank numbers change fastest along the last one.
 
         Raises:
-            ConfigError: It names what is no axis, or one twice.
+            ConfigError: It has an unknown axis, or an axis twice.
         """
         degree_checks.require_order(order, AXES)
         names = complete_order(order)
@@ -195,9 +196,9 @@ class Mesh:
 
     @functools.cached_property
     def digits(self) -> list[tuple[str, int]]:
-        """The axes and sizes by which ranks are numbered, the first one outermost.
+        """The axes and sizes by which ranks are numbered, like digits, the slowest one first.
 
-        Beside experts sharding has two digits, as in Fleet: moe_sharding's, and what is left of it.
+        With experts sharding has two digits, as in Fleet: moe_sharding's and the rest.
         """
         sizes = [(axis, getattr(self.degrees, axis)) for axis in self.order]
         state, outer = self.degrees.state_shards, self.degrees.moe_sharding
@@ -230,11 +231,11 @@ class Mesh:
 
     @property
     def _shares_digit(self) -> bool:
-        """Whether the digits of sharding are those of cp too."""
+        """Whether sharding and cp share their digits."""
         return self.degrees.cp_in_sharding and ("cp", self.degrees.cp) not in self.digits
 
     def rank(self, coordinate: Coordinate) -> int:
-        """Returns the rank with some place on the axes of :data:`DENSE`."""
+        """Returns the rank at a place on the axes of :data:`DENSE`."""
         return self._ranks[coordinate[: len(DENSE)]]
 
     @functools.cached_property
@@ -250,12 +251,12 @@ class Mesh:
         return {(c.pp, c.moe_sharding, c.ep): rank for rank, c in enumerate(self._coordinates)}
 
     def along(self, coordinate: Coordinate, axes: Sequence[str]) -> list[int]:
-        """Returns the ranks whose places differ from one on some axes only.
+        """Returns the ranks that differ from one place on the given axes only.
 
         Args:
-            coordinate: The place of one of them.
-            axes: The axes that they span, of :data:`DENSE`, or of :data:`EXPERT` and pp; their
-                order is that of the places on the last axis, then on the one before.
+            coordinate: The place of one of these ranks.
+            axes: The axes that they span, of :data:`DENSE`, or of :data:`EXPERT` and pp. The ranks
+                are sorted by their place on the last axis, then on the one before.
         """
         spans = itertools.product(*(range(getattr(self.degrees, axis)) for axis in axes))
         places = [coordinate._replace(**dict(zip(axes, span))) for span in spans]
@@ -264,7 +265,7 @@ class Mesh:
         return [self.rank(place) for place in places]
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
-        """Returns the ranks of each group along some axes, those of rank 0 first."""
+        """Returns the ranks of each group along some axes, the group of rank 0 first."""
         made: dict[int, list[int]] = {}
         for place in self._coordinates:
             ranks = self.along(place, axes)
@@ -272,19 +273,19 @@ class Mesh:
         return list(made.values())
 
     def number(self, coordinate: Coordinate, axes: Sequence[str]) -> int:
-        """Returns where the rank with some place is in :meth:`along`, by its places on the axes."""
+        """Returns the index in :meth:`along` of the rank at a place."""
         number = 0
         for axis in axes:
             number = number * getattr(self.degrees, axis) + getattr(coordinate, axis)
         return number
 
     def replica(self, coordinate: Coordinate) -> int:
-        """Returns the number of the replica that the rank with some place is part of."""
+        """Returns the number of the replica of the rank at a place."""
         return self.number(coordinate, REPLICA)
 
 
 def complete_order(order: Iterable[str]) -> list[str]:
-    """Returns an order of ``hybrid_configs`` with the axes that it leaves out, as Fleet has them.
+    """Adds to an order of ``hybrid_configs`` the axes that it leaves out, where Fleet has them.
 
     Paddle ignores the degree of an axis that the order leaves out.
     """

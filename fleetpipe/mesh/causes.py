@@ -1,4 +1,4 @@
-"""Likely causes, in a sentence, of ranks that do not hold what their places on the axes ask for."""
+"""Likely causes, in a sentence, of ranks with other contents than their places require."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def of_unequal(axis: str, step: int) -> str:
     """Says why ranks that share a weight have different ones.
 
     Args:
-        axis: Along which they differ; "" where that cannot be told.
-        step: The step at whose beginning they do.
+        axis: The axis along which they differ; "" if unknown.
+        step: The step at whose beginning they differ.
     """
     if step:
         return f"the weight was changed on some ranks after the step; they must agree along {axis}"

@@ -1,4 +1,4 @@
-"""What the degrees of ``hybrid_configs`` have to be; each refusal names one that would do."""
+"""Checks the degrees of ``hybrid_configs``; each refusal names a degree that would work."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fleetpipe.errors import ConfigError, nearest, require_whole
 
 
 def take_context_out(wanted: dict[str, int], cp_sharding: Any) -> bool:
-    """Makes sharding what cp leaves of it, where cp is within it; returns whether it is.
+    """Divides sharding by cp if Fleet counts cp within it; returns whether it does.
 
-    In Fleet's topology of experts ``sharding_degree`` covers ``cp_degree``; elsewhere cp is an axis
-    beside it, unless ``cp_sharding_degree`` says what cp leaves.
+    In Fleet's topology of experts ``sharding_degree`` covers ``cp_degree``; otherwise cp is an axis
+    of its own, unless ``cp_sharding_degree`` gives the rest.
     """
     require_degree("cp_sharding_degree", cp_sharding)
     cp, sharding = wanted["cp"], wanted["sharding"]
@@ -39,7 +39,7 @@ def take_context_out(wanted: dict[str, int], cp_sharding: Any) -> bool:
 
 
 def data_parallel(wanted: int, rest: Mapping[str, int], world_size: int) -> int:
-    """Returns dp_degree, which may be left open."""
+    """Returns dp_degree, and computes it if it is left open."""
     product = math.prod(rest.values())
     needed = product * max(wanted, 1)
     if world_size % product:
@@ -62,7 +62,7 @@ def data_parallel(wanted: int, rest: Mapping[str, int], world_size: int) -> int:
 
 
 def _lower(rest: Mapping[str, int], world_size: int) -> str:
-    """Says which one degree, made another, would let all divide the ranks."""
+    """Names one degree whose change would let all divide the ranks."""
     product = math.prod(rest.values())
     for axis, degree in rest.items():
         rest_of_product = product // degree
@@ -75,7 +75,7 @@ def _lower(rest: Mapping[str, int], world_size: int) -> str:
 
 
 def expert_degrees(wanted: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Returns how the ranks of a stage are split for experts."""
+    """Returns the degrees that split the ranks of a stage for experts."""
     ep, moe_sharding = wanted["ep"], wanted["moe_sharding"]
     if ep == moe_sharding == 1:
         return {}
@@ -97,7 +97,7 @@ def expert_degrees(wanted: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def refuse_alone(degrees: Mapping[str, int]) -> None:
-    """Refuses the axes that one process does not play, and says how many ranks they need."""
+    """Refuses axes that one process cannot play alone, and says how many ranks they need."""
     split = {axis: degree for axis, degree in degrees.items() if degree > 1}
     experts = {axis: split[axis] for axis in ("moe_sharding", "ep") if axis in split}
     ranks = math.prod(degree for axis, degree in split.items() if axis not in experts)
@@ -111,28 +111,28 @@ def refuse_alone(degrees: Mapping[str, int]) -> None:
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """Returns the divisor of a number that is nearest to one that may not divide it."""
+    """Returns the divisor of ``number`` that is nearest to ``wanted``."""
     divisors = (divisor for divisor in range(1, number + 1) if number % divisor == 0)
     return min(divisors, key=lambda divisor: abs(divisor - wanted))
 
 
 def require_degree(name: str, degree: Any, least: int = 1) -> None:
-    """Refuses a degree that is no number of ranks.
+    """Refuses a degree that is not a valid number of ranks.
 
     Args:
         name: Its name in ``hybrid_configs``.
         degree: Its value there.
-        least: The smallest that is taken.
+        least: The smallest allowed degree.
 
     Raises:
-        ConfigError: It is no int, or below ``least``.
+        ConfigError: It is not an int, or below ``least``.
     """
     fix = f"set strategy.hybrid_configs = {{{name!r}: 2}}, or leave it out"
     require_whole(name, degree, least, where="strategy.hybrid_configs", fix=fix)
 
 
 def require_order(order: Sequence[str], axes: Collection[str]) -> None:
-    """Refuses an order of ranks that names what is no axis, or an axis twice."""
+    """Refuses an order of ranks with an unknown axis or with an axis twice."""
     wrong = next((a for n, a in enumerate(order) if a not in axes or a in order[:n]), None)
     if wrong is not None:
         raise ConfigError(
@@ -145,7 +145,7 @@ def require_order(order: Sequence[str], axes: Collection[str]) -> None:
 
 
 def sharding_stage(strategy: Any) -> int:
-    """Returns what ``sharding_degree`` shards: 1, the optimizer's state; 2, gradients too.
+    """Returns the stage of sharding: 1 shards the optimizer's state, 2 gradients too.
 
     Raises:
         ConfigError: The strategy asks for more, or for another way.
@@ -176,5 +176,5 @@ def _refuse_sharding(got: str) -> None:
 
 
 def text_of(degrees: Mapping[str, int]) -> str:
-    """Returns degrees as ``hybrid_configs`` names them, for messages."""
+    """Writes degrees with their names in ``hybrid_configs``, for messages."""
     return ", ".join(f"{axis}_degree={degree}" for axis, degree in degrees.items())

@@ -1,4 +1,4 @@
-"""Collective operations among some ranks: of values over their own connections, of sums in Gloo."""
+"""Collective operations of some ranks, over their own connections or by Gloo."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fleetpipe.transport.wire.message import MessageKey
 
 
 class Gathering(Protocol):
-    """An ``all_gather`` or ``all_to_all`` on its way: this member has given its values."""
+    """An ``all_gather`` or ``all_to_all`` under way: this member has sent its values."""
 
     def arrived(self) -> bool:
-        """Whether the values of all members are here; never blocks."""
+        """Whether the values of all members have arrived; never blocks."""
 
     def values(self) -> list[Value]:
-        """Waits for the values of all members, and returns them by member."""
+        """Waits for the values of all members; returns them by member."""
 
 
 class Group(Protocol):
@@ -48,21 +48,21 @@ class Group(Protocol):
         return self.begin_all_gather(value).values()
 
     def begin_all_gather(self, value: Value) -> Gathering:
-        """Gives ``value`` to all members without waiting for theirs. Collective.
+        """Sends ``value`` to all members without waiting for theirs. Collective.
 
-        Those that a member has begun end in the order in which they began.
+        Gatherings end in the order in which they began.
         """
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
-        """Replaces each tensor by the sum of all members'. Collective."""
+        """Replaces each tensor by the sum over all members. Collective."""
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Gives each tensor the value that it has on the member named beside it. Collective."""
+        """Replaces each tensor by the one of the member named beside it. Collective."""
 
     def all_to_all(self, parts: Sequence[Any]) -> list[Any]:
-        """Returns the parts that all members have for this one, by member. Collective.
+        """Sends a part to each member; returns the parts for this one, by member. Collective.
 
-        Each part goes straight to its member, as a copy: the caller may change it afterwards.
+        Each part is copied and goes straight to its member: the caller may change it afterwards.
 
         Args:
             parts: A tensor for each member, of any shapes and dtypes; some may be empty.
@@ -73,9 +73,9 @@ class Group(Protocol):
         return self.begin_all_to_all(parts).values()
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
-        """Gives each member its part without waiting for the others'. Collective.
+        """Sends each member its part without waiting for the others'. Collective.
 
-        It ends in order with what :meth:`begin_all_gather` has begun.
+        It ends in the order of begin, as :meth:`begin_all_gather` does.
         """
 
     def reduce_scatter(self, parts: Sequence[Any]) -> Any:
@@ -84,7 +84,7 @@ class Group(Protocol):
         They are added in the members' order, so that the bits depend on no timing.
 
         Args:
-            parts: A tensor for each member; what is for one member has one shape and dtype on all.
+            parts: A tensor for each member, of the same shape and dtype on all members.
 
         Raises:
             UsageError: There is not one part for each member; one is of bools; or the members'
@@ -93,26 +93,26 @@ class Group(Protocol):
         return self.begin_reduce_scatter(parts).value()
 
     def begin_reduce_scatter(self, parts: Sequence[Any]) -> Reduction:
-        """Gives each member its part without waiting for the others'. Collective.
+        """Sends each member its part without waiting for the others'. Collective.
 
-        It ends in order with what :meth:`begin_all_gather` has begun.
+        It ends in the order of begin, as :meth:`begin_all_gather` does.
         """
         return Reduction(self.begin_all_to_all(parts), self.rank)
 
 
 class Reduction:
-    """A ``reduce_scatter`` on its way: this member has given its parts."""
+    """A ``reduce_scatter`` under way: this member has sent its parts."""
 
     def __init__(self, gathering: Gathering, rank: int) -> None:
-        """Adds up what a member with some number gets."""
+        """Sums the parts of ``gathering`` for the member ``rank``."""
         self._gathering, self._rank = gathering, rank
 
     def arrived(self) -> bool:
-        """Whether the parts of all members are here; never blocks."""
+        """Whether the parts of all members have arrived; never blocks."""
         return self._gathering.arrived()
 
     def value(self) -> Any:
-        """Waits for the parts of all members, and returns their sum.
+        """Waits for the parts of all members; returns their sum.
 
         Raises:
             PipelineTimeout: Some part did not come within the limit.
@@ -122,23 +122,23 @@ class Reduction:
 
 
 class _Gathered:
-    """What one process that stands for all has gathered: its own value."""
+    """The gathering of a group with one member: its own value."""
 
     def __init__(self, value: Value) -> None:
         self._value = value
 
     def arrived(self) -> bool:
-        """Says that all is here."""
+        """Always true."""
         return True
 
     def values(self) -> list[Value]:
-        """Returns the value as that of the one member."""
+        """Returns a list of the one value."""
         return [self._value]
 
 
 @shows("rank", "ranks")
 class SoleGroup(Group):
-    """One process that stands for all members: what it has is what everyone has."""
+    """A group whose only member is this process."""
 
     rank = 0
     ranks = 1
@@ -148,24 +148,24 @@ class SoleGroup(Group):
         return value
 
     def begin_all_gather(self, value: Value) -> Gathering:
-        """Has ``value`` as that of the one member."""
+        """Returns a gathering of ``value`` alone."""
         return _Gathered(value)
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
-        """Leaves the tensors as they are."""
+        """Leaves the tensors unchanged."""
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Leaves the tensors as they are."""
+        """Leaves the tensors unchanged."""
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
-        """Has a copy of the one part."""
+        """Returns a gathering of a copy of the one part."""
         (part,) = copies(parts, self.rank, self.ranks)
         return _Gathered(part)
 
 
 @shows("rank", "ranks")
 class DirectGroup(Group):
-    """Sends each value straight from rank to rank; made for losses, verdicts and states.
+    """Sends each value straight from rank to rank; meant for small values such as losses.
 
     Unlike Gloo's, its waits last as long as the user's limit.
     """
@@ -176,8 +176,8 @@ class DirectGroup(Group):
         Args:
             transport: This rank's connections to the other members.
             timeout: Seconds that the wait for one value may last.
-            name: Prefix of its messages: groups that use the same connections, as views of them,
-                have names of their own, so that none takes a message of another.
+            name: Prefix of its messages. Groups that share connections need different names, so
+                that none takes a message of another.
         """
         self.rank = transport.rank
         self.ranks = transport.ranks
@@ -201,13 +201,13 @@ class DirectGroup(Group):
         return value
 
     def begin_all_gather(self, value: Value) -> Gathering:
-        """Gives ``value`` to all members without waiting for theirs. Collective."""
+        """Sends ``value`` to all members without waiting for theirs. Collective."""
         for peer in self._peers():
             self.transport.send(peer, self._gather, value)
         return self._begin(self._gather, value)
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
-        """Gives each member its part without waiting for the others'. Collective."""
+        """Sends each member its part without waiting for the others'. Collective."""
         outgoing = copies(parts, self.rank, self.ranks)
         traffic.note([outgoing[peer] for peer in self._peers()])
         for peer in self._peers():
@@ -215,7 +215,7 @@ class DirectGroup(Group):
         return _Exchange(self._begin(self._exchange, outgoing[self.rank]))
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
-        """Replaces each tensor by the sum of all members', added in their order. Collective.
+        """Replaces each tensor by the sum over all members, in their order. Collective.
 
         Raises:
             PipelineTimeout: Some member did not come within the limit.
@@ -224,7 +224,7 @@ class DirectGroup(Group):
             tensor.set_value(functools.reduce(added, self.all_gather(tensor.clone())))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Gives each tensor the value that it has on the member named beside it. Collective.
+        """Replaces each tensor by the one of the member named beside it. Collective.
 
         Raises:
             PipelineTimeout: Some member did not come within the limit.
@@ -242,11 +242,11 @@ class DirectGroup(Group):
         return gathering
 
     def advance(self, wanted: _DirectGathering, wait: bool) -> None:
-        """Takes what has arrived for the gatherings up to ``wanted``, the first that began first.
+        """Takes arrived values for the gatherings up to ``wanted``, in the order of begin.
 
         Args:
-            wanted: One of those that are not complete.
-            wait: Whether to wait until it is.
+            wanted: A gathering that is not complete.
+            wait: Whether to wait until it is complete.
         """
         while self._begun and not wanted.complete:
             first = self._begun[0]
@@ -268,11 +268,11 @@ class DirectGroup(Group):
 
 
 class _DirectGathering:
-    """An ``all_gather`` or ``all_to_all`` of a :class:`DirectGroup` on its way.
+    """An ``all_gather`` or ``all_to_all`` of a :class:`DirectGroup` under way.
 
     Attributes:
-        key: Of its messages.
-        by_member: The values that are here, by member.
+        key: The key of its messages.
+        by_member: The values that have been taken, by member.
     """
 
     def __init__(self, group: DirectGroup, key: MessageKey, value: Value) -> None:
@@ -282,16 +282,16 @@ class _DirectGathering:
 
     @property
     def complete(self) -> bool:
-        """Whether the values of all members were taken."""
+        """Whether the values of all members have been taken."""
         return len(self.by_member) == self._group.ranks
 
     def arrived(self) -> bool:
-        """Whether the values of all members are here; never blocks."""
+        """Whether the values of all members have arrived; never blocks."""
         self._group.advance(self, wait=False)
         return self.complete
 
     def values(self) -> list[Value]:
-        """Waits for the values of all members, and returns them by member.
+        """Waits for the values of all members; returns them by member.
 
         Raises:
             PipelineTimeout: Some value did not come within the limit.
@@ -301,14 +301,14 @@ class _DirectGathering:
 
 
 class _Exchange:
-    """An ``all_to_all`` on its way: what takes turns with its member may run meanwhile."""
+    """An ``all_to_all`` under way, during which the other of two computations may run."""
 
     def __init__(self, gathering: Gathering) -> None:
         self._gathering = gathering
         self.arrived = gathering.arrived
 
     def values(self) -> list[Value]:
-        """Hands the turn over, whether they are here or not; then see :class:`Gathering`."""
+        """Lets the other computation run first; then see :class:`Gathering`."""
         turns.hand_over()
         since = time.perf_counter()
         values = self._gathering.values()
@@ -317,7 +317,7 @@ class _Exchange:
 
 
 class GlooGroup(DirectGroup):
-    """Adds large tensors in one of Paddle's own groups: Gloo's on CPU, NCCL's on GPU.
+    """Sums large tensors in one of Paddle's own groups: Gloo's on CPU, NCCL's on GPU.
 
     The members meet over their connections first, under the user's limit: Gloo itself gives up
     after 30 s, and the group is broken afterwards.
@@ -336,8 +336,8 @@ class GlooGroup(DirectGroup):
         Args:
             transport: This rank's connections to the other members.
             timeout: Seconds that the wait for a member may last.
-            paddle_group: What ``paddle.distributed.new_group`` returned.
-            limit: Each operation of that group runs within what this returns.
+            paddle_group: A group from ``paddle.distributed.new_group``.
+            limit: Returns a context; each operation of that group runs in one.
             name: Prefix of its messages.
         """
         super().__init__(transport, timeout, name)
@@ -345,7 +345,7 @@ class GlooGroup(DirectGroup):
         self._limit = limit
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
-        """Replaces each tensor by the sum of all members'. Collective.
+        """Replaces each tensor by the sum over all members. Collective.
 
         Raises:
             PipelineTimeout: Some member did not come within the limit.
@@ -363,7 +363,7 @@ class GlooGroup(DirectGroup):
                     tensor.set_value(total.astype(tensor.dtype))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Gives each tensor the value that it has on the member named beside it. Collective.
+        """Replaces each tensor by the one of the member named beside it. Collective.
 
         Raises:
             PipelineTimeout: Some member did not come within the limit.
@@ -377,10 +377,10 @@ class GlooGroup(DirectGroup):
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Within it Paddle's own collectives run; the members must have met before.
+        """Is open while Paddle's own collectives run; the members must have met before.
 
         Raises:
-            PeerFailed: The collective broke, because a member died or stopped within it.
+            PeerFailed: The collective broke, because a member died or stopped meanwhile.
         """
         try:
             with self._limit():

@@ -1,4 +1,4 @@
-"""The parts that members of a group exchange, and their sums in the members' order."""
+"""The parts that members of a group exchange, and sums in the members' order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleetpipe.errors import UsageError
 
 
 def copies(parts: Sequence[Any], rank: int, ranks: int) -> list[Any]:
-    """Returns copies of what goes to each member: a tensor may change before it has left.
+    """Copies the parts for each other member: a tensor may change before it has left.
 
     Raises:
         UsageError: There is not one part for each member.
@@ -28,7 +28,7 @@ def copies(parts: Sequence[Any], rank: int, ranks: int) -> list[Any]:
 
 
 def added_up(parts: Sequence[Any], rank: int) -> Any:
-    """Adds the members' parts for the member ``rank`` in their order.
+    """Sums the members' parts for the member ``rank``, in the members' order.
 
     Raises:
         UsageError: They differ in shape or dtype, or are bools.
@@ -49,7 +49,7 @@ def added_up(parts: Sequence[Any], rank: int) -> Any:
 
 
 def added(total: Any, part: Any) -> Any:
-    """Adds two tensors; those of 16 bits in float32, with the same bits: CPUs have no kernel."""
+    """Adds two tensors; those of 16 bits in float32, with the same bits: CPUs lack the kernel."""
     dtype = total.dtype
     if str(dtype).rpartition(".")[2] not in ("float16", "bfloat16"):
         return total + part

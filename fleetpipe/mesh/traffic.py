@@ -1,4 +1,4 @@
-"""What a process gives to other members of groups, or would with more, while somebody counts it."""
+"""Counts the bytes that a process sends to other members of groups, while a profile asks for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 @dataclass
 class Traffic:
-    """What was given away.
+    """Counters of exchanges, tokens and attention.
 
     Attributes:
-        exchanges: How often: an all_to_all, or a reduce_scatter.
-        nbytes: Bytes for other members.
-        routed: Bytes of the tokens that go to experts, to those of this process too.
+        exchanges: Number of all_to_all and reduce_scatter operations.
+        nbytes: Bytes sent to other members.
+        routed: Bytes of the tokens that go to experts, those of this process included.
         loads: For each mixture that ran, the tokens that go to each of its experts.
-        expert_seconds: How long the experts of this process computed.
-        queries: Bytes of the queries of attention to whole sequences.
-        keys: Bytes of its keys and values.
+        expert_seconds: Seconds that the experts of this process computed.
+        queries: Bytes of the queries, for attention over whole sequences.
+        keys: Bytes of the keys and values of that attention.
         heads: For each attention that ran, the heads of its queries.
         clock: Returns seconds.
     """
@@ -36,7 +36,7 @@ class Traffic:
     clock: Callable[[], float] = time.thread_time
 
     def add(self, parts: Iterable[Any]) -> None:
-        """Counts an exchange of some tensors, each for another member."""
+        """Counts one exchange, with a tensor for each other member."""
         # Late: a mesh is looked at where no Paddle is, too.
         from fleetpipe.paddle_api.tensor import tensor_bytes
 
@@ -44,7 +44,7 @@ class Traffic:
         self.nbytes += sum(map(tensor_bytes, parts))
 
     def attend(self, query: Any, key: Any) -> None:
-        """Counts the attention of queries to as many keys as values."""
+        """Counts one attention of queries over keys and as many values."""
         from fleetpipe.paddle_api.tensor import tensor_bytes
 
         self.queries += tensor_bytes(query)
@@ -57,7 +57,7 @@ _counting: list[Traffic] = []
 
 @contextmanager
 def counted(clock: Callable[[], float] = time.thread_time) -> Iterator[Traffic]:
-    """Within it exchanges are counted, and the seconds of ``clock`` in experts."""
+    """While this context is open, counts exchanges, and the seconds of ``clock`` in experts."""
     traffic = Traffic(clock=clock)
     _counting.append(traffic)
     try:
@@ -67,19 +67,19 @@ def counted(clock: Callable[[], float] = time.thread_time) -> Iterator[Traffic]:
 
 
 def note(parts: Iterable[Any]) -> None:
-    """Tells those who count of an exchange; see :meth:`Traffic.add`."""
+    """Reports an exchange to the open counters; see :meth:`Traffic.add`."""
     for traffic in _counting:
         traffic.add(parts)
 
 
 def note_attention(query: Any, key: Any) -> None:
-    """Tells those who count of attention; see :meth:`Traffic.attend`."""
+    """Reports an attention to the open counters; see :meth:`Traffic.attend`."""
     for traffic in _counting:
         traffic.attend(query, key)
 
 
 def note_tokens(rows: int, row_bytes: int, counts: Any) -> None:
-    """Tells those who count that experts begin on ``rows`` tokens, ``counts`` for each."""
+    """Reports to the open counters that experts start on ``rows`` tokens, ``counts`` for each."""
     for traffic in _counting:
         traffic.routed += rows * row_bytes
         traffic.loads.append(counts.flatten().tolist())
@@ -87,6 +87,6 @@ def note_tokens(rows: int, row_bytes: int, counts: Any) -> None:
 
 
 def note_outputs() -> None:
-    """Tells those who count that the experts have computed."""
+    """Reports to the open counters that the experts have finished."""
     for traffic in _counting:
         traffic.expert_seconds += traffic.clock()

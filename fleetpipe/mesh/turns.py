@@ -1,8 +1,8 @@
 """Two computations of a rank that take turns: one runs while an exchange of the other travels.
 
-Each runs in a thread of its own, and one at a time: it hands the turn over where it has begun an
-exchange with other ranks and would wait for it. So the order in which all of it runs depends on
-what the two compute, and not on timing; with it all bits, and the order of messages.
+Each runs in a thread of its own, one at a time: it hands the turn over when it has begun an
+exchange with other ranks and would wait for it. So the order depends on what the two compute, and
+not on timing, and with it all bits and the order of messages.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fleetpipe.errors import PipelineTimeout
 
 
 class SideState(Protocol):
-    """What each computation has for itself in a process that has one of it."""
+    """State of the process, such as random streams, that each computation must have for itself."""
 
     def suspend(self) -> Callable[[], None]:
-        """Leaves the process as it is without the computation; returns what takes that back."""
+        """Removes the computation's state from the process; returns a function that restores it."""
 
     def inherited(self) -> AbstractContextManager[object]:
-        """Returns the context in which another thread computes as this one does now."""
+        """Returns a context in which another thread computes in the same modes as this one."""
 
 
 class _Side:
     """One of two computations.
 
     Attributes:
-        other: The other one.
+        other: The other computation.
         ended: Whether it has ended, by an error too.
-        away: Seconds that it has waited for its turn since the first.
+        away: Seconds that it has waited for its turn since its first turn.
     """
 
     other: _Side
@@ -47,7 +47,7 @@ class _Side:
         self._begun = time.perf_counter()
 
     def run(self, computation: Callable[[], None]) -> None:
-        """Runs a computation from the first turn on; its error is kept."""
+        """Runs a computation from its first turn on; stores its error."""
         here.side = self
         try:
             self._wait()
@@ -61,11 +61,11 @@ class _Side:
             self.other.give()
 
     def give(self) -> None:
-        """Gives it the turn."""
+        """Gives this side the turn."""
         self._turn.release()
 
     def hand_over(self) -> None:
-        """Lets the other one run until that hands over or ends."""
+        """Lets the other side run until it hands over or ends."""
         if self.other.ended:
             return
         resume = self._turns.state.suspend()
@@ -84,21 +84,21 @@ class _Side:
             raise _Abandoned
 
     def stretch(self, begin: float, end: float) -> tuple[float, float]:
-        """As :func:`stretch`, for this side."""
+        """The same as the function :func:`stretch`, for this side."""
         length = end - begin - self.away
         return (end - length, end) if self.other.ended else (self._begun, self._begun + length)
 
 
 class _Abandoned(Exception):
-    """Unwinds a computation, because the other one has failed."""
+    """Unwinds a computation because the other one has failed."""
 
 
 class _Here(threading.local):
-    """Of a thread.
+    """The state of a thread that runs a computation.
 
     Attributes:
-        side: Of two computations the one that runs in it.
-        helped: Seconds of processor time that another thread has computed for it.
+        side: The computation that runs in the thread.
+        helped: Seconds of processor time that another thread has spent for it.
         waited: Seconds that it has waited for the parts of exchanges.
     """
 
@@ -111,7 +111,7 @@ here = _Here()
 
 
 def hand_over() -> None:
-    """Called where an exchange is on its way: lets the other computation run, where there is one.
+    """Lets the other computation run, if there is one, while an exchange is under way.
 
     Raises:
         PipelineTimeout: The turn did not come back within the limit.
@@ -121,7 +121,7 @@ def hand_over() -> None:
 
 
 def stretch(begin: float, end: float) -> tuple[float, float]:
-    """Returns when something ran, if two that take turns ran one after the other instead."""
+    """Returns when something would have run if two that take turns ran one after the other."""
     side = here.side
     return (begin, end) if side is None or not side.away else side.stretch(begin, end)
 
@@ -130,28 +130,28 @@ class Turns:
     """Runs pairs of computations.
 
     Attributes:
-        state: What each computation has for itself.
+        state: The state that each computation has for itself.
         limit: Seconds that one may have to wait for its turn.
     """
 
     def __init__(self, state: SideState, timeout: float) -> None:
-        """Begins without a pair.
+        """Creates the runner; its second thread starts with the first pair.
 
         Args:
-            state: What each computation has for itself.
-            timeout: Seconds that a wait for one message may last. One for the turn lasts twice as
-                long, for the other computation may wait for a message.
+            state: The state that each computation has for itself.
+            timeout: Seconds that a wait for one message may last. A wait for the turn may last
+                twice as long, since the other computation may wait for a message.
         """
         self.state, self.limit = state, 2 * timeout
         self._helper: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def run(self, first: Callable[[], object], second: Callable[[], object]) -> None:
-        """Runs two computations, the second one in this thread.
+        """Runs two computations in turns, the second one in this thread.
 
-        What is drawn at random after them is what would be drawn after ``first``.
+        Afterwards random streams continue as they would after ``first``.
 
         Raises:
-            Exception: What one of them raised; the other one ends in its next exchange.
+            Exception: An error of one of them; the other one ends in its next exchange.
             PipelineTimeout: One of them did not go on within the limit.
         """
         errors: list[BaseException] = []
@@ -188,7 +188,7 @@ class Turns:
         at_end()
 
     def _threads(self) -> queue.SimpleQueue[Callable[[], None] | None]:
-        """Returns what takes work to the other thread, which ends with this object."""
+        """Returns the queue of work for the other thread, which ends with this object."""
         if self._helper is None:
             self._helper = queue.SimpleQueue()
             serve = threading.Thread(

@@ -1,8 +1,8 @@
-"""What fleetpipe needs of Paddle beyond its public API, for paddlepaddle 2.6.2 and 3.3.x.
+"""Everything beyond Paddle's public API that fleetpipe uses, for 2.6.2 and 3.3.x.
 
-One module for each subject of Paddle's: a private name of Paddle's stands in its subject's module
-and nowhere else, so that a name which moved is mended in one file. ``tests/paddle_api`` holds this.
-Each module says at its top where the two versions differ; what is said nowhere holds for both.
+One module for each subject: a private name of Paddle's is in its subject's module and nowhere else,
+so that a name that moves is changed in one file. ``tests/paddle_api`` checks this. Each module says
+at its top how the two versions differ; everything else holds for both.
 
 Start with ``optimizer`` or ``tensor``, which most packages use. Importing this package is also the
 one check that Paddle is there at all; ``paddle``, ``paddle_fleet`` and ``replaced``, which changes
@@ -47,11 +47,11 @@ _ABSENT = object()
 
 @contextmanager
 def replaced(*names: tuple[object, str, object]) -> Iterator[None]:
-    """Within it modules, classes and objects have other values.
+    """While this context is open, attributes of modules, classes and objects have other values.
 
     Args:
         names: A module, class or object, an attribute of it, and the value. An attribute that the
-            owner itself does not have goes again.
+            owner itself does not have is deleted at the end.
     """
     stock = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in names]
     for owner, name, value in names:

@@ -1,4 +1,4 @@
-"""Automatic mixed precision: the tracer's casts, and ``GradScaler``; alike in 2.6.2 and 3.3.x."""
+"""Automatic mixed precision: the tracer's casts, and ``GradScaler``; the same in both versions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _rehearsed: str | None = None
 
 
 def rehearsed() -> str | None:
-    """Returns the dtype of the rehearsal that is on; None without one."""
+    """Returns the dtype of the active rehearsal of half precision; None without one."""
     return _rehearsed
 
 
 def note_rehearsal(dtype: str | None) -> None:
-    """Notes which rehearsal is on."""
+    """Sets the dtype of the active rehearsal."""
     global _rehearsed
     _rehearsed = dtype
 
 
 def casts_automatically() -> bool:
-    """Whether tensors are cast automatically now, as within ``auto_cast``."""
+    """Whether tensors are cast automatically now, as inside ``auto_cast``."""
     framework: ModuleType = paddle.framework
     # O0 is 0. To ask for the name takes twice as long, and this is asked for each Linear.
     return bool(int(framework._dygraph_tracer()._amp_level))
@@ -45,7 +45,7 @@ class Casts(NamedTuple):
 
 
 def casts_of_now() -> Casts | None:
-    """Returns the automatic casts of now; None without."""
+    """Returns the active automatic casts; None without any."""
     if not casts_automatically():
         return None
     framework: ModuleType = paddle.framework
@@ -60,7 +60,7 @@ def uncast() -> AbstractContextManager[object]:
 
 
 def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
-    """Returns what makes the context in which tensors are cast automatically as they are now."""
+    """Returns a function that re-creates the present context of automatic casts."""
     casts = casts_of_now()
     if casts is None:
         return uncast
@@ -72,11 +72,11 @@ def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
 def checked_amp(
     configs: str | dict[str, Any] | None, optimizer: Optimizer
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Returns level, lists and scaling, as ``paddle.Model`` checks and takes them apart.
+    """Returns level, lists and scaling, checked and split as ``paddle.Model`` does it.
 
     Raises:
-        ValueError: They are of no form that it knows.
-        AssertionError: The optimizer's clip does not go with them.
+        ValueError: They have an unknown form.
+        AssertionError: The optimizer's clip does not work with them.
     """
     adapter = SimpleNamespace()
     check: Any = paddle.Model._prepare_amp
@@ -85,7 +85,7 @@ def checked_amp(
 
 
 def scaler_counts(scaler: Scaler) -> dict[str, float]:
-    """Returns what a scaler, enabled, knows of earlier steps."""
+    """Returns the counters of earlier steps of an enabled scaler."""
     state = scaler.state_dict()
     return {
         "scale": float(state["scale"].item()),
@@ -95,19 +95,19 @@ def scaler_counts(scaler: Scaler) -> dict[str, float]:
 
 
 def scale_of(scaler: Scaler) -> Tensor:
-    """Returns the number by which a scaler, enabled, multiplies the loss: a tensor of shape [1]."""
+    """Returns the factor by which an enabled scaler multiplies the loss: a tensor of shape [1]."""
     return scaler._scale
 
 
 def unscale(gradients: Iterable[Tensor], scale: Tensor) -> bool:
     """Divides gradients by a scale, in place, as Paddle's own scaler does; autograd is off.
 
-    One operation for each dtype multiplies them by the inverse, which is of float32, or of float64
-    for such gradients: in float16 that of a large scale is 0. The host waits once, for the result.
+    One operation for each dtype multiplies them by the inverse in float32, or in float64 for such
+    gradients: in float16 the inverse of a large scale is 0. The host waits once, for the result.
 
     Args:
         gradients: All of them.
-        scale: What the loss was multiplied by: float32, of shape [1].
+        scale: The factor of the loss: float32, of shape [1].
 
     Returns:
         Whether one of them is not finite.
@@ -123,7 +123,7 @@ def unscale(gradients: Iterable[Tensor], scale: Tensor) -> bool:
 
 
 def replace_unscale(scaler: Scaler, unscale: Callable[[Scaler, Optimizer], None]) -> None:
-    """Has a scaler, or the one that it wraps, unscale through ``unscale(scaler, optimizer)``.
+    """Makes a scaler, or the one that it wraps, call ``unscale(scaler, optimizer)``.
 
     A second call with the same function changes nothing.
     """
@@ -138,7 +138,7 @@ def replace_unscale(scaler: Scaler, unscale: Callable[[Scaler, Optimizer], None]
 
 
 def _update_scale(scaler: Scaler) -> None:
-    """Does what Paddle's ``_update`` does, with a scale that it can print.
+    """Does the same as Paddle's ``_update``, with a scale that it can print.
 
     It prints ``float(scale)`` of a tensor of shape [1], which NumPy refuses from 2.4 on.
     """
@@ -150,7 +150,7 @@ def _update_scale(scaler: Scaler) -> None:
 
 
 def note_unscaled(scaler: Scaler, optimizer: Optimizer, found_inf: bool) -> None:
-    """Tells a scaler that the gradients are unscaled, and whether some were not finite.
+    """Marks the gradients of a scaler as unscaled, with whether some were not finite.
 
     Raises:
         StateError: They were unscaled before in this step.

@@ -1,6 +1,6 @@
-"""Which device runs, what memory it has in use, and the mode in which tensors can be made.
+"""The device that computes, its memory in use, and the mode in which tensors can be created.
 
-Alike in 2.6.2 and 3.3.x, but for :func:`restart_peak`: 2.6.2 can restart a peak on no device.
+The same in 2.6.2 and 3.3.x, except that 2.6.2 cannot restart a peak.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _RESTARTS = hasattr(core, "host_memory_stat_reset_peak_value")
 
 
 def device_kind() -> str:
-    """Returns on what this process computes: ``"cpu"``, ``"gpu"`` or Paddle's name of another kind.
+    """Returns the kind of this process's device: ``"cpu"``, ``"gpu"`` or Paddle's name of another.
 
-    That is the device that runs: a Paddle that was built for GPUs runs on a CPU where there is none
-    and where ``CUDA_VISIBLE_DEVICES`` hides them all.
+    A Paddle that was built for GPUs runs on a CPU if there is no GPU or ``CUDA_VISIBLE_DEVICES``
+    hides them all.
     """
     device: str = paddle.device.get_device()
     return device.partition(":")[0]
 
 
 def synchronize() -> None:
-    """Waits until what this process has given the device to compute is done.
+    """Waits until the device has computed all work that this process has queued.
 
-    On a CPU it is when a call returns. Transfers have streams of their own and are not waited for:
-    what is sent may lie there until a peer takes it. Other threads run meanwhile, as they would not
-    in Paddle's own ``synchronize()``: what is computed may wait for a peer that is gone.
+    On a CPU every call has finished when it returns. It does not wait for transfers, which have
+    streams of their own and may last until a peer receives. Other threads run meanwhile, which
+    Paddle's own ``synchronize()`` prevents.
     """
     if device_kind() == "cpu":
         return
@@ -49,10 +49,10 @@ def synchronize() -> None:
 
 
 def device_clock(clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
-    """Returns a clock for what a device computes: on a CPU ``clock``.
+    """Returns a clock for the work of a device: on a CPU it is ``clock``.
 
-    A call only queues the work of a GPU: there it waits until that is done, and then reads the
-    time. So it stands where somebody wants a figure, and in no step where nobody does.
+    A call only queues the work of a GPU, so the clock waits until that is done before it reads the
+    time. Use it only in steps that somebody wants to measure.
     """
     if device_kind() == "cpu":
         return clock
@@ -66,7 +66,7 @@ def device_clock(clock: Callable[[], float] = time.perf_counter) -> Callable[[],
 
 @contextmanager
 def dynamic_mode() -> Iterator[None]:
-    """Runs its body in dynamic graph mode: no tensor can be made or shared in the other one."""
+    """Runs its body in dynamic graph mode; tensors cannot be created in static mode."""
     if paddle.in_dynamic_mode():
         yield
     else:
@@ -82,24 +82,24 @@ def expected_place() -> Place:
 
 
 def used_here() -> Callable[[], None]:
-    """Returns what has another thread use the device of this one."""
+    """Returns a function that makes another thread use the device of this one."""
     framework: ModuleType = paddle.framework
     place = expected_place()
     return lambda: framework._set_expected_place(place)
 
 
 def device_id() -> int:
-    """Returns which of the cards that this process sees is its own; 0 on a CPU."""
+    """Returns the number of this process's card among those it sees; 0 on a CPU."""
     return int(getattr(expected_place(), "get_device_id", int)())
 
 
 def cards() -> int:
-    """Returns how many GPUs this process may use; 0 where it computes on something else."""
+    """Returns how many GPUs this process may use; 0 if it computes on another device."""
     return int(paddle.device.cuda.device_count()) if device_kind() == "gpu" else 0
 
 
 def allocated_bytes() -> int:
-    """Returns how many bytes of tensors are alive on this process's device, from any thread."""
+    """Returns the bytes of live tensors on this process's device; any thread may ask."""
     if device_kind() == "gpu":
         # Unless told, each thread is asked for its own device, which is the first of the host.
         return int(paddle.device.cuda.memory_allocated(paddle.device.get_device()))
@@ -107,7 +107,7 @@ def allocated_bytes() -> int:
 
 
 def restart_peak() -> None:
-    """Has :func:`peak_bytes` count from now on."""
+    """Makes :func:`peak_bytes` count from now on."""
     if not _RESTARTS:
         return
     if device_kind() == "gpu":
@@ -119,7 +119,7 @@ def restart_peak() -> None:
 def peak_bytes() -> int:
     """Returns the most bytes of tensors that were alive at once since :func:`restart_peak`.
 
-    On 2.6.2, where nothing restarts it, it is what is alive now.
+    On 2.6.2, which cannot restart it, it is the number of bytes alive now.
     """
     if not _RESTARTS:
         return allocated_bytes()
@@ -129,12 +129,12 @@ def peak_bytes() -> int:
 
 
 def memory_limit() -> int:
-    """Returns the most that :func:`process_bytes` may come to, as far as the system tells."""
+    """Returns the largest possible :func:`process_bytes`, as far as the system says it."""
     if device_kind() == "gpu":
         return int(paddle.device.cuda.get_device_properties().total_memory)
     return systems.memory_limit()
 
 
 def process_bytes() -> int:
-    """Returns what this process has in use: the GPU's memory where it has one, else the host's."""
+    """Returns the memory that this process uses: the GPU's if it has one, else the host's."""
     return allocated_bytes() if device_kind() == "gpu" else systems.resident_bytes()

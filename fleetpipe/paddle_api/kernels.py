@@ -1,7 +1,7 @@
 """Operations without the checks of their public functions, which take as long as a small kernel.
 
-Alike in 2.6.2 and 3.3.x, but for what :func:`mean_leaves_out_below_zero` asks. Autograd, automatic
-casts and ``capture`` see them as any other.
+The same in 2.6.2 and 3.3.x, except for :func:`mean_leaves_out_below_zero`. Autograd, automatic
+casts and ``capture`` treat them like any other operation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
 def product(
     left: Tensor, right: Tensor, left_transposed: bool = False, right_transposed: bool = False
 ) -> Tensor:
-    """Returns ``left @ right``, either of them transposed first."""
+    """Returns ``left @ right``, either of them transposed first if asked for."""
     return _matmul(left, right, left_transposed, right_transposed)
 
 
@@ -51,18 +51,18 @@ def add_in_place(left: Tensor, right: Tensor) -> None:
 
 
 def expanded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns a tensor repeated to ``shape``."""
+    """Broadcasts a tensor to ``shape``."""
     return _expand(tensor, shape)
 
 
 def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns a tensor in another shape."""
+    """Reshapes a tensor to ``shape``."""
     return _reshape(tensor, shape)
 
 
 @cache
 def mean_leaves_out_below_zero() -> bool:
-    """Whether the mean of a cross-entropy leaves out the places of an ``ignore_index`` below 0.
+    """Whether the mean of a cross-entropy ignores places of a negative ``ignore_index``.
 
     2.6.2 divides by the places that count, 3.3.x by all.
     """

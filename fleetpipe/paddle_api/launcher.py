@@ -1,9 +1,9 @@
-"""Paddle's launcher with its faults bridged, for 2.6.2 and 3.3.x alike.
+"""Runs Paddle's launcher and works around its faults, for 2.6.2 and 3.3.x alike.
 
-On a machine without GPUs it takes for one whatever ``CUDA_VISIBLE_DEVICES`` names, and dies where
-these are fewer than the ranks. It ends with the code of the lowest rank that failed, which may be
-the signal by which it ended that rank itself because another had failed. And it looks only once a
-second at whether one has. Ranks for which there are no cards end it by an IndexError.
+On a machine without GPUs it takes every entry of ``CUDA_VISIBLE_DEVICES`` for one, and dies if
+there are fewer of them than ranks. It exits with the code of the lowest failed rank, which may be
+the signal by which it ended that rank itself after another had failed. It checks only once a second
+whether a rank has failed. Ranks without a card end it by an IndexError.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ def launch(
 
     Args:
         started: Called with a rank and the id of its process, when that has begun.
-        ended: Called with a rank and the code of its process, in a thread of that rank's own.
-        exit_code: Returns the code to end with, of the codes of all ranks as the launcher sees
-            them.
-        explained: Returns whether a rank has said why it failed: then the launcher shows no end of
-            a log again.
+        ended: Called with a rank and the exit code of its process, in a thread for that rank.
+        exit_code: Returns the code to exit with, given the codes of all ranks.
+        explained: Returns whether a rank has said why it failed: then the launcher does not repeat
+            the end of its log.
         share: Called with a number of ranks and a smaller one of cards, before any rank starts.
-            Raises an error where the ranks may not share them.
+            Raises an error if the ranks may not share them.
 
     Raises:
         SystemExit: With that code.
@@ -93,7 +92,7 @@ _stock_replicas = _Collective.pod_replicas
 
 
 class _Cpu(_Device):  # type: ignore[misc]
-    """One process for each device that the environment names, and none of them to select."""
+    """A CPU "device" for each entry of the environment, so that no card is selected."""
 
     def get_selected_devices(self, devices: str = "") -> list[str]:
         return []
@@ -108,7 +107,7 @@ def _present_device() -> Any:
 
 
 def _ranks_of_host(controller: Any, share: Callable[[int, int], None]) -> int:
-    """Returns how many ranks start here. They take the cards in turn where these are fewer."""
+    """Returns how many ranks start on this host. They share the cards if there are too few."""
     ranks, context = int(_stock_replicas(controller)), controller.ctx
     device = context.node.device
     selected = device.get_selected_devices(context.args.devices)
@@ -121,7 +120,7 @@ def _ranks_of_host(controller: Any, share: Callable[[int, int], None]) -> int:
 
 
 def _pass_on(pod: Any, number: int) -> None:
-    """Leaves to the ranks what a signal that asks for the end does; Paddle gives them 30 s."""
+    """Leaves the reaction to a signal that ends the job to the ranks; Paddle gives them 30 s."""
     ranks = [one._proc._proc for one in pod.containers if one._proc and one._proc._proc]
     if not ranks:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Layers: their hooks, tables of parameters and buffers; alike in 2.6.2 and 3.3.x."""
+"""Layers: their hooks, tables of parameters and buffers; the same in 2.6.2 and 3.3.x."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _paddle_moe = (_moe_layer, _moe_utils)
 
 
 def forward_hooks(layer: Layer) -> list[dict[int, Any]]:
-    """Returns the hooks around a layer's forward: those before it, and those after it."""
+    """Returns the hooks that run before a layer's forward, and those that run after it."""
     attributes = vars(layer)
     return [attributes["_forward_pre_hooks"], attributes["_forward_post_hooks"]]
 
 
 def is_patched(layer: Layer) -> bool:
-    """Whether a layer has hooks around its forward, or another forward than its class."""
+    """Whether a layer has hooks around its forward, or a forward that is not its class's."""
     return has_hooks(layer) or "forward" in vars(layer)
 
 
 def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
-    """Yields where a layer itself has state that its forward may change: a dict and a name in it.
+    """Yields a dict and a name in it for each state of a layer that its forward may change.
 
-    These are its buffers, and the vectors among its parameters that are not trained, which is
-    where some layers have statistics.
+    These are its buffers, and its untrained parameters of one dimension, in which some layers have
+    statistics.
     """
     attributes = vars(layer)
     for name, tensor in attributes["_buffers"].items():
@@ -54,7 +54,7 @@ def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
 
 
 def is_static(layer: Layer) -> bool:
-    """Whether ``paddle.jit.to_static`` makes a static graph of a layer's forward."""
+    """Whether ``paddle.jit.to_static`` turns a layer's forward into a static graph."""
     return isinstance(layer.forward, StaticFunction)
 
 
@@ -65,19 +65,19 @@ FULL_NAME = "_full_name"
 
 
 def parameters_in(layer: Layer) -> dict[str, Tensor | None]:
-    """Returns the parameters that a layer has itself: the very dict, by name."""
+    """Returns the dict, by name, in which a layer stores its own parameters."""
     table: dict[str, Tensor | None] = layer._parameters
     return table
 
 
 def buffers_in(layer: Layer) -> dict[str, Tensor | None]:
-    """Returns the buffers that a layer has itself: the very dict, by name."""
+    """Returns the dict, by name, in which a layer stores its own buffers."""
     table: dict[str, Tensor | None] = vars(layer).get("_buffers", {})
     return table
 
 
 def put_buffer(layer: Layer, path: str, tensor: Tensor) -> None:
-    """Gives a layer a buffer, in the place of another, of None or of nothing."""
+    """Sets the buffer of a layer at a path, whether or not it has one there."""
     holder, _, name = path.rpartition(".")
     part = layer_at(layer, holder)
     vars(part).pop(name, None)
@@ -85,27 +85,27 @@ def put_buffer(layer: Layer, path: str, tensor: Tensor) -> None:
 
 
 def layer_at(layer: Layer, path: str) -> Layer | None:
-    """Returns the sublayer at a path; None where there is none, the layer itself for ""."""
+    """Returns the sublayer at a path; None if there is none, the layer itself for ""."""
     for name in filter(None, path.split(".")):
         layer = None if layer is None else sublayers_in(layer).get(name)
     return layer
 
 
 def sublayers_in(layer: Layer) -> dict[str, Layer | None]:
-    """Returns the sublayers of a layer, not those within them: the very dict, by name."""
+    """Returns the dict, by name, in which a layer stores its direct sublayers."""
     table: dict[str, Layer | None] = layer._sub_layers
     return table
 
 
 def share_tables(source: Layer, target: Layer) -> None:
-    """Gives ``target`` the very tables of ``source``: what is put into one is in both."""
+    """Makes ``target`` use the same tables of parameters and sublayers as ``source``."""
     for table in TABLES:
         target.__dict__[table] = getattr(source, table)
     copy_unsaved_names(source, target)
 
 
 def copy_unsaved_names(source: Layer, target: Layer) -> None:
-    """Has ``target`` leave the buffers out of its state that ``source`` leaves out."""
+    """Makes ``target`` leave the same buffers out of its state dict as ``source``."""
     target._non_persistable_buffer_names_set = source._non_persistable_buffer_names_set
 
 
@@ -115,12 +115,12 @@ def has_hooks(layer: Layer) -> bool:
 
 
 def wrapped_layer(layer: Layer) -> Layer | None:
-    """Returns the layer in one of Paddle's wrappers, as ``DataParallel``; None in another layer."""
+    """Returns the layer inside one of Paddle's wrappers, as ``DataParallel``; else None."""
     return layer._layers if list(sublayers_in(layer)) == ["_layers"] else None
 
 
 def replace_in_moe(**functions: Callable[..., Any]) -> None:
-    """Has Paddle's ``MoELayer`` and its gates call these functions in the place of their own."""
+    """Makes Paddle's ``MoELayer`` and its gates call these functions instead of their own."""
     for module in _paddle_moe:
         for name in functions.keys() & vars(module).keys():
             setattr(module, name, functions[name])
@@ -129,12 +129,12 @@ def replace_in_moe(**functions: Callable[..., Any]) -> None:
 class RecomputingDataParallel(paddle.DataParallel):
     """Recomputes by hooks of saved tensors, which is ``use_reentrant=False``.
 
-    A PyLayer runs a backward within the backward. DataParallel takes the end of that for the end of
-    all: gradients that come later are never averaged, and the weights of replicas part.
+    A PyLayer runs a backward within the backward. DataParallel mistakes its end for the end of all:
+    later gradients are never averaged, and the weights of replicas diverge.
     """
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Calls the layers."""
+        """Calls the wrapped layers."""
         module = importlib.import_module("paddle.distributed.fleet.recompute.recompute")
         by_hooks = module._recompute_without_reentrant
 
@@ -151,7 +151,7 @@ class RecomputingDataParallel(paddle.DataParallel):
 
 
 def without_reentrance(model: Layer) -> Layer:
-    """Has recompute within a model be right under ``DataParallel``, where it is wrapped in one."""
+    """Makes recompute within a model correct under ``DataParallel``, if it is wrapped in one."""
     if type(model) is paddle.DataParallel:
         model.__class__ = RecomputingDataParallel
     return model

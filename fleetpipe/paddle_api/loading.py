@@ -1,4 +1,4 @@
-"""Loading data: Paddle's private names below ``paddle.io``, alike in 2.6.2 and 3.3.x."""
+"""Loading data: Paddle's private names below ``paddle.io``, the same in 2.6.2 and 3.3.x."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _Worked: Any = _any_iterators._DataLoaderIterMultiProcess
 
 
 def load_data_in_threads() -> None:
-    """Lets a ``DataLoader`` with workers begin in another thread than the main one.
+    """Lets a ``DataLoader`` with workers start in a thread other than the main one.
 
-    It takes a handler of SIGCHLD, as only the main thread can, to be told at once that a worker
-    died; without one it finds that out when it next waits for a batch.
+    Paddle installs a handler of SIGCHLD, which only the main thread can, to learn at once that a
+    worker died; without one it learns that when it next waits for a batch.
     """
     _multiprocess_utils._SIGCHLD_handler_set = True
 
 
 class _Batches:
-    """What Paddle's iterators lack: they raise what ended them, and wait for so long and no longer.
+    """Makes Paddle's iterators of batches raise the errors of loading, and limits their waits.
 
-    Theirs wait for ever for what a thread failed to load or a worker does not bring, and lose the
-    good batches before it.
+    Paddle's own wait for ever for a batch that a thread or worker failed to load, and lose the good
+    batches before it.
     """
 
     limit: float | None = None
@@ -90,7 +90,7 @@ class _Batches:
             self._exit_thread_expectedly()
 
     def _ended_workers(self) -> RuntimeError | None:
-        """Returns what to raise where workers were killed, or have ended the process."""
+        """Returns the error to raise if workers were killed or have exited."""
         codes = [worker.exitcode for worker in getattr(self, "_workers", [])]
         if not any(codes):
             return None
@@ -102,7 +102,7 @@ class _Batches:
         self._blocking_queue.kill()
 
     def _late_error(self) -> PipelineTimeout:
-        """Returns what to raise for the wait, and leaves nothing that anyone would wait for."""
+        """Returns the error of a wait that was too long, and stops everything else that waits."""
         workers = getattr(self, "_workers", [])
         states = [
             f"worker {number} (process {worker.pid}) "
@@ -132,7 +132,7 @@ class _ThreadedBatches(_Batches, _Threaded):  # type: ignore[misc]
 
 
 class _WorkedBatches(_Batches, _Worked):  # type: ignore[misc]
-    """Batches that workers load."""
+    """Batches that worker processes load."""
 
     def _get_data(self) -> Any:
         try:
@@ -144,13 +144,13 @@ class _WorkedBatches(_Batches, _Worked):  # type: ignore[misc]
             self._failure = error
 
     def _exit_thread_unexpectedly(self) -> None:
-        """Lets the batches before a failure be taken, where Paddle throws them away."""
+        """Keeps the batches before a failure, which Paddle would drop."""
         self._failure = self._failure or self._ended_workers()
         self._exit_thread_expectedly()
 
 
 def batches_of(loader: paddle.io.DataLoader, limit: float | None = None) -> Iterator[Any]:
-    """Begins to load as Paddle's own ``__iter__`` does, and raises here what fails in loading.
+    """Starts to load as Paddle's own ``__iter__`` does, and raises the errors of loading here.
 
     Args:
         loader: The loader.
@@ -172,7 +172,7 @@ def batches_of(loader: paddle.io.DataLoader, limit: float | None = None) -> Iter
 
 @contextmanager
 def ended(batches: Iterator[Any]) -> Iterator[None]:
-    """In the end has the threads and workers end that an iterator of :func:`batches_of` has."""
+    """Ends the threads and workers of an iterator of :func:`batches_of` at the end."""
     try:
         yield
     finally:
@@ -191,7 +191,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    """Leaves to the parent what it left: a queue's end would wait for threads that no child has."""
+    """Leaves the queue's threads to the parent: a child would wait for threads that it lacks."""
     gc.freeze()
     _in_parent()
 
@@ -203,10 +203,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def keep_workers_from_signals() -> None:
-    """Has workers that begin from now on live on where this process does, which handles SIGTERM.
+    """Makes later workers survive SIGTERM as long as this process does, which handles it.
 
-    Launchers and schedulers send the signal to the workers, too, whose death would raise an error
-    here at once, in the midst of the step that is to be saved.
+    Launchers and schedulers send the signal to the workers too. Their death would raise an error
+    here at once, in the middle of the step that is to be saved.
     """
     _any_iterators.core._set_process_signal_handler = _set_worker_handlers
 

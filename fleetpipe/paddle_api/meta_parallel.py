@@ -1,8 +1,8 @@
 """Fleet's ``meta_parallel``: pipelines, and the layers of tensor parallelism.
 
-2.6.2 lacks some names of the pipeline (:class:`LocalSharedLayerDesc` and those after it); they are
-Paddle's own where it has them. ``flex_checkpoint`` (:func:`sharded`, :func:`resharding_within`) is
-3.3's alone.
+2.6.2 lacks some names of the pipeline (:class:`LocalSharedLayerDesc` and those after it); on 3.3
+they are Paddle's own. ``flex_checkpoint`` (:func:`sharded`, :func:`resharding_within`) is in 3.3
+only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attribute(attr: Attribute) -> Attribute:
 
 
 def assigned_shape(initializer: object) -> list[int] | None:
-    """Returns the shape of the value that an ``Assign`` holds; None for any other initializer."""
+    """Returns the shape of the value of an ``Assign``; None for any other initializer."""
     if not isinstance(initializer, paddle.nn.initializer.Assign):
         return None
     assign: Attribute = initializer
@@ -60,7 +60,7 @@ def assigned_shape(initializer: object) -> list[int] | None:
 def sharded(
     state: Mapping[str, Tensor], axes: Mapping[str, int], group: PaddleGroup, prefix: str
 ) -> dict[str, Tensor]:
-    """Returns 3.3's ``ShardedWeight`` of each tensor, of which those in ``axes`` are slices."""
+    """Returns 3.3's ``ShardedWeight`` of each tensor; the tensors in ``axes`` are shards."""
     from paddle.distributed.flex_checkpoint.dcp import sharded_weight
 
     shards: ModuleType = sharded_weight
@@ -76,7 +76,7 @@ def sharded(
 
 @contextmanager
 def resharding_within(context: Callable[[], ContextDecorator]) -> Iterator[None]:
-    """Within it ``flex_checkpoint`` sends what it loads and gathers in a ``context()`` of its own.
+    """While this context is open, ``flex_checkpoint`` sends each tensor within a ``context()``.
 
     Nothing changes on 2.6.2.
     """
@@ -99,7 +99,7 @@ def resharding_within(context: Callable[[], ContextDecorator]) -> Iterator[None]
 
 
 class _LocalSharedLayerDesc(paddle_fleet.meta_parallel.LayerDesc):  # type: ignore[name-defined, misc]
-    """A layer that is handed the weights of the first entry with its key, on the same rank."""
+    """A layer that shares the weights of the first entry with its key, on the same rank."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _LocalSharedLayerDesc(paddle_fleet.meta_parallel.LayerDesc):  # type: igno
 
 
 class _DatasetPreprocessor:
-    """Wraps a function that gives the data of a batch when it is called without arguments."""
+    """Wraps a function that returns the data of a batch when it is called without arguments."""
 
     def __init__(self, function: Callable[[], Nest]) -> None:
         self.function = function
@@ -132,7 +132,7 @@ class _DatasetPreprocessor:
 
 
 class _MicroStepLocations(Enum):
-    """Where within a forward or a backward of a stage a hook is called."""
+    """The points of a stage's forward or backward at which a hook is called."""
 
     FORWARD_BEGIN = "forward_begin"
     FORWARD_END = "forward_end"
@@ -165,12 +165,12 @@ class _MicroStepCallback:
 
 
 def _register_global_hook(location: Enum, hook: Hook) -> None:
-    """Adds a hook to the registry that all wrappers of the process look at."""
+    """Adds a hook to the registry that all wrappers of the process use."""
     pipeline_parallel_callbacks_.register_hook(location, hook)
 
 
 class _WeightGradStore:
-    """Weight gradients that layers put off, of which 2.6.2 has none."""
+    """Paddle's queue of delayed weight gradients, which is always empty on 2.6.2."""
 
     cache: tuple[()] = ()
 

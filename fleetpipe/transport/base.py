@@ -1,4 +1,4 @@
-"""The interfaces between transports and what uses them, engine and store; a view of some ranks."""
+"""The interfaces that the engine and the transports share, and a view of some ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Store(Protocol):
         """Stores ``value`` under ``key``."""
 
     def get(self, key: str) -> bytes:
-        """Returns the value of ``key``; may block for ever where there is none."""
+        """Returns the value of ``key``; may block for ever if the key is missing."""
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter that begins at 0 and returns its new value; never blocks."""
@@ -47,17 +47,17 @@ class Transport(Protocol):
 
     @property
     def announcements(self) -> int:
-        """How many of them had to describe their structure."""
+        """Number of those messages that had to describe their structure."""
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of tensor data sent so far."""
 
     def post(self, peer: int, key: MessageKey) -> None:
-        """Says that a receive is coming: asynchronous transports start it, others do nothing."""
+        """Announces a receive: asynchronous transports start it, others do nothing."""
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
-        """Hands a value over without waiting for the receive.
+        """Sends a value without waiting for the receive.
 
         The tensors in it must not be modified in place afterwards.
 
@@ -68,7 +68,7 @@ class Transport(Protocol):
         """
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
-        """Returns (True, value) where the message has arrived, else (False, None), at once.
+        """Returns (True, value) if the message has arrived, else (False, None), at once.
 
         Raises:
             PeerFailed: The message has not arrived and the peer is gone.
@@ -85,7 +85,7 @@ class Transport(Protocol):
         """
 
     def flush(self, timeout: float) -> None:
-        """Waits until everything handed over has left this process.
+        """Waits until all sent messages have left this process.
 
         Raises:
             PipelineTimeout: Something is still here after ``timeout`` seconds.
@@ -97,21 +97,21 @@ class Transport(Protocol):
 
 @shows("rank", "ranks")
 class View:
-    """Numbers some ranks of a transport anew; see :class:`base.Transport`.
+    """Renumbers some ranks of a transport; see :class:`base.Transport`.
 
-    It has no connections: messages of two views that name the same key are the same messages, and
-    what counts messages counts those of the whole transport. Errors name ranks of the transport.
+    It has no connections of its own: messages of two views with the same key are the same messages,
+    and its counters are those of the whole transport. Errors name ranks of the transport.
 
     Attributes:
         members: The members' ranks in the transport, by their number here.
     """
 
     def __init__(self, transport: Transport, members: Sequence[int]) -> None:
-        """Makes a view of ``transport``.
+        """Creates a view of ``transport``.
 
         Args:
             transport: This rank's connections, to others too.
-            members: Its ranks that take part, in the same order on all of them; one is this rank.
+            members: The ranks in the view, in the same order on all of them, this rank included.
         """
         self.members = tuple(members)
         self.rank = self.members.index(transport.rank)
@@ -125,7 +125,7 @@ class View:
 
     @property
     def announcements(self) -> int:
-        """How many of them had to describe their structure."""
+        """Number of those messages that had to describe their structure."""
         return self._transport.announcements
 
     @property
@@ -134,15 +134,15 @@ class View:
         return self._transport.bytes_sent
 
     def post(self, peer: int, key: MessageKey) -> None:
-        """Says that a receive is coming; see :meth:`base.Transport.post`."""
+        """Announces a receive; see :meth:`base.Transport.post`."""
         self._transport.post(self._rank_of(peer, key), key)
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
-        """Hands a value over; see :meth:`base.Transport.send`."""
+        """Sends a value; see :meth:`base.Transport.send`."""
         self._transport.send(self._rank_of(peer, key), key, value)
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
-        """Takes a message that has arrived; see :meth:`base.Transport.try_receive`."""
+        """Takes a message if it has arrived; see :meth:`base.Transport.try_receive`."""
         return self._transport.try_receive(self._rank_of(peer, key), key)
 
     def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
@@ -150,7 +150,7 @@ class View:
         return self._transport.receive(self._rank_of(peer, key), key, timeout)
 
     def flush(self, timeout: float) -> None:
-        """Waits until everything that the transport was given has left."""
+        """Waits until all messages of the whole transport have left."""
         self._transport.flush(timeout)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The limit of a wait, in time that this process was there to see; and the wait at a store.
+"""Limits of waits, which do not count time in which the process was stopped; waits at a store.
 
-A process that is stopped (a debugger, a batch system that suspends a whole job) wakes to clocks on
-which everybody else is long overdue. It is no witness of that: the others may not have run either.
+After a process was stopped (by a debugger, or a batch system that suspends a whole job), its clock
+says that everybody else is overdue. That proves nothing: the others may not have run either.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LONGEST_PAUSE = 0.02
 
 
 class Limit:
-    """Seconds that a wait may last; they begin anew where the process did not run.
+    """The seconds that a wait may last; they start again if the process did not run.
 
-    The wait asks at least every ``LOOK_SECONDS``. One that comes to it much later was stopped, or
-    had other things to do than to wait.
+    The wait asks at least every ``LOOK_SECONDS``. If it asks much later, the process was stopped or
+    had other work.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -33,7 +33,7 @@ class Limit:
         self._end = self._seen + seconds
 
     def left(self) -> float:
-        """Returns the seconds that are left; 0 or less where the limit is reached."""
+        """Returns the seconds that are left; 0 or less if the limit is reached."""
         now = time.monotonic()
         if now - self._seen > STOPPED_SECONDS:
             self._end = now + self._seconds
@@ -41,7 +41,7 @@ class Limit:
         return self._end - now
 
     def reached(self) -> bool:
-        """Tells whether nothing is left."""
+        """Whether no time is left."""
         return self.left() <= 0
 
     def nap(self) -> float:
@@ -57,22 +57,22 @@ def await_keys(
     gone: Callable[[], Collection[int]] = tuple,
     given_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[int]:
-    """Waits until each rank has added to its key, and yields the ranks one after the other.
+    """Waits until each rank has added to its key; yields the ranks one after the other.
 
-    Every wait for other ranks at a store goes through here: its ``get`` may block for ever.
-    While all come, each key is asked for once: among many ranks, whoever waits looks only for the
-    first that is missing.
+    Every wait for other ranks at a store goes through here: its ``get`` may block for ever. If no
+    rank is late, each key is asked for once: a wait for many ranks polls only the first missing
+    one.
 
     Args:
-        store: The store. One that knows of a failed rank raises that while somebody is missing.
+        store: The store. It may raise the error of a failed rank while somebody is missing.
         keys: The key of each rank that is waited for.
         limit: How long the wait may last.
-        failure: Makes the error, of the ranks that are missing, and of those that have ended.
-        gone: Says which ranks have ended, and so come to nothing more.
+        failure: Returns the error for the missing ranks and for those that have ended.
+        gone: Returns the ranks that have ended.
         given_up: Whether another rank has reached its limit, which then ends this wait too.
 
     Raises:
-        FleetPipeError: What ``failure`` returns: the limit is reached, or a missing rank has ended.
+        FleetPipeError: The error of ``failure``: the limit is reached, or a missing rank has ended.
     """
     waiting = sorted(keys)
     pause = _FIRST_PAUSE

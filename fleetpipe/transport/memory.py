@@ -1,4 +1,4 @@
-"""All ranks in one process: a message is a tensor handed from one rank's endpoint to another's."""
+"""Messages within one process: a tensor goes from one rank's endpoint to another's."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fleetpipe.transport.wire.value import Unfit, take_apart
 
 @shows(endpoints="_endpoints")
 class MemoryHub:
-    """The place where the ranks of one process leave messages for each other.
+    """The mailbox through which the ranks of one process send messages to each other.
 
-    Everything is stepped on one thread, so that a message which is not there cannot come while
-    its receiver waits: ``receive`` then fails at once.
+    All ranks run on one thread, so that a missing message cannot come while its receiver waits:
+    ``receive`` then fails at once.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -51,7 +51,7 @@ class MemoryTransport:
         """Does nothing: messages are there as soon as they are sent."""
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
-        """Leaves a value for ``peer``; see :meth:`base.Transport.send`."""
+        """Puts a value into ``peer``'s mailbox; see :meth:`base.Transport.send`."""
         try:
             tree, tensors = take_apart(value)
         except Unfit as unfit:
@@ -66,7 +66,7 @@ class MemoryTransport:
         target._inbox.setdefault((self.rank, key), deque()).append(structure.rebuild(leaves))
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
-        """Takes a message where there is one; see :meth:`base.Transport.try_receive`."""
+        """Takes a message if there is one; see :meth:`base.Transport.try_receive`."""
         waiting = self._inbox.get((peer, key))
         if waiting is None:
             check_peer(self.rank, self.ranks, peer, key)
@@ -97,10 +97,10 @@ class MemoryTransport:
         return value
 
     def flush(self, timeout: float) -> None:
-        """Does nothing: there is nothing on its way."""
+        """Does nothing: no message is ever under way."""
 
     def close(self) -> None:
-        """Ends this rank's part; what it sent before can still be received."""
+        """Closes this rank's endpoint; earlier messages can still be received."""
         self._closed = True
 
     def _closed_by(self, peer: int, route: Route) -> PeerFailed:
@@ -111,7 +111,7 @@ class MemoryTransport:
         )
 
     def _announced(self, peer: int, key: MessageKey, tree: Tree) -> Structure:
-        """Counts a structure that differs from the channel's last, as the socket would send it."""
+        """Counts a structure that differs from the channel's last one, as a socket would."""
         channel = (peer, *key[:4])
         structure = self._structures.get(channel)
         if structure is None or structure.tree != tree:

@@ -1,8 +1,8 @@
-"""A job that Slurm's ``srun`` started: its tasks are the ranks, and need no other launcher.
+"""Makes the tasks that Slurm's ``srun`` started the ranks of a job, without another launcher.
 
 ``srun`` tells each task its number, its node and the nodes of all (srun(1), "output environment
-variables"). That is all a launcher would find out, save for a port at which rank 0 serves the job's
-store: it follows from the numbers of job and step, so that all ranks know it.
+variables"). Only the port at which rank 0 serves the job's store is missing: it is derived from the
+numbers of job and step, so that all ranks know it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class _Step(NamedTuple):
-    """What Slurm says of this process and of those that were started with it.
+    """Slurm's facts about this process and those that were started with it.
 
     Attributes:
         job: The job's number.
         number: The step's number in the job: each ``srun`` is one.
         rank: This process's number among the tasks.
-        local: The same among those of its node.
+        local: This process's number among the tasks of its node.
         nodes: The nodes' names.
         counts: The tasks of each node.
         places: The number of the node that each task is on.
@@ -58,14 +58,14 @@ class _Step(NamedTuple):
 def adopt() -> None:
     """Makes this process the rank that ``srun`` started it as, unless a launcher has named it one.
 
-    Sets what Paddle's launcher would: ``PADDLE_TRAINER_ID`` and its kin, for this process and all
-    that read them after. ``PADDLE_MASTER=HOST:PORT``, where the user set it, says at which address
-    of the first node, and at which port, rank 0 serves the job's store. One line on rank 0 says
-    that it happened. A process that ``srun`` did not start, or as one task alone, stays as it is.
+    Sets the variables that Paddle's launcher would set, ``PADDLE_TRAINER_ID`` and others, in this
+    process. If the user set ``PADDLE_MASTER=HOST:PORT``, rank 0 serves the job's store at that
+    address of the first node. One line on rank 0 says that it happened. A process that ``srun`` did
+    not start, or started as a single task, is left alone.
 
     Raises:
         ConfigError: Slurm's variables are incomplete or contradict each other, or the first node's
-            name leads nowhere.
+            name has no address.
     """
     if "SLURM_JOB_ID" not in os.environ or any(name in os.environ for name in _LAUNCHED):
         return
@@ -101,10 +101,10 @@ def adopt() -> None:
 
 
 def expanded(listed: str) -> list[str]:
-    """Returns the names of a list of nodes such as ``node[01-03,07],login``, in its order.
+    """Expands a list of nodes such as ``node[01-03,07],login`` to its names, in order.
 
     Args:
-        listed: As Slurm writes it: numbers in brackets are ranges, with leading zeros.
+        listed: The list in Slurm's form: numbers in brackets are ranges, with leading zeros.
     """
     if not re.fullmatch(f"{_NODE}(?:,{_NODE})*", listed):
         raise _unreadable("list of nodes", "node[01-03,07],login", listed)
@@ -118,10 +118,10 @@ def expanded(listed: str) -> list[str]:
 
 
 def repeated(counts: str) -> list[int]:
-    """Returns the numbers of a list such as ``2(x3),1``, which is 2, 2, 2, 1.
+    """Expands a list such as ``2(x3),1`` to its numbers, 2, 2, 2, 1.
 
     Args:
-        counts: As Slurm writes the tasks of each node.
+        counts: The tasks of each node in Slurm's form.
     """
     numbers: list[int] = []
     for part in counts.split(","):
@@ -182,7 +182,7 @@ def _places(counts: Sequence[int], distribution: str) -> list[int]:
 
 
 def _endpoints(step: _Step) -> list[str]:
-    """Returns an endpoint for each rank; only at rank 0's is somebody listening."""
+    """Returns an endpoint for each rank; only rank 0 listens at its own."""
     hosts = ["127.0.0.1"] if len(step.nodes) == 1 else [*step.nodes]
     # "12000-12003", where the cluster deals ports out: srun --resv-ports.
     port = os.environ.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0]

@@ -1,1 +1,1 @@
-"""Paddle's groups of ranks, and the stores in which Gloo makes them."""
+"""Paddle's groups of ranks, and the stores through which Gloo connects them."""

@@ -1,12 +1,12 @@
-"""What ``paddle.distributed`` asks of a group on CPU ranks and Gloo does not have.
+"""Collective operations of ``paddle.distributed`` that Gloo lacks on CPU ranks.
 
 ``alltoall``, ``alltoall_single``, ``reduce_scatter`` and ``all_gather`` into one tensor go over the
-ranks' own connections: parts straight from member to member, sums in the members' order. What has
-``use_calc_stream=True`` is the same operation without it: CPUs have no streams.
+ranks' own connections: parts straight from member to member, sums in the members' order.
+``use_calc_stream=True`` makes no difference: CPUs have no streams.
 
-Where Paddle's wheel has no Gloo (3.3.1 for macOS), and for tensors in a card that ranks share,
-which Gloo does not take, ``OwnGroup`` is what it calls a process group.
-Results are those of Gloo but for the order of a sum: member by member.
+If Paddle's wheel has no Gloo (3.3.1 for macOS), and for tensors on a card that ranks share, which
+Gloo does not take, ``OwnGroup`` serves as Paddle's process group. Results equal Gloo's except for
+the order of a sum: member by member.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fleetpipe.transport.sockets.transport import connect
 
 
 class Exchange:
-    """A collective operation on its way; Paddle calls such a thing a task."""
+    """A collective operation under way; Paddle calls it a task."""
 
     def __init__(self, gathering: Gathering, put: Callable[[list[Tensor]], None]) -> None:
-        """Notes what to do with the values of all members when they are here."""
+        """Calls ``put`` with the values of all members once they have arrived."""
         self._gathering, self._put, self._done = gathering, put, False
 
     def wait(self) -> bool:
-        """Waits for all members, and fills the outputs."""
+        """Waits for all members and fills the outputs."""
         if not self._done:
             with paddle.no_grad():
                 self._put(self._gathering.values())
@@ -47,10 +47,10 @@ class Exchange:
 
 
 class Exchanges:
-    """Methods of one of Paddle's process groups, each called by all members."""
+    """Methods to add to one of Paddle's process groups; all members call each of them."""
 
     def members(self) -> Group:
-        """Returns the members; a process group of Paddle's must be one of the current job's."""
+        """Returns the members; Paddle's process group must belong to the current job."""
         job = current_job()
         if job is None:
             raise StateError(
@@ -67,7 +67,7 @@ class Exchanges:
         return Exchange(self.members().begin_all_to_all(parts), lambda got: _fill(out, got))
 
     def all_to_all_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
-        """As :meth:`all_to_all`, of equal parts of the first dimension."""
+        """The same as :meth:`all_to_all`, with equal parts of the first dimension."""
         if paddle.version.major == "2":  # 2.6.2 has them the other way round
             out, tensor = tensor, out
         return self.all_to_all_single(out, tensor, [], [], sync_op)
@@ -103,7 +103,7 @@ class Exchanges:
     def reduce_scatter_tensor(
         self, out: Tensor, tensor: Tensor, operation: Any, sync_op: bool = True
     ) -> Exchange:
-        """As :meth:`reduce_scatter`, of equal parts of the first dimension."""
+        """The same as :meth:`reduce_scatter`, with equal parts of the first dimension."""
         return self.reduce_scatter(out, _split(tensor, [], self.members().ranks), operation)
 
     def all_gather_into_tensor(self, out: Tensor, tensor: Tensor, sync_op: bool = True) -> Exchange:
@@ -123,7 +123,7 @@ _WITHOUT_STREAM = (
 
 
 def methods() -> dict[str, Callable[..., Any]]:
-    """Returns the functions that a class of process groups gets, by name."""
+    """Returns the functions to add to a class of process groups, by name."""
     made = {name: method for name, method in vars(Exchanges).items() if not name.startswith("_")}
     for name in _WITHOUT_STREAM:
         made[f"{name}_on_calc_stream"] = _on_calc_stream(name)
@@ -140,11 +140,11 @@ def _on_calc_stream(name: str) -> Callable[..., Any]:
 
 
 def reduced(parts: Sequence[Tensor], operation: Any) -> Tensor:
-    """Returns the reduction of the members' tensors, in their order.
+    """Returns the sum, or another reduction, of the members' tensors, in the members' order.
 
     Args:
-        parts: By member, of one shape and dtype.
-        operation: One of ``paddle.distributed.ReduceOp``, or the number of what Paddle made of it.
+        parts: The members' tensors, of one shape and dtype.
+        operation: One of ``paddle.distributed.ReduceOp``, or Paddle's number for it.
     """
     kinds, operation = paddle.distributed.ReduceOp, int(operation)
     stock: dict[Any, Any] = {
@@ -162,7 +162,7 @@ def reduced(parts: Sequence[Tensor], operation: Any) -> Tensor:
 
 
 def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> list[Tensor]:
-    """Cuts the first dimension in a part for each member; parts may be empty."""
+    """Splits the first dimension into a part for each member; parts may be empty."""
     rows = int(tensor.shape[0])
     if not sizes and rows % ranks == 0:
         sizes = [rows // ranks] * ranks
@@ -204,7 +204,7 @@ class Done:
 
 
 class OwnGroup(Exchanges):
-    """The ranks of one of Paddle's groups; each method is called by all of them."""
+    """A process group over the ranks' own connections; all members call each method."""
 
     def __init__(
         self, store: PaddleStore, rank: int, ranks: int, number: int, *, timeout: float
@@ -212,7 +212,7 @@ class OwnGroup(Exchanges):
         """Connects the ranks. Collective over the group.
 
         Args:
-            store: Where they find each other.
+            store: The store in which they find each other.
             rank: This rank's number in the group.
             ranks: Members of the group.
             number: The group's number among Paddle's.
@@ -227,7 +227,7 @@ class OwnGroup(Exchanges):
         return self._members
 
     def name(self) -> str:
-        """Returns the name of the backend in whose place this is."""
+        """Returns the name of the backend that this group replaces."""
         return "GLOO"
 
     def rank(self) -> int:
@@ -239,22 +239,22 @@ class OwnGroup(Exchanges):
         return self._members.ranks
 
     def all_reduce(self, tensor: Any, operation: Any, sync_op: bool = True) -> Done:
-        """Replaces the tensor by the sum, or another reduction, of all members'. Collective."""
+        """Replaces the tensor by the sum, or another reduction, over all members. Collective."""
         self._reduce(tensor, operation)
         return Done()
 
     def reduce(self, tensor: Any, target: int, operation: Any, sync_op: bool = True) -> Done:
-        """Replaces the tensor of member ``target`` likewise. Collective."""
+        """Does the same for the tensor of member ``target`` only. Collective."""
         self._reduce(tensor if self.rank() == target else tensor.clone(), operation)
         return Done()
 
     def broadcast(self, tensor: Any, source: int, sync_op: bool = True) -> Done:
-        """Gives the tensor the value that it has on member ``source``. Collective."""
+        """Replaces the tensor by that of member ``source``. Collective."""
         self._members.broadcast_each([(tensor, source)])
         return Done()
 
     def all_gather(self, places: Sequence[Any], tensor: Any, sync_op: bool = True) -> Done:
-        """Gives ``places``, by member, the values of all members' tensors. Collective."""
+        """Fills ``places``, by member, with the tensors of all members. Collective."""
         for place, value in zip(places, self._members.all_gather(tensor.detach().clone())):
             place.set_value(value)
         return Done()

@@ -1,7 +1,7 @@
-"""Paddle's groups between neighbours of a pipeline, and the transport that goes over them.
+"""Paddle's groups between neighbours of a pipeline, and the transport that uses them.
 
-Neighbours stand beside each other in the ring of a pipeline's ranks; nearly all that stages send
-goes to one. Groups of all pairs would be as many as the square of the ranks.
+Neighbours are adjacent in the ring of a pipeline's ranks; stages send nearly everything to them.
+The number of groups of all pairs would grow with the square of the ranks.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _POLL_SECONDS = 0.001
 
 
 class Direction(NamedTuple):
-    """From one rank of a pipeline to another."""
+    """A direction in which one rank of a pipeline sends to another."""
 
     source: int
     target: int
 
 
 def default_transport() -> str:
-    """Returns what tensors of a job's pipelines go over where nobody chose: by the device."""
+    """Returns the default transport of a job's pipelines, which depends on the device."""
     return SOCKETS if meets_by_host() else PROCESS_GROUP
 
 
 def refuse_without_gloo(transport: str) -> None:
-    """Refuses process groups where there are none that send."""
+    """Refuses process groups on a system whose Paddle has none that can send."""
     if transport == PROCESS_GROUP and device_kind() != "cpu" and meets_by_host():
         raise ConfigError(
             "ranks that share a card have no process groups that send",
@@ -66,7 +66,9 @@ def directions(ranks: int) -> list[Direction]:
 
 
 def make_groups(mesh: Mesh) -> dict[Direction, PaddleGroup]:
-    """Has Paddle make a group for each direction between neighbours. Collective over the job.
+    """Creates one of Paddle's groups for each direction between neighbours.
+
+    Collective over the job.
 
     Returns:
         The groups of this process's pipeline.
@@ -88,13 +90,13 @@ def connect(
     namespace: str,
     timeout: float,
 ) -> ProcessGroupTransport:
-    """Makes the transport of a pipeline that goes over groups. Collective over the pipeline.
+    """Creates the transport of a pipeline over Paddle's groups. Collective over the pipeline.
 
     Args:
-        connections: This process's, to all ranks of the job.
+        connections: This process's connections to all ranks of the job.
         members: The pipeline's ranks in the job, in order.
-        groups: Those of :func:`make_groups`, in their order.
-        store: The job's.
+        groups: The groups of :func:`make_groups`, in their order.
+        store: The job's store.
         namespace: Prefix of its keys there, new for each job.
         timeout: Seconds that any wait for another rank may last.
     """
@@ -138,11 +140,11 @@ def connect(
 
 
 def _warm_up(lanes: Iterable[Lane]) -> None:
-    """Has Paddle make the communicator of each lane, in an order that all ranks have in common.
+    """Makes Paddle create the communicator of each lane, in an order common to all ranks.
 
-    It does so at the first transfer, where each of the two ranks waits for the other: in a batch,
-    ranks that all send first would wait for ever, and so would one for whose card a large transfer
-    is under way.
+    Paddle creates it at the first transfer, in which both ranks wait for each other. Within a
+    batch, ranks that all send first would wait for ever, and so would one whose card has a large
+    transfer under way.
     """
     for lane in lanes:
         sent = paddle.zeros([1])

@@ -1,16 +1,16 @@
-"""Paddle's groups: made under the user's limit, and kept for later jobs: none can be closed.
+"""Creates Paddle's groups within the user's time limit and reuses them in later jobs.
 
-The descriptors and threads of a group stay until its process ends, so that a job takes the groups
-with its members that earlier jobs made. All ranks make the same groups in the same order, so what
-one of them has kept, all of its members have; where a job failed, nothing of it is used again. A
-group keeps the options that it was first made with, those of NCCL for example.
+No group can be closed: its descriptors and threads stay until its process ends. So a job reuses the
+groups with its members that earlier jobs created. All ranks create the same groups in the same
+order, so a group that one rank has, all its members have; the groups of a failed job are not used
+again. A group keeps the options that it was first created with, those of NCCL for example.
 
-Each Gloo group gets a key-value store of its own. All of a job write their addresses under the same
-keys of the job's store (2.6.2 and 3.3.1): a rank that makes its second group a moment before
-another does reads the address of that one's first group, which no longer listens: "Connection
-refused", about once in five starts of three ranks. The ranks also meet, so that none enters Gloo,
-which gives up after 30 s, before the others have come. Gloo listens at the address that the host's
-name has, which on many hosts is a loopback one, unless it is told an interface.
+Each Gloo group gets a key-value store of its own. In the job's store all groups would write their
+addresses under the same keys (2.6.2 and 3.3.1): a rank that creates its second group a moment
+before another rank reads the address of that rank's first group, which no longer listens:
+"Connection refused", about once in five starts of three ranks. The ranks also meet, so that none
+enters Gloo, which gives up after 30 s, before the others have come. Gloo listens at the address
+that the host's name has, which on many hosts is a loopback one, unless it is told an interface.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _in_doubt = False
 
 @contextmanager
 def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iterator[None]:
-    """Within it, Paddle's ``fleet.init`` makes the groups of a job. Collective over the job.
+    """While this context is open, Paddle's ``fleet.init`` creates the groups of a job. Collective.
 
     Raises:
-        PeerFailed: Paddle could not make them.
+        PeerFailed: Paddle could not create them.
         PipelineTimeout: Some rank did not come to a group that it is a member of.
     """
     made: Counter[tuple[int, ...]] = Counter()
@@ -83,9 +83,9 @@ def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iter
 
 
 def forget_where_in_doubt(number: int, store: JobStore, meet: Callable[[], None]) -> None:
-    """Keeps the groups of earlier jobs only where no rank doubts them. Collective over the job.
+    """Drops the groups of earlier jobs if any rank doubts them. Collective over the job.
 
-    From here on they are in doubt until the job has ended well, see :func:`trust`.
+    From now on the groups are in doubt until the job has ended well, see :func:`trust`.
     """
     global _in_doubt
     key = f"fleetpipe/{number}/groups/in_doubt"
@@ -98,7 +98,7 @@ def forget_where_in_doubt(number: int, store: JobStore, meet: Callable[[], None]
 
 
 def trust(ended_well: bool) -> None:
-    """Says at the end of a job whether a later one may use its groups."""
+    """Records at the end of a job whether a later one may use its groups."""
     global _in_doubt
     _in_doubt = not ended_well
 
@@ -111,7 +111,7 @@ _LIBRARY = re.compile(r"dynamic library \((\S+)\).*\(error code is [^:]*: (.*)\)
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Says in the place of Gloo or of Paddle's store what it means that they fail."""
+    """Turns failures of Gloo and of Paddle's store into errors that say what happened."""
     try:
         yield
     except (RuntimeError, ValueError, OSError) as error:
@@ -141,12 +141,12 @@ _PORTS = range(20000, 32000)
 
 
 def separate_stores(store: Store, timeout: float) -> None:
-    """Makes every Gloo group in a store of its own, until :func:`share_store_again`.
+    """Gives every Gloo group a store of its own, until :func:`share_store_again`.
 
-    Where the user chose no interface for Gloo, it is the one that leads to the other ranks.
+    If the user chose no interface for Gloo, it sets the one that leads to the other ranks.
 
     Args:
-        store: The job's store, where a group's ranks find its own.
+        store: The job's store, through which a group's ranks find the group's store.
         timeout: Seconds that the ranks of a group may take to arrive.
     """
     _choose_interface()
@@ -165,7 +165,7 @@ def separate_stores(store: Store, timeout: float) -> None:
 
 
 def share_store_again() -> None:
-    """Gives the Gloo groups that are made from now on the store that Paddle gives them."""
+    """Lets later Gloo groups use the store that Paddle gives them."""
     topology.restore_gloo_stores()
 
 
@@ -204,7 +204,7 @@ def _choose_interface() -> None:
 
 
 def _await(store: Store, group: int, keys: Mapping[int, str], timeout: float) -> None:
-    """Waits until the members of a group have come to their keys."""
+    """Waits until all members of a group have added to their keys."""
 
     def failure(missing: list[int], _: object) -> PipelineTimeout:
         who = f"members {missing}" if missing[1:] else f"member {missing[0]}"

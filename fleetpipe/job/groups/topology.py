@@ -1,4 +1,4 @@
-"""Fleet's topology made of the mesh, where Paddle's constructors refuse the degrees."""
+"""Builds Fleet's topology from the mesh if Paddle's constructors refuse the degrees."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NAMES = {
 
 @contextlib.contextmanager
 def of_mesh(mesh: Mesh) -> Iterator[None]:
-    """Within it, Paddle's ``fleet.init`` has the mesh's topology, where its own cannot be.
+    """While this context is open, ``fleet.init`` builds the mesh's topology if Paddle's fails.
 
-    Paddle's refuses cp without experts, and experts beside dp or sep; for some orders the groups
-    of its topology of experts contradict each other.
+    Paddle's constructor refuses cp without experts, and experts beside dp or sep; for some orders
+    the groups of its topology of experts contradict each other.
     """
     if mesh.degrees.cp == mesh.degrees.ep == 1:
         yield
@@ -36,7 +36,7 @@ def of_mesh(mesh: Mesh) -> Iterator[None]:
 
 
 def group_of_copies(mesh: Mesh) -> PaddleGroup:
-    """Makes Paddle's group of this rank and its copies, if several axes span them. Collective."""
+    """Creates Paddle's group of this rank's copies, if they span several axes. Collective."""
     mine = None
     if sum(getattr(mesh.degrees, axis) > 1 for axis in COPIES) > 1:
         for ranks in mesh.groups(COPIES):
@@ -46,7 +46,7 @@ def group_of_copies(mesh: Mesh) -> PaddleGroup:
 
 
 def mesh_topology(mesh: Mesh, rank: int) -> Topology:
-    """Makes Fleet's topology, and Paddle's groups of it. Collective over the job."""
+    """Builds Fleet's topology with Paddle's groups. Collective over the job."""
     degrees, place = mesh.degrees, mesh.coordinate(rank)
     sizes = {axis: getattr(degrees, axis) for axis in AXES}
     places = place._asdict()
@@ -58,7 +58,7 @@ def mesh_topology(mesh: Mesh, rank: int) -> Topology:
 
 
 def _numbering(mesh: Mesh) -> list[tuple[str, int]]:
-    """Returns the axes that number ranks in Fleet's words."""
+    """Returns the axes that number ranks, under Fleet's names."""
     digits = [(_NAMES[axis], size) for axis, size in mesh.digits]
     places = [index for index, (name, _) in enumerate(digits) if name == "sharding"]
     if len(places) > 1:
@@ -68,7 +68,7 @@ def _numbering(mesh: Mesh) -> list[tuple[str, int]]:
 
 
 def _groups(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """Returns the ranks of the groups of each kind, in the order in which they are made."""
+    """Returns the ranks of the groups of each kind, in the order of creation."""
     state = mesh.degrees.state_axes
     axes = {
         "_pp": ("pp",),

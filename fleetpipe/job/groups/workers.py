@@ -1,6 +1,6 @@
-"""What ``fleet.util`` and ``fleet.all_reduce`` exchange, over the connections of the job.
+"""Exchanges for ``fleet.util`` and ``fleet.all_reduce``, over the connections of the job.
 
-Fleet asks the Gloo of its role maker, which is not set up in collective mode: each rank would get
+Fleet uses the Gloo of its role maker, which is not set up in collective mode: each rank would get
 its own number back.
 """
 
@@ -24,13 +24,13 @@ _MODES: Mapping[str, Callable[..., Any]] = {
 
 
 class Workers:
-    """Takes the place of a role maker's Gloo; all ranks of the job are workers.
+    """Replaces a role maker's Gloo; all ranks of the job are workers.
 
-    Each method is collective over the job; ``comm_world`` is accepted for Paddle's sake.
+    Each method is collective over the job; ``comm_world`` is ignored.
     """
 
     def all_reduce(self, input: Any, mode: str = "sum", comm_world: str = "worker") -> Any:
-        """Returns what all ranks' arrays, of one shape, make by ``mode``: sum, min, max or mean."""
+        """Returns the sum, min, max or mean (``mode``) of all ranks' arrays, of one shape."""
         if mode not in _MODES:
             raise UsageError(
                 "fleet adds numbers of all ranks, or takes the least, the largest or the mean",

@@ -1,1 +1,1 @@
-"""The watch over the other ranks: which failed and why, told to all within milliseconds."""
+"""Watches the other ranks: which failed and why, known on all ranks within milliseconds."""

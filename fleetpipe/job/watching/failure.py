@@ -1,4 +1,4 @@
-"""Why a rank is out, as it is told to all others."""
+"""The failure of a rank, as it is sent to all others."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Failure:
 
     Attributes:
         rank: Its number in the job.
-        what: What it did, one of ``KINDS``.
+        what: The kind of failure, one of ``KINDS``.
         text: The error in one line.
-        details: Its traceback, or where all ranks were; empty where there is none.
-        permanent: Whether the job fails with it however often it is started.
+        details: Its traceback, or where all ranks were; empty without either.
+        permanent: Whether the job would fail again at each restart.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Describes an error that ``rank`` gives up with."""
+        """Describes an error with which ``rank`` gives up."""
         if isinstance(error, PipelineTimeout):
             text, *more = str(error).splitlines()
             return cls(rank, "timed out", text, "\n".join(more)[-LONGEST_TEXT:])
@@ -56,7 +56,7 @@ class Failure:
         return cls(rank, "raised", _in_one_line(error), trace, is_permanent(error))
 
     def error(self, where: str | None = None) -> FleetPipeError:
-        """Returns the error that the other ranks raise: a timeout for a timeout."""
+        """Returns the error that the other ranks raise; a timeout stays a timeout."""
         next_step = f"read the log of rank {self.rank}: it failed first"
         if self.what == "timed out":
             next_step = (
@@ -85,7 +85,7 @@ class Failure:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Returns the kind of an error and what it says: fleetpipe's put it into their first line."""
+    """Returns the kind of an error and its message, of fleetpipe's errors the first line."""
     words = str(error).splitlines()[:1] if isinstance(error, FleetPipeError) else str(error).split()
     text = " ".join(words)
     if len(text) > _LONGEST_LINE:

@@ -1,8 +1,8 @@
-"""What the watch knows of another rank, and the bytes on their way between the two.
+"""The state of another rank as the watch knows it, and the messages between the two.
 
-That is a length, a JSON object, and its seal. Nothing of it is believed before it is checked: a
-message of another shape is a ``ValueError``. A record that is none comes as the error that says so:
-the job can do without it.
+A message is a length, a JSON object, and a seal. It is checked before it is used: a message of
+another shape is a ``ValueError``. An invalid record is only replaced by its error: the job can do
+without it.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def pack(message: dict[str, Any], seal: Seal | None) -> bytes:
 
 
 def unpack(received: bytearray, seal: Seal | None) -> Iterator[dict[str, Any]]:
-    """Takes from ``received`` the messages that have arrived whole.
+    """Removes the complete messages from ``received`` and yields them.
 
     Raises:
-        TransportError: A message does not have the seal of who should have sent it.
-        ValueError: The bytes are no message.
+        TransportError: A message does not have the seal of its sender.
+        ValueError: The bytes are not a message.
     """
     while len(received) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(received)
@@ -91,21 +91,21 @@ SILENT_SECONDS = 2.0
 
 
 class Peer:
-    """Another rank of the job.
+    """Another rank of the job, as the watch knows it.
 
     Attributes:
         rank: Its rank in the job.
         sock: The connection to it.
-        record: What it last said of itself.
-        rows: Steps of it that nobody has looked at.
-        heard: When that was (``time.monotonic()``).
-        left: Whether it said that it ends; nothing more comes from it.
+        record: Its last record.
+        rows: Its steps that have not been read yet.
+        heard: Time of its last message (``time.monotonic()``).
+        left: Whether it said goodbye; no more messages come from it.
         ended: Whether the connection has ended.
         unsent: Bytes for it that the kernel has not taken yet.
     """
 
     def __init__(self, rank: int, sock: socket.socket, seals: Seals | None) -> None:
-        """Takes over a connected socket, which from here on never blocks."""
+        """Takes over a connected socket and makes it non-blocking."""
         sock.setblocking(False)
         self.rank = rank
         self.sock = sock
@@ -121,27 +121,27 @@ class Peer:
         self._refused = False
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Sends a message, without waiting where the rank does not read.
+        """Sends a message without waiting for a rank that does not read.
 
-        What the kernel does not take stays for :meth:`send`; a record of what this rank is doing
-        is left out where others still wait.
+        Bytes that the kernel does not take wait for :meth:`send`; a record is dropped if earlier
+        messages still wait.
         """
         if message["kind"] != "status" or not (self.silent or self.unsent):
             self.unsent += pack(message, self._outgoing)
             self.send()
 
     def send(self) -> None:
-        """Sends as much as the kernel takes."""
+        """Sends as many waiting bytes as the kernel takes."""
         with contextlib.suppress(OSError):
             sent = self.sock.send(self.unsent, systems.MSG_NOSIGNAL)
             del self.unsent[:sent]
 
     def hear(self) -> Iterator[Failure]:
-        """Takes note of what has arrived, and yields the failures of which the rank tells.
+        """Reads the messages that have arrived, and yields the failures that they report.
 
         Raises:
             TransportError: A message does not have the rank's seal.
-            ValueError: The bytes are no message.
+            ValueError: The bytes are not a message.
         """
         try:
             data = self.sock.recv(1 << 16)
@@ -173,16 +173,16 @@ class Peer:
 
     @property
     def silence(self) -> float:
-        """Seconds since it was last heard of."""
+        """Seconds since its last message."""
         return time.monotonic() - self.heard
 
     @property
     def silent(self) -> bool:
-        """Whether it should have been heard of since."""
+        """Whether its next record is overdue."""
         return self.silence > SILENT_SECONDS
 
     def whereabouts(self) -> str:
-        """Says what it was doing when it was last heard of."""
+        """Describes what it was doing at its last message."""
         if self.silent:
             return (
                 f"rank {self.rank} is silent for {self.silence:.1f} s: stopped, or its host or "
@@ -191,7 +191,7 @@ class Peer:
         return f"rank {self.rank} is at: {self.record.action}"
 
     def end(self) -> None:
-        """Ends the sending half of the connection; what was sent is still delivered."""
+        """Closes the sending half of the connection; earlier messages are still delivered."""
         # Bytes left unread would make TCP discard what is still on its way to the peer.
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)

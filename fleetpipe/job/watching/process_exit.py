@@ -1,4 +1,4 @@
-"""Knows why this process ends, so that the other ranks can be told."""
+"""Finds out why this process ends, so that the other ranks can be told."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _exit: SystemExit | None = None
 
 
 def note_exits() -> None:
-    """Has every call of ``sys.exit`` with a status that means failure remembered.
+    """Makes ``sys.exit`` remember each call with a status that means failure.
 
-    Python tells nobody of a ``SystemExit`` that ends a process: no hook is called, and when the
-    functions registered for the end run, it is gone.
+    Python does not report a ``SystemExit`` that ends a process: no hook is called, and it is gone
+    when the exit functions run.
     """
     if hasattr(sys.exit, "__wrapped__"):
         return
@@ -35,13 +35,13 @@ def note_exits() -> None:
 
 
 def error() -> BaseException | None:
-    """Returns the error that ends this process: one that nobody caught, or a failing sys.exit."""
+    """Returns the error that ends this process: an uncaught one, or a failing sys.exit."""
     uncaught: BaseException | None = getattr(sys, "last_value", None)
     return uncaught if uncaught is not None else _exit
 
 
 def end_with(error: BaseException) -> NoReturn:
-    """Ends the process at once, where no exception would, with ``error`` in its log."""
+    """Ends the process at once, with ``error`` in its log, if no exception could."""
     sys.stderr.write(f"{type(error).__name__}: {error}\n")
     sys.stderr.flush()
     sys.stdout.flush()

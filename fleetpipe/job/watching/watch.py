@@ -1,10 +1,10 @@
-"""Tells every rank of a job when another one fails, and where each of them is.
+"""Tells every rank of a job when another one fails, and where each of them was.
 
-A thread of each rank holds a connection to every other rank. Through it pass what a rank is doing
-(a record five times a second), why a rank gives up, and goodbyes; a connection that ends without a
-goodbye is a death. A failure ends every wait of this rank at once; a rank that is not waiting but
-computes, or hangs in something else, is ended by the thread itself a moment later. Whoever learns
-of a failure passes it on before it leaves, so that all ranks name the one that failed first.
+A thread of each rank holds a connection to every other rank. It carries records of what a rank is
+doing (five times a second), failures, and goodbyes; a connection that ends without a goodbye means
+that the rank died. A failure ends every wait of this rank at once; if the rank computes or hangs in
+something else, the thread ends the process a moment later. Each rank passes a failure on before it
+leaves, so that all ranks name the rank that failed first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _STDERR = 2
 
 
 class _Limit(NamedTuple):
-    """What the main thread does where no exception reaches it, and how long it may."""
+    """An operation of the main thread that no exception can interrupt, and its time limit."""
 
     seconds: float
     what: str
@@ -61,8 +61,8 @@ class Watch:
 
     Attributes:
         rank: This process's rank in the job.
-        failure: What ended the job before its time, once that is known.
-        progress: What this rank's records are made of.
+        failure: The failure that ended the job early, once it is known.
+        progress: The source of this rank's records.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Watch:
         Args:
             rank: This process's rank in the job.
             sockets: Authenticated stream sockets, by rank.
-            seals: What proves who sent each message, by rank; None where nothing does.
+            seals: Proofs of who sent each message, by rank; None without a secret.
         """
         self.rank = rank
         self.failure: Failure | None = None
@@ -102,7 +102,7 @@ class Watch:
         self._thread.start()
 
     def on_failure(self, interrupt: Callable[[], None]) -> None:
-        """Has ``interrupt`` called, from any thread, when a rank fails: it ends a wait."""
+        """Registers a function to call, from any thread, when a rank fails: it ends a wait."""
         with self._lock:
             self._interrupts.append(interrupt)
             failed = self.failure is not None
@@ -115,26 +115,26 @@ class Watch:
         return self._noticed
 
     def check(self) -> None:
-        """Raises what is known of a failure.
+        """Raises an error if a failure is known.
 
         Raises:
             PeerFailed: A rank of the job has failed.
             PipelineTimeout: A wait of some rank has reached its limit.
-            TransportError: Some rank sent bytes that are no message.
+            TransportError: Some rank sent bytes that are not a message.
         """
         if self.failure is not None:
             raise self._as_error(self.failure)
 
     def gone(self) -> list[int]:
-        """Returns the ranks that have ended; they will come to nothing more."""
+        """Returns the ranks that have ended."""
         return [peer.rank for peer in self._peers.values() if peer.left]
 
     @contextlib.contextmanager
     def guarding(self, where: Callable[[], str]) -> Iterator[None]:
-        """Within it, a failure elsewhere ends this rank's waits, and one here reaches all others.
+        """While it is open, failures elsewhere end this rank's waits, and its own reach all.
 
         Args:
-            where: Says what this rank is doing, for the messages of all; called on any thread.
+            where: Describes what this rank is doing, for the messages of all; called on any thread.
 
         Raises:
             PeerFailed: Another rank failed; the message has its error and traceback.
@@ -152,14 +152,14 @@ class Watch:
 
     @contextlib.contextmanager
     def limit(self, seconds: float, what: str, ranks: Collection[int]) -> Iterator[None]:
-        """Within it the thread gives up for a main thread that waits where nothing interrupts it.
+        """While it is open, ends a main thread that waits too long and cannot be interrupted.
 
-        The other ranks are told, and this process is ended a moment later. A limit around this one
-        begins anew at its end, and each where the process says that it does something else.
+        The other ranks are told, and this process is ended a moment later. An outer limit starts
+        again when this one ends, and each starts again when the process reports another operation.
 
         Args:
-            seconds: How long this may take.
-            what: What the main thread does, for the messages of all; "" where its action says all.
+            seconds: The longest that the main thread may take.
+            what: What the main thread does, for the messages of all; "" if its action says all.
             ranks: The ranks that it may be waiting for.
         """
         around = self._limit
@@ -172,7 +172,7 @@ class Watch:
             self._limit = None if around is None else around._replace()
 
     def give_up(self, error: BaseException) -> None:
-        """Tells all other ranks that this one fails, with the error and its traceback."""
+        """Reports this rank's failure to all other ranks, with the error and its traceback."""
         self._notice()
         self._fail(Failure.of(self.rank, error))
 
@@ -191,7 +191,7 @@ class Watch:
         self._release()
 
     def abandon(self) -> None:
-        """Drops this process's copies of the sockets after a fork; the parent's stay open."""
+        """Closes this process's copies of the sockets after a fork; the parent's stay open."""
         # The parent's thread may have held the lock, and does not run here to give it back.
         self._lock = threading.RLock()
         self._closed = True
@@ -206,7 +206,7 @@ class Watch:
         forks.holding.discard(self)
 
     def _instead_of(self, error: BaseException) -> BaseException | None:
-        """Returns what to raise in place of ``error``, of which all others are now told."""
+        """Returns the error to raise in place of ``error``, and reports that one to all ranks."""
         deadline = time.monotonic() + CAUSE_SECONDS
         if isinstance(error, PeerFailed):
             while self.failure is None and time.monotonic() < deadline:
@@ -236,7 +236,7 @@ class Watch:
         return self.failure is not None and self.failure.what == "timed out"
 
     def _notice(self) -> None:
-        """Says that the main thread is on its way out; never returns once the process is ended."""
+        """Records that the main thread knows of the failure; never returns if it comes too late."""
         with self._lock:
             self._noticed = True
 
@@ -249,7 +249,7 @@ class Watch:
             return f"unknown ({error!r})"
 
     def _whereabouts(self) -> list[str]:
-        """Says for each other rank what it was doing when it was last heard of."""
+        """Describes for each other rank what it was doing at its last message."""
         return [f"  {peer.whereabouts()}" for peer in self._peers.values()]
 
     def _give_up_if_late(self) -> None:
@@ -269,13 +269,13 @@ class Watch:
         self._fail(Failure.of(self.rank, late))
 
     def _tell(self, message: dict[str, Any]) -> None:
-        """Sends a message to every rank, without waiting for one that does not read."""
+        """Sends a message to every rank without waiting for one that does not read."""
         with self._lock:
             for peer in self._peers.values():
                 peer.tell(message)
 
     def _record(self, with_rows: bool) -> RankRecord:
-        """Returns what this rank says of itself; where that fails, what it does and no more."""
+        """Returns this rank's record; if that fails, one with its action only."""
         try:
             return self.progress.record(self.rank, self._status(), with_rows)
         except Exception as error:
@@ -285,7 +285,7 @@ class Watch:
             return RankRecord(self.rank, self._status())
 
     def _tell_record(self) -> None:
-        """Says what this rank is doing; to the first rank, which keeps the board, its steps too."""
+        """Sends this rank's record; its steps only to the first rank, which keeps the board."""
         record = self._record(with_rows=self.rank != 0)
         content, lean = record.content(), record.lean.content()
         with self._lock:
@@ -295,7 +295,7 @@ class Watch:
                     peer.send()
 
     def heard(self) -> dict[int, Heard]:
-        """Returns what is known of every rank, with the steps that are new since the last call."""
+        """Returns the last record of every rank, with its new steps since the last call."""
         record = self._record(with_rows=True)
         everyone = {self.rank: Heard(record)}
         for peer in self._peers.values():
@@ -316,7 +316,7 @@ class Watch:
                 time.sleep(GRACE_SECONDS / 10)
 
     def _turn(self) -> None:
-        """Waits for what comes next: news of a rank, the time of a status, or the end."""
+        """Waits for the next event: a message, the time of the next record, or the end."""
         now = time.monotonic()
         if now - self._turned > STOPPED_SECONDS:
             self._wake_up(now)
@@ -331,7 +331,7 @@ class Watch:
                 self._read(key.data)
 
     def _wake_up(self, now: float) -> None:
-        """After a time in which this process did not run: it did not hear, and did not notice."""
+        """Restarts all timers after a time in which this process was stopped."""
         for peer in self._peers.values():
             peer.heard = now
         if self._end_at < float("inf"):
@@ -353,7 +353,7 @@ class Watch:
             self._fail(Failure(peer.rank, "died", f"it ended without a goodbye; {last}"))
 
     def _fail(self, failure: Failure) -> None:
-        """Keeps the first failure, passes it on, and ends this rank's waits."""
+        """Stores the first failure, passes it on, and ends this rank's waits."""
         with self._lock:
             if self.failure is not None or self._closed:
                 return
@@ -366,7 +366,7 @@ class Watch:
             interrupt()
 
     def _end_if_unnoticed(self) -> None:
-        """Ends a process whose main thread computes or hangs, and so does not see the failure."""
+        """Ends the process if its main thread computes or hangs and so misses the failure."""
         if time.monotonic() < self._end_at:
             return
         self._end_at = float("inf")

@@ -1,5 +1,5 @@
-"""How ranks find each other and are all connected.
+"""Connects ranks: how they find each other and open their sockets.
 
-Start with ``connections.py``. ``handshake.py`` is how they look each other up and prove who they
-are, ``hosts.py`` at which addresses.
+Start with ``connections.py``. In ``handshake.py`` ranks look each other up and prove who they are;
+``hosts.py`` finds their addresses.
 """

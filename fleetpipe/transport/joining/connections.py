@@ -1,9 +1,9 @@
-"""Joining ranks: each is connected to every other, whoever else knocks at the door.
+"""Connects each rank to every other, and turns away connections of strangers.
 
 A rank connects to all lower ones and accepts all higher ones, in one loop on one thread. They may
-make several streams at once, for uses that must not wait for each other. A rank then has
-``streams * (ranks - 1)`` sockets, which is what limits a large job first: with 2 streams a limit of
-1024 open files (``ulimit -n``) is enough for about 500 ranks.
+open several streams at once, for uses that must not wait for each other. A rank then has ``streams
+* (ranks - 1)`` sockets, which is the first limit of a large job: with 2 streams a limit of 1024
+open files (``ulimit -n``) is enough for about 500 ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Joined(NamedTuple):
 
     Attributes:
         sockets: A connected and authenticated stream socket in blocking mode for each peer.
-        seals: The seals of what each peer is sent and sends; none where the user gave no secret.
+        seals: The seals for each peer, in both directions; none if the user gave no secret.
     """
 
     sockets: dict[int, socket.socket]
@@ -61,13 +61,13 @@ def join(
     Args:
         rank: This process's rank.
         ranks: Ranks that join.
-        store: Where they find each other.
+        store: The store in which they find each other.
         namespace: Prefix of the keys in the store, new there.
         timeout: Seconds for all ranks to arrive.
         address: This host's address as other hosts reach it.
         force_tcp: Use TCP within a host too.
         streams: Connections between each two ranks, the same number on all.
-        attempt: How often the job was started; who says another number is refused.
+        attempt: Number of times that the job was started; a rank with another number is refused.
 
     Returns:
         The connections, by stream.
@@ -138,7 +138,7 @@ def _refuse_other_ways(cards: Mapping[int, Mapping[str, str]]) -> None:
 def _listen(
     identities: list[str], rank: int, force_tcp: bool, address: str | None
 ) -> list[hosts.Listener]:
-    """Listens where the higher ranks will come from."""
+    """Opens the sockets on which the higher ranks will connect."""
     host = identities[rank]
     beside = [identity == host != "" and not force_tcp for identity in identities[rank + 1 :]]
     listeners = []
@@ -166,7 +166,7 @@ def _best(peer: int, addresses: list[str], beside: bool) -> str:
 
 
 class _Dialled(NamedTuple):
-    """A connection to a lower rank that this end makes."""
+    """A connection that this rank opens to a lower rank."""
 
     peer: int
     stream: int
@@ -174,17 +174,17 @@ class _Dialled(NamedTuple):
 
 
 class PendingConnection:
-    """A connection that is not yet known to lead to a peer."""
+    """A connection whose other end has not yet proved that it is a peer."""
 
     def __init__(
         self, sock: socket.socket, exchange: handshake.Exchange, dialled: _Dialled | None = None
     ) -> None:
-        """Follows ``exchange`` on a non-blocking socket.
+        """Runs ``exchange`` on a non-blocking socket.
 
         Args:
             sock: The socket.
             exchange: This end's side of the handshake.
-            dialled: Where this end has connected to; None where the other end connected.
+            dialled: The address to which this end connected; None if the other end connected.
         """
         self.sock = sock
         self.dialled = dialled
@@ -194,10 +194,10 @@ class PendingConnection:
         self._step: bytes | int = next(exchange)
 
     def advance(self) -> handshake.Greeting | None:
-        """Goes on as far as the socket lets it.
+        """Continues the handshake as far as the socket allows without waiting.
 
         Returns:
-            What is known of the connection, once it is; else None.
+            The proved identity of the other end; None while that is not proved.
 
         Raises:
             OSError: The connection failed.
@@ -225,7 +225,7 @@ class PendingConnection:
 
 
 class _Joining:
-    """The loop that accepts, connects and shakes hands until every peer is known."""
+    """The loop that accepts, connects and shakes hands until all peers are connected."""
 
     def __init__(
         self,
@@ -249,12 +249,12 @@ class _Joining:
             self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def dial(self, peer: int, address: str) -> None:
-        """Begins to connect to a lower rank."""
+        """Starts to connect to a lower rank."""
         streams = range(len(self._streams))
         self._again += [(0.0, _Dialled(peer, stream, address)) for stream in streams]
 
     def run(self) -> list[Joined]:
-        """Returns a socket and the seals for each peer and stream when all are connected."""
+        """Returns a socket and the seals for each peer and stream once all are connected."""
         meeting = self._meeting
         while missing := self._missing():
             if meeting.limit.reached():
@@ -272,7 +272,7 @@ class _Joining:
         return joined
 
     def close(self) -> None:
-        """Closes everything that did not become a peer's socket."""
+        """Closes every socket that was not handed over for a peer."""
         for connection in list(self._pending):
             self._drop(connection)
         for sock in self._listeners:
@@ -355,13 +355,13 @@ class _Joining:
             )
 
     def _tell_of(self, stale: handshake.Stale) -> None:
-        """Says once who was refused: anybody may claim to be of any attempt."""
+        """Logs a refused rank of another attempt, once: anybody may claim any attempt."""
         if not self._refused_one:
             self._refused_one = True
             _log.warning("rank %d refused %s", self._meeting.rank, stale)
 
     def _drop(self, connection: PendingConnection) -> None:
-        """Forgets a connection that leads to no peer; a peer that was dialled is tried again."""
+        """Closes a connection that leads to no peer; a peer that was dialled is tried again."""
         self._selector.unregister(connection.sock)
         self._pending.remove(connection)
         connection.sock.close()

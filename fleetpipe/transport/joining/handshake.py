@@ -1,10 +1,10 @@
 """How the two ends of a new connection prove to each other that they belong to one run.
 
-The run's secret is made of a token that rank 0 leaves in the store, and of the user's secret, where
-there is one, which no store sees.
+The run's secret is derived from a token that rank 0 puts into the store, and from the user's
+secret, if there is one, which never enters the store.
 
-The end that connects says who it is, the end that accepts sends a challenge, and each shows in
-turn that it knows the run's secret, without telling it:
+The end that connects says who it is, the end that accepts sends a challenge, and each proves in
+turn that it knows the run's secret, without sending it:
 
     connects -> accepts   greeting: magic, version, own rank, peer's rank, ranks, stream,
                           life, 32 random bytes
@@ -12,17 +12,17 @@ turn that it knows the run's secret, without telling it:
     connects -> accepts   HMAC-SHA256(secret, "connects" + all bytes so far)
     accepts  -> connects  HMAC-SHA256(secret, "accepts" + all bytes so far but the proof)
 
-Where the user gave a secret, both then have the keys of the seals of all that follows: of HMAC over
-the same bytes, which hold 32 random ones of each side.
+If the user gave a secret, both then derive the keys of the seals of all later messages: by HMAC
+over the same bytes, which hold 32 random ones of each side.
 
 Both sides are written as generators that yield bytes to send or a number of bytes to receive, so
-that one thread runs many of them at once and no stranger holds up another peer. The stream tells
-apart the connections that two ranks make at once, and the life the processes that a job has now
-from those that it had before it was started again.
+that one thread runs many of them at once and no stranger holds up another peer. The stream number
+distinguishes the connections that two ranks open at once. The number of the attempt ("life" above)
+distinguishes the processes of a job from those of an earlier start of it.
 
-Before, each rank publishes a card in the job's store and reads the others'. A store's ``get`` of a
-key that is not there yet may block for ever, so each card has a counter next to it that is polled
-until the deadline, and only a card that is there is read.
+Before that, each rank publishes a card in the job's store and reads the others'. A store's ``get``
+of a key that is not there yet may block for ever, so each card has a counter next to it that is
+polled until the deadline, and only a card that is there is read.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _PROOF_BYTES = 32
 
 
 class Greeting(NamedTuple):
-    """The other end of a connection, once it has proved who it is.
+    """The identity of the other end of a connection, which it has proved.
 
     Attributes:
         peer: Its rank.
-        stream: Which of the connections between the two ranks this is.
+        stream: Number of this connection among those between the two ranks.
         seals: The seals of the connection.
     """
 
@@ -74,14 +74,14 @@ class Stranger(Exception):
 
 
 class Stale(Stranger):
-    """The other end says that it belongs to another life of the job."""
+    """The other end says that it belongs to another attempt of the job."""
 
 
 def user_secret() -> bytes:
-    """Returns ``FLEETPIPE_SECRET``, or what the file ``FLEETPIPE_SECRET_FILE`` holds; else b"".
+    """Returns ``FLEETPIPE_SECRET``, or the text in the file ``FLEETPIPE_SECRET_FILE``; else b"".
 
     Raises:
-        ConfigError: The file cannot be read, or the secret is too short to be one.
+        ConfigError: The file cannot be read, or the secret is too short.
     """
     name = "FLEETPIPE_SECRET"
     secret = os.environ.get(name)
@@ -109,24 +109,24 @@ def user_secret() -> bytes:
 
 
 def fingerprint(secret: bytes, namespace: str) -> str:
-    """Returns a text by which ranks see whether they were given the same secret."""
+    """Returns a text that is the same on two ranks only if their secrets are."""
     return (
         hmac.digest(secret, f"fingerprint {namespace}".encode(), "sha256").hex() if secret else ""
     )
 
 
 def secret_of_run(secret: bytes, namespace: str, token: str) -> bytes:
-    """Returns the secret of the ranks that meet once, in ``namespace``."""
+    """Returns the secret of the ranks that meet in ``namespace`` this time."""
     return hmac.digest(secret, f"run {namespace} {token}".encode(), "sha256")
 
 
 def connects(
     secret: bytes, rank: int, peer: int, ranks: int, stream: int = 0, attempt: int = 0
 ) -> Exchange:
-    """The side of rank ``rank`` in an attempt of the job, which has connected to rank ``peer``.
+    """The handshake of rank ``rank``, in an attempt of the job, after connecting to rank ``peer``.
 
     Returns:
-        What is known of the connection.
+        The proved identity of the other end.
 
     Raises:
         Stranger: The other end does not know the secret.
@@ -143,13 +143,13 @@ def connects(
 
 
 def accepts(secret: bytes, rank: int, ranks: int, streams: int = 1, attempt: int = 0) -> Exchange:
-    """The side of rank ``rank`` in life ``attempt`` of the job, which has accepted somebody.
+    """The handshake of rank ``rank``, in an attempt of the job, after it accepted a connection.
 
     Returns:
-        What is known of the connection.
+        The proved identity of the other end.
 
     Raises:
-        Stale: The other end is of another life of the job.
+        Stale: The other end belongs to another attempt of the job.
         Stranger: The other end is no peer, or does not know the secret.
     """
     greeting = yield _GREETING.size
@@ -186,7 +186,7 @@ _LARGEST_CARD = 1 << 16
 
 
 class Rendezvous:
-    """One rank's view of the place in the store where the ranks of a pipeline meet."""
+    """The place in the store where the ranks of a pipeline meet, as one rank uses it."""
 
     def __init__(self, store: Store, namespace: str, rank: int, ranks: int, timeout: float) -> None:
         """Enters ``namespace`` as ``rank``.
@@ -216,7 +216,7 @@ class Rendezvous:
             )
 
     def publish(self, subject: str, card: Mapping[str, str]) -> None:
-        """Makes this rank's ``card`` about ``subject`` known to the others."""
+        """Writes this rank's ``card`` about ``subject`` for the others to read."""
         key = f"{self._namespace}/{self.rank}/{subject}"
         text = {"version": VERSION, "ranks": self.ranks, **card}
         self._store.set(key, json.dumps(text))
@@ -225,11 +225,11 @@ class Rendezvous:
     def gather(
         self, subject: str, ranks: Iterable[int], names: Collection[str]
     ) -> dict[int, dict[str, str]]:
-        """Returns the cards of ``ranks`` about ``subject``, waiting until all are there.
+        """Waits for the cards of ``ranks`` about ``subject`` and returns them.
 
         Raises:
             PipelineTimeout: Some are not there at the limit; the message says whose.
-            TransportError: A card is none, from another version or for another number of ranks.
+            TransportError: A card is damaged, from another version or for another number of ranks.
         """
         keys = {rank: f"{self._namespace}/{rank}/{subject}" for rank in ranks}
         counters = {rank: f"{key}/ready" for rank, key in keys.items()}

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and at which addresses ranks reach each other."""
+"""Finds out which ranks share a host, and at which addresses ranks reach each other."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _BUFFER_BYTES = 4 << 20
 
 
 class Listener(NamedTuple):
-    """A listening socket and the text under which peers find it."""
+    """A listening socket, and the text by which peers find it."""
 
     sock: socket.socket
     address: str
 
 
 def host_identity() -> str:
-    """Returns a text that two processes share when a unix-domain socket can join them.
+    """Returns a text that two processes share if a unix-domain socket can connect them.
 
-    It is the running kernel, its network namespace and the user, since others are refused:
-    containers of one host therefore use TCP unless they share their network. Empty where the
-    system has no such names, which says nothing: two empty ones are not one host.
+    It names the running kernel, its network namespace and the user, since other users are refused.
+    Containers of one host therefore use TCP unless they share their network. It is empty if the
+    system has no such names: two empty texts do not mean one host.
     """
     return systems.unix_domain()
 
 
 def host_name() -> str:
-    """Returns a text that the ranks of one host share, whether or not such a socket can join them.
+    """Returns a text that the ranks of one host share, even if no such socket can connect them.
 
-    Empty where there is no address either: several ranks could not have met.
+    Empty if the host has no address either; several ranks could not have met then.
     """
     with contextlib.suppress(TransportError):
         return host_identity() or own_address()
@@ -48,14 +48,14 @@ def force_tcp_by_default() -> bool:
 
 
 def own_address() -> str:
-    """Returns the address of this host under which other hosts are told to reach it.
+    """Returns the address of this host that other hosts are to use.
 
-    It is ``FLEETPIPE_ADDRESS``, else the one that the launcher gave to this rank, else (where that
-    is a loopback one, and other ranks are elsewhere) the one from which this host reaches theirs,
-    else that of the host's name.
+    It is ``FLEETPIPE_ADDRESS``, else the one that the launcher gave to this rank, else (if that is
+    a loopback address, and other ranks are on other hosts) the one from which this host reaches
+    theirs, else that of the host's name.
 
     Raises:
-        TransportError: None of them tells it.
+        TransportError: None of them gives an address.
     """
     address = os.environ.get("FLEETPIPE_ADDRESS")
     launched = _host(os.environ.get("PADDLE_CURRENT_ENDPOINT", ""))
@@ -75,9 +75,8 @@ def own_address() -> str:
 def gloo_interface() -> tuple[str, str]:
     """Returns the network interface that leads to the other ranks of the job, and its address.
 
-    Within one host it is the loopback; between hosts the one with this rank's own address, or where
-    that is none of IPv4, the one from which this host reaches the others. Empty where none can be
-    told.
+    Within one host it is the loopback; between hosts the one with this rank's own address, or if
+    that is not IPv4, the one from which this host reaches the others. Empty if none can be found.
     """
     launched = _launched_hosts()
     if len(launched) == 1:
@@ -94,7 +93,7 @@ def gloo_interface() -> tuple[str, str]:
 
 
 def route_to(host: str) -> str:
-    """Returns the address from which this host would reach ``host``; "" where there is no way."""
+    """Returns the address from which this host would reach ``host``; "" if there is no way."""
     with contextlib.suppress(OSError):
         family, kind, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -104,12 +103,12 @@ def route_to(host: str) -> str:
 
 
 def named_address() -> str:
-    """Returns the address that this host's own name leads to here; "" where it leads nowhere."""
+    """Returns the address that this host's own name resolves to; "" if it resolves to none."""
     return _address_of(socket.gethostname())
 
 
 def _launched_hosts() -> list[str]:
-    """The hosts of all ranks as the launcher names them, each once, that of rank 0 first."""
+    """The hosts of all ranks in the launcher's order, rank 0 first, each once."""
     endpoints = os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")
     return list(dict.fromkeys(filter(None, map(_host, endpoints))))
 
@@ -130,7 +129,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def listen_unix() -> Listener:
-    """Listens under a new abstract name."""
+    """Listens on a new abstract unix-domain address."""
     sock = socket.socket(systems.AF_UNIX, socket.SOCK_STREAM)
     name = f"fleetpipe-{secrets.token_hex(8)}"
     sock.bind(f"\0{name}")
@@ -170,7 +169,7 @@ def listen_tcp(address: str) -> Listener:
 
 
 def dial(address: str) -> socket.socket:
-    """Begins a connection to a listener's ``address`` without waiting for it.
+    """Starts a connection to a listener's ``address`` without waiting for it.
 
     Raises:
         OSError: Nobody listens there, or another user does.
@@ -198,7 +197,7 @@ def dial(address: str) -> socket.socket:
 
 
 def enlarge(sock: socket.socket) -> None:
-    """Asks for large kernel buffers, no delay of small messages and a watch over dead hosts."""
+    """Asks for large kernel buffers, no delay of small messages and a check for dead hosts."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     if sock.family != systems.AF_UNIX:

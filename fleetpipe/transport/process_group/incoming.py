@@ -1,4 +1,4 @@
-"""What comes from one peer: where a header has come, each of its tensors by ``irecv``."""
+"""Receives from one peer: a header on a stream, then each tensor by ``irecv``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fleetpipe.transport.wire.structure import Structure, decode
 
 
 class Arrival(NamedTuple):
-    """A message of which the header has come, and the data has or is on its way.
+    """A message whose header has come, and whose data has come or is under way.
 
     Attributes:
-        structure: Its structure.
-        places: What its data is received in.
+        structure: The message's structure.
+        places: The buffers that receive its data.
         tasks: The transfers under way.
     """
 
@@ -34,19 +34,19 @@ class Arrival(NamedTuple):
 
 
 class Incoming:
-    """Messages from one peer, of which the transfers return at once, as NCCL's do."""
+    """Messages from one peer over transfers that return at once, as NCCL's do."""
 
     _tensors = staticmethod(bridge.filled)
 
     def __init__(self, rank: int, lane: Lane) -> None:
-        """Uses ``lane`` to ``rank``, this one, from its peer."""
+        """Receives on ``lane``, which leads from the peer to this rank, ``rank``."""
         self._rank = rank
         self._lane = lane
         self._announced: dict[int, tuple[str, Structure]] = {}
         self._arrivals: dict[MessageKey, deque[Arrival]] = {}
 
     def begin(self) -> None:
-        """Starts the transfers of all messages of which the headers have come."""
+        """Starts the transfers of all messages whose headers have come."""
         arrived = True
         while arrived:
             arrived, header = self._lane.stream.try_receive(self._lane.peer, HEADER)
@@ -54,7 +54,7 @@ class Incoming:
                 self._accept(header)
 
     def try_receive(self, key: MessageKey) -> tuple[bool, Value]:
-        """Returns (True, value) where the message's data has come, else (False, None)."""
+        """Returns (True, value) if the message's data has come, else (False, None)."""
         waiting = self._arrivals.get(key)
         if not waiting:
             self.begin()
@@ -64,7 +64,7 @@ class Incoming:
         return True, self._take(key)
 
     def receive(self, key: MessageKey, timeout: float) -> Value:
-        """Waits for a message's header, and orders its data before what is computed next."""
+        """Waits for a message's header, and orders its data before later computations."""
         limit = Limit(timeout)
         while key not in self._arrivals:
             left = limit.left()
@@ -77,14 +77,14 @@ class Incoming:
         return self._take(key)
 
     def interrupt(self) -> None:
-        """Ends every wait, from any thread; here none is this direction's own."""
+        """Ends every wait, from any thread; this class waits for nothing of its own."""
 
     def close(self) -> None:
         """Ends the stream."""
         self._lane.stream.close()
 
     def _accept(self, header: str) -> None:
-        """Starts the transfers of the message that a header speaks of."""
+        """Starts the transfers of the message that a header announces."""
         key, structure = self._read(header)
         places = bridge.unfilled(structure.leaves)
         tasks = [self._lane.transfer(carrier) for carrier in bridge.carriers(places)]
@@ -120,9 +120,10 @@ class Incoming:
 
 
 class ThreadedIncoming(Incoming):
-    """Messages from one peer, of which the transfers block: a thread enters them.
+    """Messages from one peer over transfers that block, each run by a thread.
 
-    It answers the header first: the peer enters its half only then, within Gloo's 30 s.
+    The thread answers the header first, and only then the peer starts its half, so that Gloo's
+    limit of 30 s is enough.
     """
 
     _tensors = staticmethod(bridge.from_bytes)
@@ -138,10 +139,10 @@ class ThreadedIncoming(Incoming):
         self._thread.start()
 
     def begin(self) -> None:
-        """Does nothing: the thread receives without being asked."""
+        """Does nothing: the thread receives by itself."""
 
     def try_receive(self, key: MessageKey) -> tuple[bool, Value]:
-        """Returns (True, value) of a message that has come, else (False, None)."""
+        """Returns (True, value) if the message has come, else (False, None)."""
         with self._changed:
             if key in self._arrivals:
                 return True, self._take(key)
@@ -189,7 +190,7 @@ class ThreadedIncoming(Incoming):
                 self._changed.notify_all()
 
     def _accept(self, header: str) -> None:
-        """Receives the message that a header speaks of."""
+        """Receives the message that a header announces."""
         self._expected, structure = self._read(header)
         buffers = bridge.byte_buffers(structure.leaves)
         if buffers:

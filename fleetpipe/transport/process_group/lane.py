@@ -18,28 +18,28 @@ READY = MessageKey("C", 0, 0, "process group ready", 0)
 
 
 class Task(Protocol):
-    """What Paddle returns for a transfer under way."""
+    """The handle that Paddle returns for a transfer."""
 
     def wait(self) -> object:
-        """Makes what is computed next wait for the transfer."""
+        """Orders the transfer before later computations."""
 
     def is_completed(self) -> bool:
-        """Tells whether the transfer is over."""
+        """Whether the transfer is over."""
 
 
 Transfer = Callable[[Tensor], Task]
 
 
 class Lane(NamedTuple):
-    """What a direction between two ranks goes over.
+    """The stream and the transfer function of one direction between two ranks.
 
     Attributes:
         peer: The other rank.
-        stream: Connections of this rank, used for nothing else but this direction.
-        transfer: Starts to send, or to fill, a tensor in order: of bytes in one dimension for
-            Gloo, of a dtype that it takes for NCCL.
-        interrupt: Ends a wait at ``stream`` from any thread. None where ``transfer`` returns at
-            once, as NCCL's does: no thread waits there. Gloo's returns when the other side came.
+        stream: Connections of this rank that serve this direction only.
+        transfer: Starts to send or to fill a contiguous tensor: bytes in one dimension for Gloo, a
+            supported dtype for NCCL.
+        interrupt: Ends a wait at ``stream`` from any thread. None if ``transfer`` returns at once,
+            as NCCL's does; Gloo's returns when the other side has come.
     """
 
     peer: int

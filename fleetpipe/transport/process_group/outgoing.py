@@ -1,4 +1,4 @@
-"""What leaves for one peer: a header on a stream, then each tensor by ``isend``."""
+"""Sends to one peer: a header on a stream, then each tensor by ``isend``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Parcel(NamedTuple):
 
 
 class Outgoing:
-    """Messages to one peer, of which the transfers return at once, as NCCL's do."""
+    """Messages to one peer over transfers that return at once, as NCCL's do."""
 
     _carriers = staticmethod(bridge.carriers)
 
     def __init__(self, rank: int, lane: Lane) -> None:
-        """Uses ``lane`` from ``rank``, this one, to its peer."""
+        """Sends on ``lane``, which leads from this rank, ``rank``, to its peer."""
         self._rank = rank
         self._lane = lane
         self._channels: dict[tuple[Any, ...], tuple[int, Structure]] = {}
@@ -45,11 +45,11 @@ class Outgoing:
         self._interrupted = False
 
     def send(self, key: MessageKey, value: Value, timeout: float) -> tuple[int, bool]:
-        """Hands a value over.
+        """Starts to send a value.
 
         Args:
-            key: The message's.
-            value: What to send.
+            key: The message's key.
+            value: The value to send.
             timeout: Seconds to wait for the peer's answer.
 
         Returns:
@@ -68,7 +68,8 @@ class Outgoing:
     def flush(self, timeout: float) -> None:
         """Waits until the peer has everything.
 
-        To wait for a task of NCCL's would hold up what computes, and not this process.
+        It polls: waiting on one of NCCL's tasks would block the GPU's computation and not this
+        process.
 
         Raises:
             PeerFailed: A rank of the job failed meanwhile.
@@ -97,7 +98,7 @@ class Outgoing:
         self._transfer(parcel)
 
     def _all_gone(self) -> bool:
-        """Drops what has left; tells whether that is all."""
+        """Drops the messages that have left; returns whether none remain."""
         while self._leaving and all(task.is_completed() for task in self._leaving[0][1]):
             self._leaving.popleft()
         return not self._leaving
@@ -118,7 +119,7 @@ class Outgoing:
         )
 
     def _announce(self, route: Route, tree: Tree) -> tuple[int, Structure, str]:
-        """Returns the channel's number and structure, and its announcement if it has changed."""
+        """Returns the channel's number and structure, and an announcement if it has changed."""
         channel = route.key[:4]
         number, structure = self._channels.get(channel, (len(self._channels), NOTHING))
         if structure.tree == tree and channel in self._channels:
@@ -131,10 +132,10 @@ class Outgoing:
 
 
 class ThreadedOutgoing(Outgoing):
-    """Messages to one peer, of which the transfers block: a thread enters them.
+    """Messages to one peer over transfers that block, each run by a thread.
 
-    It does so when the peer has answered that it is ready: Gloo ends every wait after 30 s, and a
-    peer may well compute, or be stopped, for longer.
+    The thread starts a transfer only when the peer has answered that it is ready: Gloo ends every
+    wait after 30 s, and a peer may compute, or be stopped, for longer.
     """
 
     _carriers = staticmethod(bridge.flat_bytes)
@@ -153,7 +154,7 @@ class ThreadedOutgoing(Outgoing):
         """Waits until the peer has everything.
 
         Raises:
-            PeerFailed: It is gone, or the transfer broke.
+            PeerFailed: The peer is gone, or the transfer broke.
             PipelineTimeout: Something is still here after ``timeout`` seconds.
         """
         limit = Limit(timeout)
@@ -173,7 +174,7 @@ class ThreadedOutgoing(Outgoing):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread and the stream; what has not left is dropped."""
+        """Ends the thread and the stream; messages that have not left are dropped."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -222,7 +223,7 @@ class ThreadedOutgoing(Outgoing):
 
 
 def broken(route: Route, peer: int, failure: Exception) -> FleetPipeError:
-    """Returns the error of a message that a thread could not send or receive."""
+    """Returns the error of a message that a thread failed to send or receive."""
     if isinstance(failure, FleetPipeError):
         if route.key != HEADER:
             failure.add_place(str(route))

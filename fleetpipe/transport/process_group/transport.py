@@ -1,4 +1,4 @@
-"""Tensors by Paddle's process groups between neighbours, everything else over the sockets.
+"""Sends tensors to neighbours by Paddle's process groups, everything else over sockets.
 
 Each message is a small header on a stream and, per tensor, an ``isend`` that an ``irecv`` answers
 when the header has been read. Headers of one peer arrive in the order of its sends, so both ends
@@ -8,7 +8,7 @@ direction neither end's sends stand in the way of its receives.
 NCCL's calls return at once. Gloo's block until the other side has come, and fail 30 s later: there
 each direction has a thread at both ends and a stream of its own, and the sender enters ``isend``
 only when the receiver's thread has answered that it is about to enter ``irecv``. No machine with a
-GPU has run this: over NCCL it is tested with stand-ins for Paddle's calls, over Gloo as it is.
+GPU has run this: NCCL is tested with substitutes for Paddle's calls, Gloo itself is tested.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fleetpipe.transport.wire.message import MessageKey
 
 @shows("rank", "ranks")
 class ProcessGroupTransport:
-    """One rank's connections where tensors travel in groups; see :class:`base.Transport`.
+    """One rank's connections if tensors travel in groups; see :class:`base.Transport`.
 
     On a GPU a wait for tensor data itself is not bounded here: a peer that dies between its header
     and its data ends the wait through NCCL's own watchdog.
@@ -42,12 +42,13 @@ class ProcessGroupTransport:
         incoming: Mapping[int, Lane],
         timeout: float,
     ) -> None:
-        """Puts transfers beside a transport.
+        """Adds transfers by process groups to a transport over sockets.
 
         Args:
-            sockets: Connections of the same rank, which carry what goes to other than neighbours.
-            outgoing: What goes to each neighbour.
-            incoming: What comes from each.
+            sockets: Connections of the same rank, which carry the messages to ranks that are not
+                neighbours.
+            outgoing: The sending half for each neighbour.
+            incoming: The receiving half for each neighbour.
             timeout: Seconds that a peer may take to answer a header.
         """
         self.rank = sockets.rank
@@ -70,7 +71,7 @@ class ProcessGroupTransport:
         ]
 
     def post(self, peer: int, key: MessageKey) -> None:
-        """Starts the transfers of all messages of ``peer`` of which the headers have come."""
+        """Starts the transfers of all messages of ``peer`` whose headers have come."""
         if peer in self._incoming:
             self._incoming[peer].begin()
 
@@ -86,7 +87,7 @@ class ProcessGroupTransport:
         self.bytes_sent += nbytes
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
-        """Takes a message whose data has come; see :meth:`base.Transport.try_receive`."""
+        """Takes a message if its data has come; see :meth:`base.Transport.try_receive`."""
         incoming = self._incoming.get(peer)
         return (
             self._sockets.try_receive(peer, key) if incoming is None else incoming.try_receive(key)
@@ -104,7 +105,7 @@ class ProcessGroupTransport:
             self.awaited = None
 
     def flush(self, timeout: float) -> None:
-        """Waits until everything handed over has left this process."""
+        """Waits until all sent messages have left this process."""
         for outgoing in self._outgoing.values():
             outgoing.flush(timeout)
         self._sockets.flush(timeout)

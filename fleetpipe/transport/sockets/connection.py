@@ -2,8 +2,8 @@
 
 The sending half needs no thread for what the kernel takes at once. A hand-off to a Python thread
 costs more than a small message does, so bytes are sent on the caller's thread without blocking.
-Only what the kernel's buffer does not take goes to a writer thread, started when first needed, and
-while that has work everything else queues behind it.
+Only bytes that do not fit into the kernel's buffer go to a writer thread, which starts when first
+needed; while it has work, later bytes queue behind them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DRAINED_AT_END = 1 << 24
 
 
 class _Channel:
-    """What was last announced of (kind, source, target, name) on this connection."""
+    """The structure last announced for (kind, source, target, name) on this connection."""
 
     def __init__(self, number: int, fixed: tuple[str, int, int, str]) -> None:
         kind, source, target, self.name = fixed
@@ -43,7 +43,7 @@ class _Channel:
         self.structure: Structure | None = None
 
     def header(self, key: message.MessageKey, structure: Structure, announcement: bytes) -> bytes:
-        """Returns the header of a message and the announcement; notes what is announced."""
+        """Returns the header of a message and the announcement, and remembers the latter."""
         if announcement:
             self.structure = structure
             self.announced += 1
@@ -73,14 +73,14 @@ class Connection:
         wake: Callable[[], None],
         seals: Seals | None = None,
     ) -> None:
-        """Takes over a connected and authenticated socket, which from here on never blocks.
+        """Takes over a connected and authenticated socket and makes it non-blocking.
 
         Args:
             sock: The socket.
             rank: This rank.
             peer: The peer's rank.
-            wake: Called from the writer thread when a waiter asked to be told of progress.
-            seals: What proves who sent each part of the stream, where the job has a secret.
+            wake: Called from the writer thread after :meth:`Outbox.ask`, when bytes have left.
+            seals: Proofs of who sent each part of the stream, if the job has a secret.
         """
         self.peer = peer
         self.inbox = Inbox(sock, peer, None if seals is None else seals.incoming)
@@ -126,7 +126,7 @@ class Connection:
         return structure.nbytes, bool(announcement)
 
     def failure(self, route: message.Route, error: OSError | None = None) -> PeerFailed:
-        """Returns the error that says why nothing more can be sent to or come from the peer."""
+        """Returns the error that says why the connection to the peer has ended."""
         inbox = self.inbox
         if error is not None:
             # The peer's goodbye, with its reason, may have come before the break was noticed.
@@ -147,17 +147,17 @@ class Connection:
         )
 
     def leave(self, reason: str) -> None:
-        """Queues the goodbye that tells the peer that this end is orderly."""
+        """Queues the goodbye, which tells the peer that this end closes without an error."""
         text = reason.encode("utf-8", "replace")[:LONGEST_REASON]
         header = message.pack_header((message.GOODBYE, ord("C"), 0, 0, 0, 0, 0, len(text), 0))
         with contextlib.suppress(OSError):
             self._put(header + text, [], len(header) + len(text), [])
 
     def close(self, limit: float) -> None:
-        """Closes the socket and ends the writer thread; what is still queued is dropped.
+        """Closes the socket and ends the writer thread; queued messages are dropped.
 
         Args:
-            limit: Seconds to wait until the peer's host has what the kernel holds for it.
+            limit: Seconds to wait until the peer's host has received the bytes in the kernel.
         """
         # Bytes left unread would make TCP discard what is still on its way to the peer.
         with contextlib.suppress(TransportError):
@@ -177,7 +177,7 @@ class Connection:
     def _put(
         self, head: bytes, memories: list[memoryview], nbytes: int, tensors: list[Tensor]
     ) -> None:
-        """Sends a header, what is announced or said behind it, and the bytes of tensors."""
+        """Sends a header, the announcement or reason after it, and the bytes of tensors."""
         pieces: list[Buffer] = [head, *memories]
         if self._seal is not None:
             header, rest = head[: message.HEADER_BYTES], head[message.HEADER_BYTES :]
@@ -189,7 +189,7 @@ class Connection:
         self.outbox.put(pieces, nbytes, functools.partial(bridge.detached, tensors))
 
     def _unacknowledged(self) -> bool:
-        """Tells whether TCP still holds bytes; a unix-domain socket has handed them over."""
+        """Whether TCP still holds bytes; a unix-domain socket has delivered them already."""
         if self._sock.family == systems.AF_UNIX or self.outbox.error or self.inbox.ended:
             return False
         return systems.unacknowledged_bytes(self._sock) > 0
@@ -202,7 +202,7 @@ _MOST_PIECES = 1024
 
 
 class _Entry(NamedTuple):
-    """What the writer thread has to send, and what must stay alive meanwhile."""
+    """Bytes that the writer thread has to send, and the objects that must stay alive until then."""
 
     pieces: list[Buffer]
     nbytes: int
@@ -210,19 +210,19 @@ class _Entry(NamedTuple):
 
 
 class Outbox:
-    """Bytes on their way to one peer.
+    """The queue of bytes for one peer.
 
     Attributes:
         backlog: Bytes that the kernel has not taken yet.
-        error: What ended the stream, or None.
+        error: The error that ended the stream, or None.
     """
 
     def __init__(self, sock: socket.socket, wake: Callable[[], None]) -> None:
         """Sends on ``sock``.
 
         Args:
-            sock: A connected stream socket, which from here on never blocks.
-            wake: Called from the writer thread when a waiter asked to be told of progress.
+            sock: A connected stream socket; it becomes non-blocking.
+            wake: Called from the writer thread after :meth:`ask`, when bytes have left.
         """
         # Not by a flag of each call: macOS heeds MSG_DONTWAIT only where it receives.
         sock.setblocking(False)
@@ -237,13 +237,13 @@ class Outbox:
         self._writer: threading.Thread | None = None
 
     def put(self, pieces: Sequence[Buffer], nbytes: int, keep: Callable[[], object]) -> None:
-        """Sends pieces in order, behind what was put before; never blocks.
+        """Sends pieces in order, after the earlier ones; never blocks.
 
         Args:
             pieces: The bytes, gathered by the kernel without being joined.
             nbytes: Bytes of all pieces.
-            keep: Returns what must stay alive until the kernel has taken them; only called where
-                it does not take them at once.
+            keep: Returns the objects that must stay alive until the kernel has taken the pieces;
+                called only if the kernel does not take them at once.
 
         Raises:
             OSError: The stream has ended.
@@ -266,7 +266,7 @@ class Outbox:
             self._writer.start()
 
     def ask(self) -> None:
-        """Asks for one call of ``wake`` when the backlog next shrinks."""
+        """Requests one call of ``wake`` when the backlog next shrinks."""
         with self._changed:
             self._wanted = True
 
@@ -337,7 +337,7 @@ class Outbox:
 
 
 def _after(pieces: Sequence[Buffer], sent: int) -> list[Buffer]:
-    """Returns what is left of ``pieces`` after their first ``sent`` bytes."""
+    """Returns the rest of ``pieces`` after their first ``sent`` bytes."""
     for index, piece in enumerate(pieces):
         if sent < len(piece):
             return [memoryview(piece)[sent:], *pieces[index + 1 :]]

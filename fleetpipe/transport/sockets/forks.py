@@ -1,6 +1,6 @@
-"""What a forked child (a data loader's worker) drops: its copies of its parent's connections.
+"""Closes a forked child's copies of its parent's connections, as in a data loader's worker.
 
-A copy would keep a connection open after the parent's death, which the peers then would not see.
+A copy would keep a connection open after the parent's death, so that the peers would not notice it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from fleetpipe import systems
 
 
 class Abandoned(Protocol):
-    """What holds connections."""
+    """An object that holds connections."""
 
     def abandon(self) -> None:
-        """Drops this process's copies of the sockets after a fork; the parent's stay open."""
+        """Closes this process's copies of the sockets after a fork; the parent's stay open."""
 
 
 #: Whatever of this process has connections that are open.

@@ -1,7 +1,7 @@
-"""The receiving half of a connection: bytes become messages, read where the tensor will lie.
+"""The receiving half of a connection: it reads bytes into the memory of tensors.
 
-Each read takes what has arrived and never waits. Headers and small payloads come through one
-small staging buffer, so that a small message costs one system call; the rest of a large payload
+Each read takes the bytes that have arrived and never waits. Headers and small payloads come through
+one small staging buffer, so that a small message costs one system call; the rest of a large payload
 is read straight into the memory of its tensor.
 """
 
@@ -36,17 +36,17 @@ _UNKNOWN = MessageKey("C", 0, 0, "", 0)
 
 
 class _Frame:
-    """A frame of which the header has been read.
+    """A message whose header has been read.
 
     Attributes:
         header: The header.
-        sent: When it was made, in nanoseconds of the sender's clock.
+        sent: When it was sent, in nanoseconds of the sender's clock.
         key: The message's key, ``_UNKNOWN`` until the channel is known.
         structure: The structure of the value, ``NOTHING`` until it is known.
         tensors: The tensors being filled.
         targets: The memory still to be filled, in reverse order.
-        sealed: The memory of the part that is being filled and, last, that of its seal; empty where
-            parts have none.
+        sealed: The memory of the part that is being filled and, last, that of its seal; empty
+            without seals.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class _Frame:
         self.sealed: list[memoryview] = []
 
     def words(self) -> str:
-        """Returns the message in words, as far as the header tells them."""
+        """Describes the message in words, as far as its header is known."""
         if self.key is not _UNKNOWN:
             return describe(self.key)
         kind, source, target = chr(self.header.kind), self.header.source, self.header.target
@@ -79,13 +79,13 @@ class _Frame:
 
 
 class _Channel:
-    """What a peer has announced of the values that come under one kind, edge and name.
+    """The structure that a peer has announced for the values of one kind, edge and name.
 
     Attributes:
         key: Kind, source, target and name.
-        header: What the header of each message must say: kind, source, target, structure, payload.
+        header: The expected header of each message: kind, source, target, structure, payload.
         structure: The structure of each value.
-        spare: Tensors and their memory, made for messages before they have come.
+        spare: Tensors and their memory, allocated before their messages come.
     """
 
     def __init__(self, header: Header, name: str, structure: Structure) -> None:
@@ -102,7 +102,7 @@ class _Channel:
         return self.spare.pop()
 
     def prepare(self) -> None:
-        """Makes the tensors for one message; for more, where many small ones have come."""
+        """Allocates the tensors for one message, or for several after many small ones."""
         for _ in range(self._most_spare):
             self.spare.append(bridge.allocate(self.structure.leaves))
         if self.structure.nbytes <= _SMALL:
@@ -110,25 +110,25 @@ class _Channel:
 
 
 class Inbox:
-    """Messages that have come from one peer.
+    """The messages that have come from one peer.
 
     Attributes:
-        damage: The error that ended the stream, where it was one of the stream itself.
-        ended: Why no more can come ("" as long as more can).
+        damage: The error that ended the stream, if the stream itself was damaged.
+        ended: Why no more messages can come; "" as long as they can.
         orderly: Whether the peer said goodbye before the end.
         reason: Why the peer left, in its own words, if it gave any.
-        nbytes: Bytes of the messages that are kept for later.
-        delay: While this end waits for what it reads: how long it was ready to and had no
+        nbytes: Bytes of the messages that are stored for later.
+        delay: While this end waits for messages: how long it was ready to run without getting a
             processor; else None.
     """
 
     def __init__(self, sock: socket.socket, peer: int, seal: Seal | None = None) -> None:
-        """Reads what rank ``peer`` sends on ``sock``, a connected stream socket.
+        """Reads the messages of rank ``peer`` from ``sock``, a connected stream socket.
 
         Args:
             sock: The socket.
             peer: The peer.
-            seal: What the peer's parts are sealed with, where they are.
+            seal: The seal of the peer's parts; None without a secret.
         """
         self.damage: TransportError | None = None
         self.ended = ""
@@ -151,24 +151,24 @@ class Inbox:
 
     @property
     def messages(self) -> int:
-        """Messages of different keys that are kept for later; for any thread."""
+        """Number of keys with messages stored for later; any thread may ask."""
         return len(self._kept)
 
     def flight(self) -> float | None:
-        """Returns how long a message between stages was on its way, and begins anew.
+        """Returns how long messages between stages took to arrive, and starts a new measurement.
 
-        It is the quickest of the largest ones that this end waited for since the last call: of
-        small ones beside them the time says little, and what comes while this end computes is
-        noticed later. Where it waited for none it is the quickest of those.
+        It is the shortest time of the largest messages that this end waited for since the last
+        call: the time of small ones says little, and a message that comes while this end computes
+        is noticed late. If it waited for none, the shortest time of all is returned.
 
         Returns:
-            Seconds, by the clocks of both ends, which may differ; None where none came.
+            Seconds, by the clocks of both ends, which may differ; None if no message came.
         """
         quickest, self._quickest = self._quickest, None
         return None if quickest is None else quickest[2]
 
     def take(self, key: MessageKey) -> tuple[bool, Any]:
-        """Returns (True, value) of the oldest message of ``key``, reading what has arrived.
+        """Returns (True, value) of the oldest message of ``key``, after reading what has arrived.
 
         Raises:
             TransportError: The stream is damaged.
@@ -189,13 +189,13 @@ class Inbox:
             self._keep(frame)
 
     def prepare(self, key: MessageKey) -> None:
-        """Makes the tensors of a message that is waited for, while there is nothing else to do."""
+        """Allocates the tensors of an awaited message while this rank has nothing else to do."""
         channel = self._by_key.get(key[:4])
         if channel is not None and not channel.spare:
             channel.prepare()
 
     def fill(self, limit: int) -> None:
-        """Reads and keeps what has arrived, as long as less than ``limit`` bytes are kept.
+        """Reads and stores messages that have arrived, until ``limit`` bytes are stored.
 
         Raises:
             TransportError: The stream is damaged.
@@ -207,7 +207,7 @@ class Inbox:
             self._keep(frame)
 
     def summary(self) -> str:
-        """Returns in words which messages are kept and which is half read."""
+        """Describes in words the stored messages and the half-read one."""
         parts = [f"{len(kept)} x {describe(key)}" for key, kept in list(self._kept.items())[:4]]
         if len(self._kept) > 4:
             parts.append(f"{len(self._kept) - 4} others")
@@ -221,7 +221,7 @@ class Inbox:
         self.nbytes += nbytes
 
     def _next(self) -> _Frame | None:
-        """Returns the next complete message, or None where the rest of it has not arrived."""
+        """Returns the next complete message, or None if the rest of it has not arrived."""
         if self.damage is not None:
             raise self.damage
         try:
@@ -285,14 +285,14 @@ class Inbox:
         return frame
 
     def _expect(self, frame: _Frame, memories: list[memoryview]) -> None:
-        """Has the next part of the stream, and its seal, read into ``memories``."""
+        """Sets ``memories`` as the destination of the next part of the stream and of its seal."""
         frame.targets = memories[::-1]
         if self._seal is not None and memories:
             frame.sealed = [*memories, memoryview(bytearray(SEAL_BYTES))]
             frame.targets.insert(0, frame.sealed[-1])
 
     def _learn(self, frame: _Frame) -> None:
-        """Takes note of the structure that a channel will have from this message on."""
+        """Stores the structure that a channel has from this message on."""
         header = frame.header
         name, structure = decode(bytes(frame.announcement))
         channel = _Channel(header, name, structure)
@@ -300,7 +300,7 @@ class Inbox:
         self._open(frame)
 
     def _open(self, frame: _Frame) -> None:
-        """Makes the tensors of a message, to be filled from the stream."""
+        """Allocates the tensors of a message, which the stream then fills."""
         header = frame.header
         channel = self._channels.get(header.channel)
         said = (*header[1:4], header.structure, header.payload)
@@ -324,7 +324,7 @@ class Inbox:
         self._expect(frame, memories)
 
     def _pour(self, frame: _Frame) -> None:
-        """Moves what is in the stage to where it belongs."""
+        """Moves bytes from the staging buffer to their destination."""
         while frame.targets and self._begin < self._end:
             target = frame.targets[-1]
             count = min(len(target), self._end - self._begin)
@@ -333,7 +333,7 @@ class Inbox:
             _filled(frame, count)
 
     def _read(self, frame: _Frame | None) -> bool:
-        """Reads once from the socket; False where nothing has arrived or the stream ended."""
+        """Reads once from the socket; returns False if nothing has arrived or it has ended."""
         if self.ended:
             return False
         direct = frame is not None and len(frame.targets[-1]) >= STAGE_BYTES

@@ -1,7 +1,7 @@
-"""Ranks in processes of their own: sockets to every peer, waited on together, on one thread.
+"""Connects ranks in separate processes by sockets, all served by one thread.
 
-While a rank waits for anything it keeps reading what any peer sends, within a limit, so that two
-ranks that both send much never block each other, and the death of any rank ends every wait.
+While a rank waits for anything, it keeps reading from all peers, within a limit, so that two ranks
+that both send much never block each other, and the death of any rank ends every wait.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def connect(
     Args:
         rank: This process's rank, 0 to ``ranks - 1``.
         ranks: Ranks of the pipeline.
-        store: Where they find each other; Paddle's ``TCPStore`` fits.
+        store: The store in which they find each other, such as Paddle's ``TCPStore``.
         namespace: Prefix of this connection's keys in the store. It must be new in that store.
         timeout: Seconds for all ranks to arrive, and for ``send`` to wait for a slow peer.
         address: This host's address as other hosts reach it; by default that of
@@ -79,7 +79,7 @@ def connect(
 class SocketTransport:
     """One rank's connections over sockets; see :class:`base.Transport`.
 
-    Made by :func:`connect`. One thread at a time may use it.
+    :func:`connect` creates it. One thread at a time may use it.
 
     Attributes:
         awaited: The peer for whose message :meth:`receive` waits at this moment, or None.
@@ -104,7 +104,7 @@ class SocketTransport:
             sockets: Stream sockets, by peer.
             timeout: Seconds that ``send`` waits for a slow peer.
             backlog: Bytes that may wait for one peer before ``send`` waits.
-            seals: What proves who sent each part of a stream, by peer; None where nothing does.
+            seals: Proofs of who sent each part of a stream, by peer; None without a secret.
         """
         self.rank = rank
         self.ranks = ranks
@@ -134,12 +134,12 @@ class SocketTransport:
         forks.holding.add(self)
 
     def post(self, peer: int, key: MessageKey) -> None:
-        """Does nothing: the kernel receives without being asked."""
+        """Does nothing: the kernel receives by itself."""
 
     def send(self, peer: int, key: MessageKey, value: Value) -> None:
         """Hands a value to the kernel or the writer; see :meth:`base.Transport.send`.
 
-        Waits only where ``backlog`` bytes already wait for the peer.
+        Waits only if ``backlog`` bytes already wait for the peer.
         """
         connection = self._connections.get(peer) or self._unconnected(peer, key)
         if connection.outbox.backlog >= self._backlog:
@@ -150,7 +150,7 @@ class SocketTransport:
         self.bytes_sent += nbytes
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
-        """Takes a message that has arrived; see :meth:`base.Transport.try_receive`.
+        """Takes a message if it has arrived; see :meth:`base.Transport.try_receive`.
 
         Raises:
             TransportError: The peer's stream is damaged.
@@ -180,13 +180,13 @@ class SocketTransport:
                 raise self._late(peer, key, timeout)
 
     def queues(self) -> tuple[int, int]:
-        """Returns how many messages are not taken, and bytes not sent; for any thread."""
+        """Returns the number of untaken messages and of unsent bytes; any thread may ask."""
         connections = self._connections.values()
         messages = sum(connection.inbox.messages for connection in connections)
         return messages, sum(connection.outbox.backlog for connection in connections)
 
     def flights(self) -> dict[int, float]:
-        """Returns, by peer, what :meth:`inbox.Inbox.flight` says of the messages that came."""
+        """Returns the time of :meth:`inbox.Inbox.flight` for each peer."""
         flights = {peer: one.inbox.flight() for peer, one in self._connections.items()}
         return {peer: flight for peer, flight in flights.items() if flight is not None}
 
@@ -213,7 +213,7 @@ class SocketTransport:
     def close(self, reason: str = "") -> None:
         """Says goodbye to every peer and ends the connections; see :meth:`base.Transport.close`.
 
-        Waits at most ``CLOSING_SECONDS`` for peers that have not taken what was sent.
+        Waits at most ``CLOSING_SECONDS`` for peers that have not received all messages.
 
         Args:
             reason: Why this rank leaves before its work is done; the peers' errors repeat it.
@@ -231,7 +231,7 @@ class SocketTransport:
         self._release()
 
     def abandon(self) -> None:
-        """Drops this process's copies of the sockets after a fork; the parent's stay open."""
+        """Closes this process's copies of the sockets after a fork; the parent's stay open."""
         for connection in self._connections.values():
             connection.abandon()
         self._release()
@@ -273,10 +273,10 @@ class SocketTransport:
                 )
 
     def _wait(self, limit: Limit, awaited: int = -1) -> bool:
-        """Sleeps a while, until something arrives or leaves; reads what other peers sent.
+        """Sleeps until something arrives or leaves; reads messages of other peers meanwhile.
 
         Returns:
-            False where the limit is reached.
+            False if the limit is reached.
         """
         nap = limit.nap()
         if not nap:
@@ -303,7 +303,7 @@ class SocketTransport:
         return True
 
     def _read_ahead(self, connection: Connection) -> None:
-        """Keeps what a peer has sent that is not waited for, as far as it fits."""
+        """Stores messages that a peer has sent early, as far as they fit."""
         inbox = connection.inbox
         try:
             inbox.fill(self._backlog)
@@ -356,7 +356,7 @@ def interrupted(route: Route) -> PeerFailed:
 
 
 def _close_all() -> None:
-    """At the end of the process: what was sent leaves, and peers learn why this rank ended."""
+    """Closes all transports at exit: messages leave, and peers learn why this rank ended."""
     error = getattr(sys, "last_value", None)
     reason = f"{type(error).__name__}: {error}" if error is not None else ""
     for transport in [one for one in forks.holding if isinstance(one, SocketTransport)]:

@@ -1,6 +1,6 @@
-"""Paddle's tensors as plain memory, without a copy, on paddlepaddle 2.6.2 and 3.3.x.
+"""Reads and writes the memory of Paddle's tensors without a copy, on 2.6.2 and 3.3.x.
 
-A sent tensor is read where it lies. A received one is made first and filled from the socket.
+A sent tensor is read in place. A received one is allocated first and filled from the socket.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Result = TypeVar("_Result")
 
 
 def _in_dynamic_mode(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Runs ``function`` in dynamic graph mode even where static mode is on.
+    """Runs ``function`` in dynamic graph mode even if static mode is on.
 
     In static mode ``detach`` of a dynamic tensor crashes and ``empty`` adds to the program.
     """
@@ -72,7 +72,7 @@ def detached(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _Sized(Protocol):
-    """Says how many bytes a tensor has, as a leaf of a structure does."""
+    """An object with the number of bytes of a tensor, such as a leaf of a structure."""
 
     @property
     def nbytes(self) -> int: ...
@@ -81,9 +81,9 @@ class _Sized(Protocol):
 def readable(
     tensors: list[Tensor], leaves: Iterable[_Sized]
 ) -> tuple[list[Tensor], list[memoryview]]:
-    """Returns what to keep alive and, for each tensor with data, its bytes.
+    """Returns objects to keep alive and, for each tensor with data, its bytes.
 
-    The bytes are those of the tensor itself where it is contiguous and on the CPU.
+    They are the tensor's own memory if it is contiguous and on the CPU.
     """
     # A detached tensor keeps the data alive when the stage clears its own handle to it.
     kept = plain(detached(tensors))
@@ -91,12 +91,12 @@ def readable(
 
 
 def plain(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns tensors with the same data, in order and on the CPU: themselves where they are so."""
+    """Returns contiguous CPU tensors with the same data; the same tensors if they are that."""
     return [tensor if _is_plain(tensor) else _made_plain(tensor) for tensor in tensors]
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors of one shape and dtype have the same bits; on the CPU neither is copied."""
+    """Whether tensors of one shape and dtype have the same bits; CPU tensors are not copied."""
     # What is kept holds the bytes as long as they are read.
     kept = plain([one, other])
     first, second = (np.frombuffer(_memory(t, tensor_bytes(t)), "uint8") for t in kept)
@@ -106,13 +106,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def memories(tensors: list[Tensor], leaves: Iterable[_Sized]) -> list[memoryview]:
-    """Returns the bytes of each plain tensor that has data, for as long as it has them."""
+    """Returns the bytes of each plain tensor that has data; the tensors must stay alive."""
     return [_memory(t, leaf.nbytes) for t, leaf in zip(tensors, leaves) if leaf.nbytes]
 
 
 @_in_dynamic_mode
 def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryview]]:
-    """Returns new CPU tensors and, for each that has data, its bytes, to be filled before use."""
+    """Returns new CPU tensors and, for each that has data, its bytes, still to be filled."""
     tensors = []
     for leaf in leaves:
         tensors.append(_new(leaf))
@@ -122,7 +122,7 @@ def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryvie
 
 @_in_dynamic_mode
 def flat_bytes(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the bytes of each tensor that has data, where it is: in order, in one dimension."""
+    """Returns for each tensor that has data a one-dimensional view of its bytes, on its device."""
     whole = [tensor.detach().contiguous() for tensor in tensors if 0 not in tensor.shape]
     # Seen as bytes, a part of a tensor would begin elsewhere: Paddle multiplies its offset too.
     whole = [tensor.clone() if tensor.offset else tensor for tensor in whole]
@@ -130,9 +130,9 @@ def flat_bytes(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def byte_buffers(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    """Returns CPU tensors for :func:`flat_bytes` to be received in.
+    """Returns empty CPU tensors in which the tensors of :func:`flat_bytes` are received.
 
-    They are made without an operation of Paddle's, by any thread in any mode.
+    They are created without any operation of Paddle's, so that any thread can do it in any mode.
     """
     sizes = [leaf.nbytes for leaf in leaves if leaf.nbytes]
     return [dlpack.from_dlpack(np.empty(size, "uint8").__dlpack__()) for size in sizes]
@@ -140,14 +140,14 @@ def byte_buffers(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
 
 @_in_dynamic_mode
 def from_bytes(buffers: list[Tensor], leaves: Sequence[TensorLeaf]) -> list[Tensor]:
-    """Returns the tensors of which :func:`byte_buffers` were filled with the bytes."""
+    """Returns the tensors whose bytes are in the filled :func:`byte_buffers`."""
     flat = iter(buffers)
     whole = [_numbers(next(flat), n.dtype) if n.nbytes else unfilled([n])[0] for n in leaves]
     return filled(whole, leaves)
 
 
 def _numbers(flat: Tensor, dtype: str) -> Tensor:
-    """Returns bytes as what they are of; copied by 2.6.2, which ends in a view as a wider dtype."""
+    """Returns bytes as numbers of a dtype; a copy on 2.6.2, whose view to a wider dtype crashes."""
     if paddle.version.major == "2":
         flat = paddle.to_tensor(flat.numpy().view(_CARRIERS.get(dtype, dtype)))
     return flat.view(DTYPES[dtype])
@@ -155,31 +155,31 @@ def _numbers(flat: Tensor, dtype: str) -> Tensor:
 
 @_in_dynamic_mode
 def unfilled(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    """Returns tensors on the device that computes, to be filled through :func:`carriers`."""
+    """Returns tensors on the computing device, to be filled through :func:`carriers`."""
     # Of no dimension, a tensor could not be seen as bytes where it is.
     return [paddle.empty(leaf.shape or (1,), DTYPES[leaf.dtype]) for leaf in leaves]
 
 
 @_in_dynamic_mode
 def carriers(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns what NCCL sends, or fills, of each tensor that has data: where it is, in order.
+    """Returns for each tensor that has data the contiguous tensor that NCCL sends or fills.
 
-    That is the tensor, or its bytes where NCCL does not take its dtype. Of one in the host's memory
-    it is a copy.
+    That is the tensor itself, or its bytes if NCCL does not support its dtype. A tensor in the
+    host's memory is copied.
     """
     whole = [_on_card(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
     return [tensor if tensor.dtype in _OF_NCCL else flat_bytes([tensor])[0] for tensor in whole]
 
 
 def _on_card(tensor: Tensor) -> Tensor:
-    """Returns a tensor in order and on the device that computes: itself where it is so."""
+    """Returns a contiguous tensor on the computing device; the same one if it is so already."""
     by_host = tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place()
     return (to_device(tensor) if by_host and device_kind() != "cpu" else tensor).contiguous()
 
 
 @_in_dynamic_mode
 def filled(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    """Returns tensors, which may have another number of dimensions, as they were sent."""
+    """Returns received tensors with the number of dimensions that the sender's tensors had."""
     whole = []
     for tensor, leaf in zip(tensors, leaves):
         whole.append(tensor if tensor.ndim == len(leaf.shape) else tensor.reshape(leaf.shape))
@@ -188,7 +188,7 @@ def filled(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
 
 
 def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
-    """Moves filled tensors to the device that Paddle computes on, where that is not the CPU."""
+    """Moves filled tensors to the device that Paddle computes on, unless that is the CPU."""
     if device_kind() == "cpu":
         return tensors
     return filled([to_device(tensor) for tensor in tensors], leaves)
@@ -226,7 +226,7 @@ def _template(dtype: str, shape: tuple[int, ...]) -> Tensor:
 
 @functools.cache
 def _import_shares() -> bool:
-    """Tells whether this Paddle imports an array without a copy: 3.3 does, 2.6 does not."""
+    """Whether this Paddle imports an array without a copy: 3.3 does, 2.6 does not."""
     array = np.zeros(64, "uint8")
     return bool(dlpack.from_dlpack(array.__dlpack__()).data_ptr() == array.ctypes.data)
 

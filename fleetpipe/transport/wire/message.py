@@ -1,4 +1,4 @@
-"""What names a message, in the program, in words and in the first bytes of its frame."""
+"""The key of a message, its description in words, and the header of its frame."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def describe(key: MessageKey) -> str:
 
 
 class Route(NamedTuple):
-    """A message on its way; ``str()`` says so in words."""
+    """A message between two ranks; ``str()`` describes it in words."""
 
     key: MessageKey
     source: int
@@ -135,7 +135,7 @@ class Header(NamedTuple):
 
 
 def pack_header(header: Header | tuple[int, ...]) -> bytes:
-    """Returns the ``HEADER_BYTES`` bytes of a header, its checksum, and the moment of this call."""
+    """Returns the ``HEADER_BYTES`` bytes of a header, with a checksum and the current time."""
     return _packed(header) + _MOMENT.pack(time.monotonic_ns())
 
 
@@ -143,7 +143,7 @@ def unpack_header(data: bytes) -> tuple[Header, int]:
     """Reads a header.
 
     Returns:
-        The header, and when it was made, in nanoseconds of its sender's clock.
+        The header, and when it was packed, in nanoseconds of its sender's clock.
 
     Raises:
         TransportError: The bytes are no header of this version, or are damaged.

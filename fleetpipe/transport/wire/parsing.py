@@ -1,7 +1,7 @@
-"""JSON that comes from another process: measured before it is parsed, so that it costs no more.
+"""Parses JSON from other processes, after checking that it is small.
 
-A parser goes as deep as the text does, and takes a time that grows with the square of a number's
-digits.
+A parser recurses as deep as the text does, and takes a time that grows with the square of a
+number's digits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUMBER = re.compile(rb"[0-9.eE+-]+")
 
 
 def parse(text: bytes, deepest: int, most: int, strings: int) -> Any:
-    """Returns what ``text`` says.
+    """Returns the value of a JSON text.
 
     Args:
         text: JSON in ASCII, of a length that its reader has bounded.

@@ -1,7 +1,7 @@
-"""What follows each part of a stream where the job has a secret: who sent it, and as which one.
+"""Seals: proofs of who sent each part of a stream, and in which place, if the job has a secret.
 
 A seal is a keyed BLAKE2b of the part's number in its direction and of the part. Each direction of
-each connection has a key of its own, so that no part passes in another place than its own.
+each connection has a key of its own, so that a part is valid in its own place only.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Seal:
-    """One direction of a connection."""
+    """The seals of one direction of a connection."""
 
     def __init__(self, key: bytes) -> None:
-        """Begins at the first part. ``key``: at most 64 bytes."""
+        """Starts at the first part. ``key``: at most 64 bytes."""
         self._key = key
         self._count = 0
 
     def of(self, pieces: Iterable[Buffer]) -> bytes:
-        """Returns the seal of the next part, whose bytes are those of ``pieces`` in order."""
+        """Returns the seal of the next part, which consists of ``pieces`` in order."""
         made = hashlib.blake2b(_COUNT.pack(self._count), key=self._key, digest_size=SEAL_BYTES)
         self._count += 1
         for piece in pieces:
@@ -38,10 +38,10 @@ class Seal:
         return made.digest()
 
     def check(self, pieces: Iterable[Buffer], seal: Buffer) -> None:
-        """Makes sure that ``seal`` is that of the next part.
+        """Raises an error unless ``seal`` is the seal of the next part.
 
         Raises:
-            TransportError: The part is not the next one that the other end sent, to the bit.
+            TransportError: The part is not, bit for bit, the next one that the other end sent.
         """
         if not hmac.compare_digest(self.of(pieces), bytes(seal)):
             raise TransportError(
@@ -51,7 +51,7 @@ class Seal:
 
 
 class Seals(NamedTuple):
-    """Both directions of a connection, as one of its ends sees them."""
+    """The seals of both directions of a connection, from the view of one end."""
 
     outgoing: Seal
     incoming: Seal

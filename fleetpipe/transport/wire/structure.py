@@ -1,4 +1,4 @@
-"""All of a value but the data of its tensors, as a tree that compares, serialises and rebuilds.
+"""The structure of a value without the data of its tensors: a tree that can be sent.
 
 The tree is of plain tuples, so that two are compared by ``==``: ("tensor", dtype, shape,
 stop_gradient), ("none",), ("bool", x), ("int", hex), ("float", repr), ("str", x),
@@ -60,7 +60,7 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
 
 
 class TensorLeaf:
-    """What is known of one tensor of a value before its data.
+    """The facts about a tensor that are known before its data.
 
     Attributes:
         dtype: Name of the dtype, as Paddle spells it.
@@ -77,7 +77,7 @@ class TensorLeaf:
 
 
 class Structure:
-    """A tree together with what sending and receiving needs to know of its tensors.
+    """A tree with the sizes and dtypes of its tensors, for sending and receiving.
 
     Attributes:
         tree: The tree.
@@ -91,7 +91,7 @@ class Structure:
         self.nbytes = sum(leaf.nbytes for leaf in self.leaves)
 
     def rebuild(self, tensors: list[Any]) -> Any:
-        """Returns the value with ``tensors`` in the places of its tensors."""
+        """Returns the value with ``tensors`` as its tensors."""
         if self.tree[0] == "tensor":
             return tensors[0]
         return _rebuild(self.tree, iter(tensors))
@@ -122,10 +122,10 @@ def encode(name: str, structure: Structure, route: Route) -> bytes:
 
 
 def decode(text: bytes) -> tuple[str, Structure]:
-    """Reads what ``encode`` made.
+    """Reads an announcement of :func:`encode`.
 
     Raises:
-        TransportError: The bytes are no announcement, or of a structure that is too large.
+        TransportError: The bytes are not an announcement, or the structure is too large.
     """
     try:
         name, tree = parse(text, _DEEPEST_LIST, _MOST_LISTS, _MOST_STRINGS)
@@ -172,7 +172,7 @@ def _rebuild(tree: Tree, tensors: Iterator[Any]) -> Any:
 
 
 def _checked(node: Any, depth: int) -> Tree:
-    """Turns the lists of JSON into tuples and refuses what no sender makes."""
+    """Turns the lists of JSON into tuples and refuses a tree that no sender creates."""
     kind, rest = node[0], node[1:]
     if kind == "tensor":
         dtype, shape, stop_gradient = rest

@@ -1,4 +1,4 @@
-"""What may cross between stages, and the taking apart of a value into structure and tensors."""
+"""Splits a value that crosses between stages into structure and tensors, if it can cross."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Path = tuple[object, ...]
 
 
 class Unfit(Exception):
-    """A part of a value cannot cross; becomes a BoundaryError where the message is known."""
+    """A part of a value cannot cross; becomes a BoundaryError once the message is known."""
 
     def __init__(self, path: _Path, got: str) -> None:
         super().__init__(path, got)
@@ -61,7 +61,7 @@ class _Walk:
         self._parts = 0
 
     def tree(self, value: Any, path: _Path, depth: int) -> Tree:
-        """Returns the structure of one part of the value; exact types, so that none is lost."""
+        """Returns the structure of one part of the value; types must match exactly."""
         kind = type(value)
         if isinstance(value, Tensor):
             self.tensors.append(value)
