@@ -141,7 +141,7 @@ class _MicroStepLocations(Enum):
 
 
 class _MicroStepCallback:
-    """A registry of hooks by location."""
+    """A registry of hooks by location in a stage's forward or backward."""
 
     def __init__(self) -> None:
         self.hooks: dict[Enum, list[Hook]] = {

@@ -1,7 +1,7 @@
-"""Where operations enter Paddle in dynamic graph, for paddlepaddle 2.6.2 and 3.3.x.
+"""Intercepts and replaces Paddle's operations in dynamic graph, for 2.6.2 and 3.3.x.
 
-All go through functions of ``core.eager.ops`` and their kin, which modules hold by name, or through
-methods of the Tensor that are written in C.
+Operations are functions of ``core.eager.ops``, which modules hold by name, or methods of the Tensor
+that are written in C.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ _BACKWARDS = ("run_backward", "run_partial_grad")
 
 
 def is_silent(function: Function) -> bool:
-    """Whether an operation writes into its first argument, whose version does not say so."""
+    """Whether an operation writes into its first argument without raising its version."""
     return getattr(function, "__name__", "") in _SILENT
 
 
 def noticed(function: Function) -> Function:
-    """Returns an operation which is silent, and after which the version says that it wrote."""
+    """Wraps a silent operation so that the version of its target rises."""
 
     @functools.wraps(function)
     def write(tensor: Tensor, *args: Any, **named: Any) -> Any:
@@ -79,7 +79,7 @@ def noticed(function: Function) -> Function:
 
 
 def target_of(function: Function, args: tuple[Any, ...]) -> Tensor | None:
-    """Returns the tensor into which an operation writes; None without one."""
+    """Returns the tensor into which an operation writes; None if it writes into none."""
     name = getattr(function, "__name__", "")
     if name == "assign_out_":
         return args[1]
@@ -89,35 +89,35 @@ def target_of(function: Function, args: tuple[Any, ...]) -> Tensor | None:
 
 
 class OperationListener(Protocol):
-    """What is called in the place of operations, and does them."""
+    """Called instead of operations; these methods just run them."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Called for an operation."""
+        """Called instead of an operation."""
 
     def layer(self, call: Function, layer: Layer, args: tuple[Any, ...], named: Any) -> Any:
-        """Called for the call of a layer: ``call(layer, *args, **named)``."""
+        """Called instead of the call of a layer: ``call(layer, *args, **named)``."""
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Called for what makes numbers of Python's of a Tensor."""
+        """Called instead of a function that turns a Tensor into Python numbers."""
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Called for what reaches for a Tensor's memory."""
+        """Called instead of a function that accesses a Tensor's memory."""
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
-        """Called with the shape of a Tensor that somebody asks for; returns what it gets."""
+        """Called with the shape that somebody asks a Tensor for; returns the shape to give."""
 
     def backward(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Called for what computes gradients."""
+        """Called instead of a function that computes gradients."""
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
-        """Called for Paddle's ``recompute(function, *args)``, which ``call()`` does."""
+        """Called instead of Paddle's ``recompute(function, *args)``; ``call()`` runs it."""
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
-        """Called for an attribute of a layer that is set: ``put(layer, name, value)``."""
+        """Called when an attribute of a layer is set: ``put(layer, name, value)``."""
 
 
 class _Unheard:
-    """Does the operations of other threads, say a loader's: a listener."""
+    """A listener for other threads, such as a loader's, which only runs their operations."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return function(*args, **named)
@@ -143,7 +143,7 @@ _Choice = Callable[[], OperationListener]
 
 @contextmanager
 def intercepted(listener: OperationListener) -> Iterator[None]:
-    """Within it each operation, call of a layer, and so on of this thread goes to ``listener``."""
+    """While this context is open, operations and layer calls of this thread go to ``listener``."""
     thread, unheard = get_ident(), _Unheard()
 
     def chosen() -> OperationListener:
@@ -207,7 +207,7 @@ def _flag(chosen: _Choice, flag: Any) -> property:
 
 
 def _apart(function: Function) -> Function:
-    """Returns a method whose result has a place of its own in the graph, and not its tensor's."""
+    """Wraps a method so that its result has its own node in the graph, apart from its tensor's."""
 
     def tensor_use_gpudnn(tensor: Tensor, *args: Any) -> Tensor:
         return function(paddle.assign(tensor), *args)
@@ -216,10 +216,10 @@ def _apart(function: Function) -> Function:
 
 
 class _NoHook:
-    """Stands for a hook on a gradient that there never is."""
+    """The handle of a hook on a gradient that is never registered."""
 
     def remove(self) -> bool:
-        """Removes nothing."""
+        """Does nothing, as there is no hook."""
         return False
 
 
@@ -247,12 +247,12 @@ def _data(chosen: _Choice, data: Any) -> property:
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
-    """Has a tensor share the memory of another, and let go of its own; the rest of it stays."""
+    """Makes a tensor share the memory of another and drop its own; its other properties stay."""
     value._share_underline_tensor_to(tensor)
 
 
 def renew(tensor: Tensor) -> None:
-    """Moves a tensor to memory of its own: a graph that has it keeps what it was till now."""
+    """Moves a tensor to new memory, so that a graph that uses it keeps the old values."""
     set_data(tensor, tensor.detach().clone())
 
 
@@ -295,7 +295,7 @@ def _apply(chosen: _Choice, apply: Any) -> Any:
 
 
 def bound_operations() -> Iterator[tuple[Any, str, Function]]:
-    """Yields each name by which a module of Python's holds an operation."""
+    """Yields each name by which a Python module holds an operation."""
     for module, name, function in _found_in(frozenset(sys.modules), _C_ops.matmul):
         if vars(module).get(name) is function:
             yield module, name, function
@@ -303,11 +303,11 @@ def bound_operations() -> Iterator[tuple[Any, str, Function]]:
 
 @functools.lru_cache(maxsize=1)
 def _found_in(modules: frozenset[str], one: Function) -> list[tuple[Any, str, Function]]:
-    """Returns each name by which modules hold an operation: they are many, and seldom change.
+    """Returns each name by which modules hold an operation; cached, as they seldom change.
 
     Args:
         modules: The names of the modules that are loaded.
-        one: One of the operations: a rehearsal replaces them all.
+        one: One of the operations, as part of the cache's key: a rehearsal replaces them all.
     """
     types = {
         function
@@ -326,16 +326,17 @@ def _found_in(modules: frozenset[str], one: Function) -> list[tuple[Any, str, Fu
 
 
 def _is_operation(value: Any) -> bool:
-    """Whether a value is a function in C, or one by which a rehearsal wraps such a function."""
+    """Whether a value is a C function, or a rehearsal's wrapper of one."""
     wrapped = getattr(value, "__wrapped__", None) if isinstance(value, FunctionType) else value
     return isinstance(wrapped, BuiltinFunctionType)
 
 
 def provide(operations: Mapping[str, Function]) -> None:
-    """Has Paddle's functions do operations, of which it has no kernel for CPUs, by others.
+    """Gives Paddle's functions replacements for operations that lack a CPU kernel.
 
     Args:
-        operations: By Paddle's name; each takes the tensors, then the attributes by their names.
+        operations: The replacements by Paddle's name; each takes the tensors, then the attributes
+            as keywords.
     """
     for module in (_C_ops, _legacy_C_ops):
         for name in operations.keys() & vars(module).keys():

@@ -1,7 +1,8 @@
 """Optimizers: their parameters, state, clips and learning rates, in dynamic and static graph.
 
-An optimizer's own names hold for 2.6.2 and 3.3.x, but for two: 2.6.2 makes ``helper`` as it first
-steps (:func:`create_state`), and spells ``_already_create_accumulater`` (:func:`forget_state`).
+An optimizer's private names are the same in 2.6.2 and 3.3.x, except for two: 2.6.2 creates
+``helper`` at the first step (:func:`create_state`), and spells ``_already_create_accumulater``
+(:func:`forget_state`).
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ GLOBAL_NORM_CLIPS = (paddle.nn.ClipGradByGlobalNorm, _moe_clip.ClipGradForMOEByG
 
 
 def base_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that does the arithmetic, which others such as Fleet's wrap."""
+    """Returns the optimizer that does the arithmetic, inside wrappers such as Fleet's."""
     while "_inner_opt" in vars(optimizer):
         optimizer = optimizer._inner_opt
     return optimizer
 
 
 def allow_no_parameters(applies: Callable[[], bool]) -> None:
-    """Has Paddle's optimizers take no parameters, or none in their first group, if ``applies()``.
+    """Makes Paddle's optimizers accept empty lists of parameters, if ``applies()``.
 
-    Their constructors and ``clear_grad`` look at the first parameter. It is a frozen one then, of
-    which nothing else here tells.
+    Their constructors and ``clear_grad`` look at the first parameter, so that an empty list gets a
+    frozen one, which nothing else here reports.
     """
     kinds = [_any_optimizer.Optimizer]
     for kind in kinds:
@@ -59,7 +60,7 @@ def allow_no_parameters(applies: Callable[[], bool]) -> None:
 
 
 def _filled(stock: Callable[..., None], applies: Callable[[], bool]) -> Callable[..., None]:
-    """Returns a constructor that gives ``stock`` a parameter where there is none."""
+    """Wraps a constructor so that it gives ``stock`` a parameter if there is none."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -84,7 +85,7 @@ def _placeholder() -> Tensor:
 
 
 def check_norms_by_hand(check: Callable[[list[Tensor]], None]) -> None:
-    """Has ``paddle.nn.utils.clip_grad_norm_`` call ``check`` first, under whichever name it is."""
+    """Makes every reference to ``paddle.nn.utils.clip_grad_norm_`` call ``check`` first."""
     decorated: Any = paddle.nn.utils.clip_grad_norm_
     stock = decorated.__wrapped__
 
@@ -100,20 +101,20 @@ def check_norms_by_hand(check: Callable[[list[Tensor]], None]) -> None:
 
 
 def groups_of(optimizer: Optimizer) -> list[list[Tensor]]:
-    """Returns the parameters of each group of an optimizer; one list where it has no groups."""
+    """Returns the parameters of each group of an optimizer; one list if it has no groups."""
     base = base_optimizer(optimizer)
     groups = [group["params"] for group in dict_groups(base)] or [base._param_groups or []]
     return [[p for p in group if not hasattr(p, "is_placeholder")] for group in groups]
 
 
 def dict_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Returns the groups of an optimizer as it has them; none where it has a list."""
+    """Returns the groups of an optimizer in its own form; none if it has a plain list."""
     groups = base_optimizer(optimizer)._param_groups or []
     return groups if groups and isinstance(groups[0], dict) else []
 
 
 def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Gives an optimizer, which has not stepped yet, other groups than it was built with."""
+    """Replaces the groups of an optimizer that has not stepped yet."""
     base = base_optimizer(optimizer)
     if not dict_groups(base):
         base._parameter_list = groups
@@ -125,7 +126,7 @@ def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
 
 def owner_of(optimizer: Optimizer, name: str) -> Optimizer | None:
-    """Returns which of an optimizer and those that it wraps has an attribute; None: none."""
+    """Returns the optimizer, of a wrapper and those inside it, that has an attribute; or None."""
     while name not in vars(optimizer):
         if "_inner_opt" not in vars(optimizer):
             return None
@@ -134,13 +135,13 @@ def owner_of(optimizer: Optimizer, name: str) -> Optimizer | None:
 
 
 def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the parameters of an optimizer, those of all its groups one after another."""
+    """Returns the parameters of an optimizer, group after group."""
     return [parameter for group in groups_of(optimizer) for parameter in group]
 
 
 @contextmanager
 def restricted(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Iterator[bool]:
-    """Within it an optimizer steps only the parameters for which ``kept`` is true.
+    """While this context is open, an optimizer steps only parameters for which ``kept`` is true.
 
     Yields:
         Whether there are any: an optimizer over nothing cannot step.
@@ -160,14 +161,14 @@ def restricted(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Iterator
 
 
 def _chosen(listed: list[Tensor], kept: Callable[[Tensor], bool]) -> list[Tensor]:
-    """Returns what to keep of a list of parameters, or of groups, which are dicts."""
+    """Returns the parameters to step of a list of parameters, or of groups, which are dicts."""
     if not (listed and isinstance(listed[0], dict)):
         return list(filter(kept, listed))
     return [{**group, "params": list(filter(kept, group["params"]))} for group in listed]
 
 
 def name_prefix(optimizer: Optimizer) -> str:
-    """Returns what stands before the kind in the names of an optimizer's state."""
+    """Returns the prefix of the names of an optimizer's state."""
     name = base_optimizer(optimizer)._name
     return "" if name is None else f"{name}_"
 
@@ -177,10 +178,10 @@ def state_of(
     parameter: str,
     name_of: Callable[[Tensor | Variable], str] = attrgetter("name"),
 ) -> dict[str, Any]:
-    """Returns the accumulators of a parameter by kind, as ``moment1``; none before it was stepped.
+    """Returns the accumulators of a parameter by kind, as ``moment1``; none before its first step.
 
     Args:
-        optimizer: In static graph, one that was applied to a program.
+        optimizer: The optimizer; in static graph, one that was applied to a program.
         parameter: The name of the parameter.
         name_of: Returns the name of an accumulator or master weight.
     """
@@ -197,12 +198,12 @@ def state_of(
 
 
 def master_weight_of(optimizer: Optimizer, parameter: str) -> Tensor | Variable | None:
-    """Returns the float32 copy that an optimizer keeps of the parameter of a name, or None."""
+    """Returns an optimizer's float32 copy of the parameter of a name, or None."""
     return base_optimizer(optimizer)._master_weights.get(parameter)
 
 
 def create_state(optimizer: Optimizer, group: int, parameters: Sequence[Tensor]) -> None:
-    """Makes the accumulators of some parameters of a group, as the first step would."""
+    """Creates the accumulators of some parameters of a group, as the first step would."""
     listed = optimizer._param_groups
     chosen: object = list(parameters)
     if listed and isinstance(listed[0], dict):
@@ -216,7 +217,7 @@ def create_state(optimizer: Optimizer, group: int, parameters: Sequence[Tensor])
 
 
 def forget_state(optimizer: Optimizer, parameter: Tensor) -> None:
-    """Makes an optimizer as if it had never stepped a parameter."""
+    """Removes all state that an optimizer has of a parameter."""
     names = [parameter.name]
     master = optimizer._master_weights.pop(parameter.name, None)
     if master is not None:
@@ -234,54 +235,54 @@ def learning_rate_of(optimizer: Optimizer) -> float | Scheduler:
 
 
 def clip_methods(clip: Clip) -> tuple[Callable[..., Any], ...]:
-    """Returns the methods in which a class of clips computes."""
+    """Returns the methods in which a class of clips does its computation."""
     return type(clip).__call__, type(clip)._dygraph_clip
 
 
 def scheduler_of(optimizer: Optimizer) -> Scheduler:
-    """Returns the schedule of an optimizer's learning rate; None where it is a number."""
+    """Returns the scheduler of an optimizer's learning rate; None if the rate is a number."""
     rate = learning_rate_of(optimizer)
     return rate if hasattr(rate, "set_state_dict") else None
 
 
 def rate_variable(optimizer: Optimizer, program: Program) -> Variable:
-    """Returns the variable of the learning rate in a program that an optimizer was applied to."""
+    """Returns the learning rate's variable in a program that an optimizer was applied to."""
     return optimizer._learning_rate_map[program]
 
 
 def set_dtype(optimizer: Optimizer, dtype: DType) -> None:
-    """Has an optimizer that is applied to a program compute in ``dtype``.
+    """Makes an optimizer that is applied to a program compute in ``dtype``.
 
-    ``apply_gradients`` alone leaves that open, and ``minimize`` takes it from the loss.
+    ``minimize`` takes the dtype from the loss; ``apply_gradients`` alone does not set it.
     """
     optimizer._dtype = dtype
 
 
 class ClipPlace(NamedTuple):
-    """Where an optimizer has a gradient clip: a dict and the name in it."""
+    """A place where an optimizer stores a gradient clip: a dict and the name in it."""
 
     holder: dict[str, object]
     name: str
 
     @property
     def clip(self) -> Clip:
-        """The clip that is there now, or None."""
+        """The clip at this place now, or None."""
         return self.holder.get(self.name)
 
     def put(self, clip: Clip) -> None:
-        """Puts another clip there."""
+        """Stores another clip at this place."""
         self.holder[self.name] = clip
 
 
 def clip_places(optimizer: Optimizer) -> list[ClipPlace]:
-    """Returns where an optimizer may have a clip: itself, its groups, the default of new ones."""
+    """Returns the places where an optimizer may have a clip: itself, its groups, their default."""
     base = base_optimizer(optimizer)
     places = [ClipPlace(base.__dict__, "_grad_clip"), ClipPlace(base._default_dict, "grad_clip")]
     return places + [ClipPlace(group, "grad_clip") for group in dict_groups(base)]
 
 
 def clips_of_a_step(optimizer: Optimizer) -> list[Clip]:
-    """Returns the clips that a step calls, one after another: one for each group."""
+    """Returns the clips that a step calls, in order: one for each group."""
     groups = [group["grad_clip"] for group in dict_groups(optimizer)]
     return groups or [base_optimizer(optimizer)._grad_clip]
 
@@ -289,7 +290,7 @@ def clips_of_a_step(optimizer: Optimizer) -> list[Clip]:
 def gradient_clip(optimizer: Optimizer) -> Clip:
     """Returns the clip of an optimizer itself, or None.
 
-    It is what ``minimize`` calls, which takes no notice of groups.
+    ``minimize`` calls it and ignores groups.
     """
     return getattr(base_optimizer(optimizer), "_grad_clip", None)
 
@@ -309,15 +310,15 @@ def squared_norm(gradient: Tensor) -> Tensor:
 def twin_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, Tensor], twins: Mapping[str, Tensor]
 ) -> Optimizer:
-    """Returns an optimizer like ``optimizer`` over other parameters, with a scheduler of its own.
+    """Returns an optimizer like ``optimizer`` over other parameters, with its own scheduler.
 
-    Groups, decay and clipping carry over, and the state of the parameters' steps so far. Of further
-    parameters that the optimizer has nothing is copied, and the twin steps none of them.
+    Groups, decay and clipping carry over, with the state of the parameters' steps so far. The
+    optimizer's further parameters are left out.
 
     Args:
         optimizer: A Paddle optimizer over ``parameters``.
         parameters: Parameters by name.
-        twins: The parameters to put in their place, by the same names.
+        twins: The parameters that replace them, by the same names.
     """
     frozen = paddle.zeros([1])
     memo = {id(parameter): frozen for parameter in optimized_parameters(optimizer)}

@@ -1,4 +1,4 @@
-"""``auto_parallel.pipelining``: schedules of stages that a user cut. 3.3's alone."""
+"""``auto_parallel.pipelining``: schedules of stages that a user cut; in 3.3 only."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Entry = tuple[str, int, int]
 
 
 class MicroBatchData(NamedTuple):
-    """What ``step`` was given, cut; for each micro-batch an entry.
+    """The arguments of ``step``, cut into one entry for each micro-batch.
 
     Attributes:
-        arguments: Those of the first stage, by place.
-        keywords: Those of this process's stages, by name.
-        targets: Those of the loss; None where there are none.
+        arguments: The positional arguments of the first stage.
+        keywords: The keyword arguments of this process's stages.
+        targets: The targets of the loss; None without targets.
     """
 
     arguments: list[tuple[Nest, ...]]
@@ -33,18 +33,18 @@ class MicroBatchData(NamedTuple):
 
 
 class PaddleSchedule:
-    """What one of Paddle's schedules says, as one rank of its pipeline sees it.
+    """One of Paddle's schedules, as one rank of its pipeline sees it.
 
     Attributes:
         name: The name of its class.
-        layers: By number, the layers of this process's stages.
+        layers: The layers of this process's stages, by the number of the stage.
         stages: How many stages there are.
-        rank: This process's rank of the group.
-        members: The ranks of the job that the group has, in order.
+        rank: This process's rank in the group.
+        members: The group's ranks in the job, in order.
         rank_of: For each stage, the rank that has it.
         micro_batches: How many there are in a batch.
         trains: Whether there is a loss, and a backward.
-        rows: What each rank runs, in order; None where the class alone says it.
+        rows: The actions of each rank, in order; None if they follow from the class.
     """
 
     def __init__(self, schedule: Any) -> None:
@@ -72,13 +72,13 @@ class PaddleSchedule:
         return self.stages - 1 in self.layers
 
     def loss(self, output: Nest, target: Nest) -> Tensor:
-        """Computes the loss of the next micro-batch, which ``step`` hands out."""
+        """Computes the loss of the next micro-batch and stores it for ``step``."""
         loss = self._schedule._compute_loss(output, target)
         self._schedule._internal_losses.append(loss)
         return loss
 
     def keep(self, outputs: Sequence[Nest]) -> None:
-        """Keeps outputs of the last stage, which ``step(return_output=True)`` joins."""
+        """Stores outputs of the last stage, which ``step(return_output=True)`` joins."""
         self._stages[-1].output_chunks.extend(outputs)
 
     def shared(self) -> Iterator[tuple[list[int], Tensor]]:
@@ -90,13 +90,13 @@ class PaddleSchedule:
                 yield sorted(one["group"].ranks), parameter.grad._local_value()
 
     def begin(self, data: MicroBatchData, losses: list[Tensor] | None) -> MicroBatchData:
-        """Checks a batch as Paddle does; forgets what a batch that failed has left."""
+        """Checks a batch as Paddle does, and drops the leftovers of a failed batch."""
         self._schedule._internal_losses.clear()
         arguments, keywords = self._schedule._check_inputs(*data, losses)
         return MicroBatchData(arguments, keywords, data.targets)
 
     def end(self, losses: list[Tensor] | None) -> None:
-        """Puts the losses of the batch into the user's list, where there is one."""
+        """Appends the losses of the batch to the user's list, if there is one."""
         self._schedule._update_losses(self._stages, losses)
 
 
@@ -105,10 +105,10 @@ def _entry(action: Any) -> Entry:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns what this process has of a tensor that is sharded or replicated over a mesh.
+    """Returns this process's part of a tensor that is sharded or replicated over a mesh.
 
     Raises:
-        ConfigError: Other processes have a part of it, too.
+        ConfigError: Other processes have different parts of it.
     """
     if not tensor.is_dist():
         return tensor
@@ -127,11 +127,11 @@ def local(tensor: Tensor) -> Tensor:
 def stepping(
     run: Callable[[Any, MicroBatchData, list[Tensor] | None], None], refuse: Callable[[str], None]
 ) -> Iterator[None]:
-    """Within it Paddle's schedules run by ``run``. Nothing changes on 2.6.2.
+    """While this context is open, ``run`` runs Paddle's schedules. Nothing changes on 2.6.2.
 
     Args:
         run: Called with the schedule, a batch, and the list that takes the losses.
-        refuse: Called with the name of a schedule that has a way of its own to run.
+        refuse: Called with the name of a schedule class that overrides how it runs.
     """
     if VERSION.startswith("2."):
         yield

@@ -1,7 +1,7 @@
 """Random generators: their states, and the streams of Fleet's tracker.
 
-3.3.x takes the whole state of a CPU generator; 2.6.2 takes a seed alone, so that the
-rest is written to its memory.
+3.3.x can set the whole state of a CPU generator; 2.6.2 only its seed, so that the rest is written
+to its memory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _NUMBERS = 3
 
 
 def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None]) -> None:
-    """Has the streams of tensor parallelism, as ``rng_state(name)`` of Paddle's tracker, replaced.
+    """Replaces the random streams of tensor parallelism, ``rng_state(name)`` of Paddle's tracker.
 
     Args:
-        stream_of: Returns the context to run in instead; None for Paddle's own.
+        stream_of: Returns the context to use for a stream; None for Paddle's own.
     """
     tracker = paddle_fleet.meta_parallel.get_rng_state_tracker()
     if "rng_state" in vars(tracker):
@@ -56,16 +56,16 @@ def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None
 
 
 def drawn_on_host(below: int) -> int:
-    """Returns a whole number from 0 on, drawn from the generator of the CPU as an operation would.
+    """Draws a whole number below ``below`` from the CPU's generator, as an operation would.
 
-    Where a GPU computes, its own operation would have this process wait for all that was queued.
+    On a GPU, Paddle's own operation would make this process wait for all queued work.
     """
     drawn: Tensor = _C_ops.randint(0, below, [1], paddle.int64, paddle.CPUPlace())
     return int(drawn.item())
 
 
 def stream_seeds() -> dict[str, int]:
-    """Returns the seed that each stream of Paddle's tracker was given, by name."""
+    """Returns the seed of each stream of Paddle's tracker, by name."""
     states = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()
     return {name: int(state[0].current_seed()) for name, state in states.items()}
 
@@ -84,9 +84,9 @@ def generator_of(place: Place) -> Any:
 
 
 def generators() -> list[Any]:
-    """Returns the generators that this process draws from: the device's, and the CPU's beside it.
+    """Returns the generators that this process draws from: the device's, and also the CPU's.
 
-    2.6.2's ``paddle.set_rng_state`` takes no name of a device, so that they are asked themselves.
+    2.6.2's ``paddle.set_rng_state`` takes no name of a device, so the generators are used directly.
     """
     by_cpu = core.default_cpu_generator()
     by_device = generator_of(expected_place())
@@ -94,9 +94,9 @@ def generators() -> list[Any]:
 
 
 def generator_state(state: Any) -> dict[str, Any]:
-    """Returns a state of a generator as JSON: 2.6.2 pickles too little of it, and prints all.
+    """Returns a generator's state as JSON: 2.6.2 pickles only a part of it, but prints all.
 
-    Cards have no number in it: ranks on several are to have the same.
+    The number of a card is left out, so that ranks on several cards have equal states.
     """
     device, seed, offset, *rest = str(state).split()
     # 3.3 prints an address before the 312 words and the place of the engine; a GPU has none.
@@ -106,14 +106,14 @@ def generator_state(state: Any) -> dict[str, Any]:
 
 
 def state_like(now: Any, described: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the one of some saved states that is of the device of another; that, without one.
+    """Returns the saved state that is of the same kind of device as ``now``; else ``now``.
 
-    A CPU's has an engine of many numbers, and a card's counts what was drawn from a seed: neither
-    can go on as the other.
+    The state of a CPU is an engine of many numbers, that of a card a seed and a count: neither can
+    be turned into the other.
 
     Args:
         now: A state of the device.
-        described: Of :func:`generator_state`.
+        described: Results of :func:`generator_state`.
     """
     device = int(str(now).split()[0])
     for one in described:
@@ -133,16 +133,16 @@ def generator_states() -> list[dict[str, Any]]:
 
 
 def set_generator_states(described: Sequence[Mapping[str, Any]]) -> None:
-    """Has this process's generators go on from :func:`generator_states`, of whatever device."""
+    """Sets this process's generators to saved states of :func:`generator_states`."""
     for generator in generators():
         generator.set_state(state_like(generator.get_state(), described))
 
 
 def generator_from(described: Mapping[str, Any]) -> Any:
-    """Returns what :func:`generator_state` described, as ``paddle.set_rng_state`` takes it.
+    """Turns a result of :func:`generator_state` into a state for ``paddle.set_rng_state``.
 
     Raises:
-        CheckpointError: This build of 2.6.2 has its states in memory in another order.
+        CheckpointError: This build of 2.6.2 stores its states in memory in another order.
     """
     kind: Any = type(core.default_cpu_generator().get_state())
     numbers = (described["device"], described["seed"], described["offset"])
@@ -157,9 +157,10 @@ def generator_from(described: Mapping[str, Any]) -> Any:
 
 
 def _memory_of(state: Any) -> ctypes.Array[ctypes.c_uint64]:
-    """Returns where 2.6.2 has a state: no function of it takes the words of the engine.
+    """Returns the memory of a state of 2.6.2, which has no function to set the engine's words.
 
-    They lie behind the object's one pointer as they are printed, which is verified.
+    The object's one pointer leads to them in the order in which they are printed, which is
+    verified.
     """
     address = ctypes.c_void_p.from_address(id(state) + object.__basicsize__).value
     words = (ctypes.c_uint64 * (_NUMBERS + _ENGINE_WORDS)).from_address(address or 0)

@@ -1,6 +1,6 @@
 """Static graph in both IRs: scopes, dense tensors, the executor below ``Executor``, operations.
 
-``paddle._pir_ops`` is 3.x's alone. 2.6.2 calls ``DenseTensor`` ``LoDTensor``, and the type of an
+``paddle._pir_ops`` is in 3.x only. 2.6.2 calls ``DenseTensor`` ``LoDTensor``, and the type of an
 ordinary variable ``LOD_TENSOR``.
 """
 
@@ -56,7 +56,7 @@ GeneratorLoader: Any = _reader.GeneratorLoader
 
 
 def is_pir(program: Program) -> bool:
-    """Whether a program is of Paddle's newer IR."""
+    """Whether a program is in Paddle's newer IR, PIR."""
     return not isinstance(program, _any_framework.Program)
 
 
@@ -67,17 +67,17 @@ def dtype_name(value: Variable) -> str:
 
 
 def numpy_dtype_name(value: Variable) -> str:
-    """Returns the name of the dtype of the arrays that a value is fed, ``uint16`` for bfloat16."""
+    """Returns the dtype name of the arrays to feed for a value: ``uint16`` for bfloat16."""
     return str(paddle.base.data_feeder.convert_dtype(value.dtype))
 
 
 def tensor_of(scope: Scope, name: str) -> ScopeTensor:
-    """Returns the dense tensor of a variable of a scope, which is made where there is none."""
+    """Returns the dense tensor of a scope's variable, and creates it if it is missing."""
     return scope.var(name).get_tensor()
 
 
 def found_tensor(scope: Scope, name: str) -> ScopeTensor | None:
-    """Returns the dense tensor of a variable; None where it does not exist or holds nothing."""
+    """Returns the dense tensor of a variable; None if it does not exist or is empty."""
     variable = scope.find_var(name)
     tensor = None if variable is None else variable.get_tensor()
     return tensor if tensor is not None and tensor._is_initialized() else None
@@ -89,17 +89,17 @@ def is_initialized(tensor: ScopeTensor) -> bool:
 
 
 def share(tensor: ScopeTensor, source: ScopeTensor) -> None:
-    """Makes a dense tensor hold what ``source`` holds, without a copy."""
+    """Makes a dense tensor share the data of ``source``, without a copy."""
     tensor._share_data_with(source)
 
 
 def release(tensor: ScopeTensor) -> None:
-    """Gives back the memory of a dense tensor."""
+    """Frees the memory of a dense tensor."""
     tensor._clear()
 
 
 def overwrite(tensor: ScopeTensor, array: np.ndarray) -> None:
-    """Gives a dense tensor other numbers, on the device that it is on."""
+    """Writes other numbers into a dense tensor, on its device."""
     place = tensor._place()
     if place.is_gpu_place():
         tensor.set(array, _any_core.CUDAPlace(place.gpu_device_id()))
@@ -108,7 +108,7 @@ def overwrite(tensor: ScopeTensor, array: np.ndarray) -> None:
 
 
 def taken(source: ScopeTensor) -> ScopeTensor | list[int]:
-    """Returns what a dense tensor holds: another that shares its data, or a shape alone."""
+    """Returns the contents of a dense tensor: a tensor that shares its data, or only a shape."""
     if not source._is_initialized():
         return source.shape()
     tensor = DenseTensor()
@@ -117,7 +117,7 @@ def taken(source: ScopeTensor) -> ScopeTensor | list[int]:
 
 
 def put_back(tensor: ScopeTensor, held: ScopeTensor | list[int]) -> None:
-    """Gives a dense tensor what :func:`taken` returned."""
+    """Restores the contents that :func:`taken` returned."""
     if isinstance(held, list):
         tensor._set_dims(held)
     else:
@@ -125,12 +125,12 @@ def put_back(tensor: ScopeTensor, held: ScopeTensor | list[int]) -> None:
 
 
 def dynamic(source: ScopeTensor) -> Tensor:
-    """Returns a dynamic tensor with the data of a dense one; in dynamic mode only."""
+    """Returns a dynamic tensor with the data of a dense one; needs dynamic mode."""
     return _any_core.eager.Tensor(source)
 
 
 def job_executor(program: Program, scope: Scope, place: Place) -> Any:
-    """Returns what runs a program by ``.run([], False)``, without ``Executor``'s work per run.
+    """Returns an object whose ``.run([], False)`` runs a program without ``Executor``'s overhead.
 
     Args:
         program: A native program; its persistable variables live in ``scope``.
@@ -151,14 +151,14 @@ def _place(place: Place) -> Place:
 def swap_switch_device(
     replacement: Callable[[str | None], object],
 ) -> Callable[[str | None], object]:
-    """Has every ``device_guard`` call ``replacement(device)``; returns what it called before."""
+    """Makes every ``device_guard`` call ``replacement(device)``; returns the earlier function."""
     original: Callable[[str | None], object] = _any_framework.switch_device
     _any_framework.switch_device = replacement
     return original
 
 
 def switch_device(device: str | None) -> object:
-    """Does what ``device_guard`` does at its beginning and its end."""
+    """Does the same as ``device_guard`` at its beginning and its end."""
     return _any_framework.switch_device(device)
 
 
@@ -168,17 +168,17 @@ def operation_count(program: Program) -> int:
 
 
 def within(program: Any) -> Any:
-    """Returns the program that a ``CompiledProgram`` was made of; any other as it is."""
+    """Returns the program inside a ``CompiledProgram``; any other program unchanged."""
     return program._program if isinstance(program, static.CompiledProgram) else program
 
 
 def is_parsed_from(program: Program, description: bytes) -> bool:
-    """Whether a description is that of an older Program."""
+    """Whether a description belongs to an older Program."""
     return not is_pir(program) and bool(program.desc.serialize_to_string() == description)
 
 
 def is_decorated(optimizer: Optimizer) -> bool:
-    """Whether ``paddle.static.amp.decorate`` made an optimizer."""
+    """Whether an optimizer comes from ``paddle.static.amp.decorate``."""
     return isinstance(optimizer, static.amp.decorator.OptimizerWithMixedPrecision)
 
 
@@ -190,11 +190,11 @@ def has_step_of_its_own(optimizer: Optimizer) -> bool:
 
 
 def recomputing(optimizer: Optimizer) -> tuple[Optimizer, list[Variable | str] | None, bool]:
-    """Takes Paddle's ``RecomputeOptimizer`` apart.
+    """Unpacks Paddle's ``RecomputeOptimizer``.
 
     Returns:
-        The optimizer that it wraps, or the one that was given; its checkpoints, None where it is
-        another optimizer; whether these are to be kept on another device.
+        The wrapped optimizer, or the same optimizer if it is of another class; its checkpoints, or
+        None; whether these are to be stored on another device.
     """
     if not isinstance(optimizer, _incubate.optimizer.RecomputeOptimizer):
         return optimizer, None, False
@@ -202,12 +202,12 @@ def recomputing(optimizer: Optimizer) -> tuple[Optimizer, list[Variable | str] |
 
 
 def no_place() -> Any:
-    """Returns the place that leaves to Paddle where PIR makes a value."""
+    """Returns the place by which PIR lets Paddle choose where a value is created."""
     return _any_core.Place()
 
 
 def unread_slots(op: Op) -> set[str]:
-    """Returns the slots of which an operation of the older Program takes the shapes alone."""
+    """Returns the slots from which an operation of the older Program reads only shapes."""
     slots = {name: op.input(name) for name in op.input_names}
     outputs = {name: op.output(name) for name in op.output_names}
     attributes = {name: op.attr(name) for name in op.attr_names}
@@ -215,17 +215,17 @@ def unread_slots(op: Op) -> set[str]:
 
 
 def insert_assign(block: Block, position: int, source: Variable, target: Variable) -> None:
-    """Puts a copy of a variable into another one at a position of a block."""
+    """Inserts a copy of one variable into another at a position of a block."""
     block._insert_op(position, type="assign", inputs={"X": [source]}, outputs={"Out": [target]})
 
 
 def rename_input(op: Op, name: str, other: str) -> None:
-    """Has an operation of the older Program take another variable."""
+    """Makes an operation of the older Program read another variable."""
     op._rename_input(name, other)
 
 
 def rename_output(op: Op, name: str, other: str) -> None:
-    """Has an operation of the older Program write into another variable."""
+    """Makes an operation of the older Program write into another variable."""
     op._rename_output(name, other)
 
 
@@ -244,12 +244,12 @@ def remove_variables(program: Program, names: Iterable[str]) -> None:
 
 
 def leave_device(op: Op) -> None:
-    """Has an operation of the older Program run on the device of its executor."""
+    """Makes an operation of the older Program run on its executor's device."""
     op._set_attr("op_device", "")
 
 
 def block_of(program: Program, op: Op) -> Block | None:
-    """Returns the block in an operation of control flow of the older Program, else None."""
+    """Returns the block inside a control-flow operation of the older Program, else None."""
     return program.block(op._block_attr_id("sub_block")) if op.has_attr("sub_block") else None
 
 

@@ -1,7 +1,7 @@
 """Tensors: memory, gradients and the hooks on them.
 
-The names hold for 2.6.2 and 3.3.x but for these: ``_apply_backward_hook`` and
-``_unsafe_share_buffer_to`` are 3.x's alone, and ``run_backward`` takes one argument more there.
+The names are the same in 2.6.2 and 3.3.x, except that ``_apply_backward_hook`` and
+``_unsafe_share_buffer_to`` are in 3.x only, where ``run_backward`` takes one more argument.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Returns a copy in the host's memory, when all that it is computed from is.
+    """Copies a tensor to the host's memory once it has been computed.
 
-    ``cpu()`` waits for every stream of a card: for what is sent, too, until a peer takes it.
+    ``cpu()`` waits for every stream of a card, also for sends, which may last until a peer
+    receives.
     """
     # Without its graph, which may go with what is copied, in a thread of CUDA's: a PyLayer's part
     # of it takes Python's lock.
@@ -58,29 +59,30 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor) -> Tensor:
-    """Returns a copy on the device that computes, before what is computed next.
+    """Copies a tensor to the computing device, ordered before later computations.
 
-    ``to()`` waits for every stream of a card, and on 2.6.2 moves the tensor that it is asked of.
+    ``to()`` waits for every stream of a card, and on 2.6.2 moves the tensor itself.
     """
     copied: Tensor = tensor._copy_to(expected_place(), False)
     return copied
 
 
 def empty_on_host(shape: Sequence[int], dtype: DType) -> Tensor:
-    """Returns a tensor of any numbers in the host's memory, which is Paddle's own."""
+    """Returns an uninitialized tensor in the host's memory, allocated by Paddle."""
     made: Tensor = _C_ops.empty([*shape], dtype, core.CPUPlace())
     return made
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has a value: an LSTM keeps a buffer that never gets one on CPU."""
+    """Whether a tensor has a value: an LSTM has a buffer that never gets one on a CPU."""
     return bool(tensor._is_initialized())
 
 
 def initializer_of(parameter: Tensor) -> Any:
-    """Returns what is to draw a parameter of ``paddle.LazyGuard``; None once it has been drawn.
+    """Returns the initializer of a parameter of ``paddle.LazyGuard``; None once it has run.
 
-    It draws a part as it would draw the whole: Xavier's otherwise goes by the shape of the part.
+    It draws a part as it would draw the whole: Xavier's initializer would use the shape of the
+    part.
     """
     if parameter._init_func is None:
         return None
@@ -92,7 +94,7 @@ def initializer_of(parameter: Tensor) -> Any:
 
 
 def copy_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the same numbers and the same graph, in memory of its own."""
+    """Copies a tensor to new memory, with the same numbers and the same graph."""
     if tensor.is_selected_rows():
         # Paddle clones no gradient of some rows alone; 2.6.2 dies of it.
         return paddle.scale(tensor, 1.0)
@@ -101,18 +103,18 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def release_memory(tensor: Tensor) -> None:
-    """Gives back the memory of a tensor, which keeps its shape."""
+    """Frees the memory of a tensor, which keeps its shape."""
     tensor.get_tensor()._clear()
 
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors lie in the same memory."""
+    """Whether two tensors use the same memory."""
     return bool(tensor._is_shared_buffer_with(other))
 
 
 @contextmanager
 def out_of_reach(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Within it tensors have no memory: Paddle refuses to compute with them."""
+    """While this context is open, tensors have no memory: Paddle refuses to compute with them."""
     kept = [(tensor, paddle.empty([0], tensor.dtype)) for tensor in tensors if has_memory(tensor)]
     for tensor, memory in kept:
         tensor._share_buffer_to(memory)
@@ -125,18 +127,18 @@ def out_of_reach(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def is_out_of_reach(error: BaseException) -> bool:
-    """Whether an error is Paddle's of a tensor without memory."""
+    """Whether an error is Paddle's error for a tensor without memory."""
     said = f"{error} {error.__cause__}"
     return any(words in said for words in ("holds no memory", "not initialized", "has_allocation"))
 
 
 def note_write(tensor: Tensor) -> None:
-    """Has a tensor's version say that it was written into."""
+    """Raises a tensor's version, as a write into it does."""
     tensor._bump_inplace_version()
 
 
 def same_memory(tensor: Tensor) -> Tensor:
-    """Returns a leaf of the graph that shares memory and may be emptied on its own."""
+    """Returns a leaf of the graph that shares memory and can be released by itself."""
     if hasattr(tensor, "_unsafe_share_buffer_to"):
         other = tensor.detach()
     else:
@@ -149,19 +151,19 @@ def same_memory(tensor: Tensor) -> Tensor:
 
 
 def give_memory(source: Tensor, parameter: Tensor) -> None:
-    """Makes ``parameter``, which has no memory yet, hold what ``source`` holds, without a copy."""
+    """Makes ``parameter``, which has no memory yet, share that of ``source``, without a copy."""
     source._share_underline_tensor_to(parameter)
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, with all that is attached to it."""
+    """Whether a tensor is a Parameter object, with all its attributes."""
     return isinstance(tensor, _framework.EagerParamBase)
 
 
 def run_backward(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Does what ``paddle.autograd.backward`` does, without its checks of the arguments.
+    """Does the same as ``paddle.autograd.backward`` without its checks of the arguments.
 
-    Between a forward and a backward they take 10 us, as nothing of them is in the caches.
+    Between a forward and a backward the checks take 10 us, as their code is not in the caches.
 
     Args:
         tensors: Where to start, each once.
@@ -171,16 +173,16 @@ def run_backward(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> N
 
 
 def switch_gradients_on() -> None:
-    """Undoes that Paddle leaves gradients off where a hook failed in the middle of backward."""
+    """Turns gradients on again, which Paddle leaves off if a hook failed during backward."""
     framework: ModuleType = paddle.framework
     framework._dygraph_tracer()._has_grad = True
 
 
 class SavedBy:
-    """Does what ``paddle.autograd.saved_tensors_hooks`` does, but not within ``paddle.grad``.
+    """Works like ``paddle.autograd.saved_tensors_hooks``, but not within ``paddle.grad``.
 
-    The graph that it makes there for gradients of gradients saves what it needs as it is: Paddle
-    fails where hooks take some of that.
+    The graph for gradients of gradients saves its tensors unchanged there: Paddle fails if hooks
+    replace some of them.
     """
 
     def __init__(
@@ -189,24 +191,24 @@ class SavedBy:
         unpack: Callable[[Any], Tensor],
         backward: Callable[..., None],
     ) -> None:
-        """Has ``pack`` say what is saved of a tensor, and ``unpack`` give the tensor back.
+        """Calls ``pack`` for each tensor to save, and ``unpack`` to get it back.
 
         Args:
-            pack: The one.
-            unpack: The other.
-            backward: Is called in the place of a backward.
+            pack: Takes a tensor; returns the object to save.
+            unpack: Takes that object; returns the tensor.
+            backward: Called instead of a backward.
         """
         self._hooks = paddle.autograd.saved_tensors_hooks(pack, unpack)
         self._grad: Callable[..., Any] = _eager.run_partial_grad
         self._backward, self._run_backward = backward, _eager.run_backward
 
     def begin(self) -> None:
-        """Has autograd save so from here on."""
+        """Starts to use the hooks."""
         self._hooks.__enter__()
         _eager.run_partial_grad, _eager.run_backward = self._freely, self._backward
 
     def end(self) -> None:
-        """Has it save tensors as they are; may be followed by another :meth:`begin`."""
+        """Stops using the hooks; :meth:`begin` may follow again."""
         self._hooks.__exit__()
         _eager.run_partial_grad, _eager.run_backward = self._grad, self._run_backward
 
@@ -226,15 +228,16 @@ _PYLAYER_CODES = [
 
 
 def is_for_pylayer() -> bool:
-    """Whether the caller was called to pack or unpack what a ``PyLayer`` saves.
+    """Whether the caller was called to pack or unpack a tensor that a ``PyLayer`` saves.
 
-    It gets the very tensor back, with its graph, which Paddle adds to what operations saved.
+    A ``PyLayer`` gets the same tensor back, with its graph; for operations Paddle adds the graph
+    itself.
     """
     return sys._getframe(2).f_code in _PYLAYER_CODES
 
 
 def saves_freely() -> bool:
-    """Whether autograd saves tensors as they are: no ``saved_tensors_hooks`` are open."""
+    """Whether autograd saves tensors unchanged: no ``saved_tensors_hooks`` are open."""
     try:
         with paddle.autograd.saved_tensors_hooks(_no_change, _no_change):
             return True
@@ -243,30 +246,30 @@ def saves_freely() -> bool:
 
 
 def is_made_by_pylayer(tensor: Tensor) -> bool:
-    """Whether a tensor is what a ``PyLayer`` returned. Paddle never lets go of the graph's node."""
+    """Whether a ``PyLayer`` returned a tensor. Paddle never frees that node of the graph."""
     return str(tensor.grad_fn.name()).startswith("GradNodePyLayer")
 
 
 def call_after_gradient(parameter: Tensor, function: Callable[..., None]) -> None:
-    """Has ``function`` called whenever a gradient has been added to ``parameter``."""
+    """Makes autograd call ``function`` after each gradient that it adds to ``parameter``."""
     parameter._register_backward_hook(function)
 
 
 def run_reduce_hooks(parameter: Tensor) -> None:
-    """Runs what was registered to run whenever a gradient has been added to ``parameter``."""
+    """Runs the functions that are registered to run after a gradient of ``parameter``."""
     parameter._apply_backward_hook()
 
 
 def route_grad_hooks(
     put: Callable[[Tensor, Callable[[Tensor], object]], int], remove: Callable[[Tensor, int], bool]
 ) -> None:
-    """Has ``tensor.register_hook``, and ``remove`` of what it returns, call these from now on."""
+    """Makes ``tensor.register_hook``, and ``remove`` of its result, call these functions."""
     _Tensor._register_grad_hook = put
     _Tensor._remove_grad_hook = remove
 
 
 def number_of_hook(parameter: Tensor) -> int:
-    """Puts a hook on the gradient of ``parameter`` and removes it; returns its number.
+    """Registers a hook on the gradient of ``parameter`` and removes it; returns its number.
 
     Paddle counts them from 0 for each parameter, removed ones too.
     """
@@ -280,5 +283,5 @@ def _no_change(_grad: Tensor) -> None:
 
 
 def give_parameters_a_method(name: str, method: Callable[[Tensor, int], None]) -> None:
-    """Makes ``parameter.name(stage)`` a call of ``method(parameter, stage)``."""
+    """Adds a method to Parameters: ``parameter.name(stage)`` calls ``method(parameter, stage)``."""
     setattr(_framework.EagerParamBase, name, method)

@@ -1,6 +1,6 @@
-"""How ranks meet in Paddle: stores, process groups, and the topology that Fleet's functions see.
+"""Paddle's stores and process groups, and the topology that Fleet's functions see.
 
-Holds for 2.6.2 and 3.3.x alike.
+The same in 2.6.2 and 3.3.x.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from fleetpipe.paddle_api.device import device_kind, used_here
 
 
 def meets_by_host() -> bool:
-    """Whether the ranks' groups go through the memory of hosts: on CPUs, and on a shared card.
+    """Whether groups work through the hosts' memory: on CPUs, and on a shared card.
 
-    The launcher has ranks that share a card meet over Gloo, since NCCL refuses them.
+    The launcher lets ranks that share a card use Gloo, since NCCL refuses them.
     """
     return device_kind() == "cpu" or os.environ.get("PADDLE_DISTRI_BACKEND") == "gloo"
 
 
 def choose_backend() -> None:
-    """Has launched ranks on CPUs meet over Gloo, whatever their environment says.
+    """Makes launched ranks on CPUs use Gloo, whatever their environment says.
 
-    Told nothing, or something else, Paddle starts an HTTP server at the endpoint of rank 0, where
-    the job's store is, and waits for it without a limit; or it looks for NCCL.
+    With no backend set, or another one, Paddle starts an HTTP server at the endpoint of rank 0,
+    where the job's store is, and waits for it without a limit; or it looks for NCCL.
     """
     if "PADDLE_TRAINER_ID" in os.environ and device_kind() == "cpu":
         os.environ["PADDLE_DISTRI_BACKEND"] = "gloo"
 
 
 def hide_own_flags() -> None:
-    """Has Paddle 3.3 not print at the begin of each job the flag that it changed itself."""
+    """Stops Paddle 3.3 from printing, at the begin of each job, a flag that it changed itself."""
     stock = getattr(_parallel, "_print_modified_flags", None)
     if stock is not None and not hasattr(stock, "__wrapped__"):
 
@@ -59,14 +59,14 @@ def hide_own_flags() -> None:
 
 
 class LocalTopology(_topology.HybridCommunicateGroup):
-    """Answers for Paddle's topology in one process that plays all ranks of a pipeline.
+    """Paddle's topology for one process that plays all ranks of a pipeline.
 
-    Stage 0, first and last at once, in a pipe of ``ranks``; every other axis has size 1, and every
-    group has this process as its one member.
+    The process is stage 0, first and last at once, in a pipe of ``ranks``; every other axis has
+    size 1, and this process is the only member of every group.
     """
 
     def __init__(self, ranks: int) -> None:
-        """Sets what Paddle's constructor would, without the collectives that it runs."""
+        """Sets the attributes of Paddle's constructor, without the collectives that it runs."""
         names = _topology.CommunicateTopology().get_hybrid_group_names()
         dims = [ranks if name == "pipe" else 1 for name in names]
         self._topo = _topology.CommunicateTopology(names, dims)
@@ -84,15 +84,15 @@ class LocalTopology(_topology.HybridCommunicateGroup):
         self._sharding_comm_group = self._check_comm_group = alone
 
     def get_expert_parallel_rank(self) -> int:
-        """Returns 0, as that of every axis."""
+        """Returns 0, the rank on every axis of size 1."""
         return 0
 
     def get_expert_parallel_world_size(self) -> int:
-        """Returns 1."""
+        """Returns 1, as experts are not spread here."""
         return 1
 
     def get_expert_parallel_group(self) -> PaddleGroup:
-        """Returns the group of this process."""
+        """Returns the group whose only member is this process."""
         return self._dp_comm_group
 
     # What Paddle has with experts, or with more than one rank, alone.
@@ -106,10 +106,10 @@ _EPTopology: Any = getattr(_topology, "EPHybridCommunicateGroup", _topology.Hybr
 
 
 class MeshTopology(_EPTopology):  # type: ignore[misc]
-    """Fleet's topology of a job with axes or degrees for which Paddle's constructors have no place.
+    """Fleet's topology for axes or degrees that Paddle's constructors refuse.
 
-    They refuse cp without ep, and ep beside dp or sep. What Paddle's attributes hold is the same
-    where both can make one; its methods answer from them.
+    They refuse cp without ep, and ep beside dp or sep. If both can build a topology, its attributes
+    are equal; Paddle's methods use the attributes.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class MeshTopology(_EPTopology):  # type: ignore[misc]
         numbering: Sequence[tuple[str, int]],
         groups: Mapping[str, Sequence[Sequence[int]]],
     ) -> None:
-        """Makes Paddle's groups. Collective over the job.
+        """Creates Paddle's groups. Collective over the job.
 
         Args:
-            rank: This process's.
-            degrees: By axis, sharding as Fleet counts it, and ``cp_sharding``.
-            places: This rank's, likewise.
-            numbering: Fleet's names and sizes of what numbers ranks, the outermost first.
-            groups: By Paddle's name, the ranks of all groups of a kind.
+            rank: This process's rank.
+            degrees: The degrees by axis, with sharding as Fleet counts it, and ``cp_sharding``.
+            places: This rank's places, by the same axes.
+            numbering: Fleet's names and sizes of the axes that number ranks, the outermost first.
+            groups: The ranks of all groups of a kind, by Paddle's name of the kind.
         """
         self.nranks, self.global_rank = math.prod(size for _, size in numbering), rank
         names, sizes = [name for name, _ in numbering], [size for _, size in numbering]
@@ -149,7 +149,7 @@ class MeshTopology(_EPTopology):  # type: ignore[misc]
             self._set_four_directions_p2p_group()
 
     def get_parallel_mode(self) -> Any:
-        """Returns Paddle's name for what the job does; cp counts as a split of sequences."""
+        """Returns Paddle's name for the job's parallelism; cp counts as a split of sequences."""
         mode, kinds = super().get_parallel_mode(), paddle.distributed.ParallelMode
         split = self._cp_degree > 1 and mode in (None, kinds.DATA_PARALLEL)
         # paddle.distributed's own class lacks the newest of these names.
@@ -177,12 +177,12 @@ _paddle_parallel: Any = _parallel
 
 
 def lend_to_role_maker(workers: object) -> None:
-    """Has Fleet's role maker ask ``workers`` in the place of its Gloo."""
+    """Makes Fleet's role maker use ``workers`` in place of its Gloo."""
     paddle_fleet.fleet._role_maker._gloo = workers
 
 
 def open_tcp_store(host: str, port: int, serve: bool, timeout: float) -> PaddleStore:
-    """Opens a TCPStore: serves it, or connects to the one that is served there already."""
+    """Opens a TCPStore: serves it, or connects to a served one."""
     # With a world of 0 its constructor does not wait for anybody: it could not be interrupted.
     store = core.TCPStore(host, port, serve, 0, int(timeout) + 1)
     _send_at_once(port)
@@ -192,7 +192,7 @@ def open_tcp_store(host: str, port: int, serve: bool, timeout: float) -> PaddleS
 
 
 def _send_at_once(port: int) -> None:
-    """Has this process's clients of the store at ``port`` send each part of a request at once.
+    """Makes this process's clients of the store at ``port`` send each part of a request at once.
 
     A request is three writes. The system would hold the second until the server has acknowledged
     the first, which takes 40 ms, and meanwhile the server waits for it and answers nobody else.
@@ -207,10 +207,11 @@ def _send_at_once(port: int) -> None:
 
 
 def _show_clients_that_leave(host: str, port: int, timeout: float) -> None:
-    """Has the server see a client close its connection, and one reset it.
+    """Shows the server one client that closes its connection, and one that resets it.
 
-    The first of each has its thread ask glog whether to log that, under a lock which is gone while
-    the process exits: the last rank to leave would abort the one that serves, after all its work.
+    At the first of each kind its thread asks glog whether to log that, under a lock that is
+    destroyed while the process exits: the last rank to leave would abort the one that serves, after
+    all its work.
     """
     for linger in (struct.pack("ii", 0, 0), struct.pack("ii", 1, 0)):
         with socket.create_connection((host, port), timeout) as client:
@@ -218,7 +219,7 @@ def _show_clients_that_leave(host: str, port: int, timeout: float) -> None:
 
 
 def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore]) -> None:
-    """Has every Gloo group made in ``own_store(rank_in_group, ranks, group_id)``."""
+    """Makes every Gloo group use ``own_store(rank_in_group, ranks, group_id)``."""
     restore_gloo_stores()
     original = _paddle_collective._new_process_group_impl
 
@@ -241,32 +242,32 @@ def has_gloo() -> bool:
 
 
 def make_without_gloo(create: Callable[..., PaddleGroup]) -> None:
-    """Has ``create(store, rank, ranks, group_id)`` make the groups that Gloo would have made.
+    """Makes ``create(store, rank, ranks, group_id)`` create the groups that lack Gloo.
 
-    Does nothing where Gloo can: the wheels for macOS and Windows have none, and it takes no tensors
-    that lie in a card.
+    Does nothing if Gloo works: the wheels for macOS and Windows lack it, and it takes no tensors on
+    a card.
     """
     if not has_gloo() or device_kind() != "cpu":
         vars(core)["ProcessGroupGloo"] = SimpleNamespace(create=create)
 
 
 def complete_gloo(methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Gives Gloo's groups methods in the place of those that it says it does not have."""
+    """Replaces methods of Gloo's groups that only say that Gloo lacks them."""
     if has_gloo():
         for name, method in methods.items():
             setattr(core.ProcessGroupGloo, name, method)
 
 
 def ranks_of(process_group: PaddleGroup) -> list[int]:
-    """Returns the ranks of the job that are members of one of Paddle's process groups."""
+    """Returns the members of one of Paddle's process groups, as ranks of the job."""
     groups = _paddle_collective._group_map.values()
     return next(list(group.ranks) for group in groups if group.process_group is process_group)
 
 
 def transfers(group: PaddleGroup, peer: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns what Paddle's ``isend`` to a member of a group does, and ``irecv`` from it.
+    """Returns functions that do the same as Paddle's ``isend`` and ``irecv`` with a member.
 
-    Those two themselves, where static mode is on, would add an operation to the program.
+    In static mode, those two would add an operation to the program.
     """
     among, rank = group.process_group, group.get_group_rank(peer)
 
@@ -280,7 +281,7 @@ def transfers(group: PaddleGroup, peer: int) -> tuple[Callable[..., Any], Callab
 
 
 def restore_gloo_stores() -> None:
-    """Undoes :func:`replace_gloo_stores`, if it was called; groups that were made keep theirs."""
+    """Undoes :func:`replace_gloo_stores`, if it was called; existing groups keep theirs."""
     now = _paddle_collective._new_process_group_impl
     _paddle_collective._new_process_group_impl = getattr(now, "__wrapped__", now)
 
@@ -293,12 +294,12 @@ _kept_stores: list[PaddleStore] = []
 def beginning(
     open_store: Callable[[], PaddleStore], new_group: Callable[..., PaddleGroup]
 ) -> Iterator[None]:
-    """Within it, Paddle's start opens its store and makes its groups through these functions.
+    """While this context is open, Paddle's start uses these functions for its store and groups.
 
     Args:
-        open_store: Returns the store to use as Paddle's own. Opening that one waits for all ranks
-            without a limit, with the interpreter's lock in its hand: no thread could end the wait.
-        new_group: Takes Paddle's ``new_group`` and the arguments of one call of it.
+        open_store: Returns the store to use as Paddle's own. Paddle's own waits for all ranks
+            without a limit while it holds the interpreter's lock: no thread could end the wait.
+        new_group: Called with Paddle's ``new_group`` and the arguments of a call of it.
     """
     # Paddle's start over Gloo would leave the device for the CPU; over NCCL it chooses the card.
     by_host, return_to_device = meets_by_host(), used_here()
@@ -323,7 +324,7 @@ def beginning(
 
 @contextmanager
 def topology_made_by(make: Callable[[], Topology]) -> Iterator[None]:
-    """Within it, Paddle's ``fleet.init`` takes its topology from a function."""
+    """While this context is open, ``fleet.init`` gets its topology from ``make``."""
 
     def made(*_: object) -> Topology:
         _paddle_topology._HYBRID_PARALLEL_GROUP = hcg = make()
@@ -335,13 +336,13 @@ def topology_made_by(make: Callable[[], Topology]) -> Iterator[None]:
 
 
 def began_without_groups() -> bool:
-    """Whether Paddle's ``init_parallel_env`` came, and went its older way, which makes no group."""
+    """Whether Paddle's ``init_parallel_env`` was called and took its older way, without a group."""
     begun = bool(_paddle_parallel.parallel_helper._is_parallel_ctx_initialized())
     return begun and not paddle.distributed.is_initialized()
 
 
 def install_topology(hcg: Topology, strategy: Strategy) -> None:
-    """Makes ``hcg`` and ``strategy`` the ones that Paddle's own fleet functions see."""
+    """Makes Paddle's own fleet functions use ``hcg`` and ``strategy``."""
     paddle_fleet.fleet._hcg = hcg
     paddle_fleet.fleet._topology = None if hcg is None else hcg.topology()
     paddle_fleet.fleet._user_defined_strategy = strategy
@@ -356,7 +357,7 @@ def has_begun() -> bool:
 def user_strategy() -> Strategy:
     """Returns the strategy given to ``fleet.init`` or ``fleet.distributed_optimizer`` last.
 
-    None before the first ``fleet.init``, where Paddle's singleton has no such attribute.
+    None before the first ``fleet.init``, when Paddle's singleton has no such attribute.
     """
     return getattr(paddle_fleet.fleet, "_user_defined_strategy", None)
 
@@ -374,15 +375,15 @@ def hybrid_topology() -> Topology:
 
 
 def group_of_ring(ring_id: int) -> PaddleGroup:
-    """Returns the group that operations know by this number; 0 is the default group."""
+    """Returns the group with a number of Paddle's; 0 is the default group."""
     return _paddle_collective._get_group_map()[ring_id]
 
 
 def sole_group() -> PaddleGroup:
-    """Returns a group of Paddle's whose one member is this process."""
+    """Returns a group of Paddle's whose only member is this process."""
     return Group(0, 0, [0])
 
 
 def in_data_parallel_mode(hcg: Topology) -> bool:
-    """Whether the ranks are split by data alone: ``DataParallel`` averages gradients there."""
+    """Whether only data is split over the ranks: ``DataParallel`` averages gradients then."""
     return bool(hcg.get_parallel_mode() == paddle.distributed.ParallelMode.DATA_PARALLEL)

@@ -80,7 +80,7 @@ class Exchanges:
         sizes: list[int],
         sync_op: bool = True,
     ) -> Exchange:
-        """As :meth:`all_to_all`, of parts of the first dimension; no sizes mean equal ones."""
+        """The same as :meth:`all_to_all`, with parts of the first dimension, by default equal."""
         group = self.members()
         parts = _split(tensor, sizes, group.ranks)
         places = _split(out, out_sizes, group.ranks)

@@ -1,4 +1,4 @@
-"""Puts a rehearsal before Paddle's operations, and takes it away."""
+"""Installs a rehearsal of half precision around Paddle's operations, and removes it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ARITHMETIC = {
 
 
 class _Rehearsal:
-    """What is replaced while a rehearsal is on.
+    """The replacements of an active rehearsal.
 
     Attributes:
         dtype: ``"bfloat16"`` or ``"float16"``.
@@ -58,11 +58,11 @@ class _Rehearsal:
         self._replacements = ExitStack()
 
     def begin(self) -> None:
-        """Replaces operations, and what ``paddle.amp`` asks of the device."""
+        """Replaces operations, and the functions by which ``paddle.amp`` looks at the device."""
         self._replacements.enter_context(replaced(*self._of_operations(), *self._of_amp()))
 
     def end(self) -> None:
-        """Puts back what :meth:`begin` replaced."""
+        """Restores the functions that :meth:`begin` replaced."""
         self._replacements.close()
 
     def _of_operations(self) -> Iterator[tuple[object, str, object]]:
@@ -126,10 +126,10 @@ _running: _Rehearsal | None = None
 
 
 def require_rounding(dtype: str) -> None:
-    """Refuses a Paddle whose casts cut digits off on a CPU, as 2.6.2's do.
+    """Refuses a Paddle whose casts on a CPU truncate instead of rounding, as 2.6.2's do.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: This Paddle's casts truncate.
     """
     half = HALVES[dtype]
     step = paddle.finfo(half).eps
@@ -143,7 +143,7 @@ def require_rounding(dtype: str) -> None:
 
 
 def rehearse(dtype: str | None) -> None:
-    """Begins a rehearsal in the place of the one that is on; None ends that alone.
+    """Starts a rehearsal in place of the active one; None only ends that.
 
     Args:
         dtype: ``"bfloat16"`` or ``"float16"``.
@@ -163,7 +163,7 @@ def _is_rehearsed(dtype: str, place: object) -> bool:
 
 
 def end_rehearsal() -> None:
-    """Ends the rehearsal that is on, and says so where it has rounded nothing."""
+    """Ends the active rehearsal, and warns if it has rounded nothing."""
     global _running
     ended, _running = _running, None
     note_rehearsal(None)
@@ -179,7 +179,7 @@ def end_rehearsal() -> None:
 
 
 def _cast_to(goal: DType, only: Tensor | None, tensor: Tensor) -> Tensor:
-    """Returns an operand as automatic casts make it; ``only``: the one that they change."""
+    """Returns an operand after automatic casts; ``only``: the one operand that they change."""
     stays = only is not None and tensor is not only
     if stays or tensor.dtype not in CASTABLE or tensor.dtype == goal:
         return tensor
@@ -187,7 +187,7 @@ def _cast_to(goal: DType, only: Tensor | None, tensor: Tensor) -> Tensor:
 
 
 def _operation_of(method: str) -> str:
-    """Returns the name of the operation that a method in C runs."""
+    """Returns the name of the operation behind a C method."""
     bare = method.strip("_")
     return _ARITHMETIC.get(bare) or _ARITHMETIC.get(bare.removeprefix("r"), method)
 
@@ -203,10 +203,10 @@ NORMS = frozenset({"batch_norm", "layer_norm", "sync_batch_norm"})
 
 
 def automatic_dtype(operation: str, tensors: Sequence[Tensor]) -> DType | None:
-    """Returns the dtype to which the operands of an operation are cast now; None: they stay.
+    """Returns the dtype to which automatic casts bring an operation's operands; None: no cast.
 
     Args:
-        operation: The name of Paddle's kernel, or the older one that lists have.
+        operation: The name of Paddle's kernel, or its older name, which the lists use.
         tensors: The operands.
     """
     tracer = _framework._dygraph_tracer()
@@ -227,12 +227,12 @@ def automatic_dtype(operation: str, tensors: Sequence[Tensor]) -> DType | None:
 
 @functools.lru_cache(maxsize=16)
 def _kernels_of(listed: frozenset[str]) -> frozenset[str]:
-    """Returns the kernels of a list of Paddle's, which has the names of older versions."""
+    """Returns the kernels named in one of Paddle's lists, which uses older names."""
     return listed | {_core._get_phi_kernel_name(name) for name in listed}
 
 
 class _TracerOnGpu:
-    """Paddle's tracer, with a place of which ``paddle.amp`` believes that it is a GPU's."""
+    """Paddle's tracer with a place that makes ``paddle.amp`` believe in a GPU."""
 
     _expected_place = SimpleNamespace(
         is_gpu_place=lambda: True, is_xpu_place=lambda: False, is_custom_place=lambda: False
@@ -246,5 +246,5 @@ class _TracerOnGpu:
 
 
 def tracer_on_gpu() -> Any:
-    """Returns what ``paddle.amp`` is to take for its tracer."""
+    """Returns the tracer that ``paddle.amp`` is to use."""
     return _TracerOnGpu()

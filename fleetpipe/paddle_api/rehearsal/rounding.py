@@ -1,8 +1,7 @@
-"""An operation on tensors of half precision: in float32, with a result that is rounded.
+"""Runs an operation on half-precision tensors in float32 and rounds its result.
 
-Where a GPU has the result in half precision follows from what Paddle's kernels give: the dtype of
-the first tensor of floating point, the widest where operands are promoted, float32 for what a
-normalization returns beside its output.
+Results have the dtypes of Paddle's GPU kernels: that of the first floating-point tensor, the widest
+if operands are promoted, and float32 for the statistics that a normalization returns.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def writes(operation: str) -> bool:
 
 
 def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the tensors among the arguments of an operation, those of lists too."""
+    """Yields the tensors among the arguments of an operation, those in lists too."""
     for value in values:
         if isinstance(value, _Tensor):
             yield value
@@ -50,7 +49,7 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def changed(change: Callable[[Tensor], Tensor], values: Iterable[Any]) -> Arguments:
-    """Returns the arguments of an operation with each tensor changed."""
+    """Applies a function to each tensor among the arguments of an operation."""
     return tuple(
         change(value)
         if isinstance(value, _Tensor)
@@ -64,7 +63,7 @@ def changed(change: Callable[[Tensor], Tensor], values: Iterable[Any]) -> Argume
 def computed(
     function: Function, operation: str, half: DType, args: Arguments, named: Mapping[str, Any]
 ) -> Any:
-    """Does an operation in float32, and rounds what a GPU has in ``half``."""
+    """Runs an operation in float32, and rounds the results that a GPU has in ``half``."""
     rounds = _gives_half(operation, half, (*args, *named.values()))
     widen = functools.partial(_widened, half)
     result = function(*changed(widen, args), **dict(zip(named, changed(widen, named.values()))))
@@ -74,9 +73,9 @@ def computed(
 def written(
     function: Function, operation: str, half: DType, args: Arguments, named: Mapping[str, Any]
 ) -> Any:
-    """Does an operation that writes into its arguments on float32 copies, and writes these back.
+    """Runs an operation that writes into its arguments on float32 copies, and copies these back.
 
-    The copy of a parameter that an optimizer steps is its master weight, where it has one.
+    For a parameter that an optimizer steps, the copy is its master weight, if it has one.
     """
     copies = _Copies(half, list(tensors_of(args)))
     wide = changed(copies.of, args)
@@ -95,7 +94,7 @@ _masters: Mapping[str, Tensor] = {}
 
 
 def with_master_weights(apply: Function) -> Function:
-    """Returns an optimizer's method during which its master weights are at hand."""
+    """Wraps an optimizer's method so that its master weights serve as float32 copies."""
 
     @functools.wraps(apply)
     def apply_optimize(optimizer: Any, *args: Any, **named: Any) -> Any:
@@ -110,7 +109,7 @@ def with_master_weights(apply: Function) -> Function:
 
 
 class _Copies:
-    """Copies in float32 of the arguments in half precision, and which argument each is of."""
+    """The float32 copies of half-precision arguments, with the argument of each."""
 
     def __init__(self, half: DType, tensors: list[Tensor]) -> None:
         self._half = half
@@ -118,7 +117,7 @@ class _Copies:
         self._of: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns what takes the place of an argument."""
+        """Returns the copy that replaces an argument."""
         if tensor.dtype != self._half:
             # Some kernels of CPUs step the parameter alone, others look at both.
             is_master = any(tensor is master for master in self._masters.values())
@@ -132,11 +131,11 @@ class _Copies:
         return copy
 
     def original(self, value: Any) -> Any:
-        """Returns the argument of which ``value`` is the copy; ``value`` where it is none."""
+        """Returns the argument whose copy is ``value``; else ``value`` itself."""
         return self._of[id(value)][0] if id(value) in self._of else value
 
     def write_back(self, values: Iterable[Tensor]) -> None:
-        """Writes the copies among ``values`` into what they are copies of, rounded."""
+        """Rounds the copies among ``values`` back into their originals."""
         for key in {id(value) for value in values} & self._of.keys():
             tensor, copy = self._of[key]
             _write(cast(copy, self._half), tensor)
