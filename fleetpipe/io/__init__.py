@@ -1,9 +1,9 @@
-"""Which samples a rank reads, and in which order; how a run goes on where it was interrupted.
+"""Reads a rank's samples in order, and goes on after an interruption where the run stopped.
 
 Begin with ``sampler.py``: an epoch's order belongs to the job, replicas take turns in it, and the
-position in it is a number of samples of the whole job. ``loader.py`` carries that position past
-what is loaded ahead; ``position.py`` has both, and that of data that cannot be entered in the
-middle. ``sample_streams.py`` has the random numbers of a sample.
+position in it is a number of samples of the whole job. ``loader.py`` delays that position until
+loaded batches are used; ``position.py`` has both, and the position in data that can only be read
+from the start. ``sample_streams.py`` has the random numbers of a sample.
 """
 
 from fleetpipe.io.loader import DataLoader

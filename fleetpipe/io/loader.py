@@ -1,4 +1,4 @@
-"""``DataLoader``: Paddle's, which knows how much of its data the training has taken."""
+"""``DataLoader``: Paddle's, which knows how many batches the training has taken."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from fleetpipe.representation import shows
 
 @shows("dataset", "batch_sampler")
 class DataLoader(paddle.io.DataLoader):
-    """Paddle's loader, to be interrupted: its state says which samples the training has taken.
+    """Paddle's loader with a state that says which samples the training has taken.
 
-    What workers and threads have loaded ahead does not count. A run that restores the state takes
-    the samples that the uninterrupted run would have, in the same order, with any number of
+    Batches that workers and threads have loaded ahead do not count. A run that restores the state
+    takes the samples that the uninterrupted run would have, in the same order, with any number of
     workers and, over a :class:`~fleetpipe.io.DistributedBatchSampler`, of replicas. Each iteration
-    is an epoch further, as :meth:`set_epoch` has it; the first one after a restore reads what is
-    left of its epoch, which may be nothing.
+    is one epoch; the first one after a restore reads the rest of its epoch, which may be empty.
 
-    It is given to ``CheckpointManager.save(.., data=loader)`` as it is. Every rank that reads data
-    makes it alike and takes its batches in step.
+    Pass it to ``CheckpointManager.save(.., data=loader)``. Every rank that reads data must create
+    it with the same arguments and take its batches in step.
     """
 
     def __init__(
@@ -45,31 +44,33 @@ class DataLoader(paddle.io.DataLoader):
         seed: int = 0,
         **options: Any,
     ) -> None:
-        """Makes a loader, as Paddle's with the same arguments.
+        """Creates a loader with Paddle's arguments.
 
         Args:
-            dataset: Has ``__getitem__`` and a length; or is an iterable, of which every replica
-                must be given its own part. A list of batches goes with ``batch_size=None``.
+            dataset: An object with ``__getitem__`` and a length; or an iterable with the samples of
+                this replica only. A list of batches needs ``batch_size=None``.
             feed_list: As in Paddle.
             places: As in Paddle.
             return_list: As in Paddle.
-            batch_sampler: Of a dataset with numbers. By default a
+            batch_sampler: For a dataset with a length. By default a
                 :class:`~fleetpipe.io.DistributedBatchSampler` made of the following arguments,
-                which gives each replica of the job its own samples. One without ``state_dict``
-                and ``set_state_dict`` may be read, but not saved.
+                which gives each replica of the job its own samples. One without ``state_dict`` and
+                ``set_state_dict`` may be read, but not saved.
             batch_size: Rows of a batch of one replica; None if the dataset's items are batches.
             shuffle: Whether the default batch sampler shuffles.
             drop_last: Whether it drops an incomplete last batch.
             collate_fn: As in Paddle.
-            num_workers: As in Paddle. An iterable that is no ``paddle.io.IterableDataset`` has 0.
-            seed: Of the order, and of the :func:`~fleetpipe.io.sample_generator` of each sample.
+            num_workers: As in Paddle. An iterable that is not a ``paddle.io.IterableDataset`` needs
+                0.
+            seed: The seed of the order, and of the :func:`~fleetpipe.io.sample_generator` of each
+                sample.
             options: Paddle's others, by name: ``use_buffer_reader``, ``prefetch_factor``,
                 ``use_shared_memory``, ``timeout``, ``worker_init_fn``, ``persistent_workers``.
 
         Raises:
-            ConfigError: ``seed`` or ``batch_size`` is no whole number.
+            ConfigError: ``seed`` or ``batch_size`` is not a whole number.
             StateError: ``fleet.init`` was not called before, in a process that is one of several.
-            UsageError: The dataset is neither, or is an iterator and would be read by workers.
+            UsageError: The dataset has another type, or is an iterator to be read by workers.
         """
         require_whole("seed", seed, 0)
         numbered = _has_numbers(dataset)
@@ -102,10 +103,10 @@ class DataLoader(paddle.io.DataLoader):
             self._position = drawn
 
     def __iter__(self) -> Any:
-        """Yields the batches of the next epoch, or those that are left of a restored one.
+        """Yields the batches of the next epoch, or the rest of a restored one.
 
-        A batch counts as taken from here on: save after the step that trained on it. What the
-        dataset raises is raised here, in the place of the batch that it fails in.
+        A batch counts as taken when it is yielded: save after the step that trained on it. An error
+        of the dataset is raised here, in place of the batch that failed.
         """
         if self._position is None:
             return self._batches()
@@ -117,39 +118,40 @@ class DataLoader(paddle.io.DataLoader):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is read, or comes next."""
+        """The epoch that is being read, or comes next."""
         return self._resumable().epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch the next iteration reads: from its begin, or from a restored position.
+        """Sets the epoch that the next iteration reads, from its begin or a restored position.
 
         Args:
-            epoch: Its number, from 0.
+            epoch: The number of the epoch, from 0.
 
         Raises:
-            ConfigError: It is no such number.
+            ConfigError: It is not such a number.
         """
         self._resumable().set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the training is in its data, the same on all ranks; JSON can hold it.
+        """Returns the position of the training in its data, the same on all ranks, as JSON values.
 
         Raises:
-            UsageError: The batch sampler has no position that could be saved.
+            UsageError: The batch sampler cannot save its position.
         """
         return self._resumable().state_dict()
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next iteration go on at a saved position.
+        """Makes the next iteration continue at a saved position.
 
         Args:
-            state: What :meth:`state_dict` returned. Over an iterable it must have been saved with
-                the same batch size, workers and replicas, and what was taken is loaded once more
-                and dropped.
+            state: A result of :meth:`state_dict`. Over an iterable it must have been saved with the
+                same batch size, workers and replicas; the batches up to there are loaded again and
+                dropped.
 
         Raises:
-            CheckpointError: It is no such thing, or was saved for other data; nothing has changed.
-            UsageError: The batch sampler has no position.
+            CheckpointError: It is not such a state, or was saved for other data; nothing has
+                changed.
+            UsageError: The batch sampler cannot restore a position.
         """
         self._resumable().set_state_dict(state)
 
@@ -170,7 +172,7 @@ def _has_numbers(dataset: Any) -> bool:
 
 
 def _in_turn(dataset: Any, workers: int) -> paddle.io.IterableDataset[Any]:
-    """Returns data without numbers as a dataset of Paddle's."""
+    """Wraps an iterable as one of Paddle's datasets."""
     if isinstance(dataset, paddle.io.IterableDataset):
         return dataset
     if not isinstance(dataset, Iterable):

@@ -1,9 +1,9 @@
-"""Where a loader is in its data, over a batch sampler and over data that come one after another.
+"""The position of a loader, over a batch sampler and over data that can only be iterated.
 
 Workers and threads load ahead of the training. So the sampler's position after each batch waits in
-a queue until the training has taken the batch, and is the loader's from then on. Data without
-numbers cannot be entered in the middle: whoever goes on in them takes the batches up to there once
-more, and drops them. A saved position that is none of this run's is refused by name.
+a queue until the training has taken the batch, and then becomes the loader's position. Data without
+indices can only be read from the start: to continue, the earlier batches are read again and
+dropped. A position that was saved for other data is refused by name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fleetpipe.paddle_api.loading import ended
 
 
 def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
-    """Returns a saved position whose fields have been looked at; numbers are at least 0.
+    """Returns the fields of a saved position after checking their types; numbers are at least 0.
 
     Args:
-        state: What was saved.
+        state: The saved position.
         kinds: The type of each field.
-        of: What the position belongs to, for messages.
+        of: The owner of the position, for messages.
 
     Raises:
         CheckpointError: A field is missing, foreign or of another type.
@@ -40,14 +40,14 @@ def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
 
 
 def require_same(name: str, here: object, saved: object, of: str, fix: str) -> None:
-    """Makes sure that a position was saved for data like these.
+    """Checks that a position was saved for the same data.
 
     Args:
-        name: Of what is compared.
-        here: What this run has.
-        saved: What the one had that saved.
-        of: What the position belongs to, for messages.
-        fix: What to do where they differ.
+        name: The name of the compared fact.
+        here: Its value in this run.
+        saved: Its value in the run that saved.
+        of: The owner of the position, for messages.
+        fix: What to do if they differ.
     """
     if here != saved:
         raise CheckpointError(
@@ -59,7 +59,7 @@ def require_same(name: str, here: object, saved: object, of: str, fix: str) -> N
 
 
 def foreign(of: str, expected: str, got: str) -> CheckpointError:
-    """Returns the error for what was not saved by a sampler or loader like this one."""
+    """Returns the error for a position that another kind of sampler or loader saved."""
     return CheckpointError(
         f"this is no saved position of a {of}",
         expected=expected,
@@ -72,25 +72,26 @@ _OF = "DataLoader over data without numbers"
 
 
 class Iterated(paddle.io.IterableDataset):  # type: ignore[type-arg]  # 2.6.2 takes no argument
-    """Any iterable as a dataset of Paddle's."""
+    """Turns any iterable into one of Paddle's datasets."""
 
     def __init__(self, data: Iterable[Any]) -> None:
         self._data = data
 
     def __iter__(self) -> Iterator[Any]:
-        """Begins the iterable, anew where it can."""
+        """Starts the iterable, from its begin if it can be restarted."""
         return iter(self._data)
 
 
 class BatchesInTurn:
-    """How many batches of the data the training has taken."""
+    """Batches that can only be read in order, and how many the training has taken."""
 
     def __init__(self, data: object, facts: Mapping[str, int]) -> None:
-        """Begins at the first batch of epoch 0.
+        """Starts at the first batch of epoch 0.
 
         Args:
-            data: Where the batches come from: an iterator, such as a generator, is read once.
-            facts: What decides which batch is the n-th, beside the data: numbers by name.
+            data: The source of the batches; an iterator, such as a generator, can be read only
+                once.
+            facts: The numbers, by name, that decide with the data which batch is the n-th.
         """
         self._data = data
         self._facts = dict(facts)
@@ -100,16 +101,16 @@ class BatchesInTurn:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which number the next pass has: from its begin, or from a restored position."""
+        """Sets the epoch of the next pass, from its begin or from a restored position."""
         if self._begun or require_whole("epoch", epoch, 0) != self.epoch:
             self.epoch, self._taken, self._begun = require_whole("epoch", epoch, 0), 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the batch that the training took last."""
+        """Returns the position after the last batch that the training took."""
         return {"epoch": self.epoch, "batches": self._taken, **self._facts}
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next pass go on at a saved position."""
+        """Makes the next pass continue at a saved position."""
         kinds = dict.fromkeys(("epoch", "batches", *self._facts), int)
         saved = fields(state, kinds, _OF)
         fix = "go on with as many as the run had that saved, or give the data a length and numbers"
@@ -152,29 +153,29 @@ _FIELDS = {"seed": int, "sampler": dict}
 
 @runtime_checkable
 class ResumableSampler(Protocol):
-    """What a batch sampler has whose position a loader can save: see ``DistributedBatchSampler``.
+    """A batch sampler whose position a loader can save: see ``DistributedBatchSampler``.
 
     Attributes:
-        epoch: The epoch that is read, or comes next.
+        epoch: The epoch that is being read, or comes next.
     """
 
     epoch: int
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        """Yields the indices of batches: of the next epoch, or on from a restored position."""
+        """Yields the indices of batches of the next epoch, or from a restored position on."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch the next iteration reads."""
+        """Sets the epoch that the next iteration reads."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the batch that was handed out last; JSON can hold it."""
+        """Returns the position after the last batch that was handed out, as JSON values."""
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next iteration go on at a saved position, or raises and changes nothing."""
+        """Makes the next iteration continue at a saved position, or raises and changes nothing."""
 
 
 class DrawnBatches:
-    """A resumable batch sampler, as Paddle's loader draws from it, and how far the training is."""
+    """A resumable batch sampler that counts the batches which the training has taken."""
 
     def __init__(self, sampler: ResumableSampler, seed: int) -> None:
         self._sampler = sampler
@@ -184,28 +185,28 @@ class DrawnBatches:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is read, or comes next."""
+        """The epoch that is being read, or comes next."""
         return self._sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch the next pass reads."""
+        """Sets the epoch that the next pass reads."""
         self._sampler.set_epoch(epoch)
         self._state = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the batch that the training took last."""
+        """Returns the position after the last batch that the training took."""
         state = self._sampler.state_dict() if self._state is None else self._state
         return {"seed": self._seed, "sampler": state}
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next pass go on at a saved position."""
+        """Makes the next pass continue at a saved position."""
         saved = fields(state, _FIELDS, "DataLoader over a batch sampler")
         self._sampler.set_state_dict(saved["sampler"])
         self._seed = saved["seed"]
         self._state = None
 
     def __iter__(self) -> Iterator[list[Key]]:
-        """Begins a pass: what was drawn for an earlier one is forgotten."""
+        """Starts a pass and drops the batches drawn for an earlier one."""
         self._state = self._sampler.state_dict()
         self._ahead = deque()
         return self._draw(iter(self._sampler), self._ahead)

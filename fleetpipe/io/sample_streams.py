@@ -1,9 +1,9 @@
-"""Random numbers for the loading of a sample, which depend on seed, epoch and the sample alone.
+"""Random numbers for loading a sample that depend on seed, epoch and the sample only.
 
-So an augmentation draws the same whichever worker loads the sample, of however many, in whatever
-run. In a worker the streams of ``random``, of NumPy and of Paddle are set before each sample, which
-takes about 30 us there. In the process that trains they belong to the training and stay as they
-are; what draws from :func:`sample_generator` is repeatable in both.
+So an augmentation draws the same numbers whichever worker loads the sample, in any run. In a worker
+the streams of ``random``, of NumPy and of Paddle are set before each sample, which takes about 30
+us. In the training process they belong to the training and stay unchanged; :func:`sample_generator`
+is repeatable in both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _loading = threading.local()
 
 
 class Key(NamedTuple):
-    """What the number of a sample becomes on its way to a worker."""
+    """The index of a sample with the seed and epoch that its random numbers depend on."""
 
     seed: int
     epoch: int
@@ -35,7 +35,7 @@ class Key(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A sample on its way to what joins the batch."""
+    """A loaded sample with its key, before samples are joined to a batch."""
 
     key: Key
     sample: Any
@@ -52,19 +52,19 @@ class KeyedDataset:
             return Loaded(key, self._dataset[key.number])
 
     def __getattr__(self, name: str) -> Any:
-        """Gives what a ``worker_init_fn`` asks its ``get_worker_info().dataset`` for."""
+        """Forwards attributes to the dataset, for a ``worker_init_fn`` that uses them."""
         return getattr(self._dataset, name)
 
 
 class KeyedCollate:
-    """Joins samples to a batch, with random numbers that belong to the batch's first sample."""
+    """Joins samples to a batch, with random numbers keyed by the batch's first sample."""
 
     def __init__(self, collate: Callable[[Any], Any] | None, alone: bool) -> None:
-        """Takes the function of the user's.
+        """Wraps the user's function.
 
         Args:
-            collate: Is called with a list of samples; None for Paddle's own.
-            alone: Whether a sample is a batch already, which ``collate`` is called with.
+            collate: Called with a list of samples; None for Paddle's own.
+            alone: Whether a sample is a batch already and is passed to ``collate`` by itself.
         """
         self._collate: Callable[[Any], Any] = collate or (
             default_convert_fn if alone else default_collate_fn
@@ -72,7 +72,7 @@ class KeyedCollate:
         self._alone = alone
 
     def __call__(self, loaded: Sequence[Loaded]) -> Any:
-        """Returns the batch."""
+        """Joins loaded samples to a batch."""
         with _streams(*loaded[0].key, _JOINING):
             if self._alone:
                 return self._collate(loaded[0].sample)
@@ -80,11 +80,11 @@ class KeyedCollate:
 
 
 def sample_generator() -> np.random.Generator:
-    """Returns random numbers for the sample that is being loaded, or for the batch being joined.
+    """Returns a random generator for the sample being loaded, or the batch being joined.
 
-    To be called by a dataset's ``__getitem__`` or a ``collate_fn``, below a
-    :class:`~fleetpipe.io.DataLoader`. They depend on the loader's seed, the epoch and the sample's
-    index alone; called again for the same sample it begins them anew.
+    Call it in a dataset's ``__getitem__`` or a ``collate_fn`` of a
+    :class:`~fleetpipe.io.DataLoader`. The numbers depend on the loader's seed, the epoch and the
+    sample's index only; another call for the same sample starts them again.
 
     Raises:
         StateError: No sample is being loaded in this thread.

@@ -1,9 +1,9 @@
-"""Which samples a rank reads: a share for each replica, the same on all its ranks.
+"""Deals samples out to ranks: one share for each replica, the same on all its ranks.
 
-An epoch has one order, which seed and epoch decide alone. It is read from its begin to its end in
-global batches, one for each step of the job, and a global batch is cut into as many parts as there
-are replicas. So where a run is in its data is one number, that of the samples that all replicas
-together have taken, and it means the same for any number of replicas::
+An epoch has one order, which depends on seed and epoch only. It is read in global batches, one for
+each step of the job, and a global batch is cut into one part for each replica. So the position of a
+run is one number, the samples that all replicas together have taken, and it means the same for any
+number of replicas::
 
     order of epoch 3   | 7 2 | 9 4 | 0 5 | 8 1 | 3 6 |
     2 replicas of 2    |  0     1  |  0     1  |           consumed: 8
@@ -31,7 +31,7 @@ _Order = range | np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass
 class _Position:
-    """A place in the data: of the samples of an epoch, how many have been handed out or dropped."""
+    """A position in an epoch: the number of samples that have been handed out or dropped."""
 
     epoch: int
     consumed: int = 0
@@ -39,14 +39,14 @@ class _Position:
 
 @shows("batch_size", "shuffle", "seed", replica="local_rank", replicas="nranks")
 class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
-    """Paddle's sampler, sharded by data-parallel replica and not by the rank in the world.
+    """Paddle's sampler, split by data-parallel replica and not by the rank in the world.
 
     All ranks of one pipeline see the same batches in the same order, and different replicas see
-    different samples. Iterated again it gives the next epoch, unless :meth:`set_epoch` says which;
-    with ``shuffle=True`` each epoch has an order of its own. Call it on every rank alike.
+    different samples. Each iteration is the next epoch, unless :meth:`set_epoch` chooses one; with
+    ``shuffle=True`` each epoch has its own order. Create it with the same arguments on every rank.
 
-    Where the number of samples is a multiple of the replicas', the order is Paddle's. Elsewhere
-    Paddle repeats samples before it shuffles, so that the order would depend on the replicas.
+    If the number of samples is a multiple of the number of replicas, the order is Paddle's.
+    Otherwise Paddle repeats samples before it shuffles, so that its order depends on the replicas.
     """
 
     def __init__(
@@ -60,21 +60,22 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
         *,
         seed: int = 0,
     ) -> None:
-        """Makes the sampler of this rank's replica.
+        """Creates the sampler of this rank's replica.
 
         Args:
             dataset: Any dataset with a length.
             batch_size: Rows of a batch of one replica: accumulate_steps x micro_batch_size.
-            num_replicas: Replicas that take turns; by default those of the job, dp x sharding.
-            rank: Which replica this is; by default this process's.
-            shuffle: Whether to shuffle, in an order that depends on seed and epoch alone.
-            drop_last: Whether to drop the samples at the end of an epoch that are no whole batch of
-                all replicas. Without it they are dealt out evenly, with as many from the epoch's
-                begin as this takes.
+            num_replicas: Number of replicas; by default that of the job, dp x sharding.
+            rank: Number of the replica; by default this process's.
+            shuffle: Whether to shuffle, in an order that depends on seed and epoch only.
+            drop_last: Whether to drop the samples at the end of an epoch that do not fill a batch
+                on all replicas. Without it they are dealt out evenly, filled up with samples from
+                the epoch's begin.
             seed: Other numbers give other orders; 0 gives Paddle's.
 
         Raises:
-            ConfigError: An argument is no such number, or ``rank`` is not below ``num_replicas``.
+            ConfigError: An argument is not a valid number, or ``rank`` is not below
+                ``num_replicas``.
             StateError: ``fleet.init`` was not called before, in a process that is one of several.
         """
         if num_replicas is None or rank is None:
@@ -102,7 +103,7 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is read, or comes next."""
+        """The epoch that is being read, or comes next."""
         return self._position.epoch
 
     @epoch.setter
@@ -110,34 +111,34 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which epoch the next iteration reads: from its begin, or from a restored position.
+        """Sets the epoch that the next iteration reads, from its begin or a restored position.
 
         Args:
-            epoch: Its number, from 0.
+            epoch: The number of the epoch, from 0.
 
         Raises:
-            ConfigError: It is no such number.
+            ConfigError: It is not such a number.
         """
         if self._begun or require_whole("epoch", epoch, 0) != self.epoch:
             self._position = _Position(require_whole("epoch", epoch, 0))
             self._begun = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields the indices of each batch of this replica, to the end of the epoch."""
+        """Yields the indices of each batch of this replica until the epoch ends."""
         if self._begun:
             self.set_epoch(self.epoch + 1)
         self._begun = True
         return self._batches(self._position)
 
     def __len__(self) -> int:
-        """The batches of a whole epoch, the same for all replicas."""
+        """The number of batches of a whole epoch, the same for all replicas."""
         together = self.batch_size * self.nranks
         return (len(self.dataset) + (0 if self.drop_last else together - 1)) // together
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the job is in its data, the same on all ranks; JSON can hold it.
+        """Returns the position of the job in its data, the same on all ranks, as JSON values.
 
-        A batch counts from the moment it is handed out: where a loader draws batches ahead, ask the
+        A batch counts from the moment it is handed out; if a loader draws batches ahead, ask the
         :class:`~fleetpipe.io.DataLoader`.
 
         Returns:
@@ -153,16 +154,17 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
         }
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has the next iteration go on at a saved position, to the end of its epoch.
+        """Makes the next iteration continue at a saved position, to the end of its epoch.
 
-        It may have been saved with other replicas and another batch size: the samples that come are
-        those that had not been taken, in the same order. The seed is the saved one.
+        It may have been saved with other replicas and another batch size: the remaining samples
+        come in the same order. The saved seed is used.
 
         Args:
-            state: What :meth:`state_dict` returned.
+            state: A result of :meth:`state_dict`.
 
         Raises:
-            CheckpointError: It is no such thing, or was saved for other data; nothing has changed.
+            CheckpointError: It is not such a state, or was saved for other data; nothing has
+                changed.
         """
         of = "DistributedBatchSampler"
         saved = fields(state, _FIELDS, of)
@@ -202,13 +204,13 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
 
 
 def _filled_up(order: _Order, begin: int, replicas: int) -> list[int]:
-    """Returns the last samples of an order, and as many of its first as make equal parts."""
+    """Returns the last samples of an order, filled up with its first to equal parts."""
     missing = -(len(order) - begin) % replicas
     return [*order[begin:], *np.resize(order, missing)]
 
 
 def place_of_replica() -> tuple[int, int]:
-    """Returns how many replicas the job has, and which one this process belongs to.
+    """Returns the number of replicas of the job, and the number of this process's.
 
     Raises:
         StateError: ``fleet.init`` was not called before, in a process that is one of several.

@@ -1,8 +1,8 @@
-"""From what a model's layers cost to a plan: cut, placement, schedule, and what is recomputed.
+"""Plans a pipeline from its layers' costs: cut, placement, schedule, and what is recomputed.
 
 Needs no Paddle. Begin with ``planner.py``. ``profile.py`` and ``plan.py`` are the values,
-``cost_model`` and ``memory`` say what a choice costs, ``candidates`` what may be chosen, ``search``
-chooses.
+``cost_model`` and ``memory`` compute the costs of a choice, ``candidates`` lists the choices,
+``search`` picks the best.
 """
 
 from __future__ import annotations

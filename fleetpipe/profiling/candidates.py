@@ -1,4 +1,4 @@
-"""What a search may combine: shapes, cuts to begin with, and schedules; and what a choice costs."""
+"""The choices of a search (shapes, first cuts, schedules), and the costs of each."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Boundaries = tuple[int, ...]
 
 
 class Candidate(NamedTuple):
-    """A plan that fits, and what it costs.
+    """A plan that fits into memory, with its costs.
 
     Attributes:
-        seconds: From the first action to the end of the last.
+        seconds: Time from the first action to the end of the last.
         peak: The most bytes of any rank.
-        schedule: What runs.
+        schedule: The schedule that runs.
         boundaries: The cut.
         recompute: For each stage the layers that are recomputed.
     """
@@ -45,12 +45,12 @@ class Candidate(NamedTuple):
 
 
 class Lack(NamedTuple):
-    """A plan that does not fit, though all is recomputed that may be.
+    """A plan that does not fit into memory, even with everything recomputed.
 
     Attributes:
         peak: The most bytes of any rank.
-        rank: That rank.
-        schedule: What runs.
+        rank: The rank that needs them.
+        schedule: The schedule that runs.
         boundaries: The cut.
     """
 
@@ -62,15 +62,15 @@ class Lack(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanTask:
-    """What a plan is wanted for.
+    """The task of a search: model, ranks, memory cap and choices.
 
     Attributes:
-        profile: What the layers cost.
+        profile: The costs of the layers.
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, m.
-        cap: Bytes that a rank may have in use.
-        search: What may be chosen; see :func:`fleetpipe.plan`.
-        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+        cap: Bytes that a rank may use.
+        search: The parts of the plan to choose; see :func:`fleetpipe.plan`.
+        optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
     """
 
     profile: Profile
@@ -82,11 +82,11 @@ class PlanTask:
 
     @cached_property
     def stages(self) -> Stages:
-        """What stages cost."""
+        """The costs of stages."""
         return self.profile.stages
 
     def shapes(self) -> list[Placement]:
-        """Returns the placements that have no more stages than the model can be cut into."""
+        """Returns the placements with no more stages than the model has places for."""
         most = len(self.profile.cuts) + 1
         if self.profile.body < len(self.profile.layers):
             return [Placement(f"loop{HEAD}", self.ranks)]
@@ -98,7 +98,7 @@ class PlanTask:
         return [shape for shape in shapes if shape.stages <= most]
 
     def schedules(self, shape: Placement) -> Iterator[Schedule]:
-        """Yields the families' schedules for a placement; the usual one where none is searched."""
+        """Yields the schedules to try on a placement; only the usual one if none is searched."""
         if "schedule" not in self.search and shape.shape == "loop":
             yield self._build("1F1B", shape)
             return
@@ -115,7 +115,7 @@ class PlanTask:
                     yield schedule
 
     def _options(self, name: str) -> list[dict[str, Any]]:
-        """Returns the options of a family to try: of what was measured, where it has slices."""
+        """Returns the options of a family to try; of a sliced one those that were measured."""
         slices = len(self.profile.slices)
         if FAMILIES[name].sliced:
             return [{"slices": slices}] if slices > 1 else []
@@ -123,7 +123,7 @@ class PlanTask:
 
     @cached_property
     def _hidden(self) -> float:
-        """The longest latency, in times of F and B of an even share of the layers."""
+        """The longest latency, divided by the time of F and B of an even share of the layers."""
         sizes = [layer.output for layer in self.profile.layers[:-1]]
         latency = max(link.seconds(max(sizes, default=0)) for link in self.profile.links)
         share = self.stages.least() / self.ranks
@@ -131,11 +131,11 @@ class PlanTask:
 
     @cached_property
     def of_slices(self) -> tuple[Stages, ...]:
-        """What stages cost for each slice of a micro-batch."""
+        """The costs of stages for each slice of a micro-batch."""
         return self.profile.stages_of_slices
 
     def cuts(self, shape: Placement) -> list[Boundaries]:
-        """Returns the cuts to begin with: even in layers, time, time with links, and memory."""
+        """Returns the first cuts to try: even in layers, in time, in time with links, in memory."""
         parts, places, count = shape.body, self.profile.cuts, self.profile.body
         units = [0, *places]
         even = tuple(units[index] for index in uniform(len(units), parts)[:-1])
@@ -163,14 +163,14 @@ class PlanTask:
         return [(*cut, *head) for cut in dict.fromkeys(tried)]
 
     def fastest(self, shape: Placement, cap: float = math.inf) -> Bottleneck:
-        """Returns the cut whose slowest stage is fastest, with what crosses between ranks.
+        """Returns the cut whose slowest stage is fastest, transfers between ranks included.
 
-        Of cuts that measurements can hardly tell apart it is the one that sends least, so that it
-        is the same whenever a model is measured.
+        Of cuts that measurements cannot tell apart it takes the one that sends least, so that each
+        measurement of a model gives the same cut.
 
         Args:
-            shape: Which rank has which stage.
-            cap: Bytes that a stage may have in use, with nothing recomputed.
+            shape: The placement of stages on ranks.
+            cap: Bytes that a stage may use, with nothing recomputed.
 
         Raises:
             PartitionError: There are too few places, or no cut fits.
@@ -191,7 +191,7 @@ class PlanTask:
         return fastest(places, count, parts, cost, stages.seconds, sent)
 
     def _crossing(self, shape: Placement, border: int, layer: int) -> tuple[float, float]:
-        """Returns how long both ranks are busy, and the later one waits, where a cut crosses."""
+        """Returns how long a value before ``layer`` keeps both ranks busy and delays the later."""
         if not 0 < layer < self.stages.count or shape.rank_of(border) == shape.rank_of(border + 1):
             return 0.0, 0.0
         size, transfer = self.profile.layers[layer - 1].output, self.profile.transfer
@@ -199,7 +199,7 @@ class PlanTask:
         return transfer.sends(size) + transfer.receives(size), 2 * self._comm(shape, border, size)
 
     def _memory(self, parts: int, stage: int, start: int, end: int) -> float:
-        """Returns the bytes that a stage has in use under 1F1B."""
+        """Returns the bytes that a stage uses under 1F1B."""
         parameters, gradients, buffers = self.stages.static(start, end)
         under_way = min(self.micro_batches, parts - stage)
         moments = self.optimizer_copies * gradients
@@ -207,14 +207,14 @@ class PlanTask:
         return parameters + gradients + buffers + moments + held
 
     def costs(self, shape: Placement, stages: Sequence[StageCost], **options: Any) -> Costs:
-        """Returns what the actions of some stages cost, their transfers included."""
+        """Returns the costs of the actions of some stages, their transfers included."""
         stages = self.with_transfers(shape, stages)
         return costs_of(stages, self.comm(shape, stages), **options)
 
     def with_transfers(
         self, shape: Placement, stages: Sequence[StageCost]
     ) -> tuple[StageCost, ...]:
-        """Returns the costs of stages whose actions send and receive, if between ranks."""
+        """Adds to the costs of stages the time to send and receive between ranks."""
         transfer, costs = self.profile.transfer, []
         for number, stage in enumerate(stages):
             forward = backward = 0.0
@@ -248,7 +248,7 @@ class PlanTask:
         return self.profile.link(first).seconds(size)
 
     def evaluate(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
-        """Returns what a schedule and a cut cost, with what must be recomputed to fit."""
+        """Returns the costs of a schedule on a cut, with the recompute that makes it fit."""
         layers, stages = self.profile.layers, self.stages
         if schedule.slices > 1:
             return self._evaluate_slices(schedule, boundaries)
@@ -270,7 +270,7 @@ class PlanTask:
         return Candidate(seconds, most, schedule, boundaries, chosen)
 
     def _evaluate_slices(self, schedule: Schedule, boundaries: Boundaries) -> Candidate | Lack:
-        """Returns what a schedule of slices costs, which nothing is recomputed under."""
+        """Returns the costs of a schedule of slices, without any recompute."""
         costs = self.stages.cut(boundaries)
         parts = [stages.cut(boundaries) for stages in self.of_slices]
         peaks = peak_bytes(schedule, costs, self.optimizer_copies, parts)
@@ -284,7 +284,7 @@ class PlanTask:
         return Candidate(seconds, most, schedule, boundaries, ((),) * (len(boundaries) - 1))
 
     def searched(self, candidate: Candidate) -> Schedule | None:
-        """Returns what the search ``auto`` makes for the cut of a candidate; None for nothing."""
+        """Returns the schedule that ``auto`` finds for the cut of a candidate, or None."""
         shape = candidate.schedule.placement
         if shape.has_head or (shape.name == "wave" and shape.chunks == 2):
             return None  # none is searched with a head; a wave of two chunks is searched as a vee
@@ -313,10 +313,10 @@ class PlanTask:
         )
 
     def bound(self) -> float:
-        """Returns seconds that no plan is below, whatever the cut, placement and schedule.
+        """Returns a lower bound of the time of any cut, placement and schedule, in seconds.
 
-        Some rank computes at least its even share; and each layer is on one rank, which begins
-        when the layers before it let it, and after whose last I these have theirs to do.
+        Some rank computes at least its even share. Also, the rank of any layer cannot begin before
+        the earlier layers have run once, and after its last I those layers have theirs to run.
         """
         layers = self.profile.layers[: self.profile.body]
         if self.of_slices:

@@ -1,4 +1,4 @@
-"""``fleetpipe plan`` and ``fleetpipe estimate``: from a file, with nothing run."""
+"""``fleetpipe plan`` and ``fleetpipe estimate``: they read a file and run no model."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _require_moderate(profile: Profile, ranks: int, micro_batches: int) -> None:
-    """Refuses what would take minutes, or the memory of the machine."""
+    """Refuses sizes that would take minutes or all memory."""
     for what, size, most in (
         ("ranks x micro-batches", ranks * micro_batches, MOST_FORWARDS),
         ("layers x ranks", len(profile.layers) * ranks, MOST_CUTS),
@@ -127,7 +127,7 @@ def _require_moderate(profile: Profile, ranks: int, micro_batches: int) -> None:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Makes a plan, writes and prints it; returns the exit code."""
+    """Computes, writes and prints a plan; returns the exit code."""
     if arguments.cluster is None:
         extra("clusters.commands").require_no_cluster(arguments, plans=True)
         profile = Profile.read(arguments.file)
@@ -155,7 +155,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def run_estimate(arguments: argparse.Namespace) -> int:
-    """Prints what each schedule costs on several numbers of ranks, or layouts of a cluster."""
+    """Prints the costs of each schedule on several numbers of ranks, or of layouts of a cluster."""
     if arguments.cluster is not None:
         sys.stdout.write(extra("clusters.commands").estimated(arguments) + "\n")
         return 0

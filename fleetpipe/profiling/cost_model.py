@@ -1,4 +1,4 @@
-"""The cost model: what a layer costs, a link between ranks, and a stage of neighbouring layers."""
+"""The cost model: costs of a layer, of a link between ranks, and of a stage of several layers."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _OPTIONAL = ("backward", "input_grad", "weight_grad")
 
 
 class Link(NamedTuple):
-    """What a value costs between two ranks.
+    """The time that a value takes between two ranks.
 
     Attributes:
-        latency: Seconds on its way, whatever its size.
-        per_byte: Seconds for each byte.
+        latency: Seconds for a value of any size.
+        per_byte: Additional seconds for each byte.
     """
 
     latency: float = 3e-5
     per_byte: float = 3e-10
 
     def seconds(self, size: float) -> float:
-        """Returns how long a value of ``size`` bytes is on its way."""
+        """Returns how long a value of ``size`` bytes takes."""
         return self.latency + self.per_byte * size
 
 
 class Transfer(NamedTuple):
-    """What a value that crosses to another rank keeps both ranks busy with, beside its link.
+    """The time that both ranks are busy with a value that crosses, besides its link's.
 
     Attributes:
-        sending: Seconds of the rank that sends it, whatever its size.
-        receiving: Seconds of the rank that receives it.
-        per_byte: Seconds of either for each byte.
+        sending: Seconds of the sending rank for a value of any size.
+        receiving: Seconds of the receiving rank.
+        per_byte: Additional seconds of each of them for each byte.
     """
 
     sending: float = 0.0
@@ -46,47 +46,47 @@ class Transfer(NamedTuple):
     per_byte: float = 0.0
 
     def sends(self, size: float) -> float:
-        """Returns how long a rank is busy that sends ``size`` bytes."""
+        """Returns how long sending ``size`` bytes keeps a rank busy."""
         return self.sending + self.per_byte * size
 
     def receives(self, size: float) -> float:
-        """Returns how long a rank is busy that receives ``size`` bytes."""
+        """Returns how long receiving ``size`` bytes keeps a rank busy."""
         return self.receiving + self.per_byte * size
 
 
 @shows("name", "forward", "backward", "input_grad", "weight_grad", "parameters", "held")
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer (or a node of a captured model) costs for one micro-batch.
+    """The costs of a layer (or a node of a captured model) for one micro-batch.
 
     Attributes:
-        name: Its class name, or that of a function; of a node its path.
+        name: The name of its class or function; for a node its path.
         forward: Seconds of F.
         backward: Seconds of a whole B; None: I + W.
-        input_grad: Seconds of I, and those by which an F is slower that keeps what W needs. None
-            where it was not measured: then no schedule splits backward.
-        weight_grad: Seconds of W; None likewise.
-        parameters: Bytes of its trained parameters which no layer before it uses.
-        gradients: Bytes of their gradients.
-        buffers: Bytes of what it has that is not trained, and no layer before it uses.
-        output: Bytes of what is alive after it: they cross where a stage ends with it.
-        held: Bytes that its F leaves allocated until B, its output among them.
-        releases: Bytes of its input that are let go once it has run, unless it is the first of a
+        input_grad: Seconds of I, plus the time by which F is slower when it stores what W needs.
+            None if it was not measured: then no schedule splits the backward.
+        weight_grad: Seconds of W; None if it was not measured.
+        parameters: Bytes of its trained parameters, without those that an earlier layer uses.
+        gradients: Bytes of the gradients of these parameters.
+        buffers: Bytes of its untrained tensors, without those that an earlier layer uses.
+        output: Bytes of the values that later layers use: they cross if a stage ends here.
+        held: Bytes that its F leaves allocated until B, its output included.
+        releases: Bytes of its input that are freed after it has run, unless it is the first of a
             stage.
-        held_split: As ``held``, where backward is split.
+        held_split: The same as ``held`` under a split backward.
         waiting: Bytes that stay allocated between I and W.
-        working: Most bytes that an action takes besides, while it runs.
-        saved: Bytes of ``held`` that are not held where it is recomputed; 0: it never is.
-        exchanges: How often its F and B exchange something with other ranks of their stage, as
-            experts do along ep and attention along sep and cp.
-        exchanged: Bytes that they send in these exchanges.
-        expert_share: The share of its times that its experts compute.
+        working: The most additional bytes that an action uses while it runs.
+        saved: Bytes of ``held`` that recompute saves; 0: it is never recomputed.
+        exchanges: Number of exchanges of its F and B with other ranks of the stage, as of experts
+            along ep and attention along sep and cp.
+        exchanged: Bytes that F and B send in these exchanges.
+        expert_share: The share of its times in which its experts compute.
         expert_parameters: Bytes of ``parameters`` that are of experts.
         routed: Bytes of the tokens that go to experts.
         queries: Bytes of the queries of its attention.
         keys: Bytes of the keys and values.
         heads: For each attention in it, the heads of its queries.
-        loads: For each mixture in it, how many tokens each of its experts got.
+        loads: For each mixture in it, the number of tokens of each expert.
     """
 
     name: str
@@ -115,11 +115,11 @@ class LayerCost:
     loads: tuple[tuple[int, ...], ...] = ()
 
     def exchange(self, link: Link) -> float:
-        """Returns the seconds of the exchanges of F, and of B or I, over a link."""
+        """Returns the seconds that the exchanges of F, and of B or I, take over a link."""
         return (link.latency * self.exchanges + link.per_byte * self.exchanged) / 2
 
     def with_exchanges(self, link: Link) -> LayerCost:
-        """Returns what it costs where its exchanges go over a link."""
+        """Returns its costs with exchanges over a link included."""
         half = self.exchange(link)
         if not half:
             return self
@@ -139,23 +139,23 @@ class LayerCost:
 
     @property
     def splits(self) -> bool:
-        """Whether I and W are known apart."""
+        """Whether I and W were measured separately."""
         return self.input_grad is not None and self.weight_grad is not None
 
     @property
     def seconds(self) -> float:
-        """Forward, and backward in the way that is faster."""
+        """Time of F and of the backward, whole or split, whichever is faster."""
         apart = (self.input_grad or 0) + (self.weight_grad or 0)
         return self.forward + (min(self.whole, apart) if self.splits else self.whole)
 
     @property
     def saved_split(self) -> int:
-        """Bytes of ``held_split`` that are not held where it is recomputed."""
+        """Bytes of ``held_split`` that recompute saves."""
         return max(self.held_split - (self.held - self.saved), 0) if self.saved else 0
 
 
 def check_layer(layer: LayerCost, where: str) -> None:
-    """Raises ConfigError for a figure that cannot be, or where no backward is known."""
+    """Raises ConfigError for an impossible figure, or if no backward is known."""
     for field in fields(LayerCost):
         if field.name not in ("name", "heads", "loads"):
             value = getattr(layer, field.name)
@@ -176,7 +176,7 @@ def check_layer(layer: LayerCost, where: str) -> None:
 
 
 def check_figure(name: str, value: object, where: str) -> None:
-    """Raises ConfigError for what is no number of 0 or more."""
+    """Raises ConfigError for a value that is not a number of at least 0."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= float(value) <= MOST or math.isnan(float(value)):  # type: ignore[arg-type]
         raise ConfigError(
@@ -189,22 +189,22 @@ def check_figure(name: str, value: object, where: str) -> None:
 
 
 class StageCost(NamedTuple):
-    """What a stage costs for one micro-batch.
+    """The costs of a stage for one micro-batch.
 
     Attributes:
         forward: Seconds of F.
         backward: Seconds of B.
-        input_grad: Seconds of I; 0 where it was not measured.
-        weight_grad: Seconds of W; likewise.
+        input_grad: Seconds of I; 0 if it was not measured.
+        weight_grad: Seconds of W; 0 if it was not measured.
         parameters: Bytes of parameters.
-        gradients: Bytes of their gradients.
-        buffers: Bytes of what is not trained.
-        output: Bytes of what leaves it.
+        gradients: Bytes of the parameters' gradients.
+        buffers: Bytes of untrained tensors.
+        output: Bytes of the values that leave it.
         held: Bytes that F holds until B.
         held_split: Bytes that F holds until I.
         waiting: Bytes held between I and W.
-        working: Most bytes that an action takes besides what is held.
-        exchange: Of the seconds of F, and of B or I, those that a link of exchanges adds.
+        working: The most additional bytes that an action uses while it runs.
+        exchange: The part of the seconds of F, and of B or I, that exchanges over a link take.
     """
 
     forward: float
@@ -223,29 +223,29 @@ class StageCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Forward and a whole backward."""
+        """Time of a forward and a whole backward."""
         return self.forward + self.backward
 
 
 def costs_of(stages: Sequence[StageCost], comm: Any, **options: Any) -> Costs:
-    """Returns what the actions of some stages cost, with these latencies."""
+    """Returns the costs of the actions of some stages, with these latencies."""
     names = ("forward", "backward", "input_grad", "weight_grad", "exchange")
     times: Any = {name: tuple(getattr(stage, name) for stage in stages) for name in names}
     return Costs(**times, comm=comm, **options)
 
 
 class Stages:
-    """The costs of every stage that a cut of some layers can make, in few steps each."""
+    """The costs of every stage that a cut of some layers can have, from prefix sums."""
 
     def __init__(
         self, layers: Sequence[LayerCost], loss: LayerCost | None, exchange: Link | None = None
     ) -> None:
-        """Takes the layers.
+        """Computes the sums over the layers.
 
         Args:
             layers: All layers of a model.
-            loss: What the last stage computes besides; None for nothing.
-            exchange: What their exchanges go over, if that is not in their times.
+            loss: The costs of the loss, which the last stage computes; None without one.
+            exchange: The link of their exchanges, if their times do not include it.
         """
         link = exchange or Link(0.0, 0.0)
         self._exchanges = [0.0, *accumulate(layer.exchange(link) for layer in layers)]
@@ -271,7 +271,7 @@ class Stages:
         ]
 
     def end(self, end: int) -> int:
-        """Returns the end of a stage, the loss with the last layer."""
+        """Returns the end of a stage; the last layer's includes the loss."""
         return len(self._all) if end == self.count else end
 
     def seconds(self, start: int, end: int) -> float:
@@ -279,7 +279,7 @@ class Stages:
         return self._seconds[self.end(end)] - self._seconds[start]
 
     def least(self) -> float:
-        """Returns the seconds of all layers, each backward in the way that is faster."""
+        """Returns the time of all layers, each with the faster kind of backward."""
         return sum(layer.seconds for layer in self._all)
 
     def static(self, start: int, end: int) -> tuple[int, int, int]:
@@ -294,12 +294,13 @@ class Stages:
         return int(self._sums[7][last] - self._sums[7][start]) + self._received(start)
 
     def stage(self, start: int, end: int, recompute: Collection[int] = ()) -> StageCost:
-        """Returns the costs of the layers ``start`` to ``end - 1``, and of the loss at the end.
+        """Returns the costs of the layers ``start`` to ``end - 1``, the last ones with the loss.
 
         Args:
             start: The first layer.
             end: The layer after the last.
-            recompute: Layers whose forward is run again in backward; others do not count.
+            recompute: Layers whose forward is run again in backward; those of other stages are
+                ignored.
         """
         last = self.end(end)
         times = [sums[last] - sums[start] for sums in self._sums[:4]]
@@ -347,15 +348,15 @@ class Stages:
         )
 
     def _received(self, start: int) -> int:
-        """Returns the bytes of a stage's input: it stays, whatever its first layer does with it."""
+        """Returns the bytes of a stage's input, which stay whatever its first layer frees."""
         # That of the first stage is of the batch, which is there anyway.
         received = self._all[start - 1].output if start else 0
         return received + self._all[start].releases
 
     def _working(self, start: int, last: int, recompute: Collection[int]) -> int:
-        """Returns the most bytes in use at once during a backward, beyond what is held before.
+        """Returns the most bytes used at once during a backward, beyond those held before it.
 
-        Backward lets go of a layer's activations once it is through with it.
+        Backward frees a layer's activations when it has finished the layer.
         """
         most = freed = 0
         for number in range(last - 1, start - 1, -1):

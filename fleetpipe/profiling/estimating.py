@@ -1,4 +1,4 @@
-"""``fleetpipe estimate``: time and memory for several numbers of ranks, under every schedule."""
+"""``fleetpipe estimate``: time and memory of every schedule on several numbers of ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fleetpipe.representation import table
 
 
 class Estimate(NamedTuple):
-    """What one schedule costs on some ranks, nothing recomputed.
+    """The costs of one schedule on some ranks, without recompute.
 
     Attributes:
         ranks: Ranks of the pipeline.
-        chunks: Chunks on each.
-        schedule: Its name.
-        seconds: Of a batch, without the optimizer's step.
-        peak_bytes: Of each rank.
+        chunks: Chunks on each rank.
+        schedule: The schedule's name.
+        seconds: Time of a batch, without the optimizer's step.
+        peak_bytes: The most bytes that each rank uses.
     """
 
     ranks: int
@@ -34,13 +34,13 @@ class Estimate(NamedTuple):
 def estimates(
     profile: Profile, ranks: Iterable[int], micro_batches: int, optimizer_copies: float = 2
 ) -> list[Estimate]:
-    """Returns what every schedule costs, under the cut whose slowest stage is fastest.
+    """Returns the costs of every schedule, on the cut whose slowest stage is fastest.
 
     Args:
-        profile: What the layers cost.
+        profile: The costs of the layers.
         ranks: Numbers of ranks; those with more stages than layers are left out.
         micro_batches: Micro-batches of a batch, m.
-        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+        optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
 
     Returns:
         The estimates, by ranks and then by time.
@@ -68,7 +68,7 @@ def estimates(
 
 
 def shown(estimates_shown: Sequence[Estimate], alone: float) -> str:
-    """Returns a table.
+    """Writes the estimates as a table, with the speed-up over one rank.
 
     Args:
         estimates_shown: The estimates.

@@ -1,4 +1,4 @@
-"""A plan in words: a table of its stages and ranks, and what keeps it from being faster."""
+"""Describes a plan: a table of its stages and ranks, and what keeps it from being faster."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _FULL = 0.95
 
 
 class Predicted(NamedTuple):
-    """What a plan is to cost, by the profile that it was made of.
+    """The predicted costs of a plan, from the profile on which it is based.
 
     Attributes:
         time: Seconds of the forwards and backwards of a batch, without the optimizer's step.
         busy: For each rank the seconds that it computes.
-        peak_bytes: For each rank the most bytes in use: parameters, gradients, what the optimizer
-            keeps, buffers and activations.
-        bound: Seconds that no plan for these ranks and micro-batches is below.
+        peak_bytes: For each rank the most bytes used: parameters, gradients, the optimizer's state,
+            buffers and activations.
+        bound: A lower bound, in seconds, for any plan with these ranks and micro-batches.
     """
 
     time: float
@@ -39,7 +39,7 @@ class Predicted(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What there is to say of a plan."""
+    """The facts about a plan from which its description is written."""
 
     schedule: Schedule
     partition: Partition
@@ -83,7 +83,7 @@ def shown(facts: Facts) -> str:
 
 
 def explained(facts: Facts) -> str:
-    """Returns what binds: a rank's work or waiting, a rank's memory; and how far the bound is."""
+    """Names the bottleneck (a rank's work, waiting or memory) and the gap to the lower bound."""
     return "\n".join([*_time(facts), *_memory(facts), *_recompute(facts)])
 
 
@@ -138,12 +138,12 @@ def _recompute(facts: Facts) -> Iterator[str]:
 
 
 def shown_range(numbers: range) -> str:
-    """Writes neighbouring numbers: ``3-5``, or ``3``."""
+    """Writes the first and the last of successive numbers: ``3-5``, or ``3``."""
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Writes rising numbers with neighbours together: ``3-5, 8``."""
+    """Writes ascending numbers, successive ones as a range: ``3-5, 8``."""
     ranges: list[range] = []
     for number in numbers:
         if ranges and ranges[-1].stop == number:

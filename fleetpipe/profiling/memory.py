@@ -1,4 +1,4 @@
-"""How many bytes each rank has in use at most, and what it holds at that moment."""
+"""The most bytes that each rank uses, and what it holds at that moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Peak(NamedTuple):
     """The moment at which a rank has the most activations.
 
     Attributes:
-        bytes: In use then.
+        bytes: Bytes used at that moment.
         whole: By stage, the forwards whose B is to come.
         split: By stage, the forwards whose I is to come.
         waiting: By stage, the backwards whose W is to come.
@@ -32,10 +32,10 @@ class Peak(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What stages hold, for a search that knows one cap of 1 for all ranks.
+    """The activations of stages in shares of each rank's room, for a search with a cap of 1.
 
     Attributes:
-        bytes: For each stage what a forward holds, in shares of the room that its rank has.
+        bytes: For each stage the bytes that a forward holds, in shares of its rank's room.
         input_grad_frees: The part of it that I frees.
     """
 
@@ -44,12 +44,12 @@ class Shares(NamedTuple):
 
 
 class _Moments(NamedTuple):
-    """What a rank holds while each of its actions runs, equal moments once.
+    """The forwards and backwards held while each action of a rank runs, without repeated moments.
 
     Attributes:
         counts: For each moment, by stage of the rank and slice: forwards whose B, then forwards
             whose I is to come, then backwards whose W is to come.
-        stages: For each moment, which of the rank's stages, and slice of it, computes.
+        stages: For each moment, the stage of the rank and the slice that compute.
     """
 
     counts: np.ndarray
@@ -57,7 +57,7 @@ class _Moments(NamedTuple):
 
 
 def static_bytes(stages: Sequence[StageCost], optimizer_copies: float) -> int:
-    """Returns what some stages have whatever runs: parameters, gradients, moments, buffers."""
+    """Returns the bytes that some stages always need: parameters, gradients, moments, buffers."""
     return sum(
         stage.parameters + stage.gradients + stage.buffers + int(optimizer_copies * stage.gradients)
         for stage in stages
@@ -67,13 +67,13 @@ def static_bytes(stages: Sequence[StageCost], optimizer_copies: float) -> int:
 def shares_of_cap(
     placement: Placement, stages: Sequence[StageCost], cap: float, optimizer_copies: float
 ) -> Shares | None:
-    """Returns what stages hold in shares of what a cap leaves; None where it leaves nothing.
+    """Returns the activations of stages in shares of what a cap leaves; None if it leaves nothing.
 
     Args:
-        placement: Which rank has which stage.
-        stages: What they cost.
-        cap: Bytes that a rank may have in use.
-        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+        placement: The placement of stages on ranks.
+        stages: The costs of the stages.
+        cap: Bytes that a rank may use.
+        optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
     """
     rooms = []
     for rank in range(placement.ranks):
@@ -95,12 +95,12 @@ def peak_bytes(
     optimizer_copies: float,
     slices: Sequence[Costed] = (),
 ) -> tuple[int, ...]:
-    """Returns the most bytes of each rank at once.
+    """Returns the most bytes that each rank uses at once.
 
     Args:
-        schedule: What runs.
-        stages: What its stages cost.
-        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+        schedule: The schedule that runs.
+        stages: The costs of its stages.
+        optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
         slices: As for :func:`activation_peak`.
     """
     return tuple(
@@ -113,13 +113,13 @@ def peak_bytes(
 def activation_peak(
     schedule: Schedule, rank: int, stages: Costed, slices: Sequence[Costed] = ()
 ) -> Peak:
-    """Returns when a rank holds and works with the most bytes of activations, and how many.
+    """Returns the moment at which a rank uses the most bytes of activations.
 
     Args:
-        schedule: What runs.
+        schedule: The schedule that runs.
         rank: The rank.
-        stages: What at least its own stages cost.
-        slices: What they cost for each slice of a micro-batch, where the schedule has slices.
+        stages: The costs of the rank's stages, at least.
+        slices: Their costs for each slice of a micro-batch, if the schedule has slices.
     """
     moments = _moments_of(schedule)[rank]
     owned = schedule.placement.stages_of(rank)
@@ -138,7 +138,7 @@ def activation_peak(
 
 
 def _moments_of(schedule: Schedule) -> list[_Moments]:
-    """Returns the moments of all ranks, made once and kept with the schedule."""
+    """Returns the moments of all ranks, cached with the schedule."""
     kept = vars(schedule)
     if "_moments" not in kept:
         kept["_moments"] = [_moments(schedule, rank) for rank in range(schedule.placement.ranks)]

@@ -1,4 +1,4 @@
-"""A plan as a value: the cut, the schedule, what is recomputed, and what that is to cost."""
+"""A plan as a value: cut, schedule, recompute, and the predicted costs."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ Value = TypeVar("Value")
 @shows("schedule", "memory_cap", "bound", boundaries="partition.boundaries")
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How a model runs on some ranks. Immutable; :meth:`dumps` and :meth:`loads` are inverses.
+    """How to run a model on some ranks. Immutable; :meth:`dumps` and :meth:`loads` are inverses.
 
     ``PipelineLayer(layers, .., plan=plan)`` and ``fleetpipe.pipeline(model, .., split_spec=plan)``
     take it; the strategy's ``pp_degree`` and ``accumulate_steps`` must be its :attr:`ranks` and
     :attr:`micro_batches`. As text it is a table of the stages.
 
     Attributes:
-        schedule: What each rank does, verified.
-        partition: Which layers each stage has.
+        schedule: The verified schedule.
+        partition: The layers of each stage.
         recompute: For each stage the layers whose forward runs again in backward.
-        stages: What each stage costs for one micro-batch.
+        stages: The costs of each stage for one micro-batch.
         comm: Seconds that a value takes from each stage to the next.
-        memory_cap: Bytes that a rank may have in use; None: no cap.
-        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
-        bound: Seconds that no plan is below.
-        slices: Where the schedule cuts sequences into slices, what each stage costs for each slice.
-        slice_comm: Likewise :attr:`comm`.
-        degrees: Among how many ranks experts and sequences are to be split; None: nothing is known.
+        memory_cap: Bytes that a rank may use; None: no cap.
+        optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
+        bound: A lower bound of the time of any plan, in seconds.
+        slices: The costs of each stage for each slice, if the schedule cuts sequences into slices.
+        slice_comm: The same as :attr:`comm`, for each slice.
+        degrees: The number of ranks over which experts and sequences are split; None if unknown.
     """
 
     schedule: Schedule
@@ -85,7 +85,7 @@ class PipelinePlan:
         return self.schedule.placement.chunks
 
     def schedule_for(self, micro_batches: int) -> Schedule:
-        """Returns its schedule, or one like it for another number of micro-batches, verified.
+        """Returns its schedule, verified, or one like it for another number of micro-batches.
 
         Raises:
             ScheduleError: It would need more memory than the plan's own cap.
@@ -109,14 +109,14 @@ class PipelinePlan:
 
     @property
     def costs(self) -> Costs:
-        """What the actions cost, for ``schedule.simulate``."""
+        """The costs of the actions, for ``schedule.simulate``."""
         costs = _costs(self.stages, self.comm)
         if not self.slices:
             return costs
         return replace(costs, each_slice=tuple(map(_costs, self.slices, self.slice_comm)))
 
     def _costs_of_search(self) -> Costs:
-        """Returns the costs that the search is to know, as those that it found the schedule by."""
+        """Returns the costs for the search, the same as when it found the schedule."""
         shares = None
         if self.memory_cap is not None:
             placement, copies = self.schedule.placement, self.optimizer_copies
@@ -125,14 +125,14 @@ class PipelinePlan:
 
     @cached_property
     def predicted(self) -> Predicted:
-        """What it is to cost."""
+        """The predicted time and memory of the plan."""
         timeline = self.schedule.simulate(self.costs)
         busy = tuple(sum(end - start for _, start, end in row) for row in timeline.events)
         peaks = peak_bytes(self.schedule, self.stages, self.optimizer_copies, self.slices)
         return Predicted(timeline.makespan, busy, peaks, self.bound)
 
     def explain(self) -> str:
-        """Returns what binds, work, waiting or memory, and how far it is from the bound."""
+        """Names the bottleneck (work, waiting or memory) and the gap to the lower bound."""
         return explained(self._facts)
 
     def __str__(self) -> str:
@@ -151,13 +151,13 @@ class PipelinePlan:
         )
 
     def require_layers(self, names: Sequence[str]) -> None:
-        """Refuses a model that is not the one of the profile.
+        """Refuses a model that is not the one in the profile.
 
         Args:
             names: The names of the model's layers, in order.
 
         Raises:
-            ConfigError: Another number of layers, or one of another name.
+            ConfigError: Another number of layers, or a layer with another name.
         """
         planned = [layer.name for layer in self.partition.layers]
         if len(planned) != len(names):
@@ -178,7 +178,7 @@ class PipelinePlan:
                 )
 
     def require_degrees(self, degrees: Any) -> None:
-        """Refuses a job whose ranks share experts and sequences in another way.
+        """Refuses a job whose ranks split experts and sequences in another way.
 
         Raises:
             ConfigError: The plan is for other degrees.
@@ -193,7 +193,7 @@ class PipelinePlan:
             )
 
     def dumps(self) -> str:
-        """Returns it as JSON."""
+        """Returns the plan as JSON."""
         return (
             json.dumps(
                 {
@@ -217,21 +217,21 @@ class PipelinePlan:
 
     @classmethod
     def loads(cls, text: str) -> PipelinePlan:
-        """Reads what :meth:`dumps` wrote, and verifies the schedule in it.
+        """Reads JSON from :meth:`dumps`, and verifies the schedule in it.
 
         Raises:
-            ConfigError: It is no plan, or of another version.
-            ScheduleError: Somebody changed the schedule so that it cannot run.
-            PartitionError: Likewise the cut.
+            ConfigError: It is not a plan, or of another version.
+            ScheduleError: The schedule was edited and cannot run.
+            PartitionError: The cut was edited and is not valid.
         """
         return _plan(parse(text, _SOURCE))
 
     def write(self, path: str | Path) -> None:
-        """Writes it to a file, as JSON."""
+        """Writes the plan to a file, as JSON."""
         Path(path).write_text(self.dumps(), encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draws when each rank is to compute what, and below the activations that it holds.
+        """Draws the predicted times of each rank, and below them the activations that it holds.
 
         Args:
             path: File to write: .png, .svg or .pdf.
@@ -247,7 +247,7 @@ class PipelinePlan:
 
     @classmethod
     def read(cls, path: str | Path) -> PipelinePlan:
-        """Reads a file that :meth:`write` wrote; raises as :meth:`loads`, and for no such file."""
+        """Reads a file from :meth:`write`; raises the same errors as :meth:`loads`."""
         return read(path, _SOURCE, _plan)
 
 
@@ -294,7 +294,7 @@ def _stage(value: JsonValue) -> StageCost:
 def _for_each_stage(
     partition: Partition, value: JsonValue, each: Callable[[JsonValue], Value]
 ) -> tuple[Value, ...]:
-    """Reads a list that has a value for each stage."""
+    """Reads a JSON list with one value for each stage."""
     values = tuple(map(each, value.items()))
     if len(values) != len(partition.stages):
         raise value.refused(f"a list of {len(partition.stages)} values, one for each stage")

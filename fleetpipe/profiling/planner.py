@@ -1,4 +1,4 @@
-"""``fleetpipe.plan``: from what a model costs to how it runs on some ranks."""
+"""``fleetpipe.plan``: from a model's costs to the way it runs on some ranks."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ def plan(
     sep_degree: int | None = None,
     cp_degree: int | None = None,
 ) -> PipelinePlan:
-    """Makes the plan that takes the least time of those that fit into memory. Runs nothing.
+    """Returns the fastest plan that fits into memory. Runs nothing.
 
     The same profile gives the same plan anywhere.
 
     Args:
-        profile: What ``model.profile(batch)`` returned, or the file that it wrote.
+        profile: A result of ``model.profile(batch)``, or its file.
         ranks: Ranks of the pipeline, p.
         micro_batches: Micro-batches of a batch, m.
-        memory_cap: Bytes that a rank may have in use, as a number or as ``"2GiB"``: parameters,
-            gradients, what the optimizer keeps, buffers and activations. None: no cap.
-        search: What is chosen. Without ``"partition"`` the cut is even in layers, without
-            ``"placement"`` each rank has one chunk, without ``"schedule"`` it is 1F1B, and without
-            ``"recompute"`` nothing is recomputed.
-        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps: 2 for Adam,
-            1 with momentum, 0 for SGD.
-        ep_degree: Ranks that are to share experts; None: as in the profile. Here and below see
+        memory_cap: Bytes that a rank may use, as a number or as ``"2GiB"``: parameters, gradients,
+            the optimizer's state, buffers and activations. None: no cap.
+        search: The parts of the plan to choose. Without ``"partition"`` the cut is even in layers,
+            without ``"placement"`` each rank has one chunk, without ``"schedule"`` it is 1F1B, and
+            without ``"recompute"`` nothing is recomputed.
+        optimizer_copies: Tensors of the size of a gradient in the optimizer's state: 2 for Adam, 1
+            with momentum, 0 for SGD.
+        ep_degree: Ranks that share experts; None: as in the profile. See
             :meth:`Profile.with_degrees`.
-        sep_degree: Ranks that are to share sequences along sep; likewise.
-        cp_degree: Ranks that are to share sequences along cp; likewise.
+        sep_degree: Ranks that share sequences along sep; None: as in the profile.
+        cp_degree: Ranks that share sequences along cp; None: as in the profile.
 
     Returns:
         The plan; print it, or its ``explain()``.
 
     Raises:
-        ConfigError: An argument that cannot be; or the cap is too small, where the message says
-            which rank needs how much, and the least cap that works.
+        ConfigError: An argument is not valid; or the cap is too small: the message says which rank
+            needs how much, and the least cap that works.
         PartitionError: There are fewer layers than ranks.
     """
     if not isinstance(profile, Profile):
@@ -99,15 +99,15 @@ def plan(
 def fastest_cut(
     profile: Profile, stages: int, memory_cap: float | str | None = None
 ) -> tuple[Boundaries, tuple[StageCost, ...]]:
-    """Returns the cut whose slowest stage is fastest, and what its stages cost. Runs nothing.
+    """Returns the cut whose slowest stage is fastest, and the costs of its stages. Runs nothing.
 
     :func:`plan` begins its search with the same one: see :meth:`PlanTask.fastest`.
 
     Args:
-        profile: What the layers cost.
+        profile: The costs of the layers.
         stages: Number of stages, each on a rank of its own.
-        memory_cap: Bytes that a stage may have in use under 1F1B, with nothing recomputed, and two
-            tensors of the size of a gradient for the optimizer.
+        memory_cap: Bytes that a stage may use under 1F1B, with nothing recomputed and two tensors
+            of the size of a gradient for the optimizer.
 
     Raises:
         PartitionError: There are too few places for a cut, or none fits.
@@ -120,14 +120,14 @@ def fastest_cut(
 
 
 def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:
-    """Returns the same plan with what it is to cost by another profile of the model.
+    """Returns the same plan with the costs of another profile of the model.
 
     Args:
-        plan: What runs.
+        plan: The plan that runs.
         profile: Measured on another day, or on other machines.
 
     Raises:
-        ConfigError: The profile is of another model, or not of the slices that the plan has.
+        ConfigError: The profile is of another model, or of other slices than the plan's.
     """
     plan.require_layers([layer.name for layer in profile.layers])
     profile = profile.with_degrees(*plan.degrees or ())
@@ -149,7 +149,7 @@ def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:
 def _costed(
     task: PlanTask, schedule: Schedule, partition: Partition, recompute: Recompute
 ) -> PipelinePlan:
-    """Returns the plan that runs a schedule of the task on a cut, with what it is to cost."""
+    """Returns the plan of a schedule and a cut, with its predicted costs."""
     placement, boundaries = schedule.placement, partition.boundaries
     layers = task.profile.layers
     stages = task.with_transfers(placement, task.stages.cut(boundaries, recompute))

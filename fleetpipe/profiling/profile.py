@@ -1,6 +1,6 @@
-"""A profile as a value: what each layer of a model costs in time and memory, and each link.
+"""A profile as a value: the time and memory of each layer of a model, and of each link.
 
-``model.profile(batch)`` measures one; it is stored as JSON, and a plan is made from it.
+``model.profile(batch)`` measures one; it is stored as JSON, and a plan is computed from it.
 """
 
 from __future__ import annotations
@@ -52,27 +52,26 @@ _MOST_ALIKE = 10_000
 @shows("layers", "splits", "boundaries", "slice_lengths")
 @dataclass(frozen=True)
 class Profile:
-    """What a model costs, layer by layer. Immutable; :meth:`dumps` and :meth:`loads` are inverses.
+    """A model's costs, layer by layer. Immutable; :meth:`dumps` and :meth:`loads` are inverses.
 
     Attributes:
-        layers: Its layers, in order.
-        loss: The loss, which is computed in the last stage; None where it counts with the last
-            layer.
-        places: The layers with which a stage may begin, but the first, rising; None for all.
+        layers: The costs of its layers, in order.
+        loss: The costs of the loss, which the last stage computes; None if the last layer includes
+            them.
+        places: The layers with which a stage may begin, ascending, without the first; None for all.
         links: One for all edges between ranks, or one for each rank and the one after it, the last
             of which leads back to rank 0.
         boundaries: The cut under which it was measured; may be left out.
-        transfer: What values that cross keep ranks busy with.
-        slices: Where sequences were cut, for each slice of a micro-batch the costs of all layers,
-            and last of the loss where there is one. Their parameters do not count: those of
-            ``layers`` do.
+        transfer: The time that a crossing value keeps ranks busy.
+        slices: If sequences were cut, for each slice of a micro-batch the costs of all layers, and
+            last of the loss if there is one. Their parameters are ignored.
         slice_lengths: The places of each of these slices.
-        exchange: What an exchange among the ranks of a stage costs, beside the times of layers.
-        degrees: Among how many ranks experts and sequences were split.
+        exchange: The link of exchanges among the ranks of a stage, which layers' times leave out.
+        degrees: The number of ranks over which experts and sequences were split.
 
     Raises:
-        ConfigError: No layer, a figure that is negative or no number, a layer with neither B nor
-            I and W, a place that is none, or slices of another number of layers.
+        ConfigError: No layer, a figure that is negative or not a number, a layer with neither B nor
+            I and W, an invalid place, or slices with another number of layers.
     """
 
     layers: tuple[LayerCost, ...]
@@ -133,19 +132,19 @@ class Profile:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The layers with which a stage may begin, but the first."""
+        """The layers with which a stage may begin, without the first."""
         places = range(1, len(self.layers)) if self.places is None else self.places
         return tuple(place for place in places if place < self.body)
 
     @property
     def body(self) -> int:
-        """How many layers stand before the parts of a vocabulary head, or in all."""
+        """The number of layers before the parts of a vocabulary head; all layers without one."""
         names = [layer.name for layer in self.layers]
         return names.index(HEAD_PART) if HEAD_PART in names else len(names)
 
     @property
     def splits(self) -> bool:
-        """Whether I and W are known of every layer, so that schedules may split backward."""
+        """Whether I and W of every layer are known, so that schedules may split the backward."""
         return all(layer.splits for layer in self.layers)
 
     def require_cuts_for(self, ranks: int) -> None:
@@ -175,26 +174,26 @@ class Profile:
         """Returns this profile with other links, such as those of the machines it is meant for.
 
         Args:
-            links: As the attribute.
-            exchange: Likewise; None for the profile's own.
+            links: As the attribute ``links``.
+            exchange: As the attribute ``exchange``; None for the profile's own.
         """
         return replace(self, links=links, exchange=exchange or self.exchange)
 
     def with_degrees(
         self, ep: int | None = None, sep: int | None = None, cp: int | None = None
     ) -> Profile:
-        """Returns what the model costs where experts or sequences are split otherwise.
+        """Returns the model's costs if experts or sequences are split over other numbers of ranks.
 
         Exchanges go over the link of the profile; sequence chunks of a schedule are left out.
 
         Args:
             ep: Ranks that share experts; None for those of the profile.
-            sep: Ranks that share sequences along sep; likewise.
-            cp: Ranks that share sequences along cp; likewise.
+            sep: Ranks that share sequences along sep; None for those of the profile.
+            cp: Ranks that share sequences along cp; None for those of the profile.
 
         Raises:
             ConfigError: A degree does not divide the experts or heads of a layer, or the profile
-                says nothing of these.
+                has no figures for them.
         """
         wanted = {"ep": ep, "sep": sep, "cp": cp}
         degrees = self.degrees._replace(**{a: n for a, n in wanted.items() if n is not None})
@@ -220,7 +219,7 @@ class Profile:
         return self.links[rank % len(self.links)]
 
     def dumps(self) -> str:
-        """Returns it as JSON, which is a file for ``--costs`` as well where it has a cut."""
+        """Returns the profile as JSON; with a cut it is also a file for ``--costs``."""
         content: dict[str, Any] = {"version": VERSION, **asdict(self)}
         content["links"] = [link._asdict() for link in self.links]
         content["transfer"] = self.transfer._asdict()
@@ -233,7 +232,7 @@ class Profile:
         return json.dumps({**self.stage_costs(), "profile": {**content, "layers": layers}}) + "\n"
 
     def stage_costs(self) -> dict[str, Any]:
-        """Returns the figures of each stage of the cut that was measured, as ``Costs`` has them."""
+        """Returns the figures of each stage of the measured cut, in the form of ``Costs``."""
         if not self.boundaries:
             return {}
         stages = self.stages.cut(self.boundaries)
@@ -265,23 +264,24 @@ class Profile:
 
     @property
     def stages(self) -> Stages:
-        """What stages of these layers cost, exchanges included."""
+        """The costs of any stage of these layers, exchanges included."""
         return Stages(self.layers, self.loss, self.exchange)
 
     @property
     def stages_of_slices(self) -> tuple[Stages, ...]:
-        """What stages cost for each slice of a micro-batch."""
+        """The costs of stages for each slice of a micro-batch."""
         count = len(self.layers)
         return tuple(Stages(part[:count], next(iter(part[count:]), None)) for part in self.slices)
 
     def balanced_slices(self, slices: int | None = None) -> tuple[int, ...]:
-        """Returns lengths of slices that are to cost the same: ``fleetpipe_configs["slices"]``.
+        """Returns lengths of slices with equal costs: ``fleetpipe_configs["slices"]``.
 
-        The later a place, the more places it sees. Times of the measured slices are taken to be of
-        two parts, one of which grows with the places of a slice, the other also with those seen.
+        A later place attends to more places. The times of the measured slices are split into two
+        parts: one grows with the places of a slice, the other also with the places that they attend
+        to.
 
         Args:
-            slices: How many; None for as many as were measured.
+            slices: Number of slices; None for as many as were measured.
 
         Raises:
             ConfigError: Fewer than two slices were measured, or there are not as many places.
@@ -296,24 +296,24 @@ class Profile:
         return balanced(self.slice_lengths, times, slices or len(times))
 
     def __getitem__(self, name: str) -> Any:
-        """Returns a figure of each stage of the cut that was measured: ``profile["forward"]``."""
+        """Returns a figure of each stage of the measured cut: ``profile["forward"]``."""
         return self.stage_costs()[name]
 
     @classmethod
     def loads(cls, text: str) -> Profile:
-        """Reads what :meth:`dumps` wrote, or ``{"profile": {"layers": [..]}}`` written by hand.
+        """Reads JSON from :meth:`dumps`, or ``{"profile": {"layers": [..]}}`` written by hand.
 
-        There a layer needs ``name``, ``forward`` and ``backward`` (or ``input_grad`` and
-        ``weight_grad``); what is left out is 0, and ``"repeat": n`` stands for n of a kind.
+        By hand, a layer needs ``name``, ``forward`` and ``backward`` (or ``input_grad`` and
+        ``weight_grad``); other figures default to 0, and ``"repeat": n`` means n such layers.
 
         Raises:
-            ConfigError: It is none, of a newer version, or lacks what a profile needs.
+            ConfigError: It is not a profile, of a newer version, or incomplete.
         """
         return cls.of(parse(text, _SOURCE))
 
     @classmethod
     def of(cls, content: JsonValue) -> Profile:
-        """Makes one of what a file holds; raises as :meth:`loads`."""
+        """Reads a profile from the contents of a file; raises the errors of :meth:`loads`."""
         entry = content["profile"]
         version = entry.get("version")
         if version is not None and version.content != VERSION:
@@ -323,11 +323,11 @@ class Profile:
         return JsonValue(there, entry.source, entry.place).record(cls, **_READERS)
 
     def write(self, path: str | Path) -> None:
-        """Writes it to a file, as JSON."""
+        """Writes the profile to a file, as JSON."""
         Path(path).write_text(self.dumps(), encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draws what each layer costs, and the loss where it counts by itself.
+        """Draws the costs of each layer, and of the loss if it is separate.
 
         Args:
             path: File to write: .png, .svg or .pdf.
@@ -341,10 +341,10 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:
-        """Reads a file that :meth:`write` wrote.
+        """Reads a file from :meth:`write`.
 
         Raises:
-            ConfigError: As :meth:`loads`, or there is no such file.
+            ConfigError: The errors of :meth:`loads`, or there is no such file.
         """
         return read(path, _SOURCE, cls.of)
 
@@ -368,12 +368,12 @@ class Profile:
 
 
 def _plain(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns layers without the figures that they do not have."""
+    """Returns layers as dicts without the figures that have their default."""
     return [{n: value for n, value in layer.items() if value is not None} for layer in layers]
 
 
 def _layers(entry: JsonValue) -> list[LayerCost]:
-    """Reads an entry of the list of layers, which may say how many of a kind there are."""
+    """Reads an entry of the list of layers, which may be repeated."""
     values = entry.fields()
     repeat = values.pop("repeat", None)
     times = 1 if repeat is None else repeat.count()

@@ -1,7 +1,7 @@
-"""Which layers to recompute so that a rank fits into memory and loses as little time as can be.
+"""Chooses the layers to recompute so that a rank fits into memory and loses the least time.
 
-A knapsack for each rank, as in AdaPipe (ASPLOS 2024): a layer's forward is the price, and what it
-no longer holds, for as many micro-batches as are on their way when the rank holds most, the gain.
+A knapsack for each rank, as in AdaPipe (ASPLOS 2024): the price is a layer's forward, the gain the
+memory that it no longer holds, for all micro-batches in flight when the rank holds most.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def recomputed(
     free: float,
     optimizer_copies: float,
 ) -> Recompute | None:
-    """Returns for each stage the layers to recompute; None where even all would not do.
+    """Returns for each stage the layers to recompute; None if even all would not be enough.
 
     Args:
-        schedule: What runs.
+        schedule: The schedule that runs.
         layers: The layers of the model.
-        stages: What stages of them cost.
+        stages: The costs of stages of these layers.
         boundaries: The cut.
-        free: Bytes that a rank may have in use.
-        optimizer_copies: Tensors of the size of a gradient that the optimizer keeps.
+        free: Bytes that a rank may use.
+        optimizer_copies: Tensors of the size of a gradient in the optimizer's state.
     """
     chosen: list[tuple[int, ...]] = [()] * (len(boundaries) - 1)
     ranges = list(itertools.pairwise(boundaries))
@@ -59,7 +59,7 @@ def recomputed(
 
 
 def everything(layers: Sequence[LayerCost], boundaries: Sequence[int]) -> Recompute:
-    """Returns for each stage all layers of which recompute saves anything."""
+    """Returns for each stage all layers whose recompute saves memory."""
     return tuple(
         tuple(number for number in range(start, end) if layers[number].saved)
         for start, end in itertools.pairwise(boundaries)
@@ -74,7 +74,7 @@ def _of_rank(
     ranges: Sequence[tuple[int, int]],
     free: float,
 ) -> dict[int, tuple[int, ...]] | None:
-    """Returns the choice for the stages of a rank, within ``free`` bytes of activations."""
+    """Returns the layers to recompute in each stage of a rank, to hold ``free`` bytes at most."""
     owned = schedule.placement.stages_of(rank)
 
     def peak(chosen: dict[int, tuple[int, ...]]) -> Peak:
@@ -111,7 +111,7 @@ def _of_rank(
 
 
 def _gain(layer: LayerCost, stage: int, peak: Peak) -> int:
-    """Returns the bytes that a rank holds less at its peak if a layer is recomputed."""
+    """Returns the bytes that recompute of a layer saves at a rank's peak."""
     if not layer.saved:
         return 0
     return (
@@ -124,17 +124,17 @@ def _gain(layer: LayerCost, stage: int, peak: Peak) -> int:
 def cheapest(
     prices: Sequence[float], gains: Sequence[float], needed: float
 ) -> tuple[int, ...] | None:
-    """Returns the items that together gain what is needed for the lowest price.
+    """Returns the cheapest items whose gains reach ``needed`` together.
 
-    Exact but for gains, which are rounded down to a 256th of what is needed.
+    Exact, except that gains are rounded down to a 256th of ``needed``.
 
     Args:
-        prices: Of each item.
-        gains: Of each item.
-        needed: What the gains have to add up to.
+        prices: The price of each item.
+        gains: The gain of each item.
+        needed: The least sum of gains.
 
     Returns:
-        The numbers of the items, rising; None where all of them gain less.
+        The numbers of the items, ascending; None if all of them gain less.
     """
     unit = needed / _PARTS
     sizes = [min(int(gain / unit), _PARTS) for gain in gains]

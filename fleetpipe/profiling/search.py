@@ -1,8 +1,8 @@
-"""Partition, placement, schedule and recompute together: the plan that takes the least time.
+"""Searches for the plan with the least time: partition, placement, schedule and recompute.
 
-As in AdaPtis (arXiv:2509.23722) each is improved under the others until nothing helps: cuts to
-begin with are tried under the schedules of all families, the best are moved layer by layer, and for
-the cut that results a schedule is searched, for which it is moved again.
+As in AdaPtis (arXiv:2509.23722) each is improved in turn until nothing helps: first cuts are tried
+with the schedules of all families, the best ones are moved layer by layer, a schedule is searched
+for the resulting cut, and the cut is moved again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Outcome = Candidate | Lack
 
 
 class _Score(NamedTuple):
-    """How good something is, the smaller the better: what fits first, then what is faster."""
+    """The rank of a plan, smaller is better: first whether it fits, then how fast it is."""
 
     lack: float
     seconds: float
@@ -39,12 +39,12 @@ class _Score(NamedTuple):
 
 
 def best_plan(task: PlanTask) -> Outcome:
-    """Returns the best plan that is found; what lacks the least memory where none fits."""
+    """Returns the best plan found; if none fits, the one that lacks the least memory."""
     return _Search(task).run()
 
 
 class _Search:
-    """A task, and how many actions may still be played for it."""
+    """A task, and the number of actions that may still be simulated for it."""
 
     def __init__(self, task: PlanTask) -> None:
         self.task = task
@@ -53,7 +53,7 @@ class _Search:
         self.unit = task.micro_batches * task.stages.least() / task.ranks or 1
 
     def run(self) -> Outcome:
-        """Tries all shapes, and improves the best of some of them."""
+        """Tries all shapes, and improves the best candidates."""
         firsts = []
         for shape in self.task.shapes():
             cuts = self.task.cuts(shape)
@@ -74,7 +74,7 @@ class _Search:
         return _Score(0, round(candidate.seconds / self.unit, 9), candidate.peak)
 
     def _improved(self, first: Outcome) -> Outcome:
-        """Moves the cut and searches a schedule for it in turn, for as long as that helps."""
+        """Moves the cut and searches a schedule in turn, as long as that helps."""
         best = self._moved(first)
         for _ in range(_ROUNDS):
             better = self._with_schedule(best)
@@ -84,7 +84,7 @@ class _Search:
         return best
 
     def _with_schedule(self, candidate: Outcome) -> Outcome:
-        """Returns the better of a plan, and its cut under a schedule that is searched for it."""
+        """Returns the better of a plan and of the same cut with a searched schedule."""
         if isinstance(candidate, Lack) or self.left <= 0:
             return candidate
         schedule = self.task.searched(candidate)
@@ -93,7 +93,7 @@ class _Search:
         return min(candidate, self._try(schedule, candidate.boundaries), key=self._score)
 
     def _moved(self, candidate: Outcome) -> Outcome:
-        """Moves the cut under the schedule it has: a border, or neighbouring ones together."""
+        """Moves the cut under its present schedule: one border, or neighbouring ones together."""
         if "partition" not in self.task.search:
             return candidate
         best, before = candidate, None
@@ -109,7 +109,7 @@ class _Search:
         return best
 
     def _moves(self, boundaries: Boundaries) -> Iterator[Boundaries]:
-        """Yields cuts of which some neighbouring borders are moved by as many places."""
+        """Yields cuts with some neighbouring borders moved by the same number of places."""
         places = self.task.profile.cuts
         index = {place: number for number, place in enumerate(places)}
         # The parts of a head stay where they are.

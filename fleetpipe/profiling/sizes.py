@@ -1,4 +1,4 @@
-"""Bytes as people write them: ``2GiB``, ``500 MB``, 1048576."""
+"""Numbers of bytes as people write them: ``2GiB``, ``500 MB``, 1048576."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _UNITS = {
 
 
 def read_bytes(value: object) -> float:
-    """Returns a number of bytes, of a number or of a text such as ``"2GiB"`` or ``"500MB"``.
+    """Reads a number of bytes from a number or from a text such as ``"2GiB"`` or ``"500MB"``.
 
     Raises:
-        ConfigError: It is neither, or not above 0.
+        ConfigError: It is neither of them, or not above 0.
     """
     number = math.nan
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -38,7 +38,7 @@ def read_bytes(value: object) -> float:
 
 
 def show_bytes(size: float) -> str:
-    """Returns ``1.25 GiB`` and the like, in the largest unit of which it has one or more."""
+    """Writes bytes as ``1.25 GiB``, in the largest unit that gives at least one."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         factor = _UNITS[unit.lower()]
         if size >= factor:
@@ -47,7 +47,7 @@ def show_bytes(size: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Returns ``1.25 s``, ``3.42 ms`` and the like."""
+    """Writes seconds as ``1.25 s`` or ``3.42 ms``."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"

@@ -1,9 +1,9 @@
-"""What layers cost whose experts or sequences are split over another number of ranks.
+"""Predicts layers' costs if experts or sequences are split over another number of ranks.
 
-Along ``ep`` a rank has 1/n of the experts, and of the tokens of n ranks those that go to them:
-what it computes changes as far as some experts get more tokens than others. Along ``sep`` and
-``cp`` a rank has 1/n of all places. What they exchange follows from the tokens of experts, and from
-queries and keys; where each of n ranks has as much for each other one, (n-1)/n of it are sent.
+Along ``ep`` a rank has 1/n of the experts, and the tokens of n ranks that go to these: its work
+changes only because some experts get more tokens than others. Along ``sep`` and ``cp`` a rank has
+1/n of all places. The exchanged bytes follow from the tokens of experts, and from queries and keys;
+if each of n ranks has equal parts for all ranks, it sends (n-1)/n of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTES = (
 
 
 class LayerDegrees(NamedTuple):
-    """How many ranks share the layers of a stage.
+    """The number of ranks that share the layers of a stage, by axis.
 
     Attributes:
         ep: Ranks that share experts.
@@ -38,17 +38,17 @@ class LayerDegrees(NamedTuple):
 
     @classmethod
     def of(cls, degrees: Any) -> LayerDegrees:
-        """Returns those among the degrees of a job."""
+        """Returns these degrees from the degrees of a job."""
         return cls(degrees.ep, degrees.sep, degrees.cp)
 
     def check(self) -> None:
-        """Raises ConfigError where one is no whole number of at least 1."""
+        """Raises ConfigError unless all are whole numbers of at least 1."""
         for axis, degree in self._asdict().items():
             require_whole(f"{axis}_degree", degree)
 
     @property
     def sequences(self) -> int:
-        """The parts of a sequence."""
+        """The number of parts of a sequence."""
         return self.sep * self.cp
 
     def __str__(self) -> str:
@@ -56,20 +56,20 @@ class LayerDegrees(NamedTuple):
 
 
 class _Exchanged(NamedTuple):
-    """What a rank exchanges for a layer, forward and backward."""
+    """The exchanges of a rank for a layer, in forward and backward."""
 
     calls: int
     messages: int
     nbytes: float
 
     def busy(self, transfer: Transfer) -> float:
-        """Returns the seconds that it keeps a rank busy in F, and as many in B or I."""
+        """Returns the seconds that they keep a rank busy in F, and again in B or I."""
         each = transfer.sending + transfer.receiving
         return self.messages * each / 2 + self.nbytes * transfer.per_byte
 
 
 def _exchanged(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees) -> _Exchanged:
-    """Returns what a layer that was measured at some degrees exchanges at others."""
+    """Returns the exchanges of a layer at other degrees than the measured ones."""
     ep, sep, cp = degrees
     parts = degrees.sequences
     routed, queries, keys = (
@@ -90,7 +90,7 @@ def _exchanged(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees) 
 
 
 def _busiest(layer: LayerCost, ep: int) -> float:
-    """Returns how much the experts of the rank with most tokens have, beside an even share."""
+    """Returns the load of the rank whose experts have the most tokens, over an even share."""
     every = sum(map(sum, layer.loads))
     ranks = zip(*(_by_rank(loads, ep) for loads in layer.loads))
     return ep * max(map(sum, ranks)) / every if every else 1.0
@@ -108,16 +108,16 @@ def costs_at(
     transfer: Transfer,
     within: Link,
 ) -> list[LayerCost]:
-    """Returns what layers cost at some degrees that were measured at others.
+    """Returns the costs of layers at other degrees than the measured ones.
 
-    The time that exchanges are on their way is left out.
+    The latency of exchanges is left out.
 
     Args:
-        layers: Their costs.
-        measured: The degrees that these are of.
-        degrees: Those that are wanted.
-        transfer: What a message keeps a rank busy with.
-        within: The link whose time for exchanges the costs have.
+        layers: The measured costs.
+        measured: The degrees at which they were measured.
+        degrees: The wanted degrees.
+        transfer: The time that a message keeps a rank busy.
+        within: The link of exchanges whose time the costs include.
 
     Raises:
         ConfigError: Some layer cannot have these degrees, or its costs say nothing about them.

@@ -1,4 +1,4 @@
-"""Lengths of slices that cost the same, though the later ones see more."""
+"""Lengths of slices with equal costs, although later slices attend to more places."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fleetpipe.errors import ConfigError, require_whole
 
 
 def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tuple[int, ...]:
-    """Returns the lengths of slices of the same sequences that are to take equally long.
+    """Returns the lengths of slices of the same sequences that should take equally long.
 
-    The computation-wise cut of Seq1F1B (arXiv:2406.03488), from times in the place of operations:
-    the slice of the places a to b-1 is taken to cost x (b-a) + y (b^2-a^2)/2, where x and y are
-    fitted to what was measured, neither below 0.
+    The computation-wise cut of Seq1F1B (arXiv:2406.03488), from times instead of operations: the
+    slice of the places a to b-1 costs x (b-a) + y (b^2-a^2)/2, with x and y fitted to the measured
+    times, neither below 0.
 
     Args:
-        lengths: The places of the slices that were measured, in order.
+        lengths: The number of places of each measured slice, in order.
         times: How long each took, forward and backward.
         slices: The number of slices to cut into.
 
@@ -53,7 +53,7 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
 def _fitted(
     lengths: Sequence[int], ends: Sequence[int], times: Sequence[float]
 ) -> tuple[float, float]:
-    """Returns what a place costs, and what it costs for each place that it sees."""
+    """Fits x and y of :func:`balanced`: the costs of a place, and of each place that it sees."""
     rounded = np.array(lengths, float)
     seen = rounded * (np.array(ends) - rounded / 2)
     measured = np.array(times)
