@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("mesh", "dygraph/python_draws"),
     (
         *("config", "engine", "job", "static/cut"),
-        "dygraph/nest dygraph/random_keys dygraph/gradients dygraph/broadcast",
+        "dygraph/nest dygraph/layer_kinds dygraph/random_keys dygraph/gradients dygraph/broadcast",
     ),
     (
         *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
@@ -95,7 +95,7 @@ CORE = (
 #: In a folder of the core, and of the standard ring.
 STANDARD = (
     *("schedules/commands", "dygraph/observe/layer_meter", "dygraph/observe/measuring"),
-    *("dygraph/observe/profile", "dygraph/slices"),
+    *("dygraph/observe/profile", "dygraph/slices", "dygraph/experts"),
 )
 EXTRAS = ("contrib", "paddle_api/rehearsal")
 #: Faces, which name the types of what they load late.

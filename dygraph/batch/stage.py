@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph import experts, random_keys
+from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
@@ -41,6 +41,7 @@ class Batch:
         losses: Losses | None = None,
         scale: Callable[[Tensor], Tensor] | None = None,
         elsewhere: Sequence[Criterion] = (),
+        value_of: Callable[[Nest], Nest] | None = None,
     ) -> None:
         """Describes one batch.
 
@@ -49,12 +50,18 @@ class Batch:
             losses: Computes and keeps the losses; None collects the outputs.
             scale: Applied to the weighted loss before backward, as a ``GradScaler``'s ``scale``.
             elsewhere: The loss functions, where another process calls them.
+            value_of: Returns what is collected of what the last layer returns; None for all of it.
         """
         self.data = data
         self.losses = losses
         self.scale = scale
         self.elsewhere = elsewhere
+        self._value_of = value_of
         self.outputs: dict[int, Nest] = {}
+
+    def collect(self, index: int, output: Nest) -> None:
+        """Keeps what the last layer returned for micro-batch ``index``."""
+        self.outputs[index] = output if self._value_of is None else self._value_of(output)
 
     def ordered_outputs(self) -> list[Nest]:
         """Returns the outputs by the number of their micro-batch, whatever order they ran in."""
@@ -345,7 +352,7 @@ class DygraphStage:
         batch = self._batch
         index = self._within(micro_batch)
         if batch.losses is None:
-            batch.outputs[index] = experts.value_of(output)
+            batch.collect(index, output)
             return output
         random_keys.enter_loss()
         share = batch.losses.take(index, output, copied(batch.data.labels[index]))

@@ -59,41 +59,39 @@ class AuxiliaryLoss(paddle.nn.Layer):
 
     def forward(self, output: Nest, label: Nest) -> Tensor:
         """Returns the loss of a micro-batch."""
-        loss = self.criterion(value_of(output), label)
+        loss = self.criterion(self.value_of(output), label)
         return loss + self.weight * output[_LOSS] if _is_carrier(output) else loss
 
+    @staticmethod
+    def carrying(functions: Mapping[int, Function], loss_fns: Sequence[Any]) -> dict[int, Function]:
+        """Returns the layers of a list, such that they hand on losses.
 
-def carrying(functions: Mapping[int, Function], loss_fns: Sequence[Any]) -> dict[int, Function]:
-    """Returns the layers of a list, such that they hand on losses, if a loss function wants them.
+        Args:
+            functions: The layers and functions, by number.
+            loss_fns: The loss functions of the model.
 
-    Args:
-        functions: The layers and functions, by number.
-        loss_fns: The loss functions of the model.
+        Raises:
+            ConfigError: Some loss functions want them, and others do not, or take others.
+        """
+        takes = {getattr(loss_fn, "take", None) for loss_fn in loss_fns if _wants(loss_fn)}
+        if len(takes) > 1 or not all(map(_wants, loss_fns)):
+            raise ConfigError(
+                "all loss functions of a model take the same losses of its layers",
+                expected="an AuxiliaryLoss each, with the same take",
+                got=", ".join(type(loss_fn).__name__ for loss_fn in loss_fns),
+                fix="wrap the others in AuxiliaryLoss too, with weight=0",
+            )
+        (take,) = takes
+        return {index: _carrier(function, take) for index, function in functions.items()}
 
-    Raises:
-        ConfigError: Some loss functions want them, and others do not, or take others.
-    """
-    takes = {getattr(loss_fn, "take", None) for loss_fn in loss_fns if _wants(loss_fn)}
-    if not takes:
-        return dict(functions)
-    if len(takes) > 1 or not all(map(_wants, loss_fns)):
-        raise ConfigError(
-            "all loss functions of a model take the same losses of its layers",
-            expected="an AuxiliaryLoss each, with the same take",
-            got=", ".join(type(loss_fn).__name__ for loss_fn in loss_fns),
-            fix="wrap the others in AuxiliaryLoss too, with weight=0",
-        )
-    (take,) = takes
-    return {index: _carrier(function, take) for index, function in functions.items()}
+    @staticmethod
+    def value_of(output: Nest) -> Nest:
+        """Returns an output of a layer without what is handed on beside it."""
+        return output[_VALUE] if _is_carrier(output) else output
 
 
 def _wants(loss_fn: Any) -> bool:
     return isinstance(loss_fn, AuxiliaryLoss)
-
-
-def value_of(output: Nest) -> Nest:
-    """Returns an output of a layer without what is handed on beside it."""
-    return output[_VALUE] if _is_carrier(output) else output
 
 
 def _is_carrier(value: Nest) -> bool:
@@ -111,7 +109,7 @@ def _carrier(function: Function, take: Any) -> Function:
 def _carried(take: Take, *call: Any) -> Nest:
     function, *arguments, value = call
     total = value[_LOSS] if _is_carrier(value) else None
-    output = function(*arguments, value_of(value))
+    output = function(*arguments, AuxiliaryLoss.value_of(value))
     parts = (part for part in (function, *arguments) if isinstance(part, paddle.nn.Layer))
     for layer in (sub for part in parts for sub in part.sublayers(True)):
         loss = take(layer)

@@ -8,6 +8,7 @@ from typing import Any
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.experts.layer import ExpertList
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
+from fleetpipe.dygraph.layer_kinds import LayerKind
 from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
@@ -21,40 +22,6 @@ LIST = "experts"
 def is_expert(name: str) -> bool:
     """Whether the parameter with a lasting name is one of an expert."""
     return LIST in name.split(".")
-
-
-def fill_gradients(parameters: Mapping[str, Tensor]) -> None:
-    """Gives experts to which no token of a batch came a gradient of zeros.
-
-    They have none where a layer does not call them. But a dense mixture's are zeros, by which an
-    optimizer with momentum steps.
-
-    Args:
-        parameters: By lasting name; of those that are no experts' none changes.
-    """
-    for name, parameter in parameters.items():
-        idle = not parameter.stop_gradient and gradient_of(parameter) is None
-        if idle and is_expert(name):
-            set_gradient(parameter, zero_gradient(parameter))
-
-
-def number_experts(layer: Layer) -> None:
-    """Gives the experts of Paddle's ``MoELayer`` their numbers among those of its group.
-
-    Each rank counts its own from 0; layers of libraries have the numbers already.
-
-    Raises:
-        ConfigError: It shares tokens out along ``mp_group`` in a way that gives other numbers.
-    """
-    for inner in layer.sublayers(include_self=True):
-        if isinstance(inner, MoELayer) and inner.mp_group and inner.mp_group.nranks > 1:
-            _mark_parts(inner)
-        if isinstance(inner, MoELayer) and inner.world_size > 1:
-            experts = inner.experts
-            if not isinstance(experts, ExpertList):
-                count = len(experts)
-                first, total = inner.group.rank * count, inner.world_size * count
-                inner.experts = ExpertList(experts, first, total)
 
 
 def _mark_parts(mixture: Any) -> None:
@@ -75,38 +42,6 @@ def _mark_parts(mixture: Any) -> None:
         SEQUENCE_PARALLEL.mark_as_sequence_parallel_parameter(parameter)
 
 
-def whole_state(layer: Layer) -> dict[str, Tensor]:
-    """Returns the names that parameters and buffers of a layer have on one device, in order.
-
-    Beside that of an expert that is not here stands what one that is here has: all are alike.
-
-    Args:
-        layer: A layer whose experts have their numbers.
-    """
-    lists = {f"{path}.": numbers for path, numbers in _spread_lists(layer)}
-    # Layer's own method, as everywhere a layer's names are wanted: a class may give other keys.
-    state = paddle.nn.Layer.state_dict(layer)
-    whole: dict[str, Tensor] = {}
-    expanded: set[str] = set()
-    for name, tensor in state.items():
-        prefix = next((path for path in lists if name.startswith(path)), None)
-        if prefix is None:
-            whole[name] = tensor
-        elif prefix not in expanded:
-            expanded.add(prefix)
-            here, total = lists[prefix]
-            first = f"{prefix}{here[0]}."
-            one = {n[len(first) :]: t for n, t in state.items() if n.startswith(first)}
-            for expert in range(total):
-                whole.update((f"{prefix}{expert}.{rest}", t) for rest, t in one.items())
-    return whole
-
-
-def spreads(layer: Layer) -> bool:
-    """Whether some experts of a layer, or function, are on other ranks than others."""
-    return isinstance(layer, paddle.nn.Layer) and any(_spread_lists(layer))
-
-
 def _spread_lists(layer: Layer) -> Iterator[tuple[str, tuple[list[str], int]]]:
     """Yields the path of each list of experts that are not all here, their names, and how many."""
     for path, inner in layer.named_sublayers(include_self=True):
@@ -116,3 +51,66 @@ def _spread_lists(layer: Layer) -> Iterator[tuple[str, tuple[list[str], int]]]:
             total = getattr(inner, "total", len(inner))
             if here and len(here) < total:
                 yield path, (here, total)
+
+
+class Mixtures(LayerKind):
+    """Layers with experts, which may be spread over ranks."""
+
+    exchanges = True
+
+    def take_built(self, layer: Layer) -> None:
+        """Gives the experts of Paddle's ``MoELayer`` their numbers among those of its group.
+
+        Each rank counts its own from 0; layers of libraries have the numbers already.
+
+        Raises:
+            ConfigError: It shares tokens out along ``mp_group`` in a way that gives other numbers.
+        """
+        for inner in layer.sublayers(include_self=True):
+            if isinstance(inner, MoELayer) and inner.mp_group and inner.mp_group.nranks > 1:
+                _mark_parts(inner)
+            if isinstance(inner, MoELayer) and inner.world_size > 1:
+                experts = inner.experts
+                if not isinstance(experts, ExpertList):
+                    count = len(experts)
+                    first, total = inner.group.rank * count, inner.world_size * count
+                    inner.experts = ExpertList(experts, first, total)
+
+    def whole_state(self, layer: Layer, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See :meth:`LayerKind.whole_state`. All experts of a layer are alike."""
+        lists = {f"{path}.": numbers for path, numbers in _spread_lists(layer)}
+        whole: dict[str, Tensor] = {}
+        expanded: set[str] = set()
+        for name, tensor in state.items():
+            prefix = next((path for path in lists if name.startswith(path)), None)
+            if prefix is None:
+                whole[name] = tensor
+            elif prefix not in expanded:
+                expanded.add(prefix)
+                here, total = lists[prefix]
+                first = f"{prefix}{here[0]}."
+                one = {n[len(first) :]: t for n, t in state.items() if n.startswith(first)}
+                for expert in range(total):
+                    whole.update((f"{prefix}{expert}.{rest}", t) for rest, t in one.items())
+        return whole
+
+    def spreads(self, layer: Layer) -> bool:
+        """Whether some experts of a layer are on other ranks than others."""
+        return any(_spread_lists(layer))
+
+    def fill_gradients(self, parameters: Mapping[str, Tensor]) -> None:
+        """Gives experts to which no token of a batch came a gradient of zeros.
+
+        They have none where a layer does not call them. But a dense mixture's are zeros, by which
+        an optimizer with momentum steps.
+
+        Args:
+            parameters: By lasting name; of those that are no experts' none changes.
+        """
+        for name, parameter in parameters.items():
+            idle = not parameter.stop_gradient and gradient_of(parameter) is None
+            if idle and is_expert(name):
+                set_gradient(parameter, zero_gradient(parameter))
+
+
+MIXTURES = Mixtures()

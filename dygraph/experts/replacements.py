@@ -1,34 +1,34 @@
-"""Paddle's operations for mixtures of experts, under Paddle's names, on machines without a GPU.
+"""What Paddle's mixtures of experts call in the place of Paddle's own functions.
 
-``paddle.incubate.distributed.models.moe.MoELayer`` and its gates call them, and libraries' layers.
+``fleetpipe.fleet.mixtures`` puts it there.
 """
 
 from __future__ import annotations
 
 from fleetpipe.aliases import DType, PaddleGroup, Tensor
-from fleetpipe.dygraph.experts import exchange, operations
+from fleetpipe.dygraph.experts import exchange
 from fleetpipe.dygraph.experts.exchange import members_of
 from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.layer import MoEGather, MoEScatter, replace_in_moe
-from fleetpipe.paddle_api.operations import provide
+from fleetpipe.paddle_api.layer import MoEGather, MoEScatter
 from fleetpipe.paddle_api.topology import group_of_ring
 
 
-def _global_scatter(
+def global_scatter(
     x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
 ) -> Tensor:
+    """Returns the tokens that all members have for this one's experts. Collective."""
     return exchange.scatter(x, local_count, global_count, members_of(group_of_ring(ring_id)))
 
 
-def _global_gather(
+def global_gather(
     x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
 ) -> Tensor:
+    """Returns this member's tokens, as they were before :func:`global_scatter`. Collective."""
     return exchange.gather(x, local_count, global_count, members_of(group_of_ring(ring_id)))
 
 
-def _alltoall(
+def alltoall(
     in_tensor_list: Tensor, group: PaddleGroup = None, use_calc_stream: bool = True
 ) -> Tensor:
     """Returns one tensor of the equal parts that all members have for this one. Collective."""
@@ -36,11 +36,11 @@ def _alltoall(
     return paddle.concat(members.all_to_all(paddle.split(in_tensor_list, members.ranks)))
 
 
-def _no_check() -> None:
+def no_check() -> None:
     """Looks for no NCCL: CPUs have no use for it, and a wheel for CPUs has no version of it."""
 
 
-def _local_gather(
+def local_gather(
     inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True
 ) -> Tensor:
     """Returns ``out_batch_size`` rows, of which each is the sum of those of ``inp`` that go there.
@@ -56,37 +56,22 @@ def _local_gather(
     return rows.astype(inp.dtype)
 
 
-class _Scatter:
-    """Paddle's ``MoEScatter``, whose backward all ranks come by, or none.
+def scatter(tokens: Tensor, places: Tensor, counts: Tensor, *arguments: object) -> Tensor:
+    """Does what Paddle's ``MoEScatter.apply`` does, and has all ranks come by its backward.
 
     Where its tokens need no gradient, a rank whose experts get none has nothing that does: others
     wait for it in the backward of their exchange.
     """
-
-    @staticmethod
-    def apply(tokens: Tensor, places: Tensor, counts: Tensor, *arguments: object) -> Tensor:
-        if tokens.stop_gradient and paddle.is_grad_enabled():
-            tokens = tokens.detach()
-            tokens.stop_gradient = False
-        scattered: Tensor = MoEScatter.apply(tokens, places, counts, *arguments)
-        traffic.note_tokens(places.shape[0], tokens.shape[-1] * tokens.element_size(), counts)
-        return scattered
+    if tokens.stop_gradient and paddle.is_grad_enabled():
+        tokens = tokens.detach()
+        tokens.stop_gradient = False
+    scattered: Tensor = MoEScatter.apply(tokens, places, counts, *arguments)
+    traffic.note_tokens(places.shape[0], tokens.shape[-1] * tokens.element_size(), counts)
+    return scattered
 
 
-class _Gather:
-    """Paddle's ``MoEGather``, at which the experts have computed."""
-
-    @staticmethod
-    def apply(outputs: Tensor, *arguments: object) -> Tensor:
-        traffic.note_outputs()
-        gathered: Tensor = MoEGather.apply(outputs, *arguments)
-        return gathered
-
-
-def install() -> None:
-    """Mends ``MoELayer``, and has Paddle's functions do these operations where there is no GPU."""
-    replace_in_moe(_local_gather=_local_gather, MoEScatter=_Scatter, MoEGather=_Gather)
-    if device_kind() == "cpu":
-        replace_in_moe(_alltoall=_alltoall, check_nccl_version_for_p2p=_no_check)
-        routing = {name: getattr(operations, name) for name in operations.__all__}
-        provide({**routing, "global_scatter": _global_scatter, "global_gather": _global_gather})
+def gather(outputs: Tensor, *arguments: object) -> Tensor:
+    """Does what Paddle's ``MoEGather.apply`` does, at which the experts have computed."""
+    traffic.note_outputs()
+    gathered: Tensor = MoEGather.apply(outputs, *arguments)
+    return gathered

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.dygraph import experts
+from fleetpipe.dygraph import layer_kinds
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
@@ -181,8 +181,8 @@ def _built(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
 
 
 def _numbered(layer: Any) -> Any:
-    if isinstance(layer, paddle.nn.Layer):
-        experts.number_experts(layer)
+    for kind in layer_kinds.kinds_of(layer):
+        kind.take_built(layer)
     return layer
 
 

@@ -18,7 +18,6 @@ from typing import Any
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.config import PipelineConfig
-from fleetpipe.dygraph import experts
 from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.losses import Criterion
@@ -197,7 +196,9 @@ class PipelineLayer(ModelWithParts):
     def _take_up(self, shared: Mapping[int, tied.SharedLayer]) -> None:
         """Makes what is made of the layers themselves."""
         functions = self._registered.functions
-        self._functions = experts.carrying(functions, losses.functions_in(self._loss_fn))
+        carried, loss_fns = losses.carried_in(self._loss_fn), losses.functions_in(self._loss_fn)
+        self._functions = carried.carrying(functions, loss_fns) if carried else dict(functions)
+        self._value_of = carried.value_of if carried else None
         self.runner = StageRunner(
             self._functions, self.partition, self._recompute_interval, self._recompute
         )
@@ -323,6 +324,8 @@ class PipelineLayer(ModelWithParts):
         """Returns what is trained beside the first batches of ``pipeline``, which wraps this."""
         return None
 
+    #: Returns an output without what layers hand on beside it; None where they do not.
+    _value_of: Callable[[Nest], Nest] | None = None
     #: Whether layers are known to draw from Python's or NumPy's own generators.
     draws_python = False
     #: All layers and parameters that were met last.
@@ -476,9 +479,13 @@ class PipelineLayer(ModelWithParts):
         if chunk_id is None:
             for stage in self._owned:
                 input = self.function(stage)(input, None)
-            return experts.value_of(input)
+            return self.value_of(input)
         self._require_chunk(chunk_id)
-        return experts.value_of(self.function(self._owned[chunk_id])(input, None))
+        return self.value_of(self.function(self._owned[chunk_id])(input, None))
+
+    def value_of(self, output: Nest) -> Nest:
+        """Returns an output of a layer without what it hands on for a loss function."""
+        return output if self._value_of is None else self._value_of(output)
 
     def take_loss(self, loss_fn: Any) -> None:
         """Takes another loss than the one given to the constructor, from the next batch on.

@@ -19,7 +19,7 @@ from fleetpipe.dygraph.backward.recompute import RecomputedPiece
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.units import WHOLE, Units
-from fleetpipe.dygraph.experts import is_expert
+from fleetpipe.dygraph.experts.names import is_expert
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.nest import (

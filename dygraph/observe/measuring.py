@@ -225,7 +225,7 @@ class Runs:
         engine, stage = self._engine(schedule, meter.run_of, fast_leaves=False)
         for turn in self._turns():
             one = self._one(turn)
-            batch = Batch(one)
+            batch = Batch(one, value_of=layers.value_of)
             _run(engine, stage, batch)
             for output in batch.outputs.values():
                 meter.take_loss(0, layers.loss_fn(), output, one.labels[0])

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.dygraph import experts, tensor_parallel
+from fleetpipe.dygraph import layer_kinds, tensor_parallel
 from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.job.job import mp_shard
 from fleetpipe.mesh.parts import PartOfWhole, attached_part, parted
@@ -84,7 +84,7 @@ def slots_of(layer: Layer, index: int) -> list[Slot]:
     """Returns the parameters and buffers of layer ``index`` under their lasting names."""
     if not isinstance(layer, paddle.nn.Layer):
         return []
-    state = experts.whole_state(layer)
+    state = layer_kinds.whole_state(layer)
     return [Slot.of(f"{index}.{name}", tensor) for name, tensor in state.items()]
 
 

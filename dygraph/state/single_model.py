@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from fleetpipe.aliases import Nest
-from fleetpipe.dygraph import experts, random_keys, tensor_parallel
+from fleetpipe.dygraph import random_keys, tensor_parallel
+from fleetpipe.dygraph.batch.losses import carried_in
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.whole_state import Place, hidden_buffers
@@ -20,7 +21,9 @@ class SingleModel(ModelWithParts):
 
     def __init__(self, built: Built, loss_fns: Sequence[Any] = ()) -> None:
         super().__init__()
-        self._functions = list(experts.carrying(built.functions, loss_fns).values())
+        carried = carried_in(loss_fns)
+        functions = carried.carrying(built.functions, loss_fns) if carried else built.functions
+        self._functions = list(functions.values())
         built.register(self)
 
     @contextmanager

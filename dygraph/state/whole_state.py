@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph import experts
+from fleetpipe.dygraph import layer_kinds
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.layers import entries as descriptions
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, called_through, is_shared
@@ -125,7 +125,11 @@ class ModelState:
     @property
     def spreads_experts(self) -> bool:
         """Whether some experts of the model are held by other ranks of their stage than others."""
-        return any(map(experts.spreads, self._blueprints))
+        return any(
+            kind.spreads(layer)
+            for layer in self._blueprints
+            for kind in layer_kinds.kinds_of(layer)
+        )
 
     @property
     def adds_up_uses(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fleetpipe.aliases import Nest, Strategy, Tensor
 from fleetpipe.config import PipelineConfig, scale_strategy
-from fleetpipe.dygraph import experts, random_keys, tensor_parallel
+from fleetpipe.dygraph import layer_kinds, random_keys, tensor_parallel
 from fleetpipe.dygraph.backward.own_state import OwnState
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion, Losses, weighted
@@ -114,7 +114,7 @@ class Runtime:
         #: Whether a stage is no other rank's: no gradient or loss is added to another's.
         self._sole = job.degrees.size == job.degrees.pp
         self._own_errors = nullcontext if self._sole else tensor_parallel.own_errors
-        self._has_experts = any(map(experts.is_expert, layers.state.own_parameters()))
+        self._kinds = layer_kinds.kinds_in(layers.state.own_parameters())
         self._rows: dict[str, Any] = {}
         self._arrange(PipelineConfig.from_strategy(strategy))
         job.pipelines.append(weakref.ref(layers))
@@ -444,8 +444,8 @@ class Runtime:
         self.last_shards, self.shards = self.shards, None
         with self.timing("allreduce_gradients"):
             parameters = self.layers.trained_parameters()
-            if self._has_experts:
-                experts.fill_gradients(self.layers.state.own_parameters())
+            for kind in self._kinds:
+                kind.fill_gradients(self.layers.state.own_parameters())
             if not self._sole:
                 of_parts = tensor_parallel.marked(parameters)
                 replicas.reduce_gradients(of_parts, self.job.model_parallel())
@@ -519,7 +519,7 @@ class Runtime:
 
     def _overlapping(self) -> OwnState | None:
         """Returns what lets a fused forward and backward take turns, if they exchange anything."""
-        exchange = self._has_experts or self.job.degrees.sep > 1
+        exchange = any(kind.exchanges for kind in self._kinds) or self.job.degrees.sep > 1
         return OwnState() if self.config.overlap and exchange and not self.job.local else None
 
     def _engine(

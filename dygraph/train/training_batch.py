@@ -233,7 +233,7 @@ def forwarded(
         weights = ragged or [share] * count
         weight_of = runtime.weight_of(functions, batches, weights)
         losses = Losses(functions, weights, weight_of=weight_of)
-    batch = Batch(batches, losses)
+    batch = Batch(batches, losses, value_of=runtime.layers.value_of)
     engine = runtime.evaluation.engine(count)
     with runtime.running(batch, engine, training=False), paddle.no_grad():
         with random_keys.keyed(keys, runtime.job.model_parallel()):

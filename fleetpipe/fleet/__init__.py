@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe import heap, numerics
-from fleetpipe.dygraph import experts
 from fleetpipe.fleet import overlay
+from fleetpipe.fleet.mixtures import mend_mixtures
 from fleetpipe.fleet.static_graph import await_guard
 from fleetpipe.paddle_api import paddle_fleet
 from fleetpipe.paddle_api.topology import choose_backend, hide_own_flags
@@ -21,7 +21,7 @@ numerics.prepare()
 heap.prepare()
 overlay.install()
 await_guard()
-experts.install()
+mend_mixtures()
 
 from fleetpipe.fleet import high_level, meta_parallel  # noqa: E402
 from fleetpipe.fleet.lifecycle import (  # noqa: E402

@@ -119,8 +119,8 @@ def wrapped_layer(layer: Layer) -> Layer | None:
     return layer._layers if list(sublayers_in(layer)) == ["_layers"] else None
 
 
-def replace_in_moe(**functions: Callable[..., Any]) -> None:
-    """Makes Paddle's ``MoELayer`` and its gates call these functions instead of their own."""
+def replace_in_moe(**functions: Any) -> None:
+    """Makes Paddle's ``MoELayer`` and its gates use these functions instead of their own."""
     for module in _paddle_moe:
         for name in functions.keys() & vars(module).keys():
             setattr(module, name, functions[name])

@@ -12,7 +12,6 @@ from fleetpipe.dygraph import (
     PipelineOptimizer,
     PipelineParallel,
     SingleModel,
-    experts,
     random_keys,
     tensor_parallel,
     weighted,
@@ -22,6 +21,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import WHOLE, Units, UnitStates
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import cause_of_backward, dense, drop_gradients
+from fleetpipe.dygraph.layer_kinds import fill_gradients
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
@@ -180,7 +180,7 @@ class Reference:
                 for last in range(number, number - units.count, -1):
                     _backward(states, last, shares[last])
         parameters = {self.names[n]: p for n, p in self.model.named_parameters()}
-        experts.fill_gradients(parameters)
+        fill_gradients(parameters)
         drop_gradients(parameters[name] for name in parameters.keys() & self.uncompared)
         return [list(of_function) for of_function in zip(*shares)]
 

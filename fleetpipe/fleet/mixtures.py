@@ -1,0 +1,56 @@
+"""Paddle's mixtures of experts, which load fleetpipe's when one of them first computes."""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.layer import replace_in_moe
+from fleetpipe.paddle_api.operations import provide
+
+_resolve = functools.cache(pkgutil.resolve_name)
+
+#: Paddle's operations, which machines without a GPU lack.
+_OPERATIONS = {
+    **{
+        name: f"operations:{name}"
+        for name in (
+            *("number_count", "assign_pos", "limit_by_capacity", "prune_gate_by_capacity"),
+            "random_routing",
+        )
+    },
+    "global_scatter": "replacements:global_scatter",
+    "global_gather": "replacements:global_gather",
+}
+
+
+def _late(name: str) -> Callable[..., Any]:
+    """Returns a function that loads another of ``fleetpipe.dygraph.experts`` in its first call."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        return _resolve(f"fleetpipe.dygraph.experts.{name}")(*args, **named)
+
+    return call
+
+
+def mend_mixtures() -> None:
+    """Mends ``MoELayer``, and has Paddle's functions do its operations where there is no GPU.
+
+    ``paddle.incubate.distributed.models.moe.MoELayer`` and its gates call them, and layers of
+    libraries; a script may build one before the pipeline.
+    """
+    replace_in_moe(
+        _local_gather=_late("replacements:local_gather"),
+        MoEScatter=SimpleNamespace(apply=_late("replacements:scatter")),
+        MoEGather=SimpleNamespace(apply=_late("replacements:gather")),
+    )
+    if device_kind() == "cpu":
+        replace_in_moe(
+            _alltoall=_late("replacements:alltoall"),
+            check_nccl_version_for_p2p=_late("replacements:no_check"),
+        )
+        provide({name: _late(place) for name, place in _OPERATIONS.items()})
