@@ -1,8 +1,8 @@
-"""A step on a cluster that is not there: from a description of it and of a model, nothing run.
+"""Estimates a training step on a cluster that one does not have, without running anything.
 
-Begin with ``estimate.py``: a job under a layout. ``cluster`` says what it runs on, ``transformer``
-and ``workload`` what is trained, ``pipeline_time`` asks the simulator of schedules, ``search``
-tries all layouts, ``sensitivity`` says what limits the best.
+Begin with ``estimate.py``: a job under a layout. ``cluster`` describes the machines,
+``transformer`` and ``workload`` the model, ``pipeline_time`` simulates schedules, ``search`` tries
+all layouts, ``sensitivity`` finds what limits the best one.
 """
 
 from __future__ import annotations

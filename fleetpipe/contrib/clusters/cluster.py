@@ -1,4 +1,4 @@
-"""A cluster as a value: its hosts and devices, how fast these compute, and what joins them."""
+"""A cluster as a value: its hosts and devices, their speed, and the links between them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ _SOURCE = Source(
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a job runs on. Immutable.
+    """The hosts and devices that a job runs on. Immutable.
 
     Attributes:
-        hosts: How many.
-        devices: Devices of a host.
+        hosts: Number of hosts.
+        devices: Devices on each host.
         memory: Bytes of a device.
-        memory_bandwidth: Bytes that a device reads and writes in a second, sustained.
-        flops: By dtype, what a product sustains, as a curve; one point is a constant.
-        peak: FLOP/s that a utilisation of 100 % means.
-        inside: A message between devices of a host: latency, and seconds of a byte.
-        between: Likewise between hosts, for each device.
+        memory_bandwidth: Sustained bytes per second that a device reads and writes.
+        flops: Sustained FLOP/s of a product by dtype, as a curve over its size; one point is a
+            constant.
+        peak: FLOP/s that count as a utilisation of 100 %.
+        inside: Link between devices of one host: latency, and seconds for each byte.
+        between: Link between hosts, for each device.
         all_reduce: "ring" or "tree".
         overlapped_transfers: The share of a transfer between stages during which ranks compute.
-        overlapped_gradients: The share of the exchange of gradients during which they do.
+        overlapped_gradients: The share of the exchange of gradients during which ranks compute.
         profiled: FLOP/s of the machine that a profile was measured on.
     """
 
@@ -65,12 +66,12 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """All devices."""
+        """Number of all devices."""
         return self.hosts * self.devices
 
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
-        """Reads a file, .toml or JSON.
+        """Reads a cluster from a .toml or JSON file.
 
         Raises:
             ConfigError: It cannot be read, or a figure is missing, unknown or impossible.
@@ -78,7 +79,7 @@ class Cluster:
         return read(path, _SOURCE, lambda content: content.record(cls, _rate, **_READERS))
 
     def with_flops(self, factor: float) -> Cluster:
-        """Returns this cluster with devices whose products are so many times as fast."""
+        """Returns this cluster with products that run ``factor`` times as fast."""
         flops = {
             dtype: tuple((size, speed * factor) for size, speed in curve)
             for dtype, curve in self.flops.items()
@@ -86,10 +87,10 @@ class Cluster:
         return replace(self, flops=flops)
 
     def product(self, dtype: str, rows: float, columns: float, inner: float) -> float:
-        """Returns the seconds of a product of matrices.
+        """Returns the seconds of a matrix product.
 
         Raises:
-            ConfigError: The cluster does not say how fast it is in that dtype.
+            ConfigError: The cluster has no speed for that dtype.
         """
         curve = self.flops.get(dtype)
         if curve is None:
@@ -102,22 +103,22 @@ class Cluster:
         return 2 * multiplications / _interpolated(curve, multiplications ** (1 / 3))
 
     def traffic(self, size: float) -> float:
-        """Returns the seconds in which a device reads and writes so many bytes."""
+        """Returns the seconds in which a device reads and writes ``size`` bytes."""
         return size / self.memory_bandwidth
 
     def link(self, distance: int) -> Link:
-        """Returns the link between two ranks so far from each other."""
+        """Returns the link between two ranks whose numbers differ by ``distance``."""
         return self.inside if distance < self.devices else self.between
 
     def gather(self, size: float, group: Group, messages: int = 1) -> float:
-        """Returns the seconds in which all get ``size`` bytes that lie on all, or reduce-scatter.
+        """Returns the seconds of an all-gather or a reduce-scatter of ``size`` bytes.
 
         Between hosts, the members of a host share the work: each has its own link.
 
         Args:
-            size: Bytes that each has in the end.
-            group: Who they are.
-            messages: Of how many gathers one after another these are.
+            size: Bytes that each member has at the end.
+            group: The members.
+            messages: Number of successive gathers that these bytes are split into.
         """
         if group[0] == 1 or not size:
             return 0.0
@@ -130,7 +131,7 @@ class Cluster:
         return 2 * self.gather(size, group)
 
     def exchange(self, size: float, group: Group) -> float:
-        """Returns the seconds of an all-to-all in which each sends ``size`` bytes in all."""
+        """Returns the seconds of an all-to-all in which each member sends ``size`` bytes."""
         if group[0] == 1 or not size:
             return 0.0
         members = self._members(group)
@@ -139,7 +140,7 @@ class Cluster:
         return self.between.seconds(size * outside) + self.inside.seconds(size * within)
 
     def _members(self, group: Group) -> int:
-        """Returns how many of a group share a host."""
+        """Returns how many members of a group share a host."""
         return max(1, min(group[0], self.devices // group[1]))
 
     def _bottleneck(self, group: Group) -> Link:
@@ -151,7 +152,7 @@ class Cluster:
 
 
 def _interpolated(curve: Curve, size: float) -> float:
-    """Returns a value between the points of a curve, both in logarithms; the ends stay level."""
+    """Interpolates a curve in logarithms; beyond its ends the value is constant."""
     if size <= curve[0][0]:
         return curve[0][1]
     for (low, first), (high, second) in itertools.pairwise(curve):

@@ -21,7 +21,7 @@ from fleetpipe.schedules import canonical_name
 
 
 def configure_cluster(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--cluster``, and what chooses layouts of it."""
+    """Adds ``--cluster`` and the options that choose layouts of it."""
     add = parser.add_argument_group("a cluster that need not be there").add_argument
     add("--cluster", type=Path, metavar="FILE", help="its description, .toml or JSON")
     add("--batch", type=positive, metavar="N", help="sequences of a step, of all replicas together")
@@ -37,14 +37,14 @@ def configure_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def require_no_cluster(arguments: argparse.Namespace, *, plans: bool = False) -> None:
-    """Checks the arguments where no cluster is given.
+    """Checks the arguments if no cluster is given.
 
     Args:
-        arguments: They.
-        plans: Whether a plan is wanted, which is for a number of ranks.
+        arguments: The arguments.
+        plans: Whether a plan is wanted, which needs a number of ranks.
 
     Raises:
-        ConfigError: What only layouts of a cluster need is given, or a plan names no ranks.
+        ConfigError: An option for layouts of a cluster is given, or a plan has no number of ranks.
     """
     for option in ("batch", "only"):
         if getattr(arguments, option):
@@ -58,10 +58,10 @@ def require_no_cluster(arguments: argparse.Namespace, *, plans: bool = False) ->
 
 
 def estimated(arguments: argparse.Namespace) -> str:
-    """Returns what ``fleetpipe estimate --cluster`` prints; draws where that is wanted.
+    """Returns the output of ``fleetpipe estimate --cluster``; draws a picture if asked for.
 
     Raises:
-        ConfigError: A file is not as it should be, or no layout fits.
+        ConfigError: A file is not valid, or no layout fits.
     """
     job = _job(arguments)
     outcome = search(job, _only(arguments), arguments.top)
@@ -73,10 +73,10 @@ def estimated(arguments: argparse.Namespace) -> str:
 
 
 def profile_of_fastest(arguments: argparse.Namespace) -> Profile:
-    """Returns a pipeline of the fastest layout as a profile, and sets what the plan is for.
+    """Returns the profile of a pipeline of the fastest layout, and sets the plan's sizes from it.
 
     Raises:
-        ConfigError: As :func:`estimated`.
+        ConfigError: The same errors as :func:`estimated`.
     """
     job = _job(arguments)
     best = search(job, _only(arguments), 1).best[0]
@@ -99,14 +99,14 @@ def _job(arguments: argparse.Namespace) -> TrainingJob:
 
 
 def _only(arguments: argparse.Namespace) -> dict[str, tuple[Any, ...]]:
-    """Returns what alone is tried; ``--ranks`` are those of a pipeline."""
+    """Returns the values that options restrict layouts to; ``--ranks`` are those of a pipeline."""
     ranks = arguments.ranks
     named = {} if ranks is None else {"pp": (ranks,) if isinstance(ranks, int) else tuple(ranks)}
     return {**named, **dict(arguments.only)}
 
 
 def _choice(text: str) -> tuple[str, tuple[Any, ...]]:
-    """Reads ``pp=8,16``."""
+    """Reads an option such as ``pp=8,16``."""
     what, _, values = text.partition("=")
     if what not in CHOICES or not values:
         raise argparse.ArgumentTypeError(

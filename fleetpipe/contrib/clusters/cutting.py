@@ -1,4 +1,4 @@
-"""Where a model is cut for an estimate: the slowest stage as fast as it can be."""
+"""Cuts a model for an estimate so that its slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fleetpipe.profiling.cost_model import LayerCost, StageCost, Stages
 
 @lru_cache(maxsize=1024)
 def stages_of(layers: tuple[LayerCost, ...], stages: int) -> tuple[StageCost, ...] | None:
-    """Returns what the stages of the fastest cut cost; None where there are too few layers."""
+    """Returns the costs of the stages of the fastest cut; None if there are too few layers."""
     blocks = layers[1:-1]
     costs = Stages(layers, None)
     if stages == 1:
@@ -31,7 +31,7 @@ def stages_of(layers: tuple[LayerCost, ...], stages: int) -> tuple[StageCost, ..
 
 
 def _even(layers: tuple[LayerCost, ...], stages: int) -> tuple[int, ...]:
-    """Returns the boundaries with equal blocks inside, and what the limit leaves at both ends."""
+    """Returns a cut with equally many blocks in each inner stage, and the rest at both ends."""
     first, block, last = (layers[index].seconds for index in (0, 1, -1))
     blocks, inner = len(layers) - 2, stages - 2
     sizes = range(blocks // stages, blocks // stages + 3)

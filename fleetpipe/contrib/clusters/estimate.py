@@ -1,4 +1,4 @@
-"""What a step costs under a layout: its time, where that goes, and the memory of each rank."""
+"""Estimates a step under a layout: its time, the parts of that time, and each rank's memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _MATRICES = 4
 
 
 class Memory(NamedTuple):
-    """Bytes of a rank.
+    """The bytes that a rank uses.
 
     Attributes:
-        parameters: Of its parameters.
-        gradients: Of their gradients.
-        optimizer: Of what the optimizer keeps.
-        activations: Of what forwards hold until their backward, at most.
-        working: Of what an action takes besides while it runs.
+        parameters: Bytes of its parameters.
+        gradients: Bytes of the gradients.
+        optimizer: Bytes of the optimizer's state.
+        activations: The most bytes that forwards hold until their backward.
+        working: Additional bytes that an action uses while it runs.
     """
 
     parameters: float
@@ -36,24 +36,24 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all parts."""
         return sum(self)
 
 
 class StepEstimate(NamedTuple):
-    """What a step costs under a layout.
+    """The time and memory of a step under a layout.
 
     Attributes:
-        layout: How the job is split.
+        layout: The layout.
         micro_batches: Micro-batches of a replica.
-        seconds: Of a step.
-        utilisation: FLOPs of the model, without recompute, over what all devices could do (MFU);
-            0 where the model's are not known.
-        computing: Seconds that the rank computes that computes most, its exchanges included.
-        bubble: Seconds for which it waits.
+        seconds: Time of a step.
+        utilisation: FLOPs of the model, without recompute, over those that all devices could do
+            (MFU); 0 if the model's are unknown.
+        computing: Seconds that the busiest rank computes, its exchanges included.
+        bubble: Seconds for which the busiest rank waits.
         exchange: Seconds of the exchange of gradients that nothing hides.
         update: Seconds of the optimizer's step.
-        memory: Of each rank of a pipeline.
+        memory: The memory of each rank of a pipeline.
     """
 
     layout: JobLayout
@@ -68,19 +68,19 @@ class StepEstimate(NamedTuple):
 
     @property
     def peak(self) -> float:
-        """Most bytes of any rank."""
+        """The most bytes of any rank."""
         return max(rank.total for rank in self.memory)
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What is trained, on what.
+    """A model to train, the cluster to train it on, and the batch.
 
     Attributes:
-        model: What is trained.
-        cluster: What it runs on.
+        model: The model to train.
+        cluster: The cluster to train it on.
         batch: Sequences of a step, of all replicas together.
-        optimizer_copies: Tensors of a gradient's size that the optimizer keeps.
+        optimizer_copies: Tensors of a gradient's size in the optimizer's state.
     """
 
     model: Workload
@@ -89,9 +89,9 @@ class TrainingJob:
     optimizer_copies: float = 3
 
     def costs(self, layout: JobLayout) -> tuple[LayerCost, ...]:
-        """Returns what each layer costs a rank, the gathers of its parameters in stage 3 included.
+        """Returns each layer's costs on a rank, with the gathers of its parameters in stage 3.
 
-        Equal layers are one value.
+        Equal layers share one object.
         """
         layers = self.model.costs(layout, self.cluster)
         if layout.sharding_stage < 3 or layout.sharding == 1:
@@ -100,14 +100,14 @@ class TrainingJob:
         return tuple(gathered[id(layer)] for layer in layers)
 
     def stages(self, layout: JobLayout) -> tuple[StageCost, ...] | None:
-        """Returns what the stages of a layout cost, with all that keeps a rank busy."""
+        """Returns the costs of a layout's stages, with everything that keeps a rank busy."""
         if not layout.micro_batches(self.batch) or not self.model.fits(layout):
             return None
         stages = stages_of(self.costs(layout), layout.pipeline * layout.chunks)
         return stages and tuple(self._sending(stage, layout) for stage in stages)
 
     def estimate(self, layout: JobLayout) -> StepEstimate | None:
-        """Returns what a step costs under a layout; None where :meth:`memory` returns that."""
+        """Estimates a step under a layout; None if the layout is impossible, see :meth:`memory`."""
         stages, memory, cluster = self.stages(layout), self.memory(layout), self.cluster
         if stages is None or memory is None:
             return None
@@ -126,14 +126,14 @@ class TrainingJob:
         return StepEstimate(layout, micro_batches, seconds, utilisation, *parts, memory)
 
     def _transfer(self, layout: JobLayout, size: float) -> float:
-        """Returns how long what leaves a stage is on its way: each tensor rank sends its part."""
+        """Returns how long values between stages take; each tensor rank sends its part."""
         parts = 1 if layout.sequence_parallel else layout.tensor
         return self.cluster.link(layout.neighbour).seconds(size / parts)
 
     def _gathered(self, layer: LayerCost, layout: JobLayout) -> LayerCost:
-        """Returns a layer whose parameters are gathered for F and for B, and gradients scattered.
+        """Adds to a layer's costs the gathers of its parameters and the scatter of gradients.
 
-        The share of it that may be overlapped is hidden as far as the layer computes so long.
+        The share that may be overlapped is hidden as long as the layer computes.
         """
         once = self.cluster.gather(layer.parameters, layout.shards, _MATRICES)
         hides = self.cluster.overlapped_gradients
@@ -147,7 +147,7 @@ class TrainingJob:
         )
 
     def _sending(self, stage: StageCost, layout: JobLayout) -> StageCost:
-        """Returns a stage that is busy with the part of a transfer that nothing hides."""
+        """Adds to a stage's costs the part of its transfers that nothing hides."""
         shown = 1 - self.cluster.overlapped_transfers
         if layout.pipeline == 1 or not shown:
             return stage
@@ -159,9 +159,9 @@ class TrainingJob:
         )
 
     def _optimizing(self, layout: JobLayout, stages: Sequence[StageCost]) -> tuple[float, float]:
-        """Returns the seconds of the exchange of gradients that nothing hides, and of the update.
+        """Returns the seconds of the visible exchange of gradients, and of the update.
 
-        An update reads and writes all that the optimizer keeps.
+        An update reads and writes all of the optimizer's state.
         """
         cluster, sharding = self.cluster, layout.sharding
         owned = _owned(layout)
@@ -175,9 +175,10 @@ class TrainingJob:
         return (1 - cluster.overlapped_gradients) * seconds, cluster.traffic(traffic / sharding)
 
     def memory(self, layout: JobLayout) -> tuple[Memory, ...] | None:
-        """Returns the bytes of each rank of a pipeline; None where there is no such layout.
+        """Returns the memory of each rank of a pipeline; None if the layout is impossible.
 
-        The model cannot be split so, has too few layers, or the schedule does not take the numbers.
+        That is if the model cannot be split so or has too few layers, or the schedule does not take
+        the numbers.
         """
         micro_batches = layout.micro_batches(self.batch)
         stages = self.stages(layout)
@@ -205,10 +206,10 @@ class TrainingJob:
         return tuple(rows)
 
     def least(self, layout: JobLayout) -> tuple[float, float] | None:
-        """Returns about the least seconds and bytes that a layout may take, in a few steps.
+        """Returns rough lower bounds of a layout's seconds and bytes, quickly.
 
-        None where the model cannot be split so. Stages are as even as layers let them be, and of a
-        bubble there is what 1F1B has.
+        None if the model cannot be split so. It assumes stages as even as possible, and the bubble
+        of 1F1B.
         """
         micro_batches = layout.micro_batches(self.batch)
         if not micro_batches or not self.model.fits(layout):

@@ -1,4 +1,4 @@
-"""A layout: by what degrees a job is split, under which schedule, in how large micro-batches."""
+"""A layout: the degrees by which a job is split, the schedule, and the micro-batch size."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from fleetpipe.contrib.clusters.cluster import Group
 
 
 class JobLayout(NamedTuple):
-    """How a job is split among ranks. The order of axes is Fleet's: tensor innermost, data outside.
+    """The split of a job among ranks. The order of axes is Fleet's: tensor innermost, data outside.
 
     Attributes:
         pipeline: Ranks of a pipeline.
         tensor: Ranks that share each weight.
-        data: Replicas that each keep the optimizer's state whole.
-        sharding: Replicas among which it is split.
+        data: Replicas that each store the whole optimizer state.
+        sharding: Replicas among which the optimizer's state is split.
         context: Ranks that share each sequence.
-        expert: Ranks that share the experts, among those with sequences of their own.
-        schedule: Its name.
-        chunks: Chunks of a rank.
+        expert: Ranks that share the experts, among those with different sequences.
+        schedule: The schedule's name.
+        chunks: Chunks on each rank.
         micro_batch: Sequences of a micro-batch.
         recompute: "none", "selective" or "full".
-        sharding_stage: What is split: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        sharding_stage: 1 splits the optimizer's state, 2 gradients too, 3 parameters too.
         sequence_parallel: Whether norms and residuals are shared by the ranks of ``tensor`` too.
     """
 
@@ -45,31 +45,31 @@ class JobLayout(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """Pipelines that each have data of their own."""
+        """Number of pipelines, each with its own data."""
         return self.data * self.sharding
 
     @property
     def of_layers(self) -> JobLayout:
-        """The same without what a layer's costs do not depend on."""
+        """The layout with default values for all that layers' costs do not depend on."""
         return JobLayout()._replace(**{name: getattr(self, name) for name in _OF_LAYERS})
 
     @property
     def shards(self) -> Group:
-        """Ranks that split the optimizer's state."""
+        """The group of ranks that split the optimizer's state."""
         return (self.sharding, self.tensor * self.context)
 
     @property
     def copies(self) -> Group:
-        """Ranks with the same parameters and the same part of the optimizer's state."""
+        """The group of ranks with the same parameters and the same optimizer shard."""
         return (self.data, self.tensor * self.context * self.sharding * self.pipeline)
 
     @property
     def neighbour(self) -> int:
-        """Ranks from one of a pipeline to the next."""
+        """The distance between the rank numbers of neighbours in a pipeline."""
         return self.tensor * self.context * self.sharding
 
     def micro_batches(self, batch: int) -> int:
-        """Returns the micro-batches of a batch of so many sequences; 0 where it has no whole ones.
+        """Returns the micro-batches of a batch; 0 if the batch cannot be divided so.
 
         Args:
             batch: Sequences that all replicas train on in a step.

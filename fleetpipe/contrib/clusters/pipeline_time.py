@@ -1,7 +1,7 @@
-"""How long a pipeline takes: played by the schedules' own simulator, and carried on where long.
+"""The time of a pipeline from the schedules' own simulator, extrapolated for long batches.
 
-From some micro-batches on, a schedule repeats: every further one takes as long as the last. So a
-batch of very many is two shorter ones, and what lies between them as often as it takes.
+After some micro-batches a schedule repeats: each further one takes as long as the last. So a long
+batch is extrapolated from two shorter ones.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ HeldStages = tuple[dict[int, int], dict[int, int]]
 
 @lru_cache(maxsize=256)
 def built(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
-    """Returns a schedule, kept: layouts of many degrees share it.
+    """Builds a schedule and caches it, as layouts with many degrees share it.
 
     Raises:
-        ConfigError: There is none of these sizes.
+        ConfigError: The schedule does not take these sizes.
     """
     return build(name, ranks=ranks, micro_batches=micro_batches, chunks=chunks)
 
 
 def small(name: str, chunks: int) -> Schedule:
-    """Returns a schedule on two ranks, which shows what it is like on more.
+    """Returns a schedule on two ranks, from which its properties on more ranks are read.
 
     Raises:
-        ConfigError: There is none of so many chunks.
+        ConfigError: The schedule does not take so many chunks.
     """
     return built(name, 2, 4, chunks)
 
@@ -45,15 +45,15 @@ def small(name: str, chunks: int) -> Schedule:
 def pipeline_time(
     name: str, ranks: int, chunks: int, micro_batches: int, stages: Sequence[StageCost], comm: float
 ) -> tuple[float, float]:
-    """Returns what a batch takes, and what the rank computes that computes most.
+    """Returns the time of a batch, and the computing time of the busiest rank.
 
     Args:
-        name: The schedule's.
+        name: The schedule's name.
         ranks: Ranks of the pipeline.
-        chunks: Chunks of each.
+        chunks: Chunks on each rank.
         micro_batches: Micro-batches of a batch.
-        stages: What the stages cost, with the transfers that keep ranks busy.
-        comm: Seconds that a value is on its way besides.
+        stages: The costs of the stages, with the transfers that keep ranks busy.
+        comm: Seconds of latency of a value between stages.
 
     Raises:
         ConfigError: The schedule does not take these numbers.
@@ -71,7 +71,7 @@ def pipeline_time(
 
 
 def _period(ranks: int, micro_batches: int) -> int:
-    """Returns after how many micro-batches a schedule repeats: interleaved ones after p."""
+    """Returns after how many micro-batches a schedule repeats: p for interleaved ones."""
     return max(ranks, 4) if micro_batches >= ranks else micro_batches
 
 
@@ -87,10 +87,10 @@ def _played(
 def most_held(
     name: str, ranks: int, chunks: int, micro_batches: int
 ) -> tuple[HeldStages, ...] | None:
-    """Returns for each rank what it holds when it holds most, with all stages alike.
+    """Returns for each rank the most activations that it holds, with all stages alike.
 
-    What is held does not grow once the pipeline is full: twice its length shows it, unless that
-    is all there is. None where the schedule does not take these numbers.
+    The amount does not grow once the pipeline is full, so that twice its length is simulated at
+    most. None if the schedule does not take these numbers.
     """
     enough = min(micro_batches, 2 * _period(ranks, micro_batches))
     try:

@@ -1,7 +1,7 @@
-"""All layouts of a job, the fastest first. Those that cannot be among the best are not played.
+"""Finds the fastest layouts of a job; layouts that cannot be among them are not simulated.
 
-Each has a bound that its step cannot be below, which takes microseconds. In the order of bounds,
-pipelines are simulated until the next bound is above the slowest of those wanted.
+Each layout has a lower bound, which takes microseconds. In the order of bounds, pipelines are
+simulated until the next bound is above the slowest of the wanted number.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 class FastestLayouts(NamedTuple):
-    """What a search says.
+    """The result of a search.
 
     Attributes:
         best: The fastest layouts that fit, the fastest first.
-        layouts: How many there are.
-        played: How many of them were simulated.
-        lacking: What is faster than the best, and lacks least memory of such, if any.
+        layouts: Number of all layouts.
+        played: Number of simulated layouts.
+        lacking: A layout that is faster than the best but does not fit, by the least memory; or
+            None.
     """
 
     best: tuple[StepEstimate, ...]
@@ -64,9 +65,9 @@ def search(job: TrainingJob, only: Mapping[str, tuple[Any, ...]], top: int = 10)
     """Returns the fastest layouts of a job that fit into memory.
 
     Args:
-        job: What is trained, on what.
-        only: What is tried, in the place of some of :data:`CHOICES`.
-        top: How many are wanted.
+        job: The model and the cluster.
+        only: Values to try instead of those in :data:`CHOICES`.
+        top: The wanted number of layouts.
 
     Raises:
         ConfigError: No layout fits.
@@ -101,7 +102,7 @@ def _refuse(
     bounds: list[tuple[float, float, JobLayout]],
     lacking: list[tuple[float, int, JobLayout]],
 ) -> NoReturn:
-    """Raises the error where no layout fits."""
+    """Raises the error that no layout fits."""
     least = min((kept for _, kept, _ in bounds), default=0.0)
     raise ConfigError(
         "no layout fits into the memory of a device" if bounds else "there is no layout",
@@ -143,7 +144,7 @@ def layouts(job: TrainingJob, only: Mapping[str, tuple[Any, ...]]) -> Iterator[J
 
 
 def _schedules(names: tuple[str, ...], parts: int) -> Iterator[tuple[str, int]]:
-    """Yields schedules and their chunks: F then B, never the better of 1F1B, only if named."""
+    """Yields schedules with their chunks; FThenB, never better than 1F1B, only if named."""
     if parts == 1:
         yield "1F1B", 1
         return
@@ -154,5 +155,5 @@ def _schedules(names: tuple[str, ...], parts: int) -> Iterator[tuple[str, int]]:
 
 
 def _powers(most: int) -> tuple[int, ...]:
-    """Returns 1, 2, 4 and so on, up to a number."""
+    """Returns the powers of two up to a number."""
     return tuple(1 << power for power in range(most.bit_length()))

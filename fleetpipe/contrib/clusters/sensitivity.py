@@ -1,4 +1,4 @@
-"""What limits a step: how much faster it would be if a part of the cluster were better."""
+"""Finds what limits a step: how much faster it would be with a better part of the cluster."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _ENDLESS, _MORE = 1e9, 1.1
 
 
 class ResourceLimit(NamedTuple):
-    """What a resource costs a step.
+    """The time that a resource costs a step.
 
     Attributes:
-        resource: Its name.
-        seconds: By which a step would be shorter if there were no end of it; 0 where that is
-            nothing to ask.
-        gain: The share of more work done in the same time with 10 % more of it; of sequences and
+        resource: The resource's name.
+        seconds: Time that an unlimited amount of it would save in a step; 0 if that has no meaning.
+        gain: The share of additional work in the same time with 10 % more of it; for sequences and
             hosts, with twice as many.
     """
 
@@ -33,7 +32,7 @@ class ResourceLimit(NamedTuple):
 
 
 def limits(job: TrainingJob, best: StepEstimate) -> tuple[ResourceLimit, ...]:
-    """Returns what each resource costs the step of a layout, what costs most first."""
+    """Returns the time that each resource costs the step of a layout, the costliest first."""
 
     def seconds(other: TrainingJob, layout: JobLayout = best.layout) -> float:
         made = other.estimate(layout)

@@ -1,4 +1,4 @@
-"""Estimates as tables, as JSON, and as a picture."""
+"""Shows estimates as tables, as JSON, and as a picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARTS = {
 
 
 def shown(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
-    """Returns tables of the best layouts, of the memory of the best, and of what limits it."""
+    """Writes tables of the best layouts, of the memory of the best, and of its limits."""
     best = outcome.best[0]
     head = (
         *("layout", "schedule", "chunks", "micro-batch", "m", "recompute"),
@@ -94,7 +94,7 @@ def _limit_lines(best: StepEstimate, rows: Sequence[ResourceLimit]) -> Iterator[
 
 
 def as_json(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
-    """Returns all of it as JSON."""
+    """Returns the same facts as JSON."""
     content: dict[str, Any] = {
         "devices": job.cluster.ranks,
         "batch": job.batch,
@@ -113,7 +113,7 @@ def _values(one: StepEstimate) -> dict[str, Any]:
 
 
 def plot(estimates: Sequence[StepEstimate], path: str | Path) -> None:
-    """Draws where the steps of layouts go, and the memory of their fullest rank.
+    """Draws the parts of the step time of layouts, and the memory of their fullest rank.
 
     Args:
         estimates: The layouts, the fastest first.
@@ -138,7 +138,7 @@ def plot(estimates: Sequence[StepEstimate], path: str | Path) -> None:
 
 
 def _stack(area: Any, rows: Sequence[Sequence[float]], unit: float) -> None:
-    """Draws a bar for each row, its parts one after another, the first row on top."""
+    """Draws a bar for each row, from the top, with its parts next to each other."""
     lefts = [0.0] * len(rows)
     for number, part in enumerate(zip(*rows)):
         widths = [value / unit for value in part]

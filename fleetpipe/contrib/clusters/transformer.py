@@ -1,9 +1,9 @@
-"""A transformer in a few figures, and what its layers cost on a cluster, however they are split.
+"""A transformer in a few figures, and the costs of its layers under any layout of a cluster.
 
 Products run at the cluster's FLOP/s, everything else at the bandwidth of a device's memory. Counted
-in passes over a tensor: norms, residuals and dropout 12 over what a block takes, biases and layouts
-4 over queries, keys and values, 2 over what the feed-forward keeps, 3 with a gate; scores of
-attention 6, where they are kept, else 4 over its output. A backward has as many.
+in passes over a tensor: norms, residuals and dropout 12 over a block's input, biases and layouts 4
+over queries, keys and values, 2 over the feed-forward's activations, 3 with a gate; 6 over the
+scores of attention if they are stored, else 4 over its output. A backward has as many.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Transformer:
         kv_heads: Heads of keys and values; None: as many as ``heads``.
         feed_forward: Width of the feed-forward; None: four times ``hidden``.
         gated: Whether the feed-forward has a gate: three matrices, not two.
-        flash: Whether attention keeps no scores, and skips what its causal mask hides.
+        flash: Whether attention stores no scores, and skips the places that its causal mask hides.
         experts: Experts of a block; 0 for none.
         active_experts: Experts that a token passes through.
         dtype: Of products, activations and parameters.
@@ -106,7 +106,7 @@ class Transformer:
 
     @property
     def passed(self) -> int:
-        """Feed-forwards that a token passes through."""
+        """Number of feed-forwards that a token passes through."""
         return max(self.active_experts, 1)
 
     @property
@@ -120,24 +120,24 @@ class Transformer:
         return (3 if self.gated else 2) * self.hidden * self.inner
 
     def fits(self, layout: JobLayout) -> bool:
-        """Whether heads, experts and tokens can be split so, and recompute would save anything."""
+        """Whether heads, experts and tokens can be split so, and recompute would save something."""
         rests = (self.heads % layout.tensor, self.sequence % layout.context)
         nothing = self.flash and layout.recompute == "selective"
         return not any(rests) and not nothing and max(self.experts, 1) % layout.expert == 0
 
     def forward_flops(self) -> float:
-        """Returns the FLOPs of products in the forward of a sequence, the head among them."""
+        """Returns the FLOPs of products in the forward of a sequence, the head included."""
         weights = self.attention_parameters + self.passed * self.expert_parameters
         scores = 4 * self.sequence * self.hidden / (2 if self.flash else 1)
         blocks = self.layers * (2 * weights + scores)
         return self.sequence * (blocks + 2 * self.hidden * self.vocabulary)
 
     def costs(self, layout: JobLayout, cluster: Cluster) -> tuple[LayerCost, ...]:
-        """Returns what each layer costs a rank for one micro-batch: embedding, blocks, head.
+        """Returns each layer's costs on a rank for one micro-batch: embedding, blocks, head.
 
         Args:
-            layout: How the job is split.
-            cluster: What it runs on.
+            layout: The layout of the job.
+            cluster: The cluster that it runs on.
         """
         embedding, block, head = _costs(self, layout.of_layers, cluster)
         return (embedding, *[block] * self.layers, head)
@@ -152,7 +152,7 @@ def _costs(
 
 
 class _Part:
-    """What one rank has of a micro-batch and of each layer. Sizes are in bytes."""
+    """The part of a micro-batch and of each layer that one rank has. Sizes are in bytes."""
 
     def __init__(self, model: Transformer, layout: JobLayout, cluster: Cluster) -> None:
         self.model, self.layout, self.cluster = model, layout, cluster
@@ -167,7 +167,7 @@ class _Part:
         self.inner = self.width * self.tokens * model.passed * model.inner / layout.tensor
 
     def block(self) -> LayerCost:
-        """Returns what a block costs."""
+        """Returns the costs of a block."""
         model, layout = self.model, self.layout
         halves = 3 if model.gated else 2
         passes = 12 * self.shared + 4 * self.query + halves * self.inner
@@ -194,14 +194,14 @@ class _Part:
         )
 
     def embedding(self) -> LayerCost:
-        """Returns what the embedding costs."""
+        """Returns the costs of the embedding."""
         seconds = self.cluster.traffic(4 * self.value)
         parameters = self.model.vocabulary * self.model.hidden
         times = (seconds, 0.0, seconds)
         return self._layer("Embedding", times, parameters, self.shared, output=self.shared)
 
     def head(self) -> LayerCost:
-        """Returns what the head and the loss cost."""
+        """Returns the costs of the head and the loss."""
         model, columns = self.model, self.model.vocabulary / self.layout.tensor
         product = self.cluster.product(model.dtype, self.tokens, columns, model.hidden)
         logits = self.tokens * columns
@@ -266,7 +266,7 @@ class _Part:
         return seconds + self.cluster.traffic(6 * self.width * self.scores)
 
     def _messages(self) -> float:
-        """Returns the seconds that ranks exchange values in a forward, or in a backward."""
+        """Returns the seconds of exchanges between ranks in a forward, or in a backward."""
         layout, cluster = self.layout, self.cluster
         experts = (layout.expert, layout.tensor * layout.context)
         sent = self.value * self.model.active_experts / layout.tensor
@@ -274,7 +274,7 @@ class _Part:
         return tensor + 2 * cluster.exchange(sent, experts) + self._gather()
 
     def _gather(self) -> float:
-        """Returns the seconds in which a rank gets keys and values of whole sequences."""
+        """Returns the seconds in which a rank gathers keys and values of whole sequences."""
         layout = self.layout
         size = (self.query - self.value / layout.tensor) * layout.context
         return self.cluster.gather(size, (layout.context, layout.tensor))

@@ -1,4 +1,4 @@
-"""What is to be trained: a transformer in a few figures, or a profile of measured layers."""
+"""The model to train: a transformer in a few figures, or a profile of measured layers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fleetpipe.profiling.profile import Profile
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A profile, of a list of layers or of a captured model, on devices that are so much faster.
+    """A profile of measured layers, scaled to faster devices.
 
     Times scale with the FLOP/s of a product and with sequences of a micro-batch, bytes of
-    activations with the latter. How a layer would be split among ranks is not known.
+    activations with the latter. No layer can be split among ranks.
 
     Attributes:
-        profile: What was measured.
+        profile: The measured profile.
         rows: Sequences (or samples) of the micro-batch that was measured.
-        dtype: In which its products run on the cluster.
+        dtype: The dtype of its products on the cluster.
     """
 
     profile: Profile
@@ -32,17 +32,17 @@ class MeasuredModel:
     dtype: str = "float32"
 
     def fits(self, layout: JobLayout) -> bool:
-        """Whether no layer is split; layers that say what recompute saves may be recomputed."""
+        """Whether no layer is split; layers whose savings are known may be recomputed."""
         layers = self.profile.layers
         whole = layout.tensor == layout.context == layout.expert == 1
         saves = layout.recompute == "full" and any(layer.saved for layer in layers)
         return whole and (layout.recompute == "none" or saves)
 
     def costs(self, layout: JobLayout, cluster: Cluster) -> tuple[LayerCost, ...]:
-        """Returns the measured layers, scaled; the loss counts as the last of them.
+        """Returns the measured layers, scaled; the loss is the last of them.
 
         Raises:
-            ConfigError: The cluster does not say how fast the profiled machine was.
+            ConfigError: The cluster lacks the speed of the profiled machine.
         """
         if cluster.profiled is None:
             raise ConfigError(
@@ -59,7 +59,7 @@ class MeasuredModel:
         return tuple(_scaled(layer, faster, rows, layout.recompute) for layer in layers)
 
     def forward_flops(self) -> float:
-        """Returns 0: a profile counts no FLOPs."""
+        """Returns 0: a profile has no FLOPs."""
         return 0.0
 
 
@@ -91,10 +91,11 @@ Workload = Transformer | MeasuredModel
 def read_model(path: str | Path) -> Workload:
     """Reads a model: ``{"transformer": {..}}``, as JSON or TOML, or a profile.
 
-    A profile may say beside it of how many ``rows`` a micro-batch was, and the ``dtype`` to run in.
+    The file of a profile may also have the ``rows`` of the measured micro-batch, and the ``dtype``
+    to run in.
 
     Raises:
-        ConfigError: It is neither, or a figure is missing or impossible.
+        ConfigError: It is neither of them, or a figure is missing or impossible.
     """
     return read(path, SOURCE, _model)
 

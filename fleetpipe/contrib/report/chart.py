@@ -1,4 +1,4 @@
-"""Where the lines and the numbers of a chart are; ``templates/chart.html`` draws them."""
+"""Computes the lines and labels of a chart, which ``templates/chart.html`` draws."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ Label = tuple[str, float]
 
 @dataclass(frozen=True)
 class Chart:
-    """Some curves to one scale.
+    """Some curves on one scale.
 
     Attributes:
-        title: What the figures are.
-        unit: Of the figures.
-        curves: Those that are drawn, with as many points as a screen shows.
+        title: The name of the figures.
+        unit: The unit of the figures.
+        curves: The curves to draw, with as many points as a screen shows.
         span: The first and the last step of the axis.
         paths: The class and the shape of each line.
-        marks: Where the run continued after a stop.
-        steps_of_marks: At which steps that was.
+        marks: Positions at which the run continued after a stop.
+        steps_of_marks: Steps at which the run continued.
         rows: Labels of the vertical axis.
         columns: Labels of the horizontal axis.
-        elapsed: Below each of these, how long the first curve's run had lasted; empty where that is
-            not known.
-        gaps: How many figures are NaN or infinite.
+        elapsed: For each column, how long the first curve's run had lasted; empty if unknown.
+        gaps: Number of figures that are NaN or infinite.
     """
 
     title: str
@@ -55,7 +54,7 @@ class Chart:
 
     @property
     def values(self) -> dict[str, object]:
-        """What the page's script draws and shows. JSON has no NaN."""
+        """The data of the page's script. JSON has no NaN."""
         return {
             "span": self.span,
             "marks": self.steps_of_marks,
@@ -74,12 +73,12 @@ class Chart:
 
 
 def chart(title: str, curves: Sequence[Curve], unit: str = "", marks: Sequence[int] = ()) -> Chart:
-    """Lays out some curves.
+    """Lays out some curves on one scale.
 
     Args:
-        title: What the figures are.
+        title: The name of the figures.
         curves: At least one, each with at least one point.
-        unit: Of the figures.
+        unit: The unit of the figures.
         marks: Steps at which the run continued after a stop.
     """
     thin = [curve.thinned() for curve in curves]
@@ -112,7 +111,7 @@ def chart(title: str, curves: Sequence[Curve], unit: str = "", marks: Sequence[i
 
 
 def _time_at(curve: Curve, step: float) -> float:
-    """Returns when a step was done, between the figures around it."""
+    """Returns when a step was done, interpolated between figures."""
     after = bisect_left(curve.xs, step)
     if after == 0 or after == len(curve.xs):
         return curve.times[min(after, len(curve.xs) - 1)]
@@ -122,7 +121,7 @@ def _time_at(curve: Curve, step: float) -> float:
 
 
 def _range(low: float, high: float) -> tuple[float, float]:
-    """Returns the ends of the axis: with a margin, and at zero where that is near."""
+    """Returns the ends of the axis: with a margin, and at zero if that is near."""
     if high - low <= max(abs(low), abs(high), _TINY) * _FLAT:
         margin = abs(low) / 2 if abs(low) > _TINY else 1.0
         return (0.0 if low > 0 else low - margin), high + margin
@@ -166,13 +165,13 @@ class Curve:
     """Figures by step.
 
     Attributes:
-        name: What the legend says.
+        name: The text in the legend.
         xs: Steps, ascending.
-        ys: Figures; those that are no numbers leave gaps.
-        kind: ``"line"``, ``"faint"`` for what another curve is the mean of, or ``"points"`` for a
-            line with a dot at each figure.
-        colour: 0 for what is trained, 1 for what is evaluated; of several curves alike their place.
-        times: Seconds since the run began, for each figure; empty where that is not known.
+        ys: Figures; NaN and infinities leave gaps.
+        kind: ``"line"``, ``"faint"`` if another curve shows the mean of this one, or ``"points"``
+            for a line with a dot at each figure.
+        colour: 0 for training, 1 for evaluation; the position among several curves of one kind.
+        times: Seconds since the run began, for each figure; empty if unknown.
     """
 
     name: str
@@ -189,11 +188,11 @@ class Curve:
 
     @property
     def gaps(self) -> int:
-        """How many figures are no numbers."""
+        """Number of figures that are not finite."""
         return sum(not math.isfinite(y) for y in self.ys)
 
     def thinned(self) -> Curve:
-        """Returns this curve with about as many points at most; each is one of its own."""
+        """Returns this curve with about as many points as a screen shows, all from the curve."""
         if len(self.xs) <= MOST_POINTS:
             return self
         length = math.ceil(2 * len(self.xs) / MOST_POINTS)
@@ -215,7 +214,7 @@ class Curve:
 
 
 def with_mean(curve: Curve) -> list[Curve]:
-    """Returns a curve of many points faintly, and the mean of its last some points over it.
+    """Returns a long curve drawn faintly, and its moving average over it.
 
     A curve of few points stays as it is.
     """
@@ -227,7 +226,7 @@ def with_mean(curve: Curve) -> list[Curve]:
 
 
 def _means(values: Sequence[float], window: int) -> list[float]:
-    """Returns the mean of the last ``window`` values at each place, as far as there are numbers."""
+    """Returns the moving average over ``window`` values, without those that are not finite."""
     means, total, count = [], 0.0, 0
     for place, value in enumerate(values):
         if math.isfinite(value):

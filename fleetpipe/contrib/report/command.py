@@ -34,11 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the page of a run, or of several; of one that still runs or died, what there is.
+    """Writes the page of one or several runs, also of runs that still go on or died.
 
     Raises:
-        ConfigError: A folder holds no run, or is given twice, or a file cannot be read or written,
-            or the page would replace a file of a run.
+        ConfigError: A folder has no run, or is given twice, a file cannot be read or written, or
+            the page would replace a file of a run.
     """
     folders: list[Path] = options.folders
     if len({folder.resolve() for folder in folders}) < len(folders):

@@ -1,4 +1,4 @@
-"""Where the boxes of the ranks' timelines are; ``templates/timelines.html`` draws them."""
+"""Computes the boxes of the ranks' timelines, which ``templates/timelines.html`` draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KINDS = {"F": "F forward", "B": "B backward", "I": "I input gradient", "W": "W 
 
 @dataclass(frozen=True)
 class Shape:
-    """A box, or all boxes of one colour: class, outline, opacity, and what the pointer shows."""
+    """A box, or all boxes of one colour: class, outline, opacity, and the pointer's text."""
 
     kind: str
     outline: str
@@ -33,7 +33,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Number:
-    """A micro-batch written on a box, at shares of the picture's width and height in percent."""
+    """The number of a micro-batch on a box, at a position in percent of width and height."""
 
     kind: str
     text: str
@@ -43,7 +43,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Track:
-    """What was predicted or what was measured: a row of boxes for each rank."""
+    """The predicted or the measured timeline: a row of boxes for each rank."""
 
     title: str
     ranks: int
@@ -53,16 +53,16 @@ class Track:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Timelines below each other, to one scale.
+    """Timelines below each other, on one scale.
 
     Attributes:
-        tracks: The predicted and the measured one, as far as there are any.
-        pixels: Least width.
-        kinds: The kinds of actions drawn, with what the legend says of each.
+        tracks: The predicted and the measured track, if they exist.
+        pixels: The least width in pixels.
+        kinds: The kinds of actions drawn, each with its text in the legend.
         shaded: Whether some boxes are paler, as of a later stage.
         numbered: Whether some boxes have numbers.
         marks: Labels of the axis of time, each with its share of the width in percent.
-        unit: Of the times; empty where they are costs of 1.
+        unit: The unit of the times; empty if they are costs of 1.
     """
 
     tracks: list[Track]
@@ -75,7 +75,7 @@ class Drawing:
 
 
 def drawings(pipeline: Pipeline) -> list[Drawing]:
-    """Lays out the timelines of a pipeline: a drawing for each step that was traced, or one."""
+    """Lays out the timelines of a pipeline: a drawing for each traced step, or a single one."""
     costs = "with the median cost of each action" if pipeline.unit else "if F, I and W took as long"
     predicted = _panel(f"Predicted {costs}", pipeline, pipeline.predicted)
     count = len(pipeline.traced)
@@ -98,7 +98,7 @@ def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
 
     Args:
         panels: One or more, of as many ranks each.
-        most_boxes: Of a timeline with more, those of one colour are one shape.
+        most_boxes: A timeline with more boxes joins those of one colour to one shape.
     """
     bars = [bar for panel in panels for bar in panel.bars]
     end = max((bar.right for bar in bars), default=1.0) or 1.0
@@ -130,7 +130,7 @@ def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
 
 
 def _shapes(panel: Panel, end: float) -> list[Shape]:
-    """Returns a shape for each box; its text is the action and how long it took."""
+    """Returns a shape for each box, with the action and its duration as text."""
     texts = (
         f"{action} on rank {event.rank}: {_duration(event.end - event.start)}"
         for event in panel.events

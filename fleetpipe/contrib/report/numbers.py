@@ -1,4 +1,4 @@
-"""How numbers are written, and where the lines of an axis are."""
+"""Formats numbers, and chooses the ticks of an axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def short(value: float) -> str:
-    """Writes a figure in four significant digits: 1,234  0.1235  1.235e-07."""
+    """Formats a figure with four significant digits: 1,234  0.1235  1.235e-07."""
     if not math.isfinite(value):
         return str(value)
     if value == 0 or 1e-4 <= abs(value) < 1e4:
@@ -21,7 +21,7 @@ def short(value: float) -> str:
 
 
 def aligned(values: Sequence[float]) -> list[str]:
-    """Writes the figures of a column with as many decimals for all, where that shows them."""
+    """Formats the figures of a column with equally many decimals, if that shows them all."""
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
     if not sizes or max(sizes) >= 1e9 or min(sizes) < max(sizes) / 1e4 or max(sizes) < 1e-3:
         return [short(value) for value in values]
@@ -30,13 +30,13 @@ def aligned(values: Sequence[float]) -> list[str]:
 
 
 def percent(value: float) -> str:
-    """Writes a share of 1."""
+    """Formats a share of 1 as a percentage."""
     # Never -0.0%, which a sum of costs may come to.
     return f"{round(value, 3) + 0.0:.1%}"
 
 
 def size(count: float) -> str:
-    """Writes bytes in the unit that suits them."""
+    """Formats bytes in a fitting unit."""
     for unit in _UNITS:
         if count < 1000 or unit == _UNITS[-1]:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -45,7 +45,7 @@ def size(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Writes a length of time."""
+    """Formats a duration in a fitting unit."""
     if 0 < value < 0.1:
         return f"{1000 * value:.3g} ms"
     if value < 10:
@@ -61,7 +61,7 @@ def seconds(value: float) -> str:
 
 
 def clock(value: float) -> str:
-    """Writes a length of time as a clock does: 6.0 s  1:45  2:01:45."""
+    """Formats a duration like a clock: 6.0 s  1:45  2:01:45."""
     if value < 10:
         return f"{value:.1f} s"
     minutes, left = divmod(round(value), 60)
@@ -70,7 +70,7 @@ def clock(value: float) -> str:
 
 
 def moment(value: float) -> str:
-    """Writes a moment in UTC."""
+    """Formats a moment in UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(value))
     except (ValueError, OverflowError, OSError):
@@ -78,7 +78,7 @@ def moment(value: float) -> str:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Returns round numbers from ``low`` to ``high``, both within; at least one."""
+    """Returns round numbers between ``low`` and ``high``; at least one."""
     if not high > low:
         return [low]
     raw = (high - low) / most
@@ -90,7 +90,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Writes the numbers of an axis with as many digits as tell them apart."""
+    """Formats the numbers of an axis with as many digits as distinguish them."""
     most = max(map(abs, values), default=0.0)
     if most and not 1e-3 <= most < 1e6:
         return [f"{value:.3g}" for value in values]

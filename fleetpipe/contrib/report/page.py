@@ -1,4 +1,4 @@
-"""The page of a run: what its template is filled with, from its head to its versions."""
+"""Computes the contents of the page of a run, which a template then shows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SETTINGS = {
 
 @cache
 def templates_of(package: str) -> Environment:
-    """Returns what reads a package's templates, and these: what they are filled with is escaped."""
+    """Returns the loader of a package's templates and of these; values in them are escaped."""
     environment = Environment(
         loader=ChoiceLoader(
             [PackageLoader(name) for name in dict.fromkeys([package, __package__])]
@@ -43,11 +43,11 @@ def templates_of(package: str) -> Environment:
 
 
 def page(run: RunFolder, now: float | None = None) -> str:
-    """Returns the page as the text of an HTML file, which loads nothing.
+    """Returns the page of a run as an HTML text that loads no other file.
 
     Args:
-        run: What :func:`fleetpipe.contrib.report.run.read` returned.
-        now: The moment that the page says it is of, in seconds since 1970; None: this one.
+        run: A result of :func:`fleetpipe.contrib.report.run.read`.
+        now: The date of the page, in seconds since 1970; None: the present time.
     """
     at = time.time() if now is None else now
     status, kind = status_of(run, at)
@@ -77,7 +77,7 @@ def page(run: RunFolder, now: float | None = None) -> str:
 
 
 def status_of(run: RunFolder, now: float) -> tuple[str, str]:
-    """Returns how the run is doing, in words, and whether that is good."""
+    """Returns the state of the run in words, and whether that is good."""
     attempt = run.attempts[-1] if run.attempts else None
     if attempt is not None and attempt.ended is not None:
         return attempt.outcome, "bad" if attempt.failed else "good"
@@ -88,7 +88,7 @@ def status_of(run: RunFolder, now: float) -> tuple[str, str]:
 
 
 def _tiles(run: RunFolder) -> Iterator[tuple[str, str]]:
-    """Yields the figures that are looked for first."""
+    """Yields the most important figures."""
     training = run.section("training")
     if run.last is not None:
         sizes = [training.get("batches_per_epoch"), training.get("epochs")]
@@ -119,7 +119,7 @@ def _figure(row: Row, name: str) -> str:
 
 
 def _schedule(run: RunFolder) -> str:
-    """Returns what the pipeline runs, in a line."""
+    """Describes the schedule in a line."""
     name = run.section("schedule").get("name")
     if run.pipeline is None or not name:
         return ""
@@ -131,7 +131,7 @@ def _schedule(run: RunFolder) -> str:
 
 
 def _settings(run: RunFolder) -> dict[str, list[list[tuple[str, str]]]]:
-    """Returns the lists of settings that there are, by section."""
+    """Returns the lists of settings, by section."""
     return {
         name: [list(tables.settings(run.section(part))) for part in parts if run.section(part)]
         for name, parts in _SETTINGS.items()
@@ -143,7 +143,7 @@ _SECTIONS = ("config", "training", "layout", "environment", "versions")
 
 
 def named(folders: Sequence[Path]) -> list[str]:
-    """Returns a name for each folder: the end of its path that tells it from the others."""
+    """Returns a name for each folder: the shortest end of its path that is unique."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-length:]) for each in parts]
@@ -153,11 +153,11 @@ def named(folders: Sequence[Path]) -> list[str]:
 
 
 def compared(runs: Mapping[str, RunFolder], now: float | None = None) -> str:
-    """Returns the page of some runs as the text of an HTML file, which loads nothing.
+    """Returns a page that compares some runs as an HTML text that loads no other file.
 
     Args:
         runs: Two or more, by their names.
-        now: The moment that the page says it is of, in seconds since 1970; None: this one.
+        now: The date of the page, in seconds since 1970; None: the present time.
     """
     at = time.time() if now is None else now
     text: str = (
@@ -178,7 +178,7 @@ def compared(runs: Mapping[str, RunFolder], now: float | None = None) -> str:
 
 
 def _figures(runs: Mapping[str, RunFolder], now: float) -> list[tables.Column]:
-    """Returns a row for each run: how it ended, and its last figures."""
+    """Returns table columns with a row for each run: how it ended, and its last figures."""
     lasts = [[run.last] if run.last else [] for run in runs.values()]
     lasted = [elapsed_seconds(run, last) for run, last in zip(runs.values(), lasts)]
     columns = [
@@ -196,7 +196,7 @@ def _figures(runs: Mapping[str, RunFolder], now: float) -> list[tables.Column]:
 
 
 def _last(runs: Mapping[str, RunFolder], name: str, phase: str) -> list[str]:
-    """Returns the last figure of each run under a name, in one number of decimals."""
+    """Returns the last value of a figure of each run, with the same number of decimals."""
     last = {}
     for title, run in runs.items():
         rows = run.train if phase == "training" else run.evaluations
@@ -208,7 +208,7 @@ def _last(runs: Mapping[str, RunFolder], name: str, phase: str) -> list[str]:
 
 
 def _differing(runs: Mapping[str, RunFolder]) -> list[tables.Column]:
-    """Returns a row for each setting that is not the same in all runs; nothing if all are."""
+    """Returns table columns with a row for each setting in which the runs differ."""
     by_run = {}
     for title, run in runs.items():
         values = {"schedule": run.section("schedule").get("name")}
@@ -251,12 +251,12 @@ MOST_COLOURS = 8
 
 
 def titled(name: str) -> str:
-    """Returns what the page calls a figure."""
+    """Returns the page's name for a figure."""
     return _TITLES.get(name, name)
 
 
 def metrics(run: RunFolder) -> list[str]:
-    """Returns the names of what the user measures, beside the loss."""
+    """Returns the names of the user's metrics, without the loss."""
     rows = chain(run.train[-1:], run.evaluations[-1:], run.train[:1])
     names = dict.fromkeys(name for row in rows for name in row.figures)
     return [name for name in names if name not in (LOSS, RATE, NORM, *_MACHINE)]
@@ -269,7 +269,7 @@ def learning(runs: Mapping[str, RunFolder]) -> list[Chart]:
 
 
 def machine(runs: Mapping[str, RunFolder]) -> list[Chart]:
-    """Returns the charts of throughput and bubble; of one run also those of each rank."""
+    """Returns the charts of throughput and bubble; for a single run also those of each rank."""
     charts = list(_charts(runs, [*THROUGHPUT, BUBBLE]))
     if len(runs) == 1:
         charts += chain.from_iterable(map(_of_ranks, runs.values()))
@@ -277,7 +277,7 @@ def machine(runs: Mapping[str, RunFolder]) -> list[Chart]:
 
 
 def _began(run: RunFolder) -> float:
-    """Returns when a run began, in seconds since 1970; 0 if that is not known."""
+    """Returns when a run began, in seconds since 1970; 0 if unknown."""
     moments = [*(each.began for each in run.attempts[:1]), *(row.time for row in run.train[:1])]
     return min(filter(_is_moment, moments), default=0.0)
 
@@ -287,7 +287,7 @@ def _is_moment(value: float) -> bool:
 
 
 def _charts(runs: Mapping[str, RunFolder], names: Sequence[str]) -> Iterator[Chart]:
-    """Yields a chart for each figure that there is; of several runs each has its colour."""
+    """Yields a chart for each figure that exists; each of several runs has its colour."""
     several = len(runs) > 1
     for name in names:
         factor = 100.0 if name == BUBBLE else 1.0
@@ -310,14 +310,14 @@ def _charts(runs: Mapping[str, RunFolder], names: Sequence[str]) -> Iterator[Cha
 def _points(
     run: RunFolder, rows: Sequence[Row], name: str, factor: float
 ) -> tuple[list[int], list[float], list[float]]:
-    """Returns the steps, the figures and the elapsed seconds of what rows have under a name."""
+    """Returns the steps, the values and the elapsed seconds of a figure in some rows."""
     chosen = [row for row in rows if name in row.figures]
     ys = [row.figures[name] * factor for row in chosen]
     return [row.step for row in chosen], ys, elapsed_seconds(run, chosen)
 
 
 def elapsed_seconds(run: RunFolder, rows: Sequence[Row]) -> list[float]:
-    """Returns how long the run had lasted at each row; nothing if that is not known."""
+    """Returns how long the run had lasted at each row; an empty list if unknown."""
     begin = _began(run)
     if not begin or not all(_is_moment(row.time) for row in rows):
         return []

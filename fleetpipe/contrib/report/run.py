@@ -1,4 +1,4 @@
-"""Reads the folder of a run, whatever of it is missing, torn or still being written."""
+"""Reads the folder of a run, even if files are missing, torn or still being written."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Row(NamedTuple):
 
     Attributes:
         step: Batches trained by then, in all epochs.
-        epoch: From 0.
+        epoch: Number of the epoch, from 0.
         time: Seconds since 1970; 0 if the line has none.
-        figures: By name; NaN and infinities included.
-        lists: Figures of each rank.
+        figures: Values by name, NaN and infinities included.
+        lists: Lists with a value for each rank, by name.
     """
 
     step: int
@@ -38,17 +38,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What is known of a run.
+    """The contents of a run's folder.
 
     Attributes:
-        name: Of its folder.
-        about: ``run.json``; empty where there is none.
-        train: Rows of batches, by step; of a step that was run twice the later one.
-        evaluations: Likewise, of evaluations.
-        attempts: When it began, and how that ended.
-        pipeline: What was to run and what ran; None where nothing is known of it.
-        slow: When a rank became slow, which, in what, and by which factor.
-        notes: What is missing or damaged, why, and what to do.
+        name: The name of the folder.
+        about: ``run.json``; empty without that file.
+        train: Rows of batches, by step; the later one of a step that was run twice.
+        evaluations: Rows of evaluations, by step.
+        attempts: The starts of the run, and how each ended.
+        pipeline: The predicted and the measured timelines; None if unknown.
+        slow: Times at which a rank became slow, with the rank, the cause and the factor.
+        notes: Texts about missing or damaged files, why, and what to do.
     """
 
     name: str
@@ -67,16 +67,16 @@ class RunFolder:
         return max(rows, key=lambda row: (row.step, row.time), default=None)
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Returns a part of ``run.json``; nothing where there is none of that name."""
+        """Returns a part of ``run.json``; empty if there is none of that name."""
         value = self.about.get(name)
         return value if isinstance(value, dict) else {}
 
 
 def read(folder: Path) -> RunFolder:
-    """Reads a run.
+    """Reads the folder of a run.
 
     Args:
-        folder: That of ``MetricsLogger``, or of a trace.
+        folder: The folder of ``MetricsLogger``, or of a trace.
 
     Raises:
         ConfigError: There is no such folder, or it has none of the files of a run.
@@ -183,7 +183,7 @@ def _row(line: Mapping[str, Any]) -> Row | None:
 
 
 def _figure(value: float) -> float:
-    """Returns a figure; one beyond all that can be drawn is infinite."""
+    """Returns a figure; one that is too large to draw becomes infinite."""
     return float(value) if not abs(value) > _MOST else math.copysign(math.inf, value)
 
 
@@ -194,7 +194,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Returns the objects of a file; says where some line of it is none."""
+    """Returns the objects of a file of JSON lines; notes invalid lines."""
     try:
         values, torn = run_files.read_lines(path)
     except OSError as error:
@@ -220,12 +220,12 @@ class AttemptRecord:
     Attributes:
         began: Seconds since 1970.
         step: Steps that the run had done before.
-        ended: When; None if nothing is recorded of it.
-        last_step: The step in which it failed, or how many were done or saved at its end.
-        outcome: How it ended, in words; empty if nothing is recorded of it.
+        ended: Seconds since 1970; None if not recorded.
+        last_step: The step in which it failed, or the number of steps done or saved at its end.
+        outcome: How it ended, in words; empty if not recorded.
         details: The last output of the rank that failed.
         failed: Whether some rank failed.
-        finished: Whether the training came to its end.
+        finished: Whether the training was completed.
     """
 
     began: float
@@ -239,7 +239,7 @@ class AttemptRecord:
 
 
 def attempts_of(lines: Iterable[Mapping[str, Any]]) -> list[AttemptRecord]:
-    """Returns the attempts that the lines of ``lives.jsonl`` record, in their order.
+    """Returns the attempts recorded in the lines of ``lives.jsonl``, in order.
 
     Several trainings of one process are one attempt.
     """

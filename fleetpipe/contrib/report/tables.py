@@ -1,4 +1,4 @@
-"""The cells of the page's tables: evaluations, ranks, attempts, and what was configured."""
+"""The cells of the page's tables: evaluations, ranks, attempts, and settings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MOST_LEVELS = 8
 
 
 class Column(NamedTuple):
-    """A column.
+    """A column of a table.
 
     Attributes:
         name: Its heading.
-        cells: Their text, or a value that the template has its own markup for; empty: none.
-        number: Whether they are numbers, which are aligned on the right.
+        cells: The texts, or values for which the template has markup; an empty one is left blank.
+        number: Whether the cells are numbers, which are right-aligned.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Column(NamedTuple):
 
 
 def table(columns: Sequence[Column]) -> list[Column]:
-    """Returns the columns that have a cell."""
+    """Returns the columns that have a non-empty cell."""
     return [column for column in columns if any(column.cells)]
 
 
@@ -51,7 +51,7 @@ def evaluations(rows: Sequence[Row]) -> list[Column]:
 
 
 def ranks(run: RunFolder) -> list[Column]:
-    """Returns what each rank of the pipeline has and holds; nothing if none of it is known."""
+    """Returns the stages and memory of each rank of the pipeline; nothing if unknown."""
     stages = _stages(run.about.get("stages"))
     held = run.train[-1].lists.get("held_by_rank", []) if run.train else []
     peaks = run.pipeline.peaks if run.pipeline else ()
@@ -79,7 +79,7 @@ def ranks(run: RunFolder) -> list[Column]:
 
 
 def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
-    """Returns when the run began each time, where, and how it ended."""
+    """Returns when and where each attempt of the run began, and how it ended."""
     lasted = [None if each.ended is None else each.ended - each.began for each in records]
     steps = [each.last_step for each in records]
     return table(
@@ -95,7 +95,7 @@ def attempts(records: Sequence[AttemptRecord]) -> list[Column]:
 
 
 def slow(lines: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Returns when a rank became slow, and in what."""
+    """Returns when a rank became slow, and why."""
     return table(
         [
             Column("step", [_text(line.get("step")) for line in lines]),
@@ -107,7 +107,7 @@ def slow(lines: Sequence[Mapping[str, Any]]) -> list[Column]:
 
 
 def settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yields names and values; those of nested ones with dots between the names."""
+    """Yields names and values of settings; nested names are joined by dots."""
     for name, value in values.items():
         path = f"{above}{name}"
         if isinstance(value, dict) and value and above.count(".") < _MOST_LEVELS:
@@ -133,7 +133,7 @@ def _text(value: object) -> str:
 
 
 def _names(layers: object) -> str:
-    """Writes the layers of a stage, several alike once."""
+    """Writes the layers of a stage, repeated ones once with a count."""
     names = [str(name).lstrip("_") for name in layers] if isinstance(layers, list) else []
     counted = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
     text = ", ".join(each.removeprefix("1 ") for each in counted)
@@ -141,7 +141,7 @@ def _names(layers: object) -> str:
 
 
 def _stages(value: object) -> list[dict[str, Any]]:
-    """Returns the stages of ``run.json``: each rank has one at least."""
+    """Returns the stages of ``run.json``; each rank has at least one."""
     stages = (
         [stage for stage in value if isinstance(stage, dict)] if isinstance(value, list) else []
     )

@@ -1,4 +1,4 @@
-"""What a pipeline was to run and what it ran, from a schedule's text and from a trace."""
+"""The predicted and measured timelines of a pipeline, from a schedule's text and a trace."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _TRACKS = ("predicted", "measured")
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline's timelines.
+    """The timelines of a pipeline.
 
     Attributes:
         placement: Which rank owns which stage.
-        predicted: What the schedule does, simulated with the median costs of the trace; without one
-            with a cost of 1 for each of F, I and W.
-        traced: What ran in each step that was traced; empty without a trace.
+        predicted: The schedule, simulated with the median costs of the trace; without a trace with
+            a cost of 1 for each of F, I and W.
+        traced: The events of each traced step; empty without a trace.
         numbers: The numbers of these steps in the run.
-        unit: Of the times: ``"s"``, or nothing where they are costs of 1.
-        peaks: Most forwards that the schedule has each rank hold; empty where it is not known.
-        caveat: What is to be said of the traced steps.
+        unit: The unit of the times: ``"s"``, or empty if they are costs of 1.
+        peaks: The most forwards that each rank holds under the schedule; empty if unknown.
+        caveat: A warning about the traced steps, or empty.
     """
 
     placement: Placement
@@ -42,20 +42,20 @@ class Pipeline:
 
     @property
     def measured(self) -> list[Event]:
-        """What ran in a traced step, the one of the median bubble; empty without a trace."""
+        """The events of the traced step with the median bubble; empty without a trace."""
         return self.traced[median_step(self.traced)] if self.traced else []
 
 
 def pipeline_of(schedule: Any, trace: Path | None) -> Pipeline | None:
-    """Returns the timelines of a run; None where neither a schedule nor a trace is known.
+    """Returns the timelines of a run; None without a schedule and a trace.
 
     Args:
-        schedule: That of ``run.json``, with its text form under ``"text"``.
+        schedule: The schedule in ``run.json``, with its text form under ``"text"``.
         trace: A ``trace.json`` with both tracks, as a run writes it.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError: The trace is no such file.
-        FleetPipeError: The text is no schedule.
+        OSError, ValueError, KeyError, TypeError: The trace is not such a file.
+        FleetPipeError: The text is not a schedule.
     """
     text = schedule.get("text") if isinstance(schedule, dict) else None
     simulated = Schedule.parse(text).simulate() if isinstance(text, str) else None
@@ -93,7 +93,7 @@ def _read(document: Any, name: str) -> tuple[dict[str, list[Event]], dict[int, i
 
 
 def placement_of(stages: dict[int, int]) -> Placement:
-    """Returns the placement that has the stages where the trace has them."""
+    """Returns the placement that puts the stages on the ranks of the trace."""
     ranks = max(stages.values(), default=0) + 1
     chunks = -(-max(1, len(stages)) // ranks)
     names = ("loop", *(["vee"] if chunks == 2 else []), *(["wave"] if chunks % 2 == 0 else []))
@@ -107,7 +107,7 @@ def placement_of(stages: dict[int, int]) -> Placement:
 
 
 def _steps(events: Sequence[Event]) -> list[list[Event]]:
-    """Returns the steps of a trace, in each of which every action runs once."""
+    """Splits a trace into steps, in each of which every action runs once."""
     runs: defaultdict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start):
         runs[event.rank, event.name].append(event)

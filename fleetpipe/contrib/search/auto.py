@@ -1,14 +1,12 @@
 """``auto``: the best schedule that a greedy search finds under a memory cap.
 
 Orders of F and I are taken from each family's schedule, from a list scheduler, and (one stage on
-each rank) from a number of warm-ups. W is put into each by a handful of policies, and the best of
-all is improved by changing the warm-up of one rank at a time. The families' own schedules take part
-as they are, so the result is never worse than any of them that keeps within the cap: among them
-Hanayo's waves, kFkB with groups as large as latencies ask for, and Seq1F1B where sequences may be
-cut.
+each rank) from a number of warm-ups. A few policies insert W into each, and the best result is
+improved by changing the warm-up of one rank at a time. The families' own schedules compete too, so
+the result is never worse than any of them that keeps within the cap: Hanayo's waves, kFkB with
+groups as large as latencies need, and Seq1F1B if sequences may be cut.
 
-The rules grew from the heuristic in section 3 of Zero Bubble Pipeline Parallelism
-(arXiv:2401.10241); how they are put together is fleetpipe's own.
+The rules extend the heuristic in section 3 of Zero Bubble Pipeline Parallelism (arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _BUDGET = 8_000_000
 
 
 class _Score(NamedTuple):
-    """How good a schedule is, the smaller the better; in shares of the work, against rounding."""
+    """The rank of a schedule, smaller is better; times are rounded to shares of the work."""
 
     span: float
     makespan: float
@@ -53,7 +51,7 @@ class _Score(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A family's own schedule, or the codes of one that was put together here."""
+    """A family's own schedule, or the codes of one that the search composed."""
 
     score: _Score
     problem: Problem
@@ -70,24 +68,25 @@ def auto(
     placed: str | None = None,
     slices: int | None = None,
 ) -> ScheduleRows:
-    """Returns the schedule with the shortest span that is found; among equals, makespan.
+    """Returns the schedule with the shortest span that it finds; among equals, makespan.
 
     Args:
         placement: Ranks and chunks.
         micro_batches: Micro-batches of a batch, m.
-        memory_cap: Most that any rank may hold: forwards of one stage, or bytes where ``costs``
-            gives bytes, in the sense of ``Timeline.peak_activations`` and ``.peak_bytes``. None
-            means no limit.
-        costs: What actions cost, latency included, and what I releases. Default ``Costs()``.
-        placed: "loop", "vee" or "wave", for stages that stand already. Where it is left out, a loop
-            is tried, with two chunks a vee as well, and with 4, 6, .. chunks a wave.
+        memory_cap: Most that any rank may hold: forwards of one stage, or bytes if ``costs`` gives
+            bytes, as ``Timeline.peak_activations`` and ``.peak_bytes`` count them. None means no
+            limit.
+        costs: The costs of actions, latency included, and the share that I releases. Default
+            ``Costs()``.
+        placed: "loop", "vee" or "wave", for stages that exist already. By default a loop is tried,
+            with two chunks also a vee, and with 4, 6, .. chunks a wave.
         slices: Most slices that each sequence may be cut into, with one chunk on a rank. None for
-            as many as ``costs.each_slice`` is of, or none. Of costs without that, each slice
-            takes its share.
+            the number in ``costs.each_slice``, or none. Without ``costs.each_slice`` all slices
+            cost the same.
 
     Raises:
         ConfigError: The cap does not let a single micro-batch pass (the message says what would),
-            or costs that do not fit the number of stages.
+            or the costs do not fit the number of stages.
     """
     costs = _checked(memory_cap, costs)
     costs.check_stages(placement.stages)
@@ -144,14 +143,14 @@ def _checked(memory_cap: object, costs: object) -> Costs:
 
 
 class _Search:
-    """The best schedule so far, and how many actions may still be simulated."""
+    """The best schedule so far, and the number of actions that may still be simulated."""
 
     def __init__(self) -> None:
         self.best: _Candidate | None = None
         self.left = _BUDGET
 
     def run(self, problem: Problem) -> None:
-        """Tries the families, then orders of its own, then changes of the best one."""
+        """Tries the families' schedules, then composed orders, then changes of the best one."""
         # The first of these keeps within every cap, so there is a result whatever comes.
         orders = [listed_order(problem, Preference(*flags)) for flags in _FLAGS]
         for schedule in _families(problem):
@@ -208,7 +207,7 @@ class _Search:
     def _try(
         self, problem: Problem, order: list[list[int]], policy: Policy, warm_up: WarmUp
     ) -> bool:
-        """Puts W into an order and keeps the result if it is best; False where nothing is left."""
+        """Adds W to an order and keeps the result if it is best; False if the budget is used up."""
         if self.left <= 0 or self._at_bound(problem):
             return False
         self.left -= problem.length
@@ -224,7 +223,7 @@ class _Search:
             self.best = candidate
 
     def _climb(self, problem: Problem) -> None:
-        """Changes the warm-up of one rank at a time for as long as that helps."""
+        """Changes the warm-up of one rank at a time, as long as that helps."""
         most = most_forwards(problem)
         before = None
         while self.best is not None and self.best.warm_up and self.best is not before:
@@ -241,7 +240,7 @@ class _Search:
                     self._try(problem, order, Policy(patience, best.policy.tail), warm_up)
 
     def _idle(self, problem: Problem) -> float:
-        """Returns how long a rank may wait without a span beyond the best one so far."""
+        """Returns how long a rank may wait while the span stays below the best one so far."""
         if self.best is None:
             return 0
         return max(0, self.best.score.span * _unit(problem) - max(problem.work))
@@ -255,7 +254,7 @@ class _Search:
 def _policies(problem: Problem, budget: int, orders: int) -> list[tuple[float, int]]:
     """Returns pairs of patience, in shares of the idle time so far, and tail.
 
-    There are fewer where there would be too much to simulate.
+    There are fewer if they would take too long to simulate.
     """
     ranks = problem.placement.ranks
     half = ranks // 2

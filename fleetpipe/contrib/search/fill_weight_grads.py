@@ -1,7 +1,7 @@
-"""Puts the W of a split backward into a given order of F and I: where a rank would wait, or must.
+"""Inserts W into a given order of F and I: when a rank would wait, or must free memory.
 
-Times run to the right; the rank waits for F4, so it runs a W first (v), and another one that makes
-F4 late by a little where the rank has waited enough already (!)::
+Times run to the right; the rank waits for F4, so it runs a W first (v), and another one that delays
+F4 a little if the rank has waited enough already (!)::
 
     before   F3 I2 .......F4          patience 2         F3 I2 W0 W1 .F4
     after    F3 I2 W0 v.. F4          patience 0         F3 I2 W0 W1 W2 F4 !
@@ -17,11 +17,11 @@ from fleetpipe.contrib.search.problem import Problem
 
 
 class Policy(NamedTuple):
-    """When a rank waits though it could compute a W.
+    """Says when a rank waits although it could compute a W.
 
     Args:
-        patience: Time that a rank may wait in all before it rather delays its next action.
-        tail: The last so many F and I of each rank are never delayed by a W.
+        patience: Total time that a rank may wait before it delays its next action instead.
+        tail: Number of the last F and I of each rank that no W may delay.
     """
 
     patience: float = 0
@@ -29,7 +29,7 @@ class Policy(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """An order with its W.
+    """An order of F and I with W inserted.
 
     Args:
         rows: Codes of each rank; see :class:`Problem`.
@@ -45,10 +45,10 @@ class Filled(NamedTuple):
 def fill(
     problem: Problem, order: list[list[int]], policy: Policy, longest: float = math.inf
 ) -> Filled | None:
-    """Puts the W into an order of F and I, each rank's in the order of its I.
+    """Inserts the W into an order of F and I; each rank runs them in the order of its I.
 
-    Every rank decides by what it knows itself, so the result does not depend on the order in which
-    ranks are visited.
+    Every rank uses only its own state, so the result does not depend on the order in which ranks
+    are visited.
 
     Args:
         problem: Costs and memory.
@@ -57,14 +57,14 @@ def fill(
         longest: Give up once a rank's span would be longer than this.
 
     Returns:
-        None where the order deadlocks, passes the memory cap or takes too long.
+        None if the order deadlocks, exceeds the memory cap or takes too long.
     """
     filler = _Filler(problem, order, policy, longest)
     return filler.filled() if filler.run() else None
 
 
 class _Filler:
-    """How far each rank is, what it holds, and how long it has waited."""
+    """The state of each rank: its position, the memory it holds, and the time it has waited."""
 
     def __init__(
         self, problem: Problem, order: list[list[int]], policy: Policy, longest: float
@@ -85,7 +85,7 @@ class _Filler:
         self.rows: list[list[int]] = [[] for _ in ranks]
 
     def run(self) -> bool:
-        """Runs every rank to the end of its order; False where that cannot be."""
+        """Runs every rank to the end of its order; False if that is impossible."""
         ready = list(range(len(self.order)))
         while ready:
             if not self._advance(ready.pop(), ready):
@@ -93,7 +93,7 @@ class _Filler:
         return self.reached == [len(row) for row in self.order]
 
     def _advance(self, rank: int, ready: list[int]) -> bool:
-        """Runs one rank until it lacks something; False where it cannot go on at all."""
+        """Runs one rank until it lacks an input; False if it cannot go on at all."""
         problem, order, row = self.problem, self.order[rank], self.rows[rank]
         width, stages, cap = problem.width, problem.placement.stages, problem.cap
         waits, durations, amounts = problem.waits, problem.durations, problem.amounts
@@ -127,7 +127,7 @@ class _Filler:
         return True
 
     def _make_room(self, rank: int, amount: float) -> bool:
-        """Runs W until a forward fits; False where none is left to run."""
+        """Runs W until a forward fits into memory; False if no W is left."""
         while self.whole[rank] + amount + self.rest * self.halves[rank] > self.problem.cap:
             if not self.pending[rank]:
                 return False
@@ -135,7 +135,7 @@ class _Filler:
         return True
 
     def _wait(self, rank: int, arrival: float, position: int) -> bool:
-        """Runs W in a wait, or lets it pass; False where the rank has waited too long."""
+        """Runs W during a wait, or just waits; False if the rank has waited too long."""
         if not self.rows[rank]:
             self.begins[rank] = self.clocks[rank] = arrival
             return True
@@ -161,7 +161,7 @@ class _Filler:
         self.halves[rank] -= self.problem.amounts[column % self.problem.placement.stages]
 
     def filled(self) -> Filled:
-        """Returns the result, what is pending put at the end of each rank's row."""
+        """Returns the result, with pending W at the end of each rank's row."""
         for rank, pending in enumerate(self.pending):
             while pending:
                 self._weight_grad(rank)

@@ -1,7 +1,8 @@
-"""Finds an order of F and I on any placement by letting each free rank take the best action ready.
+"""Finds an order of F and I on any placement: each free rank takes the best ready action.
 
-A rank may hold what the cap allows, less what the oldest micro-batch that it has begun still needs
-to reach its last stage there. So the oldest can always go on, and nothing ever has to be undone.
+A rank may hold as much as the cap allows, minus the memory that its oldest begun micro-batch still
+needs to reach the rank's last stage. So the oldest can always go on, and no action has to be
+undone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fleetpipe.contrib.search.problem import Problem
 
 
 class Preference(NamedTuple):
-    """What a rank takes where several actions are ready.
+    """Says which action a rank takes if several are ready.
 
     Args:
         alternate: An F after an I and an I after an F; else always the I.
@@ -26,14 +27,14 @@ class Preference(NamedTuple):
 
 
 def listed_order(problem: Problem, preference: Preference) -> list[list[int]]:
-    """Returns an order of F and I that keeps within the cap; for each rank its codes."""
+    """Returns the codes of each rank's F and I in an order that keeps within the cap."""
     lister = _Lister(problem, preference)
     lister.run()
     return lister.rows
 
 
 class _Lister:
-    """The clock of all ranks: what has arrived where, and what each rank holds."""
+    """The clock of all ranks: the values that have arrived, and the memory each rank holds."""
 
     def __init__(self, problem: Problem, preference: Preference) -> None:
         ranks = range(problem.placement.ranks)
@@ -54,14 +55,14 @@ class _Lister:
         self.events: list[tuple[float, int]] = [(0, rank) for rank in ranks]
 
     def run(self) -> None:
-        """Runs events until all is done: a rank has become free, or a value has arrived."""
+        """Handles events until all actions are done: a rank becomes free, or a value arrives."""
         while self.events:
             now, rank = heapq.heappop(self.events)
             if now >= self.clocks[rank]:
                 self._act(rank, now)
 
     def _act(self, rank: int, now: float) -> None:
-        """Lets a free rank begin what it prefers, else a W, else nothing."""
+        """Starts the preferred action of a free rank, else a W, else nothing."""
         column = self._choice(rank, now)
         stages = self.problem.placement.stages
         if column is None:
@@ -77,7 +78,7 @@ class _Lister:
         heapq.heappush(self.events, (end, rank))
 
     def _begin(self, rank: int, column: int, end: float) -> None:
-        """Begins the next F or I of a column, and says when its value arrives, and where."""
+        """Starts the next F or I of a column, and schedules the arrival of its value."""
         problem, stages = self.problem, self.problem.placement.stages
         amount = problem.amounts[column % stages]
         self.rows[rank].append(self.next[column] * problem.width + column)
@@ -98,7 +99,7 @@ class _Lister:
             heapq.heappush(self.events, (arrival, problem.followers[column]))
 
     def _choice(self, rank: int, now: float) -> int | None:
-        """Returns the column of the best action that is ready; None where there is none."""
+        """Returns the column of the best ready action; None if none is ready."""
         stages, owned = self.problem.placement.stages, self.owned[rank]
         input_grads = [s + stages for s in owned if self._arrived(s + stages, now)]
         forwards = [s for s in owned if self._arrived(s, now) and self._fits(rank, s)]
@@ -116,7 +117,7 @@ class _Lister:
         return following < len(arrivals) and arrivals[following] <= now
 
     def _fits(self, rank: int, stage: int) -> bool:
-        """Whether a forward fits besides what the oldest micro-batch will still need."""
+        """Whether a forward fits beside the memory that the oldest micro-batch will still need."""
         amounts, owned = self.problem.amounts, self.owned[rank]
         oldest = self.next[owned[-1]]
         needed = sum(amounts[other] for other in owned if self.next[other] <= oldest)

@@ -1,4 +1,4 @@
-"""What a search is given: the stages, their costs, and how much each rank may hold."""
+"""The input of a search: the stages, their costs, and how much each rank may hold."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fleetpipe.schedules.simulation.timeline import Timeline
 
 @dataclass(frozen=True)
 class Problem:
-    """A placement, m and costs for which an order of actions is wanted.
+    """A placement, m and costs for which the search looks for an order of actions.
 
     Orders are rows of the codes that ``simulation.encoding`` gives F, I and W.
 
     Args:
         placement: Which rank owns which stage.
         micro_batches: Micro-batches of a batch, m.
-        costs: What actions cost, and what they hold.
-        cap: Most that a rank may hold at once, in forwards of one stage, or in bytes where the
-            costs give bytes.
+        costs: The time and memory of actions.
+        cap: Most that a rank may hold at once, in forwards of one stage, or in bytes if the costs
+            give bytes.
     """
 
     placement: Placement
@@ -53,14 +53,14 @@ class Problem:
 
     @cached_property
     def amounts(self) -> list[float]:
-        """What a forward of each stage holds."""
+        """The memory that a forward of each stage holds."""
         if self.costs.bytes is None:
             return [1] * self.placement.stages
         return [self.costs.bytes_of(Action("F", s, 0)) for s in range(self.placement.stages)]
 
     @cached_property
     def waits(self) -> list[tuple[int, float]]:
-        """For each column of F and I the distance to what it waits for, and the latency of that.
+        """For each column of F and I the distance to the action it waits for, and the latency.
 
         Of several dependencies along a chain the last one implies the others. A distance of 0
         means that there is none.
@@ -72,14 +72,14 @@ class Problem:
 
     @cached_property
     def followers(self) -> list[int]:
-        """For each column of F and I the rank that its end may wake; -1 where there is none."""
+        """For each column of F and I the rank that its end may wake; -1 if there is none."""
         stages, rank_of = self.placement.stages, self.placement.rank_of
         forward = [rank_of(stage + 1) for stage in range(stages - 1)]
         return [*forward, -1, -1, *(rank_of(stage - 1) for stage in range(1, stages))]
 
     @cached_property
     def work(self) -> list[float]:
-        """For each rank the time of all that it computes, in one sum for all searches."""
+        """For each rank the total time of its actions; all searches use the same sum."""
         stages, parts = self.placement.stages, range(3)
         return [
             self.micro_batches
@@ -89,7 +89,7 @@ class Problem:
 
     @cached_property
     def bound(self) -> float:
-        """A span that no schedule of split backwards goes below.
+        """A lower bound of the span of any schedule with split backwards.
 
         Between the first F and the last W of rank 0 every other rank must be reached, compute
         all its F and I, and answer. (With several chunks only the work itself is counted.)
@@ -107,7 +107,7 @@ class Problem:
         return least
 
     def check_cap(self) -> None:
-        """Raises ConfigError where the cap does not let a single micro-batch pass."""
+        """Raises ConfigError if the cap does not let a single micro-batch pass."""
         ranks = range(self.placement.ranks)
         needs = [sum(self.amounts[s] for s in self.placement.stages_of(rank)) for rank in ranks]
         if not self.cap >= max(needs):
@@ -122,14 +122,14 @@ class Problem:
             )
 
     def holds(self, timeline: Timeline) -> bool:
-        """Whether no rank of a simulated schedule passes the cap."""
+        """Whether no rank of a simulated schedule exceeds the cap."""
         if timeline.peak_bytes is not None:
             return max(timeline.peak_bytes) <= self.cap
         return max(timeline.peak_activations) / timeline.schedule.slices <= self.cap
 
     @property
     def hidden(self) -> float:
-        """The longest latency, in times of the shortest F and B of a stage."""
+        """The longest latency, divided by the time of the shortest F and B of a stage."""
         stages, costs = range(self.placement.stages), self.costs
         latency = max(costs.comm_of(stage) for stage in stages)
         least = min(costs.of("F", stage) + costs.of("B", stage) for stage in stages)
@@ -146,7 +146,7 @@ class Problem:
         ]
 
     def schedule_of(self, name: str, rows: list[list[int]]) -> ScheduleRows:
-        """Returns the schedule of rows of codes."""
+        """Returns the schedule with these rows of codes."""
         stages = self.placement.stages
         kinds = [(kind, stage) for kind in COLUMNS for stage in range(stages)]
         actions = tuple(

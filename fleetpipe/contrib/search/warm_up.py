@@ -28,7 +28,7 @@ def warm_up_order(problem: Problem, warm_up: WarmUp) -> list[list[int]]:
 
 
 def most_forwards(problem: Problem) -> list[int]:
-    """Returns for each rank how many forwards it may hold, at most m."""
+    """Returns for each rank the number of forwards that it may hold, at most m."""
     return [
         int(min(problem.micro_batches, problem.cap / amount if amount else problem.micro_batches))
         for amount in problem.amounts
@@ -36,17 +36,17 @@ def most_forwards(problem: Problem) -> list[int]:
 
 
 def allowed(warm_up: WarmUp, most: list[int]) -> bool:
-    """Whether each rank warms up, within memory, and no longer than the rank that feeds it."""
+    """Whether each rank warms up within its memory, and no longer than the rank that feeds it."""
     return all(1 <= first <= limit for first, limit in zip(warm_up, most)) and all(
         earlier >= later for earlier, later in itertools.pairwise(warm_up)
     )
 
 
 def warm_ups(problem: Problem) -> list[WarmUp]:
-    """Returns warm-ups to begin with, each once.
+    """Returns the first warm-ups to try, each once.
 
-    Those that fill the time until the first I comes back, with more or less slack, with or
-    without a last forward that makes it late; and those of 1F1B, ZBH1 and ZBH2.
+    They fill the time until the first I comes back, with more or less slack, with or without a last
+    forward that delays it; others are those of 1F1B, ZBH1 and ZBH2.
     """
     ranks, most = problem.placement.ranks, most_forwards(problem)
     candidates = [_timed(problem, most, slack, late) for slack in _SLACKS for late in (False, True)]
@@ -58,10 +58,10 @@ def _timed(problem: Problem, most: list[int], slack: float, late: bool) -> WarmU
     """Returns the warm-up that fills the time until the first I comes back.
 
     Args:
-        problem: Costs.
+        problem: The costs.
         most: For each rank how many forwards it may hold.
         slack: Time to fill beyond that, in times of a forward.
-        late: Let the last forward make the first I late, rather than leave a gap before it.
+        late: Whether the last forward may delay the first I, rather than leave a gap before it.
     """
     stages, comm_of = problem.placement.stages, problem.costs.comm_of
     forwards, input_grads = problem.durations[:stages], problem.durations[stages : 2 * stages]
@@ -80,7 +80,7 @@ def _timed(problem: Problem, most: list[int], slack: float, late: bool) -> WarmU
 
 
 def _fitted(warm_up: WarmUp, most: list[int]) -> WarmUp:
-    """Returns the warm-up cut down to what is allowed."""
+    """Reduces a warm-up to the allowed one."""
     fitted: list[int] = []
     for first, limit in zip(warm_up, most):
         fitted.append(min(first, limit, *fitted[-1:]))

@@ -1,9 +1,9 @@
-"""Why a run was slow: replays a trace, and says how fast its steps were if nothing straggled.
+"""Finds out why a run was slow: replays its trace and computes the time without stragglers.
 
-Begin with ``operations.py``, what a trace holds; ``replay.py`` says when each operation ends, given
-times; ``slowdown.py`` asks for that with some operations made ideal, or under another schedule, and
-finds out what straggled; ``command.py`` draws it. The definitions are those of the what-if analysis
-of arXiv:2505.05713. Imports no Paddle.
+Begin with ``operations.py``, which reads a trace; ``replay.py`` computes when each operation ends,
+given durations; ``slowdown.py`` replays it with ideal durations, or under another schedule, and
+finds the stragglers; ``command.py`` draws the result. The definitions are those of the what-if
+analysis of arXiv:2505.05713. Imports no Paddle.
 """
 
 from __future__ import annotations

@@ -60,10 +60,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Says how much faster a run would be without stragglers, and which these are.
+    """Prints how much faster a run would be without stragglers, and names them.
 
     Raises:
-        ConfigError: The trace cannot be read, or its order cannot have been.
+        ConfigError: The trace cannot be read, or its order is impossible.
     """
     path = options.trace / "trace.json" if options.trace.is_dir() else options.trace
     with using("TRACE", path, "a trace"):
@@ -138,14 +138,14 @@ _HOTTEST = 2.0
 
 
 class HeatRow(NamedTuple):
-    """A rank of the heat map, with what its computations take in each column, over the mean."""
+    """A rank of the heat map, with the relative times of its computations in each column."""
 
     name: str
     factors: list[float]
 
 
 def page(steps: Sequence[ReplayedStep], slowdown: Slowdown, sentence: str) -> str:
-    """Returns the page as the text of an HTML file that loads nothing."""
+    """Returns the page as an HTML text that loads no other file."""
     lost = [replayed - ideal for _, replayed, ideal in slowdown.step_times]
     slowest = int(np.argmax(lost))
     columns = _columns(len(steps))
@@ -171,7 +171,7 @@ def page(steps: Sequence[ReplayedStep], slowdown: Slowdown, sentence: str) -> st
 
 
 def _timelines(steps: Sequence[ReplayedStep], slowdown: Slowdown, number: int) -> Drawing:
-    """Returns a step as it ran and as it were with ideal times, of the replica that loses most."""
+    """Draws a step as it ran and with ideal durations, for the replica that loses most."""
     step, ideal = steps[number], ideal_times(steps)
     replica = max(slowdown.ranks, key=lambda rank: slowdown.ranks[rank])[0]
     durations = np.array([ideal[one.kind] for one in step.operations])
@@ -201,7 +201,7 @@ def _event(one: TracedOperation, start: float, end: float) -> Event:
 
 
 def _columns(steps: int) -> list[range]:
-    """Returns the steps that each column stands for."""
+    """Returns the range of steps in each column."""
     width = -(-steps // _MOST_COLUMNS)
     return [range(first, min(first + width, steps)) for first in range(0, steps, width)]
 

@@ -1,4 +1,4 @@
-"""The operations of a trace: what ran when on which rank, of fleetpipe's traces and of tables."""
+"""Reads the operations of fleetpipe's traces and of tables: what ran when on which rank."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ _ENGINE_SECONDS = 1e-3
 
 
 class TracedOperation(NamedTuple):
-    """One thing that a rank did.
+    """One operation of a rank.
 
     Attributes:
         step: The step that it belongs to.
-        replica: The replica of the rank, 0 where there is one.
-        stage: The rank's place in its pipeline.
-        part: Which model part, numbered along the model: stage c * p + s of a loop.
+        replica: The replica of the rank, 0 if there is only one.
+        stage: The rank's number in its pipeline.
+        part: The model part, numbered along the model: stage c * p + s of a loop.
         kind: F, B, I, W, one of ``COMMUNICATIONS``, "optimizer", or any other computation.
         micro_batch: The micro-batch, or a slice of one.
         start: When it began, in seconds.
-        duration: Seconds until its end, waiting included.
+        duration: Seconds until its end, waits included.
     """
 
     step: int
@@ -89,7 +89,7 @@ def read_columns(path: str | Path) -> list[TracedOperation]:
     Other columns are ignored; an unknown kind is a computation.
 
     Raises:
-        ConfigError: A column is missing, or a row has no number where one belongs.
+        ConfigError: A column is missing, or a value is not a number.
         PackageNotFound: Parquet needs pyarrow.
         OSError: The file cannot be read.
     """
@@ -105,7 +105,7 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
     """Reads the ``trace.json`` that a traced run writes: its measured steps.
 
     Raises:
-        ConfigError: It is no trace of fleetpipe's.
+        ConfigError: It is not a trace of fleetpipe.
         OSError: The file cannot be read.
     """
     try:
@@ -133,7 +133,7 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
 
 
 def _traced(event: Event) -> Iterator[TracedOperation]:
-    """Yields what an event of a trace is, in step 0."""
+    """Yields the operation of an event of a trace, with step 0."""
     rank, times, op = event.rank, (event.start, event.end - event.start), event.op
     if isinstance(op, (Send, Recv)):
         name = str(op)
@@ -150,7 +150,7 @@ def _traced(event: Event) -> Iterator[TracedOperation]:
 
 
 def _counted(operations: list[TracedOperation]) -> list[TracedOperation]:
-    """Numbers slices of micro-batches by how many the trace has: a name says only which one."""
+    """Numbers slices of micro-batches by the number that the trace has of them."""
     places = [
         divmod(int(one.micro_batch), one.micro_batch.slices)
         if isinstance(one.micro_batch, SliceNumber)
@@ -165,10 +165,10 @@ def _counted(operations: list[TracedOperation]) -> list[TracedOperation]:
 
 
 def _stepped(operations: list[TracedOperation]) -> list[TracedOperation]:
-    """Numbers the steps: one begins where a rank computes again what it has computed.
+    """Numbers the steps: a new one begins when a rank repeats a computation.
 
-    What the engine does before an operation counts as a part of it: a rank has one thread, and
-    waits in a receive.
+    The time before an operation counts as a part of it: a rank has one thread, and waits in a
+    receive.
     """
     numbers: dict[tuple[object, ...], int] = {}
     ends: dict[tuple[int, tuple[int, int]], float] = {}

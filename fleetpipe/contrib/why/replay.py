@@ -1,14 +1,14 @@
-"""When each operation of a step ends, given what each takes: the dependencies of a trace, replayed.
+"""Computes when each operation of a step ends, from durations and the trace's dependencies.
 
-An operation begins when the one before it on its stream has ended, and what it needs has arrived:
-computations of a rank are one stream, in the order of the trace, and so is each kind of transfer.
-A computation waits for its receive, a send for its computation, a collective for the computations
+An operation begins when the one before it on its stream has ended, and its inputs have arrived:
+computations of a rank are one stream, in the order of the trace, and so is each kind of transfer. A
+computation waits for its receive, a send for its computation, a collective for the computations
 whose gradients it reduces, and the optimizer for the collectives. A send and its receive, and the
 replicas of a collective, begin together and then take their transfer time. A trace without
 transfers is replayed as if these took no time. Launch delays count as nothing.
 
-fleetpipe's own ranks have one thread: all that a rank does is one stream, and a send does not wait
-for its receive.
+fleetpipe's own ranks have one thread: all operations of a rank are one stream, and a send does not
+wait for its receive.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ Durations = np.ndarray
 
 
 class ReplayedStep:
-    """The operations of one step, and what each waits for.
+    """The operations of one step, and the operations that each waits for.
 
     Attributes:
-        operations: They, in the order of the trace.
-        transfer_times: [operations]; seconds of each beside waiting: of a communication from when
-            the last of its group began to its own end.
+        operations: The operations, in the order of the trace.
+        transfer_times: [operations]; seconds of each without waits: a communication counts from the
+            begin of the last of its group to its own end.
     """
 
     def __init__(self, operations: Iterable[TracedOperation], one_thread: bool = False) -> None:
-        """Finds out what waits for what.
+        """Finds the dependencies of the operations.
 
         Args:
-            operations: Of one step.
-            one_thread: Whether all that a rank does is one stream, as in fleetpipe's traces.
+            operations: The operations of one step.
+            one_thread: Whether all operations of a rank are one stream, as in fleetpipe's traces.
 
         Raises:
-            ConfigError: The order of the trace cannot have been: operations wait in a circle.
+            ConfigError: The order of the trace is impossible: operations wait in a circle.
         """
         self.operations = sorted(operations, key=lambda one: one.start)
         groups = _groups(self.operations)
@@ -85,7 +85,7 @@ class ReplayedStep:
         """Returns when each operation ends, in seconds from the begin of the step.
 
         Args:
-            durations: [operations, cases], as is what it returns.
+            durations: [operations, cases], as in the result.
         """
         ends = np.zeros_like(durations)
         for index in self._order:
@@ -106,7 +106,7 @@ def steps_of(operations: Iterable[TracedOperation], one_thread: bool = False) ->
 
 
 def _groups(operations: Sequence[TracedOperation]) -> list[list[int]]:
-    """Returns what ends together: a send with its receive, and a collective of all replicas."""
+    """Returns the operations that end together: a send and its receive, a whole collective."""
     members: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     repeats: defaultdict[tuple[object, ...], int] = defaultdict(int)
     for index, one in enumerate(operations):
@@ -132,7 +132,7 @@ def _stream(one: TracedOperation, one_thread: bool) -> tuple[object, ...]:
 
 
 def _needs(operations: Sequence[TracedOperation], one_thread: bool) -> list[list[int]]:
-    """Returns for each operation those that it waits for, without what its group waits for."""
+    """Returns for each operation those that it waits for, without those of its group."""
     last: dict[tuple[object, ...], int] = {}
     needs: list[list[int]] = []
     places = _places(operations)
@@ -150,7 +150,7 @@ def _needs(operations: Sequence[TracedOperation], one_thread: bool) -> list[list
 
 
 def _places(operations: Sequence[TracedOperation]) -> Mapping[tuple[object, ...], int]:
-    """Returns where each computation and transfer is; those of a fused one under each name."""
+    """Returns the index of each computation and transfer; a fused one has several names."""
     return {
         (kind, one.replica, one.part, one.micro_batch): index
         for index, one in enumerate(operations)
@@ -161,7 +161,7 @@ def _places(operations: Sequence[TracedOperation]) -> Mapping[tuple[object, ...]
 def _inputs(
     one: TracedOperation, places: Mapping[tuple[object, ...], int], parts: int
 ) -> list[int]:
-    """Returns the operations whose values a computation or a send takes."""
+    """Returns the operations whose values a computation or a send needs."""
 
     def place(kind: str, part: int) -> int | None:
         return places.get((kind, one.replica, part, one.micro_batch))
@@ -202,7 +202,7 @@ def _before_collective(
 
 
 def _wait_for_collectives(operations: Sequence[TracedOperation], needs: list[list[int]]) -> None:
-    """Has forwards wait for their parameters, and the optimizer for the gradients."""
+    """Makes forwards wait for their parameters, and the optimizer for the gradients."""
     gathered: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     reduced: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     stepped: dict[tuple[int, int], int] = {}

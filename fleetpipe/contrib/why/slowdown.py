@@ -1,13 +1,13 @@
-"""How much of a run's time is lost to stragglers, and to which.
+"""Computes how much time a run loses to stragglers, and to which.
 
 The ideal step: every computation takes the mean of its kind over replicas, stages and steps, every
-communication the median of its transfer time (arXiv:2505.05713). What some operations cost is what
-the replay gains where they alone are ideal.
+communication the median of its transfer time (arXiv:2505.05713). The cost of some operations is the
+time that a replay gains if only they are ideal.
 
-What straggled is a rank, a stage, a replica, a link or a micro-batch: an operation is measured by
-the median of its kind. A stage is slow where all its replicas are, a replica where all its stages
-are, a micro-batch where all ranks take long over it; a rank is slow by what its stage and its
-replica do not explain.
+A straggler is a rank, a stage, a replica, a link or a micro-batch: an operation is compared with
+the median of its kind. A stage is slow if all its replicas are, a replica if all its stages are, a
+micro-batch if all ranks take long for it; a rank is slow if its stage and its replica do not
+explain its times.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Member = Callable[[TracedOperation], bool]
 
 
 class Cause(NamedTuple):
-    """Something that straggled.
+    """A straggler.
 
     Attributes:
         kind: "rank", "stage", "replica", "link" or "micro-batch".
-        name: Which, for a reader.
-        factor: How many times as long it takes as its peers do.
-        share: The share of the lost time that goes where it is ideal; it may pass 1.
+        name: Its name, for people.
+        factor: Its time over that of its peers.
+        share: The share of the lost time that is gained if it is ideal; it may exceed 1.
     """
 
     kind: str
@@ -100,7 +100,7 @@ def _medians(
 
 
 def _common(ratios: Mapping[Place, float], key: Callable[[Place], Key]) -> dict[Key, float]:
-    """Returns the median of each group's ratios where all of them agree that it is slow."""
+    """Returns the median of each group's ratios, for groups that are slow throughout."""
     grouped: defaultdict[Key, list[float]] = defaultdict(list)
     for place, ratio in ratios.items():
         grouped[key(place)].append(ratio)
@@ -112,7 +112,7 @@ def _common(ratios: Mapping[Place, float], key: Callable[[Place], Key]) -> dict[
 
 
 def _link(one: TracedOperation) -> tuple[int, ...]:
-    """Returns the replica of a transfer and the two stages between which it went, in order."""
+    """Returns the replica of a transfer and the two stages that it connects, in order."""
     down = one.kind in ("forward-send", "backward-recv")
     peer = one.stage + (1 if down else -1)
     return (one.replica, *sorted((one.stage, peer)))
@@ -121,7 +121,7 @@ def _link(one: TracedOperation) -> tuple[int, ...]:
 def _worst(
     kind: str, factors: Mapping[Any, float], key: Callable[[TracedOperation], object], name: str
 ) -> list[tuple[Cause, Member]]:
-    """Returns the slowest of a kind, if it is slow at all and others are not."""
+    """Returns the slowest member of a kind, if it is slow and others are not."""
     if len(factors) < 2:
         return []
     worst = max(factors, key=lambda place: factors[place])
@@ -143,15 +143,15 @@ SLOWEST = 0.03
 
 
 class Slowdown(NamedTuple):
-    """What a replay says of a trace.
+    """The result of replaying a trace.
 
     Attributes:
         slowdown: Mean step as replayed over the mean ideal step, S.
-        last_stage: Share of the lost time that is the last stage's, M_S.
-        slowest_ranks: Share of the three slowest of a hundred ranks, at least one, M_W.
-        step_times: Seconds of each step: as the trace has it, replayed, ideal.
-        ranks: By (replica, stage) the score of each rank.
-        links: Share of all communications.
+        last_stage: Share of the lost time due to the last stage, M_S.
+        slowest_ranks: Share due to the slowest 3 % of the ranks, at least one, M_W.
+        step_times: Seconds of each step: in the trace, replayed, ideal.
+        ranks: The score of each rank by (replica, stage).
+        links: Share due to all communications.
         causes: The likeliest one of each kind, the greatest factor first; none within noise.
     """
 
@@ -164,7 +164,7 @@ class Slowdown(NamedTuple):
     causes: tuple[Cause, ...]
 
     def as_json(self) -> dict[str, object]:
-        """Returns it as plain values: ``S, M_S, M_W, steps, ranks, causes``."""
+        """Returns the result as plain values: ``S, M_S, M_W, steps, ranks, causes``."""
         return {
             "S": self.slowdown,
             "M_S": self.last_stage,
@@ -183,7 +183,7 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
     """Replays a trace, and again with each replica, stage and suspect made ideal.
 
     Args:
-        steps: What :func:`~fleetpipe.contrib.why.replay.steps_of` makes of a trace.
+        steps: The result of :func:`~fleetpipe.contrib.why.replay.steps_of`.
     """
     everything = [one for step in steps for one in step.operations]
     ideal = ideal_times(steps)
@@ -236,7 +236,7 @@ def _of(field: str, value: int) -> Member:
 
 
 def ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
-    """Returns the mean seconds of each computation's kind, the median of each communication's."""
+    """Returns the mean time of each kind of computation, the median of each communication's."""
     by_kind: defaultdict[str, list[float]] = defaultdict(list)
     for step in steps:
         for one, seconds in zip(step.operations, step.transfer_times):
@@ -250,7 +250,7 @@ def ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
 def _times(
     steps: Sequence[ReplayedStep], ideal: Mapping[str, float], members: Sequence[Member]
 ) -> np.ndarray:
-    """Returns [steps, cases]: the time of each step where the operations of a case are ideal."""
+    """Returns [steps, cases]: the time of each step if the operations of a case are ideal."""
     rows = []
     for step in steps:
         chosen = np.array([[member(one) for member in members] for one in step.operations])
@@ -264,12 +264,12 @@ NAMES = ("FThenB", "1F1B", "ZBH1", "ZBH2")
 
 
 class Alternative(NamedTuple):
-    """A step as another schedule would have it.
+    """A step under another schedule.
 
     Attributes:
-        name: The schedule.
-        seconds: Of a step, with the measured costs of each stage.
-        even: Of a step, if all stages cost the same.
+        name: The schedule's name.
+        seconds: Time of a step, with the measured costs of each stage.
+        even: Time of a step, if all stages cost the same.
     """
 
     name: str
@@ -281,8 +281,8 @@ def alternatives(steps: Sequence[ReplayedStep]) -> list[Alternative]:
     """Simulates schedules on the mean costs of a trace's stages, the fastest first.
 
     Returns:
-        Nothing for a trace of several model parts on a rank, of fused actions, of slices, or
-        where a rank computed nothing.
+        An empty list for a trace with several model parts on a rank, fused actions, slices, or a
+        rank that computed nothing.
     """
     times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     moved: list[float] = []
