@@ -256,7 +256,7 @@ class _Part:
         return seconds + local * product(rows, model.hidden, model.inner / tensor)
 
     def _attention(self, times: int) -> float:
-        """Returns the seconds of scores and of the values that they weigh; twice in backward."""
+        """Returns the seconds of attention without its weights; ``times`` is 2 in backward."""
         model, layout = self.model, self.layout
         rows, each = model.sequence / layout.context, model.hidden / model.heads
         count = 2 * times * layout.micro_batch * model.heads / layout.tensor

@@ -1,4 +1,4 @@
-"""What ``fleetpipe doctor --ray`` says of a cluster: of each node what it says of a host."""
+"""``fleetpipe doctor --ray``: checks each node of a cluster as it checks a host."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fleetpipe.errors import FleetPipeError
 
 
 def findings(address: str, ranks: int, folder: Path) -> list[Finding]:
-    """Looks at every node, at what it lacks, and at its clock.
+    """Checks every node: its packages, resources, folder and clock.
 
     Args:
-        address: The cluster's, as ``fleetpipe launch --ray`` takes it.
-        ranks: How many are to be on each node.
-        folder: That of the checkpoints, on each node.
+        address: The address of the cluster, as for ``fleetpipe launch --ray``.
+        ranks: The number of ranks for each node.
+        folder: The folder of the checkpoints on each node.
     """
     try:
         with cluster.connected(None if address == "local" else address, {"CPU": ranks}):

@@ -46,10 +46,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Looks at this host, at Paddle, at some ranks, and at a cluster's nodes.
+    """Checks this host, Paddle, some ranks, and a cluster's nodes, and prints the findings.
 
     Returns:
-        0 where nothing is wrong, else 1.
+        0 if nothing is wrong, else 1.
     """
     findings = host.findings(options.nproc, options.checkpoint_dir)
     findings += (of_paddle := paddle_findings())
@@ -83,7 +83,7 @@ _SUPPORTED = ("3.3.", "2.6.2")
 
 
 def paddle_findings() -> list[Finding]:
-    """Looks at Paddle and at its device; the first finding is wrong where there is no Paddle."""
+    """Checks Paddle and its device; the first finding is wrong if there is no Paddle."""
     try:
         from fleetpipe.paddle_api import paddle
     except Exception as error:
@@ -115,7 +115,7 @@ def _device(paddle: Any) -> Finding:
 
 
 def _card(paddle: Any, device: str) -> Finding:
-    """Compares the card with what the wheel was compiled for, and has it compute."""
+    """Compares the card with those that the wheel was compiled for, and computes on it."""
     major, minor = paddle.device.cuda.get_device_capability()
     version = paddle.version
     read = _ARCHS.get((version.full_version, version.cuda()), ())

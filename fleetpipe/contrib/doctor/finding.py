@@ -1,4 +1,4 @@
-"""One thing that was looked at: how it is, and what to do where it is not as it should be."""
+"""The result of one check: how the thing is, and what to do if it is wrong."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ OK, NOTE, WRONG = "ok", "note", "wrong"
 
 
 class Finding(NamedTuple):
-    """What a look at one thing says.
+    """The result of one check.
 
     Attributes:
-        subject: The thing, in a word or two.
-        state: "ok", "note" where it may matter, "wrong" where a job would fail.
-        text: How it is.
+        subject: The checked thing, in a word or two.
+        state: "ok", "note" if it may matter, "wrong" if a job would fail.
+        text: The state in words.
         fix: What to do.
-        figures: What was measured, by name with its unit.
+        figures: Measured values, by name with the unit.
     """
 
     subject: str
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 def looked_at(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
-    """Returns what each check says; one that fails is wrong itself."""
+    """Runs the checks and returns their findings; a check that fails is a finding itself."""
     findings = []
     for subject, check in checks.items():
         try:
@@ -39,5 +39,5 @@ def looked_at(checks: Mapping[str, Callable[[], Finding]]) -> list[Finding]:
 
 
 def wrong(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns those with which a job would fail."""
+    """Returns the findings with which a job would fail."""
     return [finding for finding in findings if finding.state == WRONG]

@@ -1,4 +1,4 @@
-"""What a host has for the ranks of a job; looked at without Paddle."""
+"""Checks without Paddle what a host has for the ranks of a job."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _MIB = 1 << 20
 
 
 def findings(ranks: int, folder: Path) -> list[Finding]:
-    """Looks at everything that a job of ``ranks`` ranks on this host depends on.
+    """Checks everything that a job of ``ranks`` ranks on this host depends on.
 
     Args:
-        ranks: How many there are to be.
-        folder: That of the checkpoints, which need not be there.
+        ranks: The number of ranks.
+        folder: The folder of the checkpoints, which need not exist.
     """
     checks: dict[str, Callable[[], Finding]] = {
         "processors": functools.partial(_processors, ranks),
@@ -63,7 +63,7 @@ def _processors(ranks: int) -> Finding:
 
 
 def _bits(ranks: int) -> Finding:
-    """Threads and MKL's settings change the last bits of a product: a reference must have them."""
+    """Reports threads and MKL's settings: they change the last bits of a product."""
     numerics.prepare()
     settings = ", ".join(f"{k}={v or 'unset'}" for k, v in numerics.environment().items())
     if os.environ.get("OMP_NUM_THREADS"):
@@ -118,7 +118,7 @@ def _ports() -> Finding:
 
 
 def _checkpoints(folder: Path) -> Finding:
-    """Does what a save does: writes, syncs, renames, syncs the folder."""
+    """Tries the operations of a save: write, sync, rename, sync the folder."""
     subject = "checkpoints"
     above = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     partial = above / f".fleetpipe-doctor-{secrets.token_hex(4)}"
@@ -151,10 +151,10 @@ def _checkpoints(folder: Path) -> Finding:
 
 
 def clock(address: str, behind: float, ahead: float) -> Finding:
-    """Says whether another host's clock, asked once, was between two moments of this one's.
+    """Checks that another host's clock, when asked once, was between two moments of this one's.
 
     Args:
-        address: Of the other host.
+        address: The address of the other host.
         behind: Seconds by which it was before the first moment.
         ahead: Seconds by which it was after the second.
     """

@@ -1,4 +1,4 @@
-"""Ranks on this host: what each transport takes between two of them, and whether bits agree."""
+"""Measures each transport between two ranks on this host, and compares bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FIXES = {
 
 
 def findings(ranks: int) -> list[Finding]:
-    """Starts the ranks and returns what they found."""
+    """Starts the ranks and returns their findings."""
     try:
         systems.require_ranks()
     except UsageError as error:
@@ -49,7 +49,7 @@ def findings(ranks: int) -> list[Finding]:
 
 
 def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Runs the worker on every rank; returns its results, as far as it came, and its last words."""
+    """Runs the worker on every rank; returns its results so far, and the end of its output."""
     file, logs = folder / "results.json", folder / "log"
     command = [sys.executable, "-m", "fleetpipe", "run", "--nproc", str(ranks)]
     command += ["--log-dir", str(logs), "--log-level", "ERROR", str(_WORKER), str(file)]

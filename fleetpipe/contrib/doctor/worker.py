@@ -1,4 +1,4 @@
-"""A rank of ``fleetpipe doctor``: measures each transport, then compares bits. Run by its path."""
+"""The program of a rank of ``fleetpipe doctor``: it measures each transport and compares bits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def begin(transport: str | None = None) -> Job:
 
 
 def one_way_seconds(transport: Transport, nbytes: int, trips: int) -> float:
-    """Returns half of a round trip between the first two ranks, the median of many."""
+    """Returns the median of half a round trip between the first two ranks."""
     tensor = paddle.ones([nbytes // 4], "float32")
     times = []
     for _ in range(trips if transport.rank < 2 else 0):
@@ -56,7 +56,7 @@ def one_way_seconds(transport: Transport, nbytes: int, trips: int) -> float:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """Returns the seconds of one way of each size, by its bytes; or what failed. Collective."""
+    """Returns the seconds of one way for each size in bytes, or the error. Collective."""
     try:
         job = begin(name)
         try:
@@ -94,7 +94,7 @@ def compared() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Writes what is known after each part: what hangs is ended from outside."""
+    """Runs the parts and writes the results after each; a part that hangs is ended from outside."""
     file, results = Path(sys.argv[1]), {}
     parts = {SOCKETS: lambda: measured(SOCKETS), PROCESS_GROUP: lambda: measured(PROCESS_GROUP)}
     for part, run in {**parts, "parity": compared}.items():

@@ -1,8 +1,8 @@
 """Checkpoints of other programs, and conversion of any to any.
 
-Each format has a reader, which makes a ``contents.Checkpoint`` of files, and a writer, which
-makes files of one; ``convert.py`` has the table of them, and is where to start. ``name_map.py``
-gives tensors other names. They are read when they are written, one after another.
+Each format has a reader, which turns files into a ``contents.Checkpoint``, and a writer, which does
+the reverse; start with ``convert.py``, which has the table of formats. ``name_map.py`` renames
+tensors. Tensors are read one after another, when they are written.
 
-``load.py`` gives them to a job as they are.
+``load.py`` loads any format into a job directly.
 """

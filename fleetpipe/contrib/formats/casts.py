@@ -1,7 +1,7 @@
-"""Casts between float32, float16 and bfloat16: to the nearest, of two equally near the even one.
+"""Casts between float32, float16 and bfloat16, rounded to the nearest, ties to even.
 
-They are made of bits, as NumPy has no bfloat16, and have those of ``paddle.cast``, which is wrong
-for float16 from numbers between 1.6e-27 and 6.7e-24: they become 0 here.
+They work on bits, as NumPy has no bfloat16. The results have the bits of ``paddle.cast``, except
+that numbers between 1.6e-27 and 6.7e-24 become 0 in float16, for which it is wrong.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NO_NUMBER = 0x7FFF
 
 
 def can_cast(source: str, target: str) -> bool:
-    """Whether there is a cast from a dtype of Paddle's to another."""
+    """Whether one of Paddle's dtypes can be cast to another."""
     return source in _CAST and target in _CAST
 
 
@@ -22,9 +22,9 @@ def cast(values: np.ndarray, source: str, target: str) -> np.ndarray:
     """Casts an array.
 
     Args:
-        values: The bits of numbers, as unsigned ones of the same size.
-        source: What they are: float32, float16 or bfloat16.
-        target: What they become.
+        values: The bits of the numbers, as unsigned integers of the same size.
+        source: Their dtype: float32, float16 or bfloat16.
+        target: The new dtype.
 
     Returns:
         The bits of the new numbers.

@@ -1,4 +1,4 @@
-"""What a checkpoint of any format holds: tensors that are read when they are wanted, and the rest.
+"""The contents of a checkpoint of any format: tensors that are read on demand, and the rest.
 
 Names are those of fleetpipe's own checkpoints: the optimizer's are ``3.weight/moment1_0``, and a
 master weight has the name of its parameter.
@@ -29,31 +29,31 @@ MOST_SHOWN = 10
 
 
 class LazyTensor(NamedTuple):
-    """A tensor that is not read yet.
+    """A tensor that is read on demand.
 
     Attributes:
         described: Its dtype and shape.
-        read_part: What :meth:`read` calls.
+        read_part: The function that :meth:`read` calls.
     """
 
     described: Described
     read_part: Callable[[Region | None], np.ndarray]
 
     def read(self, cut: Region | None = None) -> np.ndarray:
-        """Reads a part of it, by default all: an array of unsigned numbers that have its bits."""
+        """Reads a part of the tensor, by default all, as unsigned integers with its bits."""
         return self.read_part(cut)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
         tensors: Its tensors, those of the model in the model's order.
-        step: The step after which it was saved; None where it does not say.
-        scheduler: The state of the learning rate's scheduler; None where there is none.
-        files: What else stands in its folder, of which nothing is read.
-        plain_order: What the plain model calls the model's tensors; see ``Saved``.
+        step: The step after which it was saved; None if unknown.
+        scheduler: The state of the learning rate's scheduler; None without one.
+        files: Other files in its folder, which are not read.
+        plain_order: The plain model's names of the tensors; see ``Saved``.
     """
 
     tensors: Mapping[TensorName, LazyTensor]
@@ -67,7 +67,7 @@ class Checkpoint:
         return {name.name: tensor for name, tensor in self.tensors.items() if name.group == group}
 
     def with_plain_names(self) -> Checkpoint:
-        """Returns it under the names of the plain model, where these are known."""
+        """Returns the checkpoint with the plain model's names, if they are known."""
         plain = dict(zip(self.of(MODEL), self.plain_order))
 
         def renamed(name: TensorName) -> TensorName:
@@ -79,18 +79,18 @@ class Checkpoint:
 
 
 def shown(names: list[str]) -> str:
-    """Returns names for an error, at most ten."""
+    """Joins names for an error, at most ten."""
     more = len(names) - MOST_SHOWN
     return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def bits(described: Described) -> np.dtype:
-    """Returns the dtype of arrays that hold the bits of a tensor."""
+    """Returns the dtype of arrays with the bits of a tensor."""
     return np.dtype(f"u{described.itemsize}")
 
 
 def stored_tensor(path: Path, stored: Stored) -> LazyTensor:
-    """Returns a tensor that a file has as safetensors files do, one row behind another."""
+    """Returns a tensor that a file stores row after row, as safetensors files do."""
 
     def read(cut: Region | None) -> np.ndarray:
         shape = stored.tensor.shape
@@ -106,11 +106,11 @@ def stored_tensor(path: Path, stored: Stored) -> LazyTensor:
 
 
 def are_whole(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
-    """Whether parts are together the whole of a tensor, and none of it twice.
+    """Whether parts cover a whole tensor without overlap.
 
     Args:
-        boxes: Where each begins on each axis, and its shape.
-        shape: Of the whole.
+        boxes: The begin of each part on each axis, and its shape.
+        shape: The shape of the whole.
     """
     parts = [(begin, [b + n for b, n in zip(begin, size)]) for begin, size in boxes]
     if any(len(begin) != len(shape) or len(end) != len(shape) for begin, end in parts):
@@ -149,7 +149,7 @@ def memory_of(array: np.ndarray) -> memoryview:
 
 
 def paddle_tensor(tensor: LazyTensor, cut: Region | None = None) -> Any:
-    """Reads a tensor, or a part of it, as one of Paddle's."""
+    """Reads a tensor, or a part of it, as a Paddle tensor."""
     dtype, shape = tensor.described
     made, memory = host_memory.empty(Described(dtype, shape if cut is None else cut.part(shape)))
     memory[:] = memory_of(np.ascontiguousarray(tensor.read(cut)))
@@ -157,7 +157,7 @@ def paddle_tensor(tensor: LazyTensor, cut: Region | None = None) -> Any:
 
 
 def scheduler_in(folder: Path) -> Mapping[str, Any] | None:
-    """Returns the state of a scheduler, where a folder has one.
+    """Returns the state of a scheduler, if a folder has one.
 
     Raises:
         CheckpointError: The file is damaged.
@@ -167,7 +167,7 @@ def scheduler_in(folder: Path) -> Mapping[str, Any] | None:
 
 
 def write_rest(state: Checkpoint, folder: Path) -> None:
-    """Writes what is no tensor: the scheduler, and copies of files of which nothing was read.
+    """Writes the scheduler's state, and copies of files that were not read.
 
     Raises:
         OSError: A file cannot be written.

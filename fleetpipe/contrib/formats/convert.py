@@ -1,4 +1,4 @@
-"""Converts a checkpoint of any format to any other: the table of formats, and how one is chosen."""
+"""Converts a checkpoint of any format to any other, with the table of formats."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _TRAINED = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
 
 
 class Format(NamedTuple):
-    """A way to keep a checkpoint in files.
+    """A format of checkpoints.
 
     Attributes:
-        files: By which files it is recognized.
-        is_there: Whether a folder has it.
+        files: The files by which it is recognized.
+        is_there: Returns whether a folder has this format.
         read: Reads a folder.
         write: Fills an empty folder.
-        groups: What it has a place for.
+        groups: The groups of tensors that it can store.
     """
 
     files: str
@@ -86,7 +86,7 @@ def format_of(folder: Path) -> str:
     """Returns the name of the format of a folder.
 
     Raises:
-        CheckpointError: It is none of them.
+        CheckpointError: The folder has no known format.
     """
     there = [name for name, one in FORMATS.items() if folder.is_dir() and one.is_there(folder)]
     # A Trainer's folder may have its model in safetensors as well, and a unified one is of them.
@@ -114,13 +114,13 @@ def format_of(folder: Path) -> str:
 def read_checkpoint(
     folder: Path, source_format: str, names: NameMap | None = None, step: int | None = None
 ) -> Checkpoint:
-    """Reads all of a checkpoint but the values of its tensors.
+    """Reads a checkpoint except for the values of its tensors.
 
     Args:
-        folder: Its folder; or that of a run of fleetpipe's.
-        source_format: Its format.
-        names: Gives the tensors other names.
-        step: Which step of a run; by default the newest.
+        folder: The folder of the checkpoint, or of a run of fleetpipe.
+        source_format: The format of the checkpoint.
+        names: The map that renames tensors.
+        step: The step of a run; by default the newest.
 
     Raises:
         CheckpointError: It is damaged, or has no tensors.
@@ -157,18 +157,19 @@ def convert(
     """Converts a checkpoint. The target appears whole, or not at all.
 
     Args:
-        source: The folder of a checkpoint; or that of a run of fleetpipe's.
-        target: A folder that does not exist; or that of a run, to which a step is added.
-        to: The format to write; None: Fleet's of a run of fleetpipe's, fleetpipe's of others.
-        source_format: The format to read; None: what the folder has.
-        names: Gives the tensors other names.
-        step: Which step of a run; or, where fleetpipe's is written, the number of the new one.
+        source: The folder of a checkpoint, or of a run of fleetpipe.
+        target: A folder that does not exist, or the folder of a run, to which a step is added.
+        to: The format to write; None: Fleet's for a run of fleetpipe, fleetpipe's for others.
+        source_format: The format to read; None: the one that the folder has.
+        names: The map that renames tensors.
+        step: The step of a run to read; or the number of the new step, if fleetpipe's format is
+            written.
 
     Returns:
-        Sentences of what was written, and of what was left out.
+        Sentences about what was written and what was left out.
 
     Raises:
-        CheckpointError: The source is damaged, or the target is there.
+        CheckpointError: The source is damaged, or the target exists.
         ConfigError: The map of names does not fit.
         OSError: A file cannot be written.
     """
@@ -197,7 +198,7 @@ def convert(
 
 
 def _require_free(source: Path, target: Path, write_as: str) -> None:
-    """Raises a ``CheckpointError`` where something stands that a checkpoint would mix with."""
+    """Raises ``CheckpointError`` if the target has files that a checkpoint would mix with."""
     run_or_empty = complete_steps(target) or (target.is_dir() and not any(target.glob("[!.]*")))
     if os.path.lexists(target) and not (write_as == FLEETPIPE and run_or_empty):
         raise CheckpointError(
@@ -215,7 +216,7 @@ def _require_free(source: Path, target: Path, write_as: str) -> None:
 
 
 def write_parameters(folder: Path, target: Path) -> None:
-    """Writes the model of a step of fleetpipe's in one file of ``paddle.save``.
+    """Writes the model of a step of fleetpipe's into one file of ``paddle.save``.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.

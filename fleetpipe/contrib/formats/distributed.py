@@ -1,8 +1,8 @@
-"""Paddle's distributed checkpoint: ``0.metadata``, and ``*.distcp`` of the parts that ranks saved.
+"""Paddle's distributed checkpoint: ``0.metadata``, and ``*.distcp`` with the ranks' parts.
 
-``paddle.distributed.save_state_dict`` writes one folder of all; PaddleFormers' Trainer one folder
-for each of model, optimizer and master weights. An optimizer's tensor is ``name.moment1_0`` there,
-and a master weight ``name.w_0``.
+``paddle.distributed.save_state_dict`` writes a single folder; PaddleFormers' Trainer one folder for
+each of model, optimizer and master weights. An optimizer's tensor is ``name.moment1_0`` there, and
+a master weight ``name.w_0``.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _save: Any = paddle.save
 
 
 class _Part(NamedTuple):
-    """What one file has of a tensor.
+    """The part of a tensor that one file has.
 
     Attributes:
         file: The file.
-        name: The name of the tensor there.
-        begin: Where the part begins in the whole tensor, on each axis.
-        shape: Its shape.
-        range: The elements of the part, counted along it, that are there; None for all.
+        name: The name of the tensor in the file.
+        begin: The begin of the part in the whole tensor, on each axis.
+        shape: The shape of the part.
+        range: The range of the flattened part that the file has; None for all.
     """
 
     file: Path
@@ -70,14 +70,14 @@ class _Part(NamedTuple):
     range: tuple[int, int] | None
 
     def is_in(self, cut: Region | None) -> bool:
-        """Whether any of it is in a part of the whole tensor."""
+        """Whether it overlaps a part of the whole tensor."""
         if cut is None:
             return True
         begin = self.begin[cut.axis]
         return begin < cut.stop and cut.start < begin + self.shape[cut.axis]
 
     def put(self, values: np.ndarray, whole: np.ndarray) -> None:
-        """Puts it into the whole tensor."""
+        """Copies its values into the whole tensor."""
         inner = whole[tuple(slice(b, b + n) for b, n in zip(self.begin, self.shape))]
         if self.range is None:
             inner[...] = values
@@ -91,12 +91,12 @@ def is_there(folder: Path) -> bool:
 
 
 def is_formers(folder: Path) -> bool:
-    """Whether a folder has the folders of PaddleFormers' Trainer."""
+    """Whether a folder has the subfolders of PaddleFormers' Trainer."""
     return is_there(folder / FOLDERS[MODEL])
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Reads the metadata, and what each file of tensors says that it holds.
+    """Reads the metadata and the index of each file of tensors.
 
     Raises:
         CheckpointError: One is damaged or missing; the message names the file.
@@ -126,7 +126,7 @@ def _renamed(group: str, named: Mapping[str, LazyTensor]) -> Iterator[tuple[str,
 
 
 def _grouped(name: str, everything: Mapping[str, LazyTensor]) -> TensorName:
-    """Returns what a tensor is in a folder of all: those of the optimizer have a parameter."""
+    """Returns the meaning of a name in a single folder: the optimizer's contain a parameter's."""
     parameter, _, kind = name.rpartition(".")
     if parameter not in everything:
         return TensorName(MODEL, name)
@@ -136,14 +136,14 @@ def _grouped(name: str, everything: Mapping[str, LazyTensor]) -> TensorName:
 
 
 class _Shards:
-    """One folder of metadata and shards.
+    """One folder with metadata and shards.
 
     Attributes:
         tensors: All tensors, whole.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads the metadata, and what the files hold."""
+        """Reads the metadata and the indices of the files."""
         metadata_files = sorted(folder.glob(f"*{_METADATA}"))
         if len(metadata_files) != 1:
             raise CheckpointError(
@@ -207,7 +207,7 @@ class _Shards:
         return LazyTensor(described, read)
 
     def _piece(self, part: _Part) -> LazyTensor:
-        """Returns what a file has for a part, which must be as large as it is."""
+        """Returns the tensor in a file for a part, after checking its size."""
         if part.file not in self._files:
             self._files[part.file] = _contents(part.file)
         piece = self._files[part.file].get(part.name)
@@ -221,7 +221,7 @@ class _Shards:
 
 
 def _are_whole(parts: Iterable[_Part], shape: tuple[int, ...]) -> bool:
-    """Whether parts are together a tensor: flat ones first what they are ranges of."""
+    """Whether parts form a whole tensor; flat ranges must first form their parts."""
     ranges: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
     for part in parts:
         flat = part.range or (0, math.prod(part.shape))
@@ -233,13 +233,13 @@ def _are_whole(parts: Iterable[_Part], shape: tuple[int, ...]) -> bool:
 
 
 def _place_of(record: PickledObject) -> tuple[tuple[int, ...], tuple[int, int] | None]:
-    """Returns where a part begins, and its range where it is flat."""
+    """Returns the begin of a part, and its range if it is flat."""
     flat = record.fields.get("flattened_range")
     return tuple(record.fields["global_offset"]), None if flat is None else (flat[0], flat[1])
 
 
 def _contents(path: Path) -> Mapping[str, LazyTensor]:
-    """Returns the tensors of a file of shards."""
+    """Returns the tensors in a file of shards."""
     if path.suffix == ".safetensors" and path.is_file():
         layout = tensors.read_layout(path)
         return {name: stored_tensor(path, stored) for name, stored in layout.tensors.items()}
@@ -247,7 +247,7 @@ def _contents(path: Path) -> Mapping[str, LazyTensor]:
 
 
 def write_folder(state: Checkpoint, folder: Path) -> None:
-    """Writes what ``paddle.distributed.load_state_dict`` reads, in one folder.
+    """Writes a single folder for ``paddle.distributed.load_state_dict``.
 
     Raises:
         CheckpointError: A tensor cannot be read.
@@ -258,7 +258,7 @@ def write_folder(state: Checkpoint, folder: Path) -> None:
 
 
 def write_formers(state: Checkpoint, folder: Path) -> None:
-    """Writes what PaddleFormers' Trainer reads with ``flex_checkpoint``, its default.
+    """Writes a checkpoint for PaddleFormers' Trainer with ``flex_checkpoint``, its default.
 
     Raises:
         CheckpointError: A tensor cannot be read.
@@ -278,7 +278,7 @@ def _flat(name: TensorName) -> str:
 
 
 def _write(named: Mapping[str, LazyTensor], folder: Path) -> None:
-    """Writes the metadata, and shards of a limited size: ``paddle.save`` takes whole files."""
+    """Writes metadata and shards of a limited size, as ``paddle.save`` writes whole files."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, tensor in named.items():

@@ -28,12 +28,12 @@ _MISFITS = (AssertionError, ValueError, LookupError, SyntaxError, RuntimeError)
 
 
 class Copied(NamedTuple):
-    """A part of a tensor, which another one has as a part of itself.
+    """A part of a tensor that becomes a part of a new tensor.
 
     Attributes:
         source: The name of the tensor that it is read from.
-        taken: The part of that one.
-        put: Where it stands in the new tensor.
+        taken: The part of the source.
+        put: The place in the new tensor.
         orders: The permutations of its axes, one after another.
         casts: The dtypes that it is cast to, one after another.
     """
@@ -73,15 +73,15 @@ def metadata_of(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> Any:
 def composed(
     statements: Sequence[str], reverse: bool, shapes: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> tuple[dict[str, tuple[Copied, ...]], list[str]]:
-    """Runs statements of Paddle's ``aoa_config`` over the names of a model.
+    """Applies statements of Paddle's ``aoa_config`` to the tensors of a model.
 
     Args:
-        statements: Such as ``"a.weight^T -> b.weight"``.
+        statements: The statements, such as ``"a.weight^T -> b.weight"``.
         reverse: Whether they are read from right to left.
         shapes: The dtype and shape of each tensor of the model, by name.
 
     Returns:
-        What each tensor that comes out is put together from; and the names that no statement reads.
+        The parts of each resulting tensor; and the names that no statement reads.
 
     Raises:
         ConfigError: This Paddle has no such language, or a statement does not fit the model.

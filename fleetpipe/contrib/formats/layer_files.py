@@ -1,4 +1,4 @@
-"""Fleet's folder of layer files, ``layer_00-tensor_00-model_states.pdparams``: a model alone."""
+"""Fleet's layer files, ``layer_00-tensor_00-model_states.pdparams``, which store a model only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_there(folder: Path) -> bool:
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Reads what the files say that they hold.
+    """Reads the indices of the files.
 
     Raises:
         CheckpointError: A file cannot be read, or holds a shard of its layer.
@@ -61,7 +61,7 @@ def read_folder(folder: Path) -> Checkpoint:
 
 
 def write_folder(state: Checkpoint, folder: Path) -> None:
-    """Writes a model without shared layers. A layer without parameters has a file, too.
+    """Writes a model without shared layers; each layer has a file, even without parameters.
 
     Raises:
         CheckpointError: The model has shared layers, or other names than a list of layers; or a

@@ -1,4 +1,4 @@
-"""Loads a checkpoint of any format into a job, or a model of one process, without converting it."""
+"""Loads a checkpoint of any format into a job or a single-process model without converting it."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ def load_checkpoint(
 ) -> int:
     """Loads a checkpoint of any format that ``fleetpipe checkpoint convert`` reads. Collective.
 
-    Every rank reads the folder, and of its tensors those that it holds, one after another. All
-    ranks compare names, dtypes and shapes before the first value changes. Random states stay.
+    Every rank reads the tensors that it holds from the folder, one after another. All ranks compare
+    names, dtypes and shapes before the first value changes. Random states stay unchanged.
 
     Args:
-        folder: Of one step, the same for every rank, or a copy of it; or of a run of fleetpipe's.
+        folder: The folder of one step, the same for every rank or a copy; or of a run of fleetpipe.
         model: As for :meth:`fleetpipe.CheckpointManager.restore`: under the names of the
             checkpoint, or with the same parameters and buffers in the same order.
-        optimizer: Gets its state and the state of its learning rate's scheduler, if the checkpoint
-            has one. None: the model alone is loaded.
-        source_format: A format of the table in the guide; None: what the folder has.
-        names: A map of names: the path of a file, or the name of one that fleetpipe brings along.
+        optimizer: Receives its state and its scheduler's state, if the checkpoint has them. None:
+            only the model is loaded.
+        source_format: A format in the table of the guide; None: the one that the folder has.
+        names: A map of names: the path of a file, or the name of one that fleetpipe has.
         reverse_names: Whether the map is read from right to left.
 
     Returns:
-        The step that the checkpoint says it is of; 0 where it says none.
+        The step of the checkpoint; 0 if unknown.
 
     Raises:
         CheckpointError: The checkpoint is damaged or incomplete, or does not fit. Every rank
             raises, and nothing has changed on any.
-        ConfigError: The map of names is none, or does not fit.
+        ConfigError: The map of names is not valid, or does not fit.
         PipelineTimeout: Some rank did not come within the limit.
     """
     path = Path(folder)
@@ -81,7 +81,7 @@ def load_checkpoint(
 
 
 def _fitting(objects: Objects, state: Checkpoint) -> Objects:
-    """Returns what is loaded: without the learning rate where the checkpoint has none."""
+    """Returns the objects to load: without the learning rate if the checkpoint has none."""
     if objects.optimizer is None or state.scheduler is not None:
         return objects
     if scheduler_of(unwrapped(objects.optimizer)) is not None:
@@ -93,7 +93,7 @@ def _fitting(objects: Objects, state: Checkpoint) -> Objects:
 
 
 class _StepOfAnother:
-    """A checkpoint of another program in the place of a step; it has no checksums."""
+    """Another program's checkpoint as a step of fleetpipe's; it has no checksums."""
 
     def __init__(self, state: Checkpoint, optimizer: Optimizer | None) -> None:
         self._state = state
@@ -108,7 +108,7 @@ class _StepOfAnother:
         )
 
     def text(self, _name: str) -> dict[str, Any]:
-        """Returns all that is no tensor."""
+        """Returns everything except tensors."""
         rate = {} if self._state.scheduler is None else {run.SCHEDULER: self._state.scheduler}
         return {"extra": {}, **rate}
 
@@ -116,11 +116,11 @@ class _StepOfAnother:
         """Does nothing."""
 
     def check(self, _groups: Collection[str], _share: int, _shares: int) -> None:
-        """Does nothing: what its files say of themselves was compared when they were opened."""
+        """Does nothing: the indices of its files were compared when they were opened."""
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
-        """Gives what reads a part of a tensor into memory."""
+        """Yields a function that reads a part of a tensor into memory."""
 
         def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
             memory[:] = memory_of(np.ascontiguousarray(self._state.tensors[name].read(cut)))

@@ -1,6 +1,6 @@
-"""Other names, shapes and fusings of a model's tensors, in the language of Paddle's ``aoa_config``.
+"""Renames, reshapes and fuses a model's tensors, in the language of Paddle's ``aoa_config``.
 
-A map is a file of JSON, or the name of one in ``names/``:
+A map is a JSON file, or the name of one in ``names/``:
 
     {"aoa_statements": ["model.layers.$LAYER_ID.mlp.up_proj.weight^T -> up.$LAYER_ID.weight", ..],
      "optional_statements": ["lm_head.weight^T -> lm_head.weight", ..]}
@@ -45,13 +45,13 @@ _SOURCE = Source(
 
 @dataclass(frozen=True)
 class NameMap:
-    """A map of names.
+    """The statements of a map of names.
 
     Attributes:
-        aoa_statements: All of them must fit.
-        optional_statements: Those count whose tensors are there.
+        aoa_statements: Statements that must all fit.
+        optional_statements: Statements that are used if their tensors exist.
         reverse: Whether they are read from right to left.
-        file: Where they stand.
+        file: The file of the map.
     """
 
     aoa_statements: tuple[str, ...]
@@ -64,11 +64,11 @@ def read_map(name: str, *, reverse: bool) -> NameMap:
     """Reads a map.
 
     Args:
-        name: The path of a file, or the name of a map that fleetpipe brings along.
+        name: The path of a file, or the name of a map that fleetpipe has.
         reverse: Whether it is read from right to left.
 
     Raises:
-        ConfigError: There is none, or it is no map.
+        ConfigError: There is no such file, or it is not a map.
     """
     brought = {path.stem: path for path in _FOLDER.glob("*.json")}
     path = brought.get(name, Path(name))
@@ -85,10 +85,10 @@ def read_map(name: str, *, reverse: bool) -> NameMap:
 
 
 def renamed(state: Checkpoint, names: NameMap) -> Checkpoint:
-    """Returns a checkpoint under other names.
+    """Returns a checkpoint with renamed tensors.
 
     Raises:
-        CheckpointError: The checkpoint has tensors of which the map does not speak, or lacks some.
+        CheckpointError: The checkpoint has tensors that the map does not cover, or lacks some.
         ConfigError: A statement does not fit.
     """
     model = state.of(MODEL)
@@ -115,7 +115,7 @@ def renamed(state: Checkpoint, names: NameMap) -> Checkpoint:
 
 
 def _beside(state: Checkpoint) -> list[tuple[str, str, dict[str, LazyTensor]]]:
-    """Returns what goes with parameters: group, kind, and the tensors by parameter."""
+    """Returns the tensors that belong to parameters: group, kind, and tensors by parameter."""
     kinds: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in state.of(OPTIMIZER).items():
         parameter, _, kind = name.rpartition("/")
@@ -125,7 +125,7 @@ def _beside(state: Checkpoint) -> list[tuple[str, str, dict[str, LazyTensor]]]:
 
 
 def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
-    """Returns the statements that count, after a look for layers that lack a tensor."""
+    """Returns the statements to use, after checking that no layer lacks a tensor."""
     fitting = [*names.aoa_statements]
     results = {name for one in fitting for name in _names(one, right=not names.reverse)}
     inputs = {name for one in fitting for name in _names(one, right=names.reverse)}
@@ -161,7 +161,7 @@ def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
 def _require_order(
     statements: Sequence[str], reverse: bool, model: Mapping[str, LazyTensor]
 ) -> None:
-    """Raises a ``ConfigError`` where a tensor is lost: its name is made before it is read."""
+    """Raises ``ConfigError`` if a tensor would be lost by a reused name."""
     read: set[str] = set()
     made: set[str] = set()
     for statement in reversed(statements) if reverse else statements:
@@ -178,14 +178,14 @@ def _require_order(
 
 
 def _names(statement: str, *, right: bool) -> list[str]:
-    """Returns the names, or patterns of them, on one side of a statement."""
+    """Returns the names, or patterns of names, on one side of a statement."""
     side = statement.split("->")[-1 if right else 0]
     words = (word.strip().removesuffix("^T") for word in side.split(","))
     return [word for word in words if not _NO_NAME.fullmatch(word)]
 
 
 def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
-    """Returns the layers of which a model has the tensor; one of no number for a plain name."""
+    """Returns the layers in which a model has the tensor; "" for a name without a number."""
     if _LAYER not in pattern:
         return {""} if pattern in model or "$" in pattern else set()
     text = re.escape(pattern).replace(re.escape(_LAYER), r"(\d+)", 1)
@@ -194,7 +194,7 @@ def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
 
 
 def _built(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTensor:
-    """Returns a tensor that is put together when it is read."""
+    """Returns a tensor that is assembled when it is read."""
     described = _described(parts, sources)
 
     def read(cut: Region | None) -> np.ndarray:
@@ -207,7 +207,7 @@ def _built(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTe
 
 
 def _described(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Described:
-    """Returns what comes of some parts, which must fit each other and what they are taken of."""
+    """Returns dtype and shape of a tensor assembled from parts, which must fit each other."""
     dtypes = {_dtype_of(part, sources[part.source].described.dtype) for part in parts}
     if len(dtypes) != 1:
         names = ", ".join(f"{p.source} {sources[p.source].described.dtype}" for p in parts)

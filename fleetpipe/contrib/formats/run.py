@@ -1,4 +1,4 @@
-"""Steps of fleetpipe's own runs: every byte is compared with its checksum before it is used."""
+"""Steps of fleetpipe's own runs; every byte is compared with its checksum before its use."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SCHEDULER = "lr_scheduler"
 
 
 def is_there(path: Path) -> bool:
-    """Whether a folder is a step, or that of a run."""
+    """Whether a folder is a step or a run."""
     return (path / manifest.MANIFEST).is_file() or bool(run_folder.complete_steps(path))
 
 
 def folder_of(path: Path, step: int | None) -> Path:
-    """Returns the folder of a step: itself, or one of a run, by default the newest.
+    """Returns the folder of a step: itself, or a step of a run, by default the newest.
 
     Raises:
         CheckpointError: There is no such step.
@@ -47,7 +47,7 @@ def read_step(path: Path, step: int | None = None) -> Checkpoint:
     """Reads a step of a run.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is no such step, or it is damaged.
     """
     reader = StepReader(folder_of(path, step))
     reader.check(GROUPS)
@@ -78,9 +78,9 @@ def write_step(state: Checkpoint, home: Path, step: int) -> None:
     """Saves a step of a run. The random states are those of this process.
 
     Args:
-        state: What is saved.
+        state: The state to save.
         home: The folder of the run.
-        step: Its number.
+        step: The number of the step.
 
     Raises:
         CheckpointError: The run has this step, or later ones; or a tensor cannot be read.
@@ -122,7 +122,7 @@ def write_step(state: Checkpoint, home: Path, step: int) -> None:
 
 
 def _optimizer(state: Checkpoint) -> str | None:
-    """Returns the type of an optimizer that has such states; Trainers of libraries have AdamW."""
+    """Returns the class of optimizers with such a state; AdamW for Trainers of libraries."""
     kinds = {name.rpartition("/")[2] for name in state.of(OPTIMIZER)}
     if not kinds:
         return None

@@ -1,6 +1,6 @@
 """Folders of safetensors with an index: Hugging Face's, and unified checkpoints.
 
-These are of PaddleNLP and PaddleFormers, and have optimizer and master weights beside the model.
+Unified checkpoints, of PaddleNLP and PaddleFormers, also have the optimizer and master weights.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def is_there(folder: Path) -> bool:
 
 
 def is_unified(folder: Path) -> bool:
-    """Whether the optimizer is there as well."""
+    """Whether the folder also has an optimizer."""
     return is_there(folder) and any(folder.glob(f"{OPTIMIZER}*.safetensors*"))
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Reads indexes and headers.
+    """Reads the indices and headers.
 
     Raises:
         CheckpointError: One is damaged, or they do not agree; the message names the file.
@@ -76,9 +76,9 @@ def read_folder(folder: Path) -> Checkpoint:
 
 
 def _sorted_names(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
-    """Returns the names of a model that are sorted, in an index all, in a file those of a dtype.
+    """Returns the model's names that are sorted, in an index all, in a file those of a dtype.
 
-    Their order does not say that of the model.
+    Their order says nothing about the order in the model.
     """
     model = {n.name: -one.described.itemsize for n, one in contents.items() if n.group == MODEL}
     in_order = [*model] in (sorted(model), sorted(model, key=lambda name: (model[name], name)))
@@ -86,10 +86,10 @@ def _sorted_names(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
 
 
 def read_model(folder: Path) -> Checkpoint:
-    """Reads the model alone.
+    """Reads the model only.
 
     Raises:
-        CheckpointError: As for :func:`read_folder`.
+        CheckpointError: An error of :func:`read_folder`.
     """
     contents = {TensorName(MODEL, name): one for name, one in _group(folder, MODEL).items()}
     rest = other_files(folder, "*.safetensors", f"*{_INDEX}")
@@ -151,7 +151,7 @@ def _layout(path: Path, index: Path) -> tensors.Layout:
 
 
 def write_unified(state: Checkpoint, folder: Path) -> None:
-    """Writes a unified checkpoint of PaddleNLP's and PaddleFormers'.
+    """Writes a unified checkpoint for PaddleNLP and PaddleFormers.
 
     Raises:
         CheckpointError: A tensor cannot be read.
@@ -162,11 +162,11 @@ def write_unified(state: Checkpoint, folder: Path) -> None:
 
 
 def write_huggingface(state: Checkpoint, folder: Path) -> None:
-    """Writes a model as libraries on PyTorch read it; their names and shapes come from a map.
+    """Writes a model for libraries on PyTorch; a map supplies their names and shapes.
 
     Raises:
-        CheckpointError: As for :func:`write_unified`.
-        OSError: As for it.
+        CheckpointError: A tensor cannot be read.
+        OSError: A file cannot be written.
     """
     _write(state, folder, "pt")
     for file in state.files:

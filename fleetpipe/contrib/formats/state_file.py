@@ -23,7 +23,7 @@ def is_there(folder: Path) -> bool:
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Reads what the file says that it holds.
+    """Reads the index of the file.
 
     Raises:
         CheckpointError: It cannot be read.
@@ -35,7 +35,7 @@ def read_folder(folder: Path) -> Checkpoint:
 
 
 def write_folder(state: Checkpoint, folder: Path) -> None:
-    """Writes a model, and copies of the files of JSON that were beside it.
+    """Writes a model, and copies of the JSON files that were with it.
 
     Raises:
         CheckpointError: A tensor cannot be read.

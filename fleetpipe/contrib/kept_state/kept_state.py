@@ -1,4 +1,4 @@
-"""Keeps the state after every step in memory that outlives this process, and goes back to it.
+"""Stores the state after every step in memory that outlives this process, and restores it.
 
 It is what a checkpoint holds of one rank, in a :class:`Segment` that the supervisor owns: the bytes
 of each tensor, copied once from where they lie, and the rest as text. A segment has two slots:
@@ -34,10 +34,10 @@ _TEXT_TIMES = 2
 
 
 class KeptState:
-    """This rank's state after its last steps."""
+    """The stored states of this rank after its last steps."""
 
     def __init__(self, folder: Path, objects: Objects, ranks: Ranks) -> None:
-        """Takes what an earlier attempt has left in the folder."""
+        """Reads the states that an earlier attempt left in the folder."""
         self._folder = folder
         self._objects = objects
         self._ranks = ranks
@@ -47,16 +47,16 @@ class KeptState:
 
     @classmethod
     def asked_for(cls, objects: Objects, ranks: Ranks) -> KeptState | None:
-        """Returns where the state is kept; None where the environment does not ask for it."""
+        """Returns the store of states; None if the environment does not ask for it."""
         folder = os.environ.get(FOLDER)
         return None if folder is None else cls(Path(folder), objects, ranks)
 
     @dynamic_mode()
     def keep(self, step: int) -> None:
-        """Keeps the state after ``step`` steps. Each rank by itself.
+        """Stores the state after ``step`` steps. Each rank does so by itself.
 
         Raises:
-            CheckpointError: The host has not so much memory.
+            CheckpointError: The host has too little memory.
         """
         held = self._held()
         state = self._objects.training_state(self._objects.model_part()).taken()
@@ -68,7 +68,7 @@ class KeptState:
 
     @dynamic_mode()
     def newest(self) -> int | None:
-        """Returns the newest step that is kept whole on all ranks, or None. Collective.
+        """Returns the newest step that all ranks have stored completely, or None. Collective.
 
         Raises:
             PeerFailed: A rank died.
@@ -80,18 +80,18 @@ class KeptState:
         return max(set(first).intersection(*steps_elsewhere), default=None)
 
     def forget_after(self, step: int) -> None:
-        """Forgets what is behind the step that the run goes on after. Each rank by itself."""
+        """Drops the states after the step from which the run continues."""
         for segment in self._segments.values():
             segment.forget_after(step)
 
     @dynamic_mode()
     def restore(self, step: int) -> None:
-        """Gives the objects the state after a step that :meth:`newest` returned.
+        """Restores the objects to the state after a step from :meth:`newest`.
 
         Collective.
 
         Raises:
-            CheckpointError: It is the state of something else on some rank.
+            CheckpointError: The state on some rank belongs to other objects.
         """
         self._ranks.together(f"going back to step {step}", lambda: self._restore(step))
 
@@ -121,7 +121,7 @@ class KeptState:
         training.put_back_random(state["random"])
 
     def _held(self) -> list[Held]:
-        """Returns the tensors that make the state now; describes them where they are others."""
+        """Returns the tensors of the present state; describes them again if they have changed."""
         model = self._objects.model_part()
         if model is None:
             raise CheckpointError("a state is kept of a model", fix="resume(model, optimizer)")
@@ -143,7 +143,7 @@ class KeptState:
         return [self._ranks.rank, self._ranks.count, *self._ranks.layout.values()]
 
     def _segment(self, text: bytes) -> Segment:
-        """Returns where a state of the form of now goes, with a text as long as this one."""
+        """Returns the segment for a state of the present form, with room for a text."""
         for segment in self._segments.values():
             if segment.index == self._index and segment.takes(text):
                 return segment
@@ -156,14 +156,14 @@ class KeptState:
         return segment
 
     def _forget_others(self, kept: Segment) -> None:
-        """Removes what is kept in other forms: all ranks have these steps in their newest one."""
+        """Removes states of other forms: all ranks have these steps in their newest one."""
         for file, segment in list(self._segments.items()):
             if segment is not kept:
                 del self._segments[file]
                 file.unlink()
 
     def _left(self) -> Iterator[tuple[Path, Segment]]:
-        """Yields what an earlier attempt of this rank has left, under the same layout."""
+        """Yields the states that an earlier attempt of this rank left, under the same layout."""
         for file in self._folder.glob(f"rank-{self._ranks.rank}.*"):
             segment = Segment(file)
             if segment.index["layout"] == self._layout:
@@ -171,7 +171,7 @@ class KeptState:
 
 
 def _row(name: TensorName, held: Held) -> list[Any]:
-    """Returns name, dtype and shape of a whole tensor, and the bytes of the part here."""
+    """Returns name, dtype and shape of a whole tensor, and the bytes of its part on this rank."""
     whole = held.described
     size = math.prod(int(size) for size in held.tensor.shape) * whole.itemsize
     return [*name, whole.dtype, [*whole.shape], size]

@@ -1,4 +1,4 @@
-"""A file in memory with two slots, each of which holds a state of one rank or none.
+"""A file in memory with two slots, each for one state of a rank.
 
 A slot holds a whole state or counts as empty: its step is taken out before the first byte changes
 and put in after the last one. While one is written, the other holds the step before.
@@ -32,10 +32,10 @@ _ALIGNED = 64
 
 
 class Segment:
-    """The tensors of one rank as blocks of bytes, and a text beside them, once for each slot.
+    """The tensors of one rank as blocks of bytes with a text, in two slots.
 
     Attributes:
-        index: What the blocks are, in words of the caller's: any value of JSON.
+        index: The caller's description of the blocks: any JSON value.
     """
 
     def __init__(self, file: Path) -> None:
@@ -52,16 +52,16 @@ class Segment:
 
     @classmethod
     def create(cls, file: Path, index: Any, sizes: Sequence[int], text_bytes: int) -> Segment:
-        """Makes a file with empty slots.
+        """Creates a file with empty slots.
 
         Args:
             file: The file.
-            index: What the blocks are.
+            index: The description of the blocks.
             sizes: Bytes of each block.
             text_bytes: Most bytes of the text beside them.
 
         Raises:
-            CheckpointError: The host has not so much memory for files in memory.
+            CheckpointError: The host has too little memory for files in memory.
         """
         about = json.dumps([index, [*sizes]]).encode()
         size = _aligned(_HEAD.size + len(about)) + len(_SLOTS) * _slot_bytes(sizes, text_bytes)
@@ -71,15 +71,15 @@ class Segment:
         return cls(file)
 
     def steps(self) -> list[int]:
-        """Returns after how many steps the states are that are there whole, in order."""
+        """Returns the steps of the complete states, in order."""
         return sorted(count - 1 for count in self._counts() if count)
 
     def takes(self, text: bytes) -> bool:
-        """Whether a text is not too long for a slot."""
+        """Whether a text fits into a slot."""
         return len(text) <= self._text_bytes
 
     def write(self, step: int, blocks: Sequence[memoryview], text: bytes) -> None:
-        """Puts a state into the slot with the oldest one."""
+        """Writes a state into the slot with the oldest one."""
         place = min(zip(self._counts(), self._places))[1]
         self._mark(place, 0, 0)
         for memory, block in zip(self._blocks[place], blocks):
@@ -90,20 +90,20 @@ class Segment:
         self._mark(place, step + 1, len(text))
 
     def read(self, step: int) -> tuple[list[memoryview], bytes]:
-        """Returns the blocks and the text of a state that is there; not copies."""
+        """Returns the blocks and the text of a stored state, without a copy."""
         place = self._places[self._counts().index(step + 1)]
         begin, (_, length) = place + _aligned(_SLOT.size), _SLOT.unpack_from(self._memory, place)
         blocks = [block.data for block in self._blocks[place]]
         return blocks, bytes(self._memory[begin : begin + length])
 
     def forget_after(self, step: int) -> None:
-        """Empties slots with later steps: they will be done again."""
+        """Empties the slots with later steps, which will run again."""
         for count, place in zip(self._counts(), self._places):
             if count > step + 1:
                 self._mark(place, 0, 0)
 
     def _counts(self) -> list[int]:
-        """Returns the number of steps that each slot holds the state after, and one more."""
+        """Returns for each slot the number of its state's steps plus one; 0 if it is empty."""
         return [_SLOT.unpack_from(self._memory, place)[0] for place in self._places]
 
     def _mark(self, place: int, count: int, text_bytes: int) -> None:
@@ -123,12 +123,12 @@ def _slot_bytes(sizes: Sequence[int], text_bytes: int) -> int:
 
 
 def _aligned(size: int) -> int:
-    """Returns the multiple of 64 that a number of bytes takes."""
+    """Rounds a number of bytes up to a multiple of 64."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _reserve(descriptor: int, size: int, file: Path) -> None:
-    """Takes the memory now: a write beyond what is left of it would end the process."""
+    """Allocates the memory now: a later write without memory would end the process."""
     try:
         systems.reserve(descriptor, size)
     except OSError as error:

@@ -1,17 +1,17 @@
-"""Finds the first place where a parallel job computes something else than one device does.
+"""Finds the first place where a parallel job computes other numbers than one device.
 
 ``fleetpipe locate SCRIPT`` runs a script on its ranks, then the same script at degrees 1, its twin,
-and compares what both have computed. Start with ``command``; a job and its twin are processes of
-their own, of which only files stay:
+and compares their tensors. Start with ``command``; the job and its twin run in separate processes,
+which leave files:
 
-1. ``collecting`` puts hooks on layers, losses, backward and optimizers; ``recorder`` names what
-   passes there by its meaning (layer, micro-batch, which of its tensors), and ``record`` keeps it;
-2. ``twin`` sets a script to degrees 1, and gives each of its steps the job's weights, data and
-   gradients: every step, and every phase of it, is compared by itself;
-3. ``rows`` and ``layouts`` say which part of the twin's tensors a rank has;
-4. ``comparison`` goes through the phases of a step; a difference counts beyond what a second twin
-   shows, whose numbers were changed in the last place (``tolerance``);
-5. ``causes`` says in a sentence what the difference looks like.
+1. ``collecting`` puts hooks on layers, losses, backward and optimizers; ``recorder`` names their
+   tensors by their meaning (layer, micro-batch, which tensor), and ``record`` stores them;
+2. ``twin`` runs a script at degrees 1, and gives each of its steps the job's weights, data and
+   gradients: every phase of every step is compared by itself;
+3. ``rows`` and ``layouts`` find the part of the twin's tensors that a rank has;
+4. ``comparison`` goes through the phases of a step; a difference counts if it is larger than that
+   of a second twin, whose numbers were changed in the last place (``tolerance``);
+5. ``causes`` describes the likely cause in a sentence.
 
 ``record``, ``rows``, ``layouts``, ``assembly``, ``tolerance``, ``comparison``, ``parameters`` and
 ``causes`` load no Paddle.

@@ -1,4 +1,4 @@
-"""Whole tensors of a job, put together from what its ranks have."""
+"""Assembles whole tensors of a job from the parts on its ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleetpipe.contrib.locator.tolerance import gap
 
 
 class WholeTensors:
-    """Parameters, gradients and samples of a job as one device would have them."""
+    """Parameters, gradients and samples of a job, assembled as one device would have them."""
 
     def __init__(self, job: Record) -> None:
         self._job = job
@@ -33,19 +33,19 @@ class WholeTensors:
         return values
 
     def parameter(self, step: int, name: str, like: np.ndarray) -> np.ndarray | None:
-        """Returns a parameter at the beginning of a step; None where the job has none.
+        """Returns a parameter at the beginning of a step; None if the job does not have it.
 
         Args:
             step: The step.
             name: The parameter.
-            like: What the twin itself has drawn, of the whole shape.
+            like: The twin's own initial value, of the whole shape.
         """
         if step >= self._job.steps:
             return None
         return self._assembled(name, [values[step].get(name) for values in self._values], like)
 
     def gradient(self, step: int, name: str, like: np.ndarray) -> np.ndarray | None:
-        """Returns the gradient that a parameter was stepped by; None where the job has none."""
+        """Returns the gradient with which a parameter was stepped; None if the job has none."""
         rate = Meaning(step, "optimizer input", "", part="learning rate")
         parts = [
             rank.names(step, "reduction").get(name) if name in rank.listed(rate) else None
@@ -75,7 +75,7 @@ class WholeTensors:
     def layout(
         self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> Layout | None:
-        """Returns how a parameter is split: as the twin's own numbers show, else plainly."""
+        """Returns how a parameter is split: as the twin's values show, else the simplest way."""
         if name not in self._layouts:
             apart = self._apart(parts, like)
             if not apart:
@@ -88,7 +88,7 @@ class WholeTensors:
         return self._layouts[name]
 
     def _apart(self, parts: Sequence[np.ndarray | None], like: np.ndarray) -> dict[Layout, float]:
-        """Returns how far ranks' parts are from a whole tensor, by the way in which it is split."""
+        """Returns for each layout how far the ranks' parts are from a whole tensor."""
         held = [(r, p) for r, p in zip(self._job.ranks, parts) if p is not None]
         degrees = self._job.degrees
         return {
@@ -97,7 +97,7 @@ class WholeTensors:
         }
 
     def unclear(self, drawn: Mapping[str, np.ndarray]) -> dict[str, bool]:
-        """Returns the parameters that are split in no way that the twin's own numbers would show.
+        """Returns the parameters whose layout the twin's values do not show.
 
         Args:
             drawn: The twin's parameters before it was given the job's.
@@ -115,7 +115,7 @@ class WholeTensors:
         return unclear
 
     def rows(self, step: int) -> int:
-        """Returns how many samples all replicas have in a step."""
+        """Returns the number of samples that all replicas have in a step."""
         replicas = {
             self._job.replica(r): r for r in reversed(self._job.ranks) if r.of(step, "data")
         }
@@ -123,12 +123,12 @@ class WholeTensors:
         return sum(len(rows) for by_micro_batch in counted for rows in by_micro_batch.values())
 
     def mask(self, place: Meaning, shape: tuple[int, ...], twin: RankTensors) -> np.ndarray | None:
-        """Returns what the job's dropout has kept of some samples; None where it has no such.
+        """Returns the dropout mask that the job used for some samples; None if it has none.
 
         Args:
-            place: Of the twin's dropout.
-            shape: Of what it returns.
-            twin: What the twin has, the samples at least.
+            place: The place of the twin's dropout.
+            shape: The shape of its output.
+            twin: The twin's tensors, with at least the samples.
         """
         samples = signatures(twin, place.step).get(place.micro_batch, [])
         matched = [self._sources(place.step).get(sample) for sample in samples]
@@ -154,7 +154,7 @@ class WholeTensors:
         return None
 
     def _sources(self, step: int) -> dict[bytes, tuple[int, int, list[bytes]]]:
-        """Returns by sample its replica, its micro-batch and all samples of that."""
+        """Returns for each sample its replica, its micro-batch and all samples of that."""
         if step not in self._sources_of:
             self._sources_of[step] = {
                 sample: (self._job.replica(rank), number, rows)
@@ -171,13 +171,13 @@ class WholeTensors:
         shape: tuple[int, ...],
         samples: Mapping[str, np.ndarray] | None = None,
     ) -> np.ndarray | None:
-        """Joins what the ranks of a replica have; None where that has another shape.
+        """Joins the parts of the ranks of a replica; None if the result has another shape.
 
         Args:
-            place: Of which tensor.
-            replica: Whose.
-            shape: Of the whole.
-            samples: Whole ones by their part, which show in which order ranks have pieces.
+            place: The place of the tensor.
+            replica: The replica.
+            shape: The shape of the whole.
+            samples: Whole samples by a part of them, which show the order of the ranks' pieces.
         """
         ranks = [
             r for r in self._job.ranks if self._job.replica(r) == replica and place in r.tensors
@@ -194,7 +194,7 @@ class WholeTensors:
     def _joined(
         self, ranks: Sequence[RankTensors], place: Meaning, shape: tuple[int, ...], way: Layout
     ) -> tuple[np.ndarray, bool]:
-        """Returns what ranks have together, and whether each has its part of it."""
+        """Joins the parts of ranks, and returns whether each rank has its own part."""
         whole, degrees = np.zeros(shape, ranks[0].tensors[place].dtype), self._job.degrees
         for rank in ranks:
             put_part(whole, rank.tensors[place], way, rank.coordinate, degrees)
@@ -206,7 +206,7 @@ class WholeTensors:
     def _in_order(
         self, place: Meaning, ranks: Sequence[RankTensors], part: str, whole: np.ndarray
     ) -> bool:
-        """Whether ranks have pieces of a sample that follow one another, and fit no other way."""
+        """Whether ranks have successive pieces of a sample that fit in no other order."""
         here = Meaning(place.step, "data", "", place.micro_batch, part)
         parts = [(rank, rank.tensors[here]) for rank in ranks if here in rank.tensors]
         degrees = self._job.degrees
@@ -219,7 +219,7 @@ class WholeTensors:
         return bool(fitting) and not any(cut.zigzag for way in fitting for cut in way)
 
     def batches(self, step: int, kind: str) -> list[dict[str, np.ndarray]]:
-        """Returns the inputs, or labels, of all replicas' micro-batches, one after another.
+        """Returns the inputs or labels of all replicas' micro-batches, one after another.
 
         Args:
             step: The step.

@@ -1,4 +1,4 @@
-"""The first place that differs, and its likely cause in a sentence, from what it looks like."""
+"""Describes the first place that differs, and its likely cause, from the kind of difference."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from fleetpipe.contrib.locator.rows import OTHER
 
 
 class Location(NamedTuple):
-    """A place, and how far the two are apart there.
+    """A place, and how far the job and its twin differ there.
 
     Attributes:
         layer: The path of a layer or parameter in the whole model; "" for the whole step.
         phase: One of ``record.PHASES``.
-        axis: The axis of the mesh along which something is wrong; "" where none can be told.
+        axis: The axis of the mesh along which something is wrong; "" if unknown.
         ranks: The ranks of the job whose values are wrong.
         step: The training step, from 0.
-        micro_batch: Of its replica, from 0; None for what a step has once.
-        difference: The largest, over the largest number that was expected; infinite where there is
+        micro_batch: The micro-batch of its replica, from 0; None for a value of the whole step.
+        difference: The largest difference over the largest expected number; infinite if there is
             nothing to compare with, or a number is not finite.
-        tolerance: What rounding makes there.
-        cause: The likely one, in a sentence.
+        tolerance: The difference that rounding causes there.
+        cause: The likely cause, in a sentence.
     """
 
     layer: str
@@ -36,7 +36,7 @@ class Location(NamedTuple):
     cause: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields by name, as JSON has them: None where nothing can be measured."""
+        """Returns the fields by name, as JSON values: None if nothing can be measured."""
         fields = {**self._asdict(), "ranks": list(self.ranks)}
         return {k: None if v == float("inf") else v for k, v in fields.items()}
 
@@ -57,15 +57,15 @@ class Location(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One tensor of one rank beside the twin's.
+    """The comparison of one tensor of one rank with the twin's.
 
     Attributes:
-        rank: Whose it is.
-        place: What it is.
-        position: When the twin has computed it, among what it has of a micro-batch.
-        gap: How far the two are apart.
-        tolerance: How far rounding may take them.
-        partial: Along which axis the ranks' tensors add up to the twin's; "" if they do not.
+        rank: The rank.
+        place: The place of the tensor.
+        position: The position at which the twin computed it, among the tensors of a micro-batch.
+        gap: The difference between the two.
+        tolerance: The difference that rounding may cause.
+        partial: The axis along which the ranks' tensors sum to the twin's; "" if they do not.
     """
 
     rank: RankTensors
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether it is what the twin has."""
+        """Whether it agrees with the twin's."""
         return self.gap <= self.tolerance
 
 
@@ -125,7 +125,7 @@ _FORWARD = {
 
 
 def of_data(what: str, replica: int) -> str:
-    """Says what is wrong with samples."""
+    """Describes wrong samples."""
     if what == OTHER:
         return (
             f"replica {replica} reads samples that the twin does not read in this step: its "
@@ -143,9 +143,9 @@ def of_flow(
     """Describes a wrong output, input or gradient between layers.
 
     Args:
-        degrees: Of the job.
+        degrees: The job's degrees.
         step: The step.
-        consumer: Returns the innermost layer that takes what a layer returns.
+        consumer: Returns the innermost layer that takes a layer's output.
         wrong: The outcomes of one place on all ranks.
     """
     bad = [outcome for outcome in wrong if not outcome.right]
@@ -188,7 +188,7 @@ def _of_flow(layer: str, part: str, partial: str, axis: str, backward: bool) -> 
 
 
 def of_evaluation(job: Record, step: int) -> Location | None:
-    """Finds ranks of a loop of whose model nothing is recorded, as in the mode of evaluation."""
+    """Finds ranks on which nothing of the model was recorded, as in the mode of evaluation."""
 
     def has_inputs(rank: RankTensors) -> bool:
         return any(place.part.startswith("input") for place in rank.of(step, "data"))
@@ -214,7 +214,7 @@ def of_loss(
     off: float,
     tolerance: float,
 ) -> Location:
-    """Describes a loss that is not the twin's."""
+    """Describes a loss that differs from the twin's."""
     counts = [len(of_rank) for of_rank in shares.values()]
     micro_batches = counts[0]
     per_place = [sum(of_rank.values()) for of_rank in shares.values()]
@@ -252,15 +252,15 @@ def of_reduction(
     name: str,
     shared: bool,
 ) -> tuple[str, str]:
-    """Returns the axis and the cause of a gradient that is wrong after it was added up.
+    """Returns the axis and the cause of a gradient that is wrong after its reduction.
 
     Args:
-        degrees: Of the job.
-        axes: Along which ranks' gradients had to be added up.
-        missing: Those of them along which ranks still have different ones.
-        ratio: By which factor the gradient is too large, or None.
+        degrees: The job's degrees.
+        axes: The axes along which ranks' gradients had to be added up.
+        missing: The axes along which ranks still have different gradients.
+        ratio: The factor by which the gradient is too large, or None.
         name: The parameter.
-        shared: Whether several stages have it.
+        shared: Whether several stages have the parameter.
     """
     layer = name.rpartition(".")[0] or name
     if missing:
@@ -287,7 +287,7 @@ def of_reduction(
 def axis_between(
     wrong: Iterable[RankTensors], right: Iterable[RankTensors], degrees: Mapping[str, int]
 ) -> str:
-    """Returns an axis on whose place it depends whether a rank is right; "" where there is none."""
+    """Returns an axis whose place decides whether a rank is right; "" if there is none."""
     bad, good = list(wrong), list(right)
     for axis in degrees:
         places = {rank.coordinate.get(axis, 0) for rank in bad}
@@ -297,5 +297,5 @@ def axis_between(
 
 
 def first_split(degrees: Mapping[str, int], *preferred: str) -> str:
-    """Returns the first of some axes that is split, or of all; "" where none is."""
+    """Returns the first split axis, among the given ones or all; "" if none is split."""
     return next((axis for axis in (*preferred, *degrees) if degrees.get(axis, 1) > 1), "")

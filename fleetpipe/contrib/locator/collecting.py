@@ -1,4 +1,4 @@
-"""Hooks for a recorder: on layers, losses, backward, clips and optimizers, while a script runs."""
+"""Puts a recorder's hooks on layers, losses, backward, clips and optimizers of a script."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ Around = Callable[..., Any]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs a script and records its steps as the environment says.
+    """Runs a script and records its steps as the environment asks.
 
     Returns:
-        The script's own exit code; 0 once as many steps as were wanted are recorded.
+        The script's own exit code; 0 once the wanted number of steps is recorded.
     """
     numerics.repeat_bits()
     setting = Setting(**json.loads(os.environ[SETTING]))
@@ -60,11 +60,11 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
-    """Within it all that is trained in this process is recorded.
+    """While this context is open, all training in this process is recorded.
 
     Args:
-        recorder: Where it goes.
-        feed: Of a twin: gives each step the job's weights, data and gradients.
+        recorder: Receives the tensors.
+        feed: For a twin: gives each step the job's weights, data and gradients.
     """
     hooks = _Hooks(recorder, feed)
     with ExitStack() as stack:
@@ -101,7 +101,7 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
 
 
 def _with_method(base: type, name: str) -> list[type]:
-    """Returns a class and those derived from it that have a method of their own."""
+    """Returns a class and its subclasses that define a method themselves."""
     derived: type
     kinds: list[type] = [base]
     for derived in base.__subclasses__():
@@ -226,7 +226,7 @@ class _Hooks(BatchObserver):
     def forward_backward(
         self, call: Around, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
     ) -> Any:
-        """What ``train_batch`` does too; alone, a call or several make a step with an optimizer."""
+        """Hooks a call that ``train_batch`` makes too; by itself, one or several make a step."""
         recorder = self._recorder
         recorder.add_root(pipeline.layers)
         if pipeline not in self._observed:
@@ -245,7 +245,7 @@ class _Hooks(BatchObserver):
             recorder.in_pipeline = False
 
     def begin(self, batch: ObservedBatch) -> None:
-        """Keeps the samples that this rank is given."""
+        """Records the samples that this rank is given."""
         self._loss_fn_idx = batch.loss_fn_idx
         for number, value in enumerate(batch.data.inputs or (), self._earlier):
             self._data("input", value, number)
@@ -254,7 +254,7 @@ class _Hooks(BatchObserver):
             self._data("label", value, number)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Says which micro-batch's forward runs."""
+        """Notes the micro-batch whose forward runs."""
         if not isinstance(op, Action) or op.kind != "F":
             return instruction
         recorder = self._recorder
@@ -270,7 +270,7 @@ class _Hooks(BatchObserver):
         return forward
 
     def computed(self) -> None:
-        """Keeps the losses, and the gradients of this rank's micro-batches."""
+        """Records the losses, and the gradients of this rank's micro-batches."""
         recorder, losses = self._recorder, self._pipeline.total_loss
         for number, share in enumerate(losses[self._loss_fn_idx] if losses else (), self._earlier):
             recorder.put(Meaning(recorder.step, "loss", "", number, "share"), share)
@@ -339,9 +339,9 @@ class _Hooks(BatchObserver):
             call(optimizer, *more, **named)
 
     def _must_read_on(self) -> bool:
-        """Whether a twin has read fewer samples than all replicas of the job for this step.
+        """Whether a twin has fewer samples for this step than all replicas of the job together.
 
-        Its script goes on then, as if the next step's samples were more of this one's.
+        Its script then goes on, and the next samples count for this step too.
         """
         if self._feed is None or self._recorder.in_pipeline:
             return False

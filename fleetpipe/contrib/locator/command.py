@@ -28,10 +28,10 @@ JOB, TWIN, PERTURBED = "job", "twin", "perturbed"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs what the options ask for; a process that was started to record, records.
+    """Runs a job and its twin and prints the result; in a started process, records a script.
 
     Returns:
-        0 where nothing differs beyond rounding, 1 where something does, 2 where this fails itself.
+        0 if nothing differs beyond rounding, 1 if something does, 2 if the command itself fails.
 
     Raises:
         UsageError: The job or its twin fails, trains nothing, or cannot be compared.
@@ -59,13 +59,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def located(options: argparse.Namespace) -> tuple[Location | None, int]:
-    """Runs a job and what it is compared with.
+    """Runs a job and its twin, and compares them.
 
     Returns:
-        The first place that differs, or None, and how many steps were compared.
+        The first place that differs, or None, and the number of compared steps.
 
     Raises:
-        UsageError: As :func:`run`.
+        UsageError: The errors of :func:`run`.
     """
     with tempfile.TemporaryDirectory(prefix="fleetpipe-locate-") as temporary:
         home = options.record or Path(temporary)
@@ -96,10 +96,10 @@ def located(options: argparse.Namespace) -> tuple[Location | None, int]:
 
 
 def _by_cut(job: record.Record, twin: record.Record, finding: Location | None) -> Location | None:
-    """Names a weight whose parts make another whole than that of one device.
+    """Names a weight whose parts form another whole than that of one device.
 
     Raises:
-        UsageError: What is named may come from that: the twin cannot know the whole.
+        UsageError: The difference may come from that: the twin cannot know the whole.
     """
     for name, moved in WholeTensors(job).unclear(twin.ranks[0].names(0, "initial")).items():
         layer = name.rpartition(".")[0]
@@ -118,7 +118,7 @@ def _by_cut(job: record.Record, twin: record.Record, finding: Location | None) -
 
 
 def _ended_early(steps: int, of_job: int) -> UsageError:
-    """Says that some steps were not compared, and that nothing differs in the others."""
+    """Returns the error that some steps were not compared and that the others agree."""
     return UsageError(
         f"the twin ends after {steps} of the job's {of_job} steps; nothing differs in these",
         cause="it trains with the samples of all replicas, and the script reads a fixed number",
@@ -139,23 +139,23 @@ def locate(
     log_dir: str | Path = "log",
     timeout: float = TIMEOUT,
 ) -> Location | None:
-    """Runs a training script and its twin on one device, and says where they begin to differ.
+    """Runs a training script and its twin on one device, and names the first difference.
 
     Args:
         path: The script.
         arguments: Its arguments.
-        nproc: How many processes it runs on.
-        twin: ``"NAME=VALUE"`` of the environment at degrees 1; empty with ``twin_arguments=None``:
-            degrees are set to 1 in ``fleet.init``.
-        twin_arguments: Arguments, behind the others, with which it runs at degrees 1.
-        steps: How many steps are compared; the script is ended after them.
-        record: A folder that keeps what job and twin have computed.
-        against: Such a folder, with whose twin the job is compared.
-        log_dir: Where each of several processes leaves its log.
+        nproc: The number of processes.
+        twin: Variables ``"NAME=VALUE"`` of the environment for degrees 1; empty with
+            ``twin_arguments=None``: degrees are set to 1 in ``fleet.init``.
+        twin_arguments: Additional arguments, after the others, with which it runs at degrees 1.
+        steps: The number of steps to compare; the script is ended after them.
+        record: A folder that stores the tensors of job and twin.
+        against: Such a folder; the job is compared with the twin in it.
+        log_dir: The folder for the logs of several processes.
         timeout: A run that finishes no step within so many seconds is ended.
 
     Returns:
-        The first place that differs by more than rounding makes, or None.
+        The first place that differs by more than rounding, or None.
 
     Raises:
         UsageError: The job or its twin fails, or trains nothing.
@@ -189,10 +189,10 @@ def _emptied(home: Path) -> None:
 
 
 def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
-    """Runs the script in processes that record.
+    """Runs the script in recording processes.
 
     Raises:
-        UsageError: It fails.
+        UsageError: The script fails.
     """
     alone = bool(setting.job)
     environment = {
@@ -224,10 +224,10 @@ def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
 
 
 def _ended(process: subprocess.Popen[bytes], folder: Path, limit: float) -> str:
-    """Waits until a run ends, and ends it where it finishes no step within a limit.
+    """Waits until a run ends, and ends it if it finishes no step within a limit.
 
     Returns:
-        How it failed; "" where it did not.
+        The failure in words; "" without one.
     """
     steps = -1
     while steps != (steps := sum(1 for _ in folder.iterdir())):

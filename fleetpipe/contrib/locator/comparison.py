@@ -1,4 +1,4 @@
-"""Goes through the phases of each step and returns the first place that differs."""
+"""Compares the phases of each step and returns the first place that differs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from fleetpipe.mesh.causes import STREAMS
 
 
 def first_difference(job: Record, twin: Record, perturbed: Record | None = None) -> Location | None:
-    """Returns the first place where a job differs from its twin beyond rounding.
+    """Returns the first place where a job differs from its twin by more than rounding.
 
     Args:
-        job: What the ranks have computed.
-        twin: What one device has.
-        perturbed: What that has with numbers moved in the last place; None: any bit counts.
+        job: The tensors of the job's ranks.
+        twin: The tensors of one device.
+        perturbed: The same with numbers changed in the last place; None: any different bit counts.
     """
     tolerances = Tolerances(twin, perturbed)
     for step in range(min(job.steps, twin.steps)):
@@ -45,10 +45,10 @@ def first_difference(job: Record, twin: Record, perturbed: Record | None = None)
 
 
 class StepBesideTwin:
-    """One step of a job beside the twin's."""
+    """Compares one step of a job with the twin's."""
 
     def __init__(self, job: Record, twin: Record, tolerances: Tolerances, step: int) -> None:
-        """Finds out which samples are whose."""
+        """Matches the samples of the replicas with the twin's."""
         self.job, self.tolerances, self.step = job, tolerances, step
         #: What adds up to the right value, and nothing right was made of it yet.
         self._waiting: list[Outcome] | None = None
@@ -107,7 +107,7 @@ class StepBesideTwin:
     # What flows through layers
 
     def outcomes(self, phase: str) -> Iterator[Outcome]:
-        """Compares what layers took, returned, or got as gradients, on all ranks."""
+        """Compares the inputs, outputs or gradients of layers on all ranks."""
         for rank in self.job.ranks:
             for place, tensor in rank.of(self.step, phase).items():
                 if place.micro_batch >= 0 and (place.name or phase == "data"):
@@ -116,7 +116,7 @@ class StepBesideTwin:
                         yield outcome
 
     def expected(self, rank: RankTensors, place: Meaning, size: int) -> list[np.ndarray]:
-        """Returns what the twin has for a micro-batch of a rank: of each call that it may be."""
+        """Returns the twin's tensors for a micro-batch of a rank, for each call that may match."""
         calls = self._calls.get((place.name, place.part), 1)
         here = self._own_calls[rank.rank][place.name, place.part, place.micro_batch]
         numbers = [place.call] if here in (0, calls) else range(calls)
@@ -130,7 +130,7 @@ class StepBesideTwin:
         return list(itertools.chain.from_iterable(wholes))
 
     def _key(self, place: Meaning, call: int) -> tuple[str, str, str, int]:
-        """Returns where the twin has a tensor: what a layer takes, another may have returned."""
+        """Returns the place of the twin's tensor: an input may be another layer's output."""
         key = place.phase, place.name, place.part, call
         sources = self._sources.get((place.name, call), [])
         # Of several it is not known which is meant.
@@ -209,8 +209,8 @@ class StepBesideTwin:
     def wrong(self, outcomes: list[Outcome]) -> list[Outcome] | None:
         """Returns the outcomes of the first place that is wrong on some rank.
 
-        What adds up along an axis to the right value may be added up later. It is to blame where
-        the next thing that differs is what was made of it.
+        A value whose parts sum to the right one may be summed later. It is to blame if the next
+        difference is in a value computed from it.
         """
         grouped: dict[tuple[int, float, Meaning], list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
@@ -229,7 +229,7 @@ class StepBesideTwin:
         return None
 
     def _streams(self) -> Location | None:
-        """Finds ranks whose dropouts have drawn the same numbers for different values."""
+        """Finds ranks whose dropouts drew the same numbers for different values."""
         seen: dict[Meaning, list[tuple[RankTensors, np.ndarray]]] = defaultdict(list)
         for rank in self.job.ranks:
             for place, mask in rank.of(self.step, "forward").items():
@@ -249,7 +249,7 @@ class StepBesideTwin:
         return None
 
     def _are_alike(self, one: RankTensors, other: RankTensors, place: Meaning) -> bool:
-        """Whether two members drop numbers of the same values, which both have."""
+        """Whether two members drop numbers of the same values."""
         value, copy = one.tensors.get(place), other.tensors.get(place)
         if value is None or copy is None:
             return True
@@ -305,7 +305,7 @@ class StepBesideTwin:
         return self._returned()
 
     def _has_parts(self, ratio: float, expected: dict[int, float], tolerance: float) -> bool:
-        """Whether members along mp have each the loss of other tokens, which make up the twin's."""
+        """Whether each member along mp has the loss of other tokens, which sum to the twin's."""
         members = self.job.degrees.get("mp", 1)
         total = ratio_of(shares_by_place(self.job, self.step, "mp"), expected)
         apart = abs(total - members * ratio) > tolerance * abs(total)
@@ -313,7 +313,7 @@ class StepBesideTwin:
         return apart and min(abs(total / n - 1) for n in ways) <= tolerance
 
     def _returned(self) -> Location | None:
-        """Compares the losses that ``train_batch`` has returned."""
+        """Compares the losses that ``train_batch`` returned."""
         place = Meaning(self.step, "loss", "", part="returned 0")
         value = self.single.tensors.get(place)
         if value is None:
@@ -360,7 +360,7 @@ class StepBesideTwin:
         return finding
 
     def consumer(self, place: Meaning) -> str:
-        """Returns the innermost layer that takes what a layer returns; "" where none does."""
+        """Returns the innermost layer that takes a layer's output; "" if none does."""
         return max(self._consumers(place), key=lambda name: name.count("."), default="")
 
     def _consumers(self, place: Meaning) -> list[str]:
@@ -372,7 +372,7 @@ class StepBesideTwin:
         ]
 
     def _stopping(self) -> str:
-        """Returns the outermost layer that gives no gradient to what it takes; "" for none."""
+        """Returns the outermost layer that gives its inputs no gradient; "" if none."""
         ran, arrived = (
             {(p.name, p.part) for r in self.job.ranks for p in r.of(self.step, phase)}
             for phase in ("forward", "gradient")

@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank has: by the shapes of both and the rank's coordinate."""
+"""Finds the part of a whole tensor that a rank has, from both shapes and its coordinate."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FUSED = (1, 3, 2, 4)
 
 
 class DimensionCut(NamedTuple):
-    """How one dimension of a tensor is split.
+    """The split of one dimension of a tensor.
 
     Attributes:
-        dimension: Of the tensor.
-        axes: Of the mesh.
-        parts: The dimension has as many parts, each of which is split.
+        dimension: The dimension of the tensor.
+        axes: The axes of the mesh.
+        parts: The number of parts of the dimension, each of which is split.
         zigzag: Whether a rank of the first axis has one piece from the front and one from the
             back, which the other axes split.
     """
@@ -56,12 +56,12 @@ Layout = tuple[DimensionCut, ...]
 def layouts(
     whole: Sequence[int], here: Sequence[int], degrees: Mapping[str, int]
 ) -> Iterator[Layout]:
-    """Yields the ways in which a tensor may be split that a rank has a part of, likely ones first.
+    """Yields the possible splits of a tensor of which a rank has a part, likely ones first.
 
     Args:
-        whole: Shape of the whole tensor.
-        here: Shape of the rank's.
-        degrees: Of the axes that are split.
+        whole: The shape of the whole tensor.
+        here: The shape of the rank's part.
+        degrees: The degrees of the axes that are split.
     """
     if len(whole) != len(here):
         return
@@ -97,7 +97,7 @@ def _cuts(
 def part_of(
     whole: np.ndarray, layout: Layout, coordinate: Mapping[str, int], degrees: Mapping[str, int]
 ) -> np.ndarray:
-    """Returns the part of a tensor that a rank has."""
+    """Returns a rank's part of a tensor."""
     for cut in layout:
         size = whole.shape[cut.dimension]
         whole = whole.take(cut.indices(size, coordinate, degrees), axis=cut.dimension)
@@ -110,7 +110,7 @@ def parts_of(
     coordinate: Mapping[str, int],
     degrees: Mapping[str, int],
 ) -> Iterator[np.ndarray]:
-    """Yields what a rank may have of a tensor, by the shape of its part."""
+    """Yields the possible parts of a tensor that a rank has, by the shape of its part."""
     for layout in layouts(whole.shape, shape, degrees):
         yield part_of(whole, layout, coordinate, degrees)
 
@@ -122,7 +122,7 @@ def put_part(
     coordinate: Mapping[str, int],
     degrees: Mapping[str, int],
 ) -> None:
-    """Puts a rank's part into its places of the whole tensor."""
+    """Writes a rank's part into its places of the whole tensor."""
     places: list[np.ndarray] = [np.arange(size) for size in whole.shape]
     for cut in layout:
         places[cut.dimension] = cut.indices(whole.shape[cut.dimension], coordinate, degrees)

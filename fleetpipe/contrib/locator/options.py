@@ -1,4 +1,4 @@
-"""``fleetpipe locate``: its arguments, and what its processes tell each other."""
+"""``fleetpipe locate``: its arguments, and the settings that it passes to its processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TIMEOUT = 600.0
 
 
 class Setting(NamedTuple):
-    """What one process of a script records.
+    """The recording that one process of a script does.
 
     Attributes:
-        folder: Where it goes.
-        steps: How many steps.
-        job: Of a twin: the folder of the job that it is fed with; "" for the job itself.
-        perturbed: Whether each number is moved in the last place.
-        automatic: Whether degrees are set to 1 here; else the user says how.
+        folder: The folder of the record.
+        steps: The number of steps.
+        job: For a twin: the folder of the job whose values it uses; "" for the job itself.
+        perturbed: Whether each number is changed in the last place.
+        automatic: Whether degrees are set to 1 automatically, or as the user says.
     """
 
     folder: str
@@ -34,7 +34,7 @@ class Setting(NamedTuple):
 
 
 def assignment(text: str) -> str:
-    """Reads ``NAME=VALUE``, of which the value may be empty."""
+    """Reads ``NAME=VALUE``; the value may be empty."""
     name, equals, _ = text.partition("=")
     if not (equals and name.isidentifier()):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE: give DEGREES= or PP=1")

@@ -1,4 +1,4 @@
-"""What parameters are, get as gradients, and become: on every rank beside the twin."""
+"""Compares parameters, their gradients and their updates on every rank with the twin's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Parts = dict[int, np.ndarray]
 
 
 class Best(NamedTuple):
-    """The nearest that ranks' gradients come to the twin's, where ranks may add them up."""
+    """The smallest difference between ranks' gradients, or sums of them, and the twin's."""
 
     #: By rank, how far its sum is off.
     apart: dict[int, float]
@@ -30,7 +30,7 @@ class Best(NamedTuple):
 
 
 class ParameterChecks:
-    """The phases of a step that parameters go through."""
+    """The checks of parameters in each phase of a step."""
 
     def __init__(
         self,
@@ -41,15 +41,15 @@ class ParameterChecks:
         scales: Sequence[int],
         positions: Mapping[tuple[str, str, str], float],
     ) -> None:
-        """Takes up a step.
+        """Prepares the checks of a step.
 
         Args:
-            job: What the ranks have computed.
-            single: What the twin has.
-            tolerances: What rounding does.
+            job: The tensors of the job's ranks.
+            single: The tensors of the twin.
+            tolerances: The differences that rounding may cause.
             step: The step.
-            scales: By how much a gradient may rightly be larger before ranks average it.
-            positions: When the twin has computed something.
+            scales: The factor by which a gradient may be larger before ranks average it.
+            positions: The position of each tensor in the twin's computation.
         """
         self._job, self._single, self._tolerances = job, single, tolerances
         self._step, self._scales = step, scales
@@ -64,7 +64,7 @@ class ParameterChecks:
     # Where a step begins
 
     def initial(self) -> Location | None:
-        """Finds weights that are missing, differ between ranks that share them, or are others."""
+        """Finds weights that are missing, differ between ranks that share them, or are wrong."""
         whole = self._single.names(self._step, "initial")
         names = {name for r in self._job.ranks for name in r.names(self._step, "initial")}
         for name in whole if self._step == 0 else ():
@@ -78,7 +78,7 @@ class ParameterChecks:
         return self._changed(ordered) if self._step else self._drawn(whole)
 
     def _changed(self, names: Sequence[str]) -> Location | None:
-        """Finds a weight of which the script, after a step, has made another than the twin's."""
+        """Finds a weight that the script changed after a step."""
         step, rank = self._step, self._single
         if Meaning(step - 1, "data", "", part=READ_ON) in rank.tensors:
             # To read further samples the twin has gone through these lines several times.
@@ -127,7 +127,7 @@ class ParameterChecks:
     def _misplaced(
         self, name: str, parts: Parts, whole: np.ndarray, axes: Sequence[str]
     ) -> Location | None:
-        """Finds ranks with the shard of others; or with one near that of the others' file."""
+        """Finds ranks with the shard of other ranks, or with one close to it."""
 
         def distance(number: int, place: int) -> float:
             expected = self._parts_of(whole, parts[number].shape, place)
@@ -144,7 +144,7 @@ class ParameterChecks:
         return None
 
     def _drawn(self, whole: Mapping[str, np.ndarray]) -> Location | None:
-        """Compares with what the twin has drawn, where most of a rank's weights are just that."""
+        """Compares with the twin's initial values, if most weights of a rank equal those."""
         for rank in self._job.ranks:
             held = rank.names(0, "initial")
             alike = [n for n in held if n in whole and whole[n].shape == held[n].shape]
@@ -163,7 +163,7 @@ class ParameterChecks:
     # Gradients
 
     def cleared(self) -> Location | None:
-        """Finds ranks that begin backward with gradients where the twin has none."""
+        """Finds ranks that start backward with old gradients when the twin has none."""
 
         def left(rank: RankTensors) -> bool:
             return any(place.part == LEFT for place in rank.of(self._step, "gradient"))
@@ -175,10 +175,10 @@ class ParameterChecks:
         return self._finding("", "gradient", axis, wrong, causes.NOT_CLEARED)
 
     def gradient(self) -> tuple[float, Location] | None:
-        """Finds the first gradient that is wrong before ranks add up theirs, in backward's order.
+        """Finds the first gradient, in backward's order, that is wrong before the reduction.
 
         Returns:
-            With the position of its layer in the twin's backward.
+            The position of its layer in the twin's backward, and the place.
         """
         firsts: list[tuple[float, Location]] = []
         before = self._single.names(self._step, "gradient")
@@ -240,7 +240,7 @@ class ParameterChecks:
         return total
 
     def reduction(self) -> Location | None:
-        """Finds the first gradient that is wrong once ranks have added up theirs."""
+        """Finds the first gradient that is wrong after the reduction over ranks."""
         expected = self._single.names(self._step, "reduction")
         for name in sorted(expected, key=self._position):
             apart, tolerance = self._compared("reduction", name, expected[name])
@@ -266,16 +266,16 @@ class ParameterChecks:
         return self._finding(name, "reduction", axis, ranks, cause, worst, tolerance)
 
     def _is_right(self, number: int, apart: Mapping[int, float], tolerance: float) -> bool:
-        """Whether a rank, or another of the optimizer's shards, who steps by it, is right."""
+        """Whether a rank is right, or the optimizer shard that steps the parameter for it."""
         return any(apart[n] <= tolerance for n in self._members(number, ("sharding",), apart))
 
     def _members(self, number: int, axes: Sequence[str], of: Iterable[int]) -> list[int]:
-        """Returns the ranks that differ from one in their place on some axes alone."""
+        """Returns the ranks that differ from one on some axes only."""
         anywhere, here = dict.fromkeys(axes, 0), self._ranks[number].coordinate
         return [n for n in of if {**self._ranks[n].coordinate, **anywhere} == {**here, **anywhere}]
 
     def _ratio(self, part: np.ndarray, whole: np.ndarray, number: int) -> float | None:
-        """Returns by which factor a gradient is too large; None where no factor explains it."""
+        """Returns the factor by which a gradient is too large; None if no factor explains it."""
         for expected in self._parts_of(whole, part.shape, number):
             size = float((expected.astype("float64") ** 2).sum())
             if size == 0:
@@ -288,7 +288,7 @@ class ParameterChecks:
     # The step
 
     def clip(self) -> Location | None:
-        """Finds ranks that do not clip, or the first gradient that was clipped by another norm."""
+        """Finds ranks that do not clip, or the first gradient clipped by another norm."""
         clipping = [r.rank for r in self._job.ranks if r.names(self._step, "clip")]
         # A rank whose shard has no parameter steps none, and clips none.
         stepping = [r.rank for r in self._job.ranks if self._rate in r.tensors]
@@ -299,7 +299,7 @@ class ParameterChecks:
         return self._first("clip", NORM, "mp", "pp", "sharding")
 
     def trained(self) -> Location | None:
-        """Finds a parameter that no optimizer has; a clip's norm is another without it."""
+        """Finds a parameter that no optimizer has, which also changes a clip's norm."""
         trained = {name for names in self._listed.values() for name in names}
         for name in self._single.listed(self._rate):
             if trained and name not in trained and (ranks := self._holders(name)):
@@ -317,7 +317,7 @@ class ParameterChecks:
         return self._finding("", "optimizer input", axis, wrong, causes.RATE, far) if bad else None
 
     def update(self) -> Location | None:
-        """Finds the first parameter that became another one."""
+        """Finds the first parameter with a wrong update."""
         return self._first("update", causes.UPDATE, "sharding", "mp")
 
     def buffers(self) -> Location | None:
@@ -339,7 +339,7 @@ class ParameterChecks:
         return None
 
     def _is_sent(self, number: int, name: str) -> bool:
-        """Whether another rank steps a parameter, and a script sends it after that."""
+        """Whether another rank steps a parameter and the script sends it afterwards."""
         stepping = self._stepping(name)
         after = self._ranks[number].names(self._step + 1, "initial")
         later = name in after or self._step + 1 == self._job.steps
@@ -357,7 +357,7 @@ class ParameterChecks:
         return {r.rank: r.tensors[p] for r in self._job.ranks for p in places if p in r.tensors}
 
     def _compared(self, phase: str, name: str, whole: np.ndarray) -> tuple[dict[int, float], float]:
-        """Returns by rank how far what it has is off, and how far it may be."""
+        """Returns for each rank the difference of its value, and the allowed difference."""
         parts = self._parts(phase, name)
         apart = {n: self._apart(part, whole, n) for n, part in parts.items()}
         return apart, self._tolerance(phase, name, whole)
@@ -396,7 +396,7 @@ class ParameterChecks:
         return self._tolerances.at(Meaning(self._step, phase, name, part=part), whole.dtype)
 
     def _position(self, name: str) -> float:
-        """Returns when the twin has the gradient of a parameter: after that of its layer."""
+        """Returns when the twin has a parameter's gradient: after its layer's gradient."""
         layer = name.rpartition(".")[0]
 
         def last(phase: str) -> float:
@@ -424,7 +424,7 @@ class ParameterChecks:
 
 
 def _missing_layer(name: str, held: set[str]) -> str:
-    """Returns the outermost layer around a parameter none of whose parameters is there."""
+    """Returns the outermost layer around a parameter that has no recorded parameter."""
     steps = name.split(".")
     paths = (".".join(steps[:count]) for count in range(1, len(steps)))
     missing = (p for p in paths if not any(other.startswith(p + ".") for other in held))

@@ -1,4 +1,4 @@
-"""What one run has computed, by its meaning: a folder with a file for each rank and step."""
+"""The tensors of one run, named by their meaning: a folder with a file for each rank and step."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ READ_ON = "read on"
 
 
 class Meaning(NamedTuple):
-    """What a tensor means.
+    """The meaning of a tensor.
 
     Attributes:
         step: The training step, from 0.
         phase: One of :data:`PHASES`.
         name: The path of a layer, parameter or buffer in the whole model; "" for the whole step.
-        micro_batch: Within the step and replica, from 0; -1 for what no micro-batch has alone.
-        part: Which of the tensors of that name: ``"output 0"``, ``"input 0"``, ``"parameter"``.
-        call: Which call of the layer in its micro-batch.
+        micro_batch: The micro-batch within the step and replica, from 0; -1 for a value of the
+            step.
+        part: The tensor of that name: ``"output 0"``, ``"input 0"``, ``"parameter"``.
+        call: The number of the layer's call in its micro-batch.
     """
 
     step: int
@@ -55,13 +56,13 @@ class Meaning(NamedTuple):
 
 
 class RankTensors:
-    """What one rank has computed, in order.
+    """The tensors of one rank, in order.
 
     Attributes:
-        rank: Among all ranks of the job.
+        rank: The rank in the job.
         coordinate: Its place on each axis that is split.
-        tensors: By their meaning, in the order in which they came.
-        sources: For what a layer returned, the places of what it took.
+        tensors: The tensors by their meaning, in the order in which they came.
+        sources: For each output of a layer, the places of its inputs.
     """
 
     def __init__(self, rank: int, coordinate: Mapping[str, int]) -> None:
@@ -71,25 +72,25 @@ class RankTensors:
         self.sources: dict[Meaning, list[Meaning]] = {}
 
     def of(self, step: int, phase: str) -> dict[Meaning, np.ndarray]:
-        """Returns what belongs to one phase of a step."""
+        """Returns the tensors of one phase of a step."""
         return {p: t for p, t in self.tensors.items() if p.step == step and p.phase == phase}
 
     def names(self, step: int, phase: str) -> dict[str, np.ndarray]:
-        """Returns by name what a phase has once for each name: parameters, their gradients."""
+        """Returns by name the tensors of a phase that each name has once, such as parameters."""
         return {p.name: t for p, t in self.of(step, phase).items() if p.micro_batch == -1}
 
     def listed(self, place: Meaning) -> list[str]:
-        """Returns the names of the parameters that the optimizers of a learning rate have."""
+        """Returns the parameters of the optimizers whose learning rate is at a place."""
         text = self.tensors.get(place._replace(part="parameters"))
         return [] if text is None else json.loads(text.tobytes().decode())
 
 
 class Record(NamedTuple):
-    """A run of some ranks.
+    """The tensors of a run of some ranks.
 
     Attributes:
-        ranks: What each has computed.
-        degrees: Of the axes that are split.
+        ranks: The tensors of each rank.
+        degrees: The degrees of the axes that are split.
     """
 
     ranks: Sequence[RankTensors]
@@ -97,12 +98,12 @@ class Record(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """The steps that all ranks have finished."""
+        """The number of steps that all ranks have finished."""
         return min(1 + max((p.step for p in r.tensors), default=-1) for r in self.ranks)
 
     @property
     def replicas(self) -> int:
-        """The number of copies of the model that take samples of their own."""
+        """The number of copies of the model with different samples."""
         return self.degrees.get("dp", 1) * self.degrees.get("sharding", 1)
 
     def replica(self, rank: RankTensors) -> int:
@@ -112,12 +113,12 @@ class Record(NamedTuple):
 
 
 def ratio_of(shares: dict[tuple[int, ...], dict[int, float]], expected: dict[int, float]) -> float:
-    """Returns how much larger the losses of ranks are together than those of the twin."""
+    """Returns the sum of the ranks' losses over that of the twin's."""
     return sum(map(sum, map(dict.values, shares.values()))) / (sum(expected.values()) or 1.0)
 
 
 def shares_by_place(job: Record, step: int, *more: str) -> dict[tuple[int, ...], dict[int, float]]:
-    """Returns the losses that backward began from, by the place on the axes of data, and more."""
+    """Returns the losses that backward started from, by the place on some axes, as of data."""
     shares: dict[tuple[int, ...], dict[int, float]] = {}
     axes = ("dp", "sharding", "sep", "cp", "ep", *more)
     for rank in job.ranks:
@@ -129,7 +130,7 @@ def shares_by_place(job: Record, step: int, *more: str) -> dict[tuple[int, ...],
 
 
 def shares_of(rank: RankTensors, step: int) -> dict[int, float]:
-    """Returns by micro-batch the losses that a rank's backward began from."""
+    """Returns by micro-batch the losses that a rank's backward started from."""
     return {
         place.micro_batch: float(tensor.sum())
         for place, tensor in rank.of(step, "loss").items()
@@ -138,7 +139,7 @@ def shares_of(rank: RankTensors, step: int) -> dict[int, float]:
 
 
 def write(folder: Path, record: RankTensors, degrees: Mapping[str, int], step: int) -> None:
-    """Writes one step of a rank, and forgets it."""
+    """Writes one step of a rank and removes it from memory."""
     with needed_for("a record of a run"):
         from safetensors.numpy import save_file
     places = [place for place in record.tensors if place.step == step]
@@ -158,7 +159,7 @@ def write(folder: Path, record: RankTensors, degrees: Mapping[str, int], step: i
 
 
 def read(folder: Path) -> Record:
-    """Reads what a run has left.
+    """Reads the record of a run.
 
     Raises:
         UsageError: The folder has no record.

@@ -1,4 +1,4 @@
-"""Names what a process computes by its meaning, and keeps it until the step is written."""
+"""Names the tensors of a process by their meaning, and stores them until the step is written."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from fleetpipe.parity.differences import numbers_of
 
 
 class Finished(SystemExit):
-    """As many steps as were wanted are recorded: the script need not go on."""
+    """The wanted number of steps is recorded, so that the script can stop."""
 
 
 class _Here(threading.local):
-    """What runs in a thread."""
+    """The layers that run in a thread."""
 
     forwarding = False
 
 
 class Recorder:
-    """Collects what one process computes.
+    """Collects the tensors of one process.
 
     Attributes:
-        step: The training step that runs.
-        micro_batch: The micro-batch whose forward runs, within the step and replica.
-        in_pipeline: Whether ``train_batch`` runs, which says itself what runs when.
+        step: The present training step.
+        micro_batch: The micro-batch of the present forward, within the step and replica.
+        in_pipeline: Whether ``train_batch`` runs, which reports micro-batches itself.
     """
 
     def __init__(self, folder: Path, steps: int, rank: int) -> None:
-        """Collects into files.
+        """Creates a recorder that writes into a folder.
 
         Args:
-            folder: Where they go.
-            steps: How many steps.
-            rank: This process's, among all of the job.
+            folder: The folder.
+            steps: The number of steps.
+            rank: This process's rank in the job.
         """
         self._folder = folder
         self._steps = steps
@@ -70,7 +70,7 @@ class Recorder:
 
     @property
     def forwarding(self) -> bool:
-        """Whether layers are called for a training step, in this thread."""
+        """Whether this thread calls layers for a training step."""
         return self._here.forwarding
 
     @forwarding.setter
@@ -80,7 +80,7 @@ class Recorder:
     # What there is
 
     def add_root(self, root: Layer) -> bool:
-        """Takes note of a model, or of a loss; returns whether it is a new one."""
+        """Adds a model or a loss; returns whether it is new."""
         inner = wrapped_layer(root) or root
         if id(root) in self._paths or id(inner) in self._paths:
             return False
@@ -110,7 +110,7 @@ class Recorder:
         return next((root for prefix, root in self._roots if prefix == ""), None)
 
     def path_of(self, layer: Layer) -> str | None:
-        """Returns the path of a layer; None for one of no model, and for a wrapper."""
+        """Returns the path of a layer; None for a wrapper and for a layer of no model."""
         return None if wrapped_layer(layer) is not None else self._paths.get(id(layer))
 
     def parameters(self) -> dict[str, Tensor]:
@@ -133,16 +133,16 @@ class Recorder:
     # What happens
 
     def put(self, place: Meaning, tensor: Tensor | np.ndarray) -> None:
-        """Keeps a copy of a tensor."""
+        """Stores a copy of a tensor."""
         array = tensor if isinstance(tensor, np.ndarray) else numbers_of(tensor.detach())
         self._record.tensors[place] = array
 
     def begin_micro_batch(self, number: int) -> None:
-        """Begins the forward of a micro-batch."""
+        """Starts the forward of a micro-batch."""
         self.micro_batch = number
 
     def called(self, layer: Layer, inputs: Iterable[Nest], output: Nest) -> None:
-        """Keeps what a layer took, as far as no layer made it, and what it returned."""
+        """Stores a layer's output, and those of its inputs that no layer computed."""
         path = self.path_of(layer)
         if path is None:
             return
@@ -185,7 +185,7 @@ class Recorder:
         return keep
 
     def next_mask(self, path: str) -> Meaning:
-        """Returns the place of what the next dropout of a layer keeps."""
+        """Returns the place of the mask of a layer's next dropout."""
         key = (f"{path} mask", self.micro_batch)
         self._calls[key] += 1
         call = self._calls[key] - 1
@@ -193,19 +193,19 @@ class Recorder:
 
     @property
     def recorded(self) -> record.RankTensors:
-        """What is kept of this step."""
+        """The stored tensors of this step."""
         return self._record
 
     def rows(self) -> dict[int, list[bytes]]:
-        """Returns by micro-batch the bytes of the samples of this step."""
+        """Returns the bytes of the samples of this step, by micro-batch."""
         return signatures(self._record, self.step)
 
     def forget_tensors(self) -> None:
-        """Lets go of what layers returned: backward has used it."""
+        """Drops the outputs of layers after backward has used them."""
         self._made.clear()
 
     def parameters_as(self, phase: str) -> None:
-        """Keeps all parameters where they are not as they were kept last."""
+        """Stores all parameters that have changed since they were last stored."""
         for name, parameter in self.parameters().items():
             array = numbers_of(parameter.detach())
             last = self._last.get(name)
@@ -216,26 +216,26 @@ class Recorder:
             self._last[name] = array
 
     def gradients_as(self, phase: str) -> None:
-        """Keeps the gradients that parameters have now."""
+        """Stores the present gradients of parameters."""
         for name, parameter in self.parameters().items():
             if parameter.grad is not None:
                 self.put(Meaning(self.step, phase, name, part="gradient"), parameter.grad)
         self._noted.add(phase)
 
     def forget_gradients(self) -> None:
-        """Lets go of parameters' gradients before ranks add up theirs."""
+        """Drops parameters' gradients from before the reduction."""
         for place in self._record.of(self.step, "gradient"):
             if place.part == "gradient":
                 del self._record.tensors[place]
 
     def note_gradients_left(self) -> None:
-        """Keeps gradients of the step before that are still there when backward begins."""
+        """Stores gradients of the step before that still exist when backward begins."""
         for name, parameter in self.parameters().items():
             if parameter.grad is not None and bool((parameter.grad != 0).any()):
                 self.put(Meaning(self.step, "gradient", name, part=record.LEFT), parameter.grad)
 
     def noted(self, phase: str) -> bool:
-        """Whether gradients of a phase are kept in this step."""
+        """Whether gradients of a phase are stored in this step."""
         return phase in self._noted
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -249,16 +249,16 @@ class Recorder:
             yield from ((prefix + name, tensor) for name, tensor in named)
 
     def stepped(self) -> None:
-        """Keeps what the optimizer has left."""
+        """Stores parameters and buffers after the optimizer's step."""
         self.parameters_as("update")
         for name, tensor in self.buffers():
             self.put(Meaning(self.step, "buffer", name, part="buffer"), tensor)
 
     def end_step(self) -> None:
-        """Writes the step.
+        """Writes the step into its file.
 
         Raises:
-            Finished: It was the last one wanted.
+            Finished: It was the last wanted step.
         """
         job = current_job()
         degrees = {} if job is None else _split(job.degrees.__dict__)

@@ -1,4 +1,4 @@
-"""Which rows of the twin's micro-batches a replica's micro-batch has: they are known by content."""
+"""Finds the rows of a replica's micro-batches among the twin's, by their contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = tuple[int, int]
 
 
 class SampleRows(NamedTuple):
-    """The rows of one micro-batch of a replica, as the twin has them.
+    """The twin's rows that one micro-batch of a replica has.
 
     Attributes:
         places: Each row's place in the twin.
@@ -29,11 +29,11 @@ class SampleRows(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """How the data of a step lie in the twin's.
+    """The places of the step's samples in the twin's data.
 
     Attributes:
-        rows: By replica and micro-batch; empty where samples could not be told apart.
-        wrong: What is wrong with the data, and with which replica, or None.
+        rows: The rows by replica and micro-batch; empty if samples cannot be distinguished.
+        wrong: The error in the data and its replica, or None.
     """
 
     rows: dict[tuple[int, int], SampleRows]
@@ -41,7 +41,7 @@ class Matched(NamedTuple):
 
 
 def match(job: Record, twin: Record, step: int) -> Matched:
-    """Finds the samples of each replica among the twin's."""
+    """Finds the samples of each replica in the twin's batches."""
     (single,) = twin.ranks
     expected = signatures(single, step)
     samples: dict[int, dict[int, list[bytes]]] = {}
@@ -88,7 +88,7 @@ def _split(job: Record) -> bool:
 def _repeated(
     samples: dict[int, dict[int, list[bytes]]], expected: dict[int, list[bytes]]
 ) -> tuple[str, int] | None:
-    """Says which replica reads what another one reads too, and the twin does not read twice."""
+    """Finds a replica that reads another's samples although the twin reads them only once."""
     wanted = Counter(row for rows in expected.values() for row in rows)
     here: Counter[bytes] = Counter()
     for replica in sorted(samples):
@@ -102,7 +102,7 @@ def _repeated(
 
 
 def signatures(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
-    """Returns by micro-batch the bytes of each row of the inputs."""
+    """Returns the bytes of each row of the inputs, by micro-batch."""
     tensors: dict[int, list[np.ndarray]] = defaultdict(list)
     for place, tensor in rank.of(step, "data").items():
         if place.part.startswith("input") and tensor.ndim:
@@ -117,10 +117,10 @@ def signatures(rank: RankTensors, step: int) -> dict[int, list[bytes]]:
 
 
 def is_sample(label: np.ndarray, wholes: Iterable[np.ndarray]) -> bool:
-    """Whether a label is one of some samples', or of whole numbers.
+    """Whether a label belongs to a given sample, or consists of whole numbers.
 
-    Other numbers may be computed: weights, or targets that all replicas' samples scale. They are
-    not compared; the loss that is made of them is.
+    Other numbers may be computed, as weights or scaled targets are. They are not compared, but the
+    loss computed from them is.
     """
     rows = {row.tobytes() for whole in wholes if whole.ndim for row in whole}
     return label.dtype.kind != "f" or (label.ndim > 0 and all(r.tobytes() in rows for r in label))
@@ -129,16 +129,16 @@ def is_sample(label: np.ndarray, wholes: Iterable[np.ndarray]) -> bool:
 def gathered(
     rows: SampleRows, by_micro_batch: dict[int, np.ndarray], counts: int
 ) -> list[np.ndarray]:
-    """Returns what a tensor of the twin's may be of the rows of a replica's micro-batch.
+    """Returns the possible tensors of the twin for the rows of a replica's micro-batch.
 
     Args:
-        rows: Where they are.
+        rows: The places of the rows.
         by_micro_batch: The twin's tensor of each micro-batch.
         counts: SampleRows that a micro-batch of the twin has.
 
     Returns:
-        The tensor as it is, where the micro-batches have the same rows; else its rows along the
-        first or second dimension, and the tensor itself, which may have none.
+        The tensor itself if the micro-batches have the same rows; else its rows along the first or
+        second dimension, and the tensor itself, which may have no rows.
     """
     first = rows.places[0][0] if rows.whole is None else rows.whole
     if first not in by_micro_batch:

@@ -1,8 +1,8 @@
-"""How far two tensors are apart, and how far rounding alone may take them.
+"""Measures the difference of two tensors, and how much of it rounding alone may cause.
 
-A difference counts where it is larger than what a change in the last place makes of the twin: it is
-run a second time with each number of its weights, data and gradients moved by at most one unit, and
-what differs then at a place is what rounding does there, whatever operation it is.
+A difference counts if it is larger than the effect of a change in the last place: the twin runs a
+second time with each number of its weights, data and gradients changed by at most one unit, and the
+difference at a place is the effect of rounding there, for any operation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _UNITS = {2: 2.0**-10, 4: 2.0**-23, 8: 2.0**-52, 16: 2.0**-52}
 
 
 def gap(ours: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
-    """Returns the largest difference over the largest number expected; 0 where no bit differs.
+    """Returns the largest difference over the largest expected number; 0 for equal bits.
 
     Args:
         ours: A tensor.
-        expected: What it should be.
-        scale: The largest number of the whole tensor, of which these are parts.
+        expected: The expected tensor.
+        scale: The largest number of the whole tensors of which these are parts.
     """
     if ours.shape != expected.shape:
         return float("inf")
@@ -42,16 +42,16 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def largest(tensor: np.ndarray) -> float:
-    """Returns the largest absolute value among those that are finite."""
+    """Returns the largest finite absolute value."""
     values = np.abs(tensor.astype("float64"))
     return float(values[np.isfinite(values)].max(initial=0.0))
 
 
 class Tolerances:
-    """What rounding may do at each place, measured."""
+    """The differences that rounding may cause at each place, as measured."""
 
     def __init__(self, twin: Record, perturbed: Record | None) -> None:
-        """Compares a twin with itself, perturbed in the last place; None: bits are to be equal."""
+        """Compares a twin with its perturbed run; None: bits must be equal."""
         #: By place, the steps and what was measured in each.
         self._measured: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
         self._exact = perturbed is None
@@ -66,7 +66,7 @@ class Tolerances:
                 self._measured.setdefault(key, []).append(measured)
 
     def at(self, place: Meaning, dtype: np.dtype[np.generic]) -> float:
-        """Returns the largest relative difference that passes at a place."""
+        """Returns the largest allowed relative difference at a place."""
         if self._exact or dtype.kind != "f":
             return 0.0
         unit = _UNITS[dtype.itemsize]

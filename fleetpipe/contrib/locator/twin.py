@@ -1,4 +1,4 @@
-"""A script at degrees 1, each of whose steps begins where the job's did."""
+"""Runs a script at degrees 1 so that each of its steps starts with the job's state."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _COMPUTED_AGAIN = 1e-4
 
 
 class Feed:
-    """Gives a twin what the job had: its weights, its samples, the gradients that it steps by.
+    """Gives a twin the job's weights, samples, and the gradients for each step.
 
-    So what differs in a step differs because of that step, and an update is compared by itself:
-    Adam would make whole steps of the rounding in a gradient next to nothing.
+    So a difference in a step has its cause in that step, and the update is compared by itself: Adam
+    would turn the rounding of a tiny gradient into whole steps.
     """
 
     def __init__(self, folder: Path, perturbed: bool) -> None:
         """Reads the record of the job.
 
         Args:
-            folder: Where it is.
-            perturbed: Whether each number is moved by at most one unit in its last place.
+            folder: The folder of the record.
+            perturbed: Whether each number is changed by at most one unit in its last place.
         """
         self._job = record.read(folder)
         self._whole = WholeTensors(self._job)
@@ -47,11 +47,11 @@ class Feed:
 
     @property
     def replicas(self) -> int:
-        """The replicas of the job, whose micro-batches the twin has one after another."""
+        """The number of the job's replicas, whose micro-batches the twin runs in turn."""
         return self._job.replicas
 
     def parameters(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Gives parameters the values that the job's had at the beginning of a step."""
+        """Sets parameters to the job's values at the beginning of a step."""
         for name, parameter in parameters.items():
             drawn = numbers_of(parameter.detach())
             value = self._whole.parameter(step, name, drawn)
@@ -59,7 +59,7 @@ class Feed:
                 self._set(parameter, drawn if value is None else value)
 
     def gradients(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Gives parameters the gradients that the job's optimizer stepped by."""
+        """Sets gradients to those with which the job's optimizer stepped."""
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 value = self._whole.gradient(step, name, numbers_of(parameter.grad))
@@ -69,7 +69,7 @@ class Feed:
     def mask(
         self, place: Meaning, shape: tuple[int, ...], recorded: RankTensors
     ) -> np.ndarray | None:
-        """Returns what the job's dropout kept of a micro-batch; None where it has no such."""
+        """Returns the job's dropout mask for a micro-batch; None if it has none."""
         return self._whole.mask(place, shape, recorded)
 
     def must_read_on(self, step: int, rows: int) -> bool:
@@ -77,7 +77,7 @@ class Feed:
         return self.replicas > 1 and step < self._job.steps and rows < self._whole.rows(step)
 
     def average(self, batches: int, parameters: Iterable[Tensor]) -> None:
-        """Makes gradients that several batches have added up those of their mean loss."""
+        """Divides gradients that several batches have summed, to those of their mean loss."""
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.set_value(parameter.grad / batches)
@@ -90,7 +90,7 @@ class Feed:
             rate.last_lr = value.item()
 
     def batch(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
-        """Returns the samples of all replicas where the script gives the twin those of one."""
+        """Returns the samples of all replicas if the script gives the twin those of one."""
         if self.replicas == 1 and self._random is None:
             return data
         batches = self._union(step, data, pipeline)
@@ -117,10 +117,10 @@ class Feed:
         ]
 
     def _weighed(self, target: Nest, labels: list[dict[str, np.ndarray]]) -> Nest:
-        """Gives the twin the job's numbers that go with the same whole ones, such as weights.
+        """Copies the job's numbers that belong to equal labels, such as weights, to the twin.
 
-        A script computes them from the samples of all replicas, and multiplies them by how many
-        there are where their mean is taken. Others are wrong: the loss of the twin's own shows it.
+        A script may compute them from the samples of all replicas, and multiply them by the number
+        of replicas if a mean follows. Any others are wrong, and the twin's own loss shows it.
         """
         here = {place: numbers_of(tensor) for place, tensor in tensors_by_place(target).items()}
         if here.keys() != labels[0].keys():
@@ -152,19 +152,19 @@ class Feed:
 
 
 def _filled(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:
-    """Returns a value like ``template`` with other tensors in it."""
+    """Returns a value like ``template`` with other tensors."""
     ordered = (values[place] for place in tensors_by_place(template))
     return mapped(lambda _: paddle.to_tensor(next(ordered)), template)
 
 
 @contextmanager
 def degrees_of_one(replicas: int) -> Iterator[None]:
-    """Within it ``fleet.init`` makes a job of one rank, whatever degrees a script asks for.
+    """While this context is open, ``fleet.init`` creates a job of one rank with any degrees.
 
     Its pipelines take the micro-batches of all replicas.
 
     Args:
-        replicas: How many replicas the job has.
+        replicas: The number of replicas of the job.
     """
     begin, build = fleet.init, PipelineLayer.__init__
 
@@ -204,7 +204,7 @@ def _of_one(strategy: Any, replicas: int) -> Any:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What a collective does to the tensor of the only rank."""
+    """Leaves the tensor of the only rank unchanged, as a collective would."""
 
 
 def _into_list(tensors: list[Any], tensor: Any, *_: Any, **__: Any) -> None:

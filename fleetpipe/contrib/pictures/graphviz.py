@@ -1,4 +1,4 @@
-"""A capture in Graphviz's language: its nodes and the values between them, by stage."""
+"""Writes a capture in Graphviz's language: its nodes and the values between them, by stage."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _COLOURS = ("#8fc7e8", "#f5c56b", "#86d1b3", "#e6b3cf", "#f2a27f", "#f4ec9a", "#
 
 
 def graph(trace: Capture, starts: Sequence[int] = ()) -> str:
-    """Returns the text of a directed graph, for ``dot -Tsvg``.
+    """Returns the text of a directed graph for ``dot -Tsvg``.
 
-    Nodes of a stage have its colour. A value that crosses to another stage is red there, once, with
-    its bytes.
+    Nodes have the colour of their stage. A value that crosses to another stage is a red arrow,
+    drawn once, with its bytes.
 
     Args:
         trace: A run of the forward.
-        starts: The first node of each stage but stage 0; none for a model that is not cut.
+        starts: The first node of each stage after stage 0; empty for a model that is not cut.
     """
     lines = ["digraph capture {", "  rankdir=TB; node [shape=box, fontname=Helvetica];"]
     lines.append("  inputs [shape=plain]; outputs [shape=plain];")

@@ -1,4 +1,4 @@
-"""What a picture shows: boxes of actions by rank and time, before anything is drawn."""
+"""Computes the boxes of a picture, by rank and time, before anything is drawn."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Panel:
     """One timeline of a picture.
 
     Args:
-        title: What stands above it.
-        events: What ran when. Actions are drawn in the colour of their kind, transfers not at all,
-            all else in grey.
-        placement: Which rank owns which stage.
+        title: The text above it.
+        events: The events. Actions are drawn in the colour of their kind, transfers are left out,
+            other events are grey.
+        placement: The placement of stages on ranks.
         unit: Unit of the times, "s" for example; empty for that of the costs.
-        held: For each rank what it holds, as (from when on, how much); drawn below the timeline.
-        held_unit: Unit of that, "bytes" for example.
+        held: For each rank the amounts that it holds, as (time, amount); drawn below the timeline.
+        held_unit: Unit of these amounts, "bytes" for example.
         begin: Where the axis of time begins.
     """
 
@@ -55,16 +55,16 @@ class Panel:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether chunks stand below each other: shades alone do not distinguish more than two."""
+        """Whether chunks are drawn below each other: shades distinguish only two."""
         return self.placement.chunks > 2
 
     @cached_property
     def bars(self) -> list[Bar]:
-        """What is drawn, in the order of the events."""
+        """The boxes to draw, in the order of the events."""
         return [bar for event in self.events for bar in _bars(event, self.placement)]
 
     def within(self, start: float, end: float) -> Panel:
-        """Returns the part of it between two times, where the boxes have more room.
+        """Returns the part between two times, in which boxes have more room.
 
         Raises:
             ConfigError: Nothing runs between them.
@@ -86,9 +86,9 @@ class Panel:
 
 @dataclass(frozen=True)
 class Bar:
-    """A box: its kind, how light it is, its number, and where it is.
+    """A box: its kind, lightness, number and position.
 
-    ``exchange`` is the width of that part, at its right end, in which the rank only waits for an
+    ``exchange`` is the width of the part at its right end in which the rank only waits for an
     exchange.
     """
 
@@ -103,18 +103,18 @@ class Bar:
 
     @property
     def computed(self) -> float:
-        """Where the part begins that is an exchange, or the right end."""
+        """The left end of the part that is an exchange, or the right end."""
         return max(self.left, self.right - self.exchange)
 
     @property
     def colour(self) -> Colour:
-        """What it is filled with on white paper."""
+        """The fill colour on white paper."""
         red, green, blue = (part + (1 - part) * self.shade for part in COLOURS[self.kind])
         return red, green, blue
 
     @property
     def ink(self) -> str:
-        """Black or white, whichever can be read better on it: one has a contrast of 4.5 to 1."""
+        """Black or white, whichever is easier to read on it: one has a contrast of 4.5 to 1."""
         red, green, blue = (
             part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
             for part in self.colour
@@ -124,13 +124,13 @@ class Bar:
 
 
 def panel_of(timeline: Timeline, unit: str = "", name: str = "", *, memory: bool = False) -> Panel:
-    """Returns the panel of a simulated schedule, bubble rate and peak in its title.
+    """Returns the panel of a simulated schedule, with bubble rate and peak in its title.
 
     Args:
         timeline: When each action runs.
-        unit: As of :class:`Panel`.
-        name: What the title begins with, where several panels stand in one picture.
-        memory: Whether what each rank holds is drawn below: bytes where the costs give them, else
+        unit: As for :class:`Panel`.
+        name: The begin of the title, if one picture has several panels.
+        memory: Whether to draw below what each rank holds: bytes if the costs give them, else
             forwards of one stage.
     """
     schedule = timeline.schedule
@@ -162,7 +162,7 @@ def _held(timeline: Timeline, rank: int) -> tuple[tuple[float, float], ...]:
 
 
 def _bars(event: Event, placement: Placement) -> Iterator[Bar]:
-    """Yields the boxes of an event, several where it is fused."""
+    """Yields the boxes of an event, several if it is fused."""
     top = event.rank - HEIGHT / 2
     if not event.actions:
         if event.op is None or event.name in ("REDUCE", "STEP"):
@@ -181,6 +181,6 @@ def _bars(event: Event, placement: Placement) -> Iterator[Bar]:
 
 
 def _lateness(action: Action, rank: int, placement: Placement) -> float:
-    """Returns 0 for a rank's first stage and 1 for its last, which has most white mixed in."""
+    """Returns 0 for a rank's first stage and up to 1 for its last, which is the palest."""
     chunk = placement.stages_of(rank).index(action.stage)
     return min(1, chunk / max(1, placement.chunks - 1))

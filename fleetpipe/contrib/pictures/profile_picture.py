@@ -1,4 +1,4 @@
-"""A profile as a picture: what each layer costs in time and memory."""
+"""Draws a profile: the time and memory of each layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw_layers(layers: Sequence[LayerCost], path: str | Path) -> None:
     """Draws the seconds of each layer's actions, and below the bytes that it holds.
 
     Args:
-        layers: The layers of a profile, in order, and the loss where it counts by itself.
+        layers: The layers of a profile, in order, and the loss if it is separate.
         path: File to write: .png, .svg or .pdf.
 
     Raises:
@@ -56,7 +56,7 @@ def draw_layers(layers: Sequence[LayerCost], path: str | Path) -> None:
 def _stack(
     area: Axes, rows: dict[str, list[float]], colours: dict[str, tuple[float, float, float] | str]
 ) -> None:
-    """Draws bars upon each other, those that are nowhere left out."""
+    """Draws bars on top of each other, without those that are always 0."""
     bottoms = [0.0] * len(next(iter(rows.values())))
     for name, heights in rows.items():
         if any(heights):

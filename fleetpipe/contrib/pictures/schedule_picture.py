@@ -48,7 +48,7 @@ _HELD_ROWS = 3.0  # height of what the ranks hold, in rows
 
 
 class Picture(str):
-    """A picture as the text of an SVG, which a notebook shows."""
+    """A picture as SVG text, which a notebook shows."""
 
     def _repr_svg_(self) -> str:
         return self
@@ -68,25 +68,26 @@ def plot(
     window: tuple[float, float] | None = None,
     memory: bool = False,
 ) -> Picture | None:
-    """Draws a simulated schedule into a file, or into axes of yours; see :func:`draw`.
+    """Draws a simulated schedule into a file, or into given axes; see :func:`draw`.
 
     Args:
-        timeline: What :meth:`Schedule.simulate` returned.
-        path: File to write: .png, .svg or .pdf. None: ``axes`` are drawn into; without these
-            either, the picture is returned, which a notebook shows.
-        size: Width and height in inches; by default what the numbers in the boxes need.
-        title: In the place of the schedule's name, sizes, bubble and peak.
+        timeline: A result of :meth:`Schedule.simulate`.
+        path: File to write: .png, .svg or .pdf. None: draws into ``axes``; without these either,
+            returns the picture, which a notebook shows.
+        size: Width and height in inches; by default large enough for the numbers in the boxes.
+        title: Replaces the schedule's name, sizes, bubble and peak.
         dpi: Dots in an inch, of a .png.
         axes: Axes of matplotlib to draw into, without a legend; not together with ``path``.
-        window: From when to when, in the unit of the costs: a part of a large schedule.
-        memory: Whether what each rank holds is drawn below, in bytes where the costs give them;
-            not together with ``axes``.
+        window: Begin and end of the part to draw, in the unit of the costs.
+        memory: Whether to draw below what each rank holds, in bytes if the costs give them; not
+            together with ``axes``.
 
     Returns:
-        The picture, an SVG, where there is neither path nor axes.
+        The picture, an SVG, if there is neither path nor axes.
 
     Raises:
-        ConfigError: As :func:`draw`; both ``path`` and ``axes``; nothing runs within the window.
+        ConfigError: An error of :func:`draw`; both ``path`` and ``axes``; nothing runs within the
+            window.
         PackageNotFound: matplotlib is not installed.
     """
     panel = panel_of(timeline, memory=memory)
@@ -121,19 +122,19 @@ def draw(
     size: tuple[float, float] | None = None,
     dpi: float = _DPI,
 ) -> None:
-    """Draws timelines below each other to one scale, measured beside predicted for example.
+    """Draws timelines below each other on one scale, such as measured beside predicted.
 
-    Colours and hatches say the kind, so that it can be told on grey paper too, and lighter colours
-    a later stage of the same rank; from three stages on each also stands lower than the one before.
-    Numbers are micro-batches where they fit. A fused pair is one box with its parts above each
-    other. The part of a box in which its rank only waits for exchanges is dotted, at its right end:
-    of a fused pair what its halves do not hide. Seconds are shown in the unit that suits the
-    longest timeline. No display is needed.
+    Colours and hatches show the kind, so that it can be recognized on grey paper too. A lighter
+    colour is a later stage of the same rank; from three stages on, each is also drawn lower than
+    the one before. Numbers are micro-batches, if they fit. A fused pair is one box with its parts
+    above each other. The part at a box's right end in which its rank only waits for exchanges is
+    dotted: in a fused pair the part that its halves do not hide. Seconds are shown in a unit that
+    fits the longest timeline. No display is needed.
 
     Args:
         panels: One timeline or more, in one unit of time.
-        path: File to write; its ending, .png, .svg or .pdf, says the form.
-        size: Width and height in inches; by default what the numbers in the boxes need.
+        path: File to write; its ending, .png, .svg or .pdf, decides the form.
+        size: Width and height in inches; by default large enough for the numbers in the boxes.
         dpi: Dots in an inch, of a .png.
 
     Raises:
@@ -167,10 +168,10 @@ def draw(
 def new_figure(
     path: str | Path, width: float, height: float, letters: float, dpi: float = _DPI
 ) -> Iterator[Figure]:
-    """Yields an empty figure, which is written in the end. No display is needed.
+    """Yields an empty figure, which is written at the end. No display is needed.
 
     Args:
-        path: File to write; its ending, .png, .svg or .pdf, says the form.
+        path: File to write; its ending, .png, .svg or .pdf, decides the form.
         width: In inches.
         height: In inches.
         letters: Size of the letters, in points.
@@ -205,14 +206,14 @@ def new_figure(
 
 
 def _limits(panels: Sequence[Panel]) -> tuple[float, float]:
-    """Returns where the axis of time begins and ends."""
+    """Returns the begin and the end of the time axis."""
     begin = min((panel.begin for panel in panels), default=0.0)
     end = max((bar.right for panel in panels for bar in panel.bars), default=begin)
     return begin, end if end > begin else begin + 1
 
 
 def _usual_width(panel: Panel) -> float:
-    """Returns the width of the narrower boxes, a few that are narrower still left aside."""
+    """Returns the width of the narrower boxes, except for a few that are narrower still."""
     widths = sorted(bar.right - bar.left for bar in panel.bars if bar.number)
     return widths[len(widths) // 20] if widths else 0
 
@@ -222,7 +223,7 @@ def _digits(panel: Panel) -> int:
 
 
 def _size(panels: Sequence[Panel]) -> tuple[float, float]:
-    """Returns inches: wide enough for the numbers, within reason, and a line for each rank."""
+    """Returns width and height in inches: wide enough for the numbers, and a line for each rank."""
     begin, end = _limits(panels)
     width = max(_INCHES[0], *(_wanted_width(panel, end - begin) for panel in panels))
     ranks = [panel.placement.ranks for panel in panels]
@@ -297,13 +298,13 @@ def _draw_panel(area: Axes, panel: Panel, scale: float) -> None:
 
 
 def _corners(bar: Bar, left: float) -> tuple[tuple[float, float], ...]:
-    """Returns the corners of a box from ``left`` on."""
+    """Returns the corners of a box whose left end is at ``left``."""
     right, top, bottom = bar.right, bar.top, bar.bottom
     return (left, top), (right, top), (right, bottom), (left, bottom)
 
 
 def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
-    """Writes micro-batches into the boxes that have room; all in one size."""
+    """Writes micro-batches into the boxes that are large enough, all in one size."""
     least, most = _POINTS
     numbered = [bar for bar in panel.bars if bar.number]
     size = min(most, (_usual_width(panel) * scale - 1) / (_DIGIT * _digits(panel)))
@@ -328,7 +329,7 @@ def _draw_numbers(area: Axes, panel: Panel, scale: float) -> None:
 
 
 def _draw_held(area: Axes, panel: Panel, scale: float) -> None:
-    """Draws what each rank holds over time: a line for each, the first one darkest."""
+    """Draws the amount that each rank holds over time: a line for each, the first one darkest."""
     most = max(amount for steps in panel.held for _, amount in steps)
     name, unit = _size_unit(most) if panel.held_unit == "bytes" else (panel.held_unit, 1)
     for rank, steps in enumerate(panel.held):
@@ -345,14 +346,14 @@ def _draw_held(area: Axes, panel: Panel, scale: float) -> None:
 
 
 def _size_unit(most: float) -> tuple[str, float]:
-    """Returns the unit that suits an amount of bytes, and how many bytes it has."""
+    """Returns a unit that fits an amount of bytes, and its number of bytes."""
     names = ("bytes", "KiB", "MiB", "GiB", "TiB")
     power = min(int(math.log(max(most, 1), 1024)), len(names) - 1)
     return names[power], 1024.0**power
 
 
 def _draw_legend(figure: Figure, panels: Sequence[Panel], letters: float) -> None:
-    """Explains the colours, in as many lines as the width of the picture asks for."""
+    """Draws a legend of the colours, with as many lines as the picture's width requires."""
     from matplotlib.patches import Patch
 
     bars = [bar for panel in panels for bar in panel.bars]

@@ -1,5 +1,5 @@
-"""``fleetpipe new``: a project to begin with, made of the text files that are here.
+"""``fleetpipe new``: writes a new project from the text files in this folder.
 
-``command.py`` makes it. The files end in ``.txt``, for they are no part of the package, and say
-themselves what they are for. No Paddle is needed.
+``command.py`` writes it. The files end in ``.txt``, as they are not a part of the package. No
+Paddle is needed.
 """

@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the project, and says what to do with it.
+    """Writes the project and prints the next steps.
 
     Raises:
         ConfigError: The name cannot be used, or the folder is not empty or cannot be written.
@@ -66,7 +66,7 @@ def _folder(text: str) -> Path:
 
 
 def _checked(folder: Path) -> str:
-    """Returns the name of a project."""
+    """Returns the name of a project, or refuses one that cannot be used."""
     name = folder.resolve().name
     if not _USABLE.fullmatch(name) or name.lower() in _TAKEN:
         raise ConfigError(
