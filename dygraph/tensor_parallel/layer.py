@@ -175,16 +175,7 @@ def shard_in(parameter: Tensor, group: PaddleGroup = None) -> PartOfWhole | None
     Args:
         parameter: On any member.
         group: The members along mp: Paddle's group or fleetpipe's; by default ``fleet.init``'s.
-
-    Raises:
-        ConfigError: It is no parameter, but an axis.
     """
-    if not isinstance(parameter, paddle.Tensor):
-        raise ConfigError(
-            "what is cut is asked of a parameter, not of its axis",
-            got=repr(parameter),
-            fix="whole_value(value, parameter), own_value(whole, parameter)",
-        )
 
     def place() -> tuple[int, int]:
         members = groups.along("mp", group)
@@ -200,24 +191,29 @@ def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]
     return shape if part is None else part.cut.whole(shape)
 
 
-def whole_value(value: Tensor, parameter: Tensor, group: PaddleGroup = None) -> Tensor:
+def whole_value(value: Tensor, parameter: Tensor | int | None, group: PaddleGroup = None) -> Tensor:
     """Returns a copy of the whole tensor of which ``value`` is a shard. Collective if it is one.
 
     Args:
         value: A parameter, its gradient, or a moment of it.
-        parameter: The parameter.
+        parameter: The parameter; or its :func:`split_axis`, None for a whole one.
         group: As for :func:`shard_in`.
     """
-    part = shard_in(parameter, group)
-    if part is None:
+    axis, along = parameter, "mp"
+    if isinstance(parameter, paddle.Tensor):
+        part = shard_in(parameter, group)
+        axis, along = (None, "") if part is None else (part.cut.axis, part.axis)
+    if axis is None:
         return value.detach().clone()
-    shards = groups.gathered(value, groups.along(part.axis, group))
-    return paddle.concat(shards, axis=part.cut.axis)
+    return paddle.concat(groups.gathered(value, groups.along(along, group)), axis=axis)
 
 
-def own_value(whole: Tensor, parameter: Tensor, group: PaddleGroup = None) -> Tensor:
+def own_value(whole: Tensor, parameter: Tensor | int | None, group: PaddleGroup = None) -> Tensor:
     """Returns this member's shard of a whole tensor; the inverse of :func:`whole_value`."""
-    part = shard_in(parameter, group)
+    if isinstance(parameter, int):
+        members = groups.along("mp", group)
+        return shard_of(whole, parameter, members.rank, members.ranks)
+    part = None if parameter is None else shard_in(parameter, group)
     return whole if part is None else part.cut.taken_from(whole)
 
 

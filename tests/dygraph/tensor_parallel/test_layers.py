@@ -23,6 +23,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     VocabParallelEmbedding,
     groups,
     operations,
+    split_axis,
 )
 from fleetpipe.errors import ConfigError, PeerFailed, StateError, UsageError
 from fleetpipe.paddle_api import device
@@ -353,16 +354,13 @@ def test_an_error_in_backward_keeps_its_type() -> None:
         raise ValueError("other")
 
 
-def test_a_shard_is_taken_from_the_whole_that_it_gathers(twins: Twins) -> None:
+@pytest.mark.parametrize("cut", [lambda weight: weight, split_axis])
+def test_whole_and_own_values_are_inverse(cut: Callable[[Any], Any], twins: Twins) -> None:
     layer = ColumnParallelLinear(6, 8, mp_group=MEMBERS[0])
-    whole = tensor_parallel.whole_value(layer.weight, layer.weight, MEMBERS[0])
+    whole = tensor_parallel.whole_value(layer.weight, cut(layer.weight), MEMBERS[0])
     assert whole.shape == [6, 8]
-    part = tensor_parallel.shard_in(layer.weight, MEMBERS[0])
-    assert part is not None
-    own = part.cut.taken_from(whole)
+    own = tensor_parallel.own_value(whole, cut(layer.weight), MEMBERS[0])
     assert np.array_equal(own.numpy(), layer.weight.numpy())
     bias = RowParallelLinear(6, 8, mp_group=MEMBERS[0]).bias
-    assert tensor_parallel.whole_value(bias, bias, MEMBERS[0]).shape == [8]
-    with pytest.raises(ConfigError, match="asked of a parameter, not of its axis"):
-        tensor_parallel.whole_value(layer.weight, 1)
+    assert tensor_parallel.whole_value(bias, cut(bias), MEMBERS[0]).shape == [8]
     assert twins.gathered == 1

@@ -23,7 +23,7 @@ from fleetpipe.dygraph.tensor_parallel import (
     alone,
     connect,
     operations,
-    shard_in,
+    own_value,
     whole_value,
 )
 from fleetpipe.job import meeting
@@ -71,8 +71,7 @@ def both(make: Callable[[], Any]) -> tuple[Any, Any]:
     for own, dense in zip(*(layer.parameters() for layer in layers)):
         if len(dense.shape) == 1:
             dense.set_value(paddle.linspace(-1, 1, dense.shape[0]))
-            part = shard_in(own, MEMBERS[0])
-            own.set_value(dense if part is None else part.cut.taken_from(dense))
+            own.set_value(own_value(dense, own, MEMBERS[0]))
     return layers[0], layers[1]
 
 
@@ -168,8 +167,7 @@ def cross_entropy(name: str, logits: Any, label: Any, dtype: str = "int64") -> N
     (loss * weights).sum().backward()
     (expected * weights).sum().backward()
     note(f"cross entropy {name}", loss, expected)
-    own.is_distributed, own.split_axis = True, 2
-    note(f"cross entropy {name} gradient", whole_value(own.grad, own, MEMBERS[0]), reference.grad)
+    note(f"cross entropy {name} gradient", whole_value(own.grad, -1, MEMBERS[0]), reference.grad)
     note_same(f"cross entropy {name}", loss)
 
 
