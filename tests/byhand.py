@@ -30,6 +30,9 @@ from tests.fixtures import Call
 from tests.forking import Forked
 
 POLL_SECONDS = 0.005
+#: What happens at once has happened within so many seconds on a machine that others load, too;
+#: Gloo's own waits end after 30, and those of a job after 60.
+PROMPT = 20.0
 #: The ports of a worker of xdist are its own.
 WORKERS = 8
 OWN = int((os.environ.get("PYTEST_XDIST_WORKER") or "gw0")[2:]) % WORKERS

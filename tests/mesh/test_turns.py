@@ -13,6 +13,7 @@ import pytest
 from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.errors import PipelineTimeout
 from fleetpipe.mesh import turns
+from tests.fixtures import Clock, Patch
 
 
 class Register:
@@ -105,25 +106,23 @@ def test_who_never_hands_over_is_no_hang() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(3, 1), (1, 3)])
-def test_times_are_those_of_the_turns(first: int, second: int) -> None:
+def test_times_are_those_of_the_turns(monkeypatch: Patch, first: int, second: int) -> None:
     """Each sleeps once more than it hands over; drawn side by side they fill the whole time."""
+    clock = Clock(monkeypatch)
     spans: dict[str, tuple[float, float]] = {}
 
     def sleeper(name: str, exchanges: int) -> Any:
         def run() -> None:
             for _ in range(exchanges):
-                time.sleep(0.02)
+                clock.sleep(1)
                 turns.hand_over()
-            time.sleep(0.02)
+            clock.sleep(1)
 
-        return Stopwatch(run, lambda begin, end: spans.update({name: (begin, end)}))
+        record = lambda begin, end: spans.update({name: (begin, end)})  # noqa: E731
+        return Stopwatch(run, record, time.perf_counter)
 
-    begin = time.perf_counter()
     turns.Turns(Register(), 5).run(sleeper("first", first), sleeper("second", second))
-    whole = time.perf_counter() - begin
     lengths = {name: end - start for name, (start, end) in spans.items()}
-    assert lengths["first"] >= 0.02 * (first + 1)
-    assert lengths["second"] >= 0.02 * (second + 1)
-    assert sum(lengths.values()) <= whole
+    assert lengths == {"first": first + 1, "second": second + 1}
     (_, end), (start, _) = sorted(spans.values())
-    assert end <= start + 1e-3
+    assert end == start

@@ -115,7 +115,7 @@ def test_those_who_send_nothing_or_read_nothing_hold_up_nobody(
         silent[-1].sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
         begin = time.monotonic()
         assert get(url + "status.json").status == 200
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 30  # not 300 times the patience
         # Dropped: the first because more came than are kept, the last because it said nothing.
         for sock in (silent[0], silent[-2]):
             sock.settimeout(5)

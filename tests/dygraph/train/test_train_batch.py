@@ -258,7 +258,7 @@ def test_timers_are_logged_each_step(caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(StateError, match="started already"):
             model.timers("mine").start()
         model.timers("mine").stop()
-        assert 0 < model.timers("mine").elapsed() < 10
+        assert model.timers("mine").elapsed() > 0
         assert model.timers("mine").elapsed() == 0
 
 

