@@ -70,6 +70,7 @@ class Program(NamedTuple):
         mixture: The kind of experts, "" for none.
         reduction: Of the loss: fleetpipe's own option.
         recomputes: Whether layers are computed again in backward.
+        guards: fleetpipe's own option: of how many steps one is verified.
     """
 
     number: int
@@ -96,6 +97,7 @@ class Program(NamedTuple):
     mixture: str = ""
     reduction: str = "mean"
     recomputes: bool = False
+    guards: int = 1
 
     @property
     def ranks(self) -> int:
@@ -260,7 +262,7 @@ def _replica() -> int:
 
 def train(program: Program) -> None:
     """Trains a program as its user would."""
-    own: dict[str, Any] = {"guards": 1, "loss_reduction": program.reduction}
+    own: dict[str, Any] = {"guards": program.guards, "loss_reduction": program.reduction}
     strategy = jobs.strategy(
         *(program.micro_batches, program.schedule),
         **{"rows": program.rows, "own": own, **dict.fromkeys(program.axes, 2)},
@@ -327,16 +329,21 @@ def _by_loop(program: Program) -> None:
             loss.backward()
         trained = [parameter for parameter in model.parameters() if not parameter.stop_gradient]
         for parameter in trained if copies > 1 and not program.wrapped else ():
-            paddle.distributed.all_reduce(parameter.grad)
-            with paddle.no_grad():
-                parameter.grad.scale_(1 / copies)
+            average(parameter.grad, copies)
         optimizer.step()
         optimizer.clear_grad()
         if scheduler is not None:
             scheduler.step()
 
 
-def _recorded(program: Program, folder: Path, rank: int, feed: Feed | None = None) -> None:
+def average(gradient: Any, copies: int, **options: Any) -> None:
+    """Adds a gradient up over all copies, as a loop of a user's own does."""
+    paddle.distributed.all_reduce(gradient, **options)
+    with paddle.no_grad():
+        gradient.scale_(1 / copies)
+
+
+def recorded(program: Program, folder: Path, rank: int, feed: Feed | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         if feed is not None:
@@ -349,17 +356,17 @@ def run_jobs(folder: str, numbers: list[int]) -> None:
     """What each of the ranks does."""
     for number in numbers:
         rank = paddle.distributed.get_rank()
-        _recorded(drawn(number), Path(folder, str(number), "job"), rank)
+        recorded(drawn(number), Path(folder, str(number), "job"), rank)
 
 
 def named(program: Program, home: Path) -> Location | None:
     """Runs the twin of a job that has run, and returns the place that is named."""
-    _recorded(program, home / "twin", 0, Feed(home / "job", perturbed=False))
+    recorded(program, home / "twin", 0, Feed(home / "job", perturbed=False))
     job, twin = record.read(home / "job"), record.read(home / "twin")
     assert job.steps == twin.steps == STEPS, (job.steps, twin.steps)
     if first_difference(job, twin) is None:
         return None
-    _recorded(program, home / "moved", 0, Feed(home / "job", perturbed=True))
+    recorded(program, home / "moved", 0, Feed(home / "job", perturbed=True))
     return first_difference(job, twin, record.read(home / "moved"))
 
 
