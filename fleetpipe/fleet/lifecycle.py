@@ -21,7 +21,7 @@ from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateE
 from fleetpipe.extras import extra
 from fleetpipe.fleet.static_graph import await_guard, static_graph
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import agreement, job, meeting, start
+from fleetpipe.job import agreement, attempt_files, job, meeting, start
 from fleetpipe.job.groups import neighbours
 from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.groups.workers import Workers
@@ -288,7 +288,10 @@ def _begin(
     job.begin(begun)
     topology.lend_to_role_maker(Workers())
     _rehearse(config)
-    extra("watch.reporting").begin(begun, config.serve)
+    # One process that plays all ranks is watched if somebody may look at it.
+    watched = config.serve is not None or attempt_files.folder() is not None or not begun.local
+    if watched and begun.leads():
+        extra("watch.reporting").begin(begun, config.serve)
     tensor_parallel.connect_shards(begun)
     return _fleet
 

@@ -110,21 +110,16 @@ def _keep(job: Job) -> Reporter:
 
 
 def begin(job: Job, address: str | None) -> None:
-    """Has the first rank keep the board of a job, and serve it where that is asked for.
-
-    One process that plays all ranks keeps one only where somebody may look at it.
+    """Keeps the board of a job on its first rank until the job ends, and serves it.
 
     Args:
-        job: The job, which ends it.
+        job: The job.
         address: Where the board is served, PORT or HOST:PORT; None: nowhere.
 
     Raises:
         ConfigError: Nothing can be served there.
         PackageNotFound: What serves it is not installed.
     """
-    watched = address is not None or attempt_files.folder() is not None or not job.local
-    if not watched or not job.leads():
-        return
     reporter = _keep(job)
     if address is not None:
         from fleetpipe.contrib.watch.server import Server
