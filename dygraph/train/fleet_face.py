@@ -16,6 +16,7 @@ from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.hooks import NumberedHook
 from fleetpipe.dygraph.observe.timers import Timers
+from fleetpipe.dygraph.train.observers import of_all
 from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.job.job import current_job
@@ -95,6 +96,8 @@ class PipelineFace(MetaParallelBase):
         begin(layers, hcg or job.hcg, strategy)
         self._runtime = Runtime(layers, strategy, job, self._has_bubble_hooks)
         self._runtime.accompany(layers.companion(self))
+        for make in of_all:
+            self._runtime.observe(make(self))
 
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineFace:
         """Returns a copy of the model, such as an average of weights, wrapped too. Collective."""

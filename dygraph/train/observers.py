@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import os
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from fleetpipe.engine.observer import Observer
 from fleetpipe.job import meeting
 
 
@@ -98,3 +100,17 @@ def observers_of(runtime: Any, before: Mapping[str, Any]) -> dict[str, Any]:
         if observer is not None:
             observers[name] = observer
     return observers
+
+
+#: Makes an observer of each pipeline that is wrapped.
+of_all: list[Callable[[Any], Observer]] = []
+
+
+@contextmanager
+def observing_all(make: Callable[[Any], Observer]) -> Iterator[None]:
+    """Within it ``make(pipeline)`` observes each pipeline that is wrapped, as a script may do."""
+    of_all.append(make)
+    try:
+        yield
+    finally:
+        of_all.remove(make)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph.batch.observed import ObservedBatch
+from fleetpipe.dygraph.train.observers import observing_all
+from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
-
-_TRAINING = ("train_batch", "forward_backward_pipeline")
 
 
 class _Measured(BaseException):
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if script.to_be_launched(options):
         return script.launch(options, "profile", "--output", str(options.output))
-    with _measuring(options.output), in_place_of_paddles():
+    with observing_all(functools.partial(_Measuring, options.output)), in_place_of_paddles():
         try:
             script.execute(options.script, options.arguments)
         except _Measured:
@@ -44,22 +44,14 @@ def run(options: argparse.Namespace) -> int:
     return 2
 
 
-@contextmanager
-def _measuring(path: Path) -> Iterator[None]:
-    """Within it a pipeline that is to train is measured, and the script ends."""
+class _Measuring(BatchObserver):
+    def __init__(self, path: Path, pipeline: PipelineParallel) -> None:
+        self._path, self._pipeline = path, pipeline
 
-    def measure(pipeline: PipelineParallel, data: Any, *_: Any, **__: Any) -> NoReturn:
-        profile = pipeline.profile(data, path)
-        if pipeline.stage_id == 0:
-            sys.stdout.write(f"{profile}\nwritten to {path}\n")
+    def begin(self, batch: ObservedBatch) -> NoReturn:
+        """Measures the model in the place of the batch, and ends the script."""
+        profile = self._pipeline.profile(batch.data, self._path)
+        if self._pipeline.stage_id == 0:
+            sys.stdout.write(f"{profile}\nwritten to {self._path}\n")
             sys.stdout.flush()
         raise _Measured
-
-    originals = {name: getattr(PipelineParallel, name) for name in _TRAINING}
-    for name in _TRAINING:
-        setattr(PipelineParallel, name, measure)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(PipelineParallel, name, original)

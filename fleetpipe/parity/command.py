@@ -85,6 +85,7 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
     def predict_batch(pipeline: PipelineParallel, *arguments: Any, **named: Any) -> Nest:
         return session_of(pipeline).predict_batch(*arguments, **named)
 
+    # No observer: what is compared first is how the pipeline cuts the script's own data.
     calls = Calls(train_batch, eval_batch, predict_batch)._asdict().items()
     methods = ((PipelineParallel, name, method) for name, method in calls)
     try:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.nest import tensors_by_place, tensors_of
+from fleetpipe.dygraph.train.observers import observing_all
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
@@ -68,6 +68,7 @@ def collecting(recorder: Recorder, feed: Feed | None = None) -> Iterator[None]:
     """
     hooks = _Hooks(recorder, feed)
     with ExitStack() as stack:
+        stack.enter_context(observing_all(lambda _: hooks))
 
         def put(owner: Any, name: str, around: Around) -> None:
             method = owner.__dict__[name]
@@ -125,7 +126,6 @@ class _Hooks(BatchObserver):
         self._in_recompute = False
         self._steps_within = 0
         self._clips_within = 0
-        self._observed: WeakSet[PipelineParallel] = WeakSet()
         #: Micro-batches that earlier calls have had in this step of a loop of one's own.
         self._earlier = 0
 
@@ -229,9 +229,6 @@ class _Hooks(BatchObserver):
         """Hooks a call that ``train_batch`` makes too; by itself, one or several make a step."""
         recorder = self._recorder
         recorder.add_root(pipeline.layers)
-        if pipeline not in self._observed:
-            pipeline.observe(self)
-            self._observed.add(pipeline)
         self._pipeline = pipeline
         self._earlier = recorder.micro_batch + 1
         if not self._earlier:
