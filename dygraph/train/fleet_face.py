@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from types import MappingProxyType
@@ -37,6 +38,11 @@ class NothingCached:
         """Does nothing: every message tells its shape, and none is remembered."""
 
 
+def _of_runtime(path: str) -> Any:
+    """Returns a property that gives what the runtime has under a dotted path."""
+    return property(operator.attrgetter(f"_runtime.{path}"))
+
+
 class PipelineFace(MetaParallelBase):
     """A wrapped model as far as it runs nothing: attributes, sizes and hooks.
 
@@ -60,6 +66,39 @@ class PipelineFace(MetaParallelBase):
     _use_batch_p2p_comm = False
     _chunk_2_comm_buffers: ClassVar[Mapping[int, list[object]]] = MappingProxyType({})
     _p2p_helper = NothingCached()
+
+    layers: PipelineLayer = _of_runtime("layers")
+    """The wrapped model."""
+    schedule: Schedule = _of_runtime("schedule")
+    """What is run."""
+    units: Units = _of_runtime("units")
+    """How the micro-batches of a training batch are cut."""
+    timers: Timers | None = _of_runtime("timers")
+    """Those of ``pp_configs.enable_timer``; None where it is off."""
+    num_stages: int = _of_runtime("job.degrees.pp")
+    """Ranks of the pipeline."""
+    num_model_chunks: int = _of_runtime("schedule.placement.chunks")
+    """Chunks on each rank, v."""
+    micro_batch_id: int = _of_runtime("stage.micro_batch_id")
+    """The number within the batch of the micro-batch whose forward runs, or else the next."""
+    weights: list[Fraction] = _of_runtime("weights")
+    """The weight of each of this replica's micro-batches in its loss of the batch."""
+    forward_pipeline_parallel_hook_capacity: int = _of_runtime(
+        "hook_calls.hooks.forward.hooks_capacity"
+    )
+    """Forwards of a rank in a batch: m * v."""
+    backward_pipeline_parallel_hook_capacity: int = _of_runtime(
+        "hook_calls.hooks.backward.hooks_capacity"
+    )
+    """Backwards of a rank in a batch: m * v."""
+    bubble_pipeline_parallel_hook_capacity: int = _of_runtime(
+        "hook_calls.hooks.bubble.hooks_capacity"
+    )
+    """Bubbles of a rank in a batch: 2p - 2 where the schedule is interleaved, else 0."""
+    peak_held: dict[int, int] = _of_runtime("engine.peak_held")
+    """Most forwards held unreleased in the last training run, by rank played here."""
+    sequence: Group = _of_runtime("sequence")
+    """The ranks that have parts of the same sequences."""
 
     def __init__(
         self, layers: PipelineLayer, hcg: Topology = None, strategy: Strategy = None
@@ -132,29 +171,9 @@ class PipelineFace(MetaParallelBase):
         return self.train(False)
 
     @property
-    def layers(self) -> PipelineLayer:
-        """The wrapped model."""
-        return self._runtime.layers
-
-    @property
-    def schedule(self) -> Schedule:
-        """What is run."""
-        return self._runtime.schedule
-
-    @property
-    def units(self) -> Units:
-        """How the micro-batches of a training batch are cut."""
-        return self._runtime.units
-
-    @property
     def slicing(self) -> int | tuple[int, ...]:
         """How the sequences of a training batch are cut: the number of slices, or lengths."""
         return getattr(self.units, "slicing", 1)
-
-    @property
-    def timers(self) -> Timers | None:
-        """Those of ``pp_configs.enable_timer``; None where it is off."""
-        return self._runtime.timers
 
     @property
     def accumulate_steps(self) -> int:
@@ -173,11 +192,6 @@ class PipelineFace(MetaParallelBase):
     @micro_batch_size.setter
     def micro_batch_size(self, rows: int) -> None:
         self._runtime.resize(self.accumulate_steps, rows)
-
-    @property
-    def num_stages(self) -> int:
-        """Ranks of the pipeline."""
-        return self._runtime.job.degrees.pp
 
     @property
     def stage_id(self) -> int:
@@ -200,19 +214,9 @@ class PipelineFace(MetaParallelBase):
         return self._runtime.job.hcg.get_data_parallel_group()
 
     @property
-    def num_model_chunks(self) -> int:
-        """Chunks on each rank, v."""
-        return self.schedule.placement.chunks
-
-    @property
     def model_chunks(self) -> list[PipelineLayerChunk] | None:
         """The chunks of this process; None where v is 1."""
         return self.layers.get_model_chunks()
-
-    @property
-    def micro_batch_id(self) -> int:
-        """The number within the batch of the micro-batch whose forward runs, or else the next."""
-        return self._runtime.stage.micro_batch_id
 
     @property
     def total_loss(self) -> list[Tensor] | None:
@@ -233,11 +237,6 @@ class PipelineFace(MetaParallelBase):
     def replicas(self) -> Group:
         """The ranks that hold the same stages in all replicas."""
         return self._runtime.job.replicas()
-
-    @property
-    def weights(self) -> list[Fraction]:
-        """The weight of each of this replica's micro-batches in its loss of the batch."""
-        return self._runtime.weights
 
     def is_pipeline_first_stage(self, ignore_virtual: bool = False) -> bool:
         """Whether this process owns the first stage, which takes the inputs.
@@ -300,21 +299,6 @@ class PipelineFace(MetaParallelBase):
             ConfigError: ``location`` is not below :attr:`bubble_pipeline_parallel_hook_capacity`.
         """
         self._runtime.hook_calls.hooks.bubble.register_hook(location, hook)
-
-    @property
-    def forward_pipeline_parallel_hook_capacity(self) -> int:
-        """Forwards of a rank in a batch: m * v."""
-        return self._runtime.hook_calls.hooks.forward.hooks_capacity
-
-    @property
-    def backward_pipeline_parallel_hook_capacity(self) -> int:
-        """Backwards of a rank in a batch: m * v."""
-        return self._runtime.hook_calls.hooks.backward.hooks_capacity
-
-    @property
-    def bubble_pipeline_parallel_hook_capacity(self) -> int:
-        """Bubbles of a rank in a batch: 2p - 2 where the schedule is interleaved, else 0."""
-        return self._runtime.hook_calls.hooks.bubble.hooks_capacity
 
     def get_static_scheduler(self) -> str:
         """Returns what this rank runs in a batch, in Fleet's spelling.

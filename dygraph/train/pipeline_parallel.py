@@ -213,7 +213,10 @@ class PipelineParallel(PipelineFace):
             if batch.losses is not None:
                 mean = self._runtime.config.loss_reduction == "mean"
                 counted = counted_in(labels) or len(batches.labels or ()) if mean else None
-                return self._runtime.share_losses(batch.losses, False, counted)
+                runtime = self._runtime
+                return runtime.reductions.share_losses(
+                    runtime.losses, runtime.last_owner, counted=counted
+                )
             outputs = batch.ordered_outputs()
             return [on_host(output) for output in outputs] if return_host_tensor else outputs
 
@@ -272,11 +275,6 @@ class PipelineParallel(PipelineFace):
         trace: Trace | None = self._runtime.observer("trace")
         return trace
 
-    @property
-    def peak_held(self) -> dict[int, int]:
-        """Most forwards held unreleased in the last training run, by rank played here."""
-        return self._runtime.engine.peak_held
-
     def observe(self, observer: Observer) -> None:
         """Has ``observer`` watch later batches, or only their operations.
 
@@ -295,7 +293,7 @@ class PipelineParallel(PipelineFace):
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
         """Returns the gradient that the last batch has left, or None. Collective over sharding."""
-        shards = self._runtime.last_shards
+        shards = self._runtime.reductions.last_shards
         left: Tensor = gradient_of(parameter) if shards is None else shards.gradient(parameter)
         return left
 
@@ -325,7 +323,7 @@ class PipelineParallel(PipelineFace):
     def weights_of_all_replicas(self) -> list[Fraction]:
         """As :attr:`weights_in_backward`, for the micro-batches of all replicas."""
         replicas = self.replicas.ranks
-        share = Fraction(1, replicas if self._runtime.scale == "avg" else 1)
+        share = Fraction(1, replicas if self._runtime.reductions.scale == "avg" else 1)
         return [weight * share for weight in self.weights_in_backward] * replicas
 
     @property
@@ -388,11 +386,6 @@ class PipelineParallel(PipelineFace):
         weights = TokenWeights(self.layers.loss_functions(), labels, None, group)
         return [weights.of(0, number) for number in range(len(labels))]
 
-    @property
-    def sequence(self) -> Group:
-        """The ranks that have parts of the same sequences."""
-        return self._runtime.sequence
-
     def from_last_stage(self, value: Nest) -> list[Nest]:
         """Returns on every rank what the owners of the last stage pass. Collective over the job.
 
@@ -435,7 +428,7 @@ class PipelineParallel(PipelineFace):
                 fix="optimizer = fleet.distributed_optimizer(optimizer)",
             )
         optimizer.bind(self._runtime.layers)
-        self._runtime.shards = optimizer.shards
+        self._runtime.reductions.shards = optimizer.shards
 
 
 def _require_methods(argument: str, value: Any, kind: str, methods: tuple[str, ...]) -> None:

@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from typing import Any
 
-from fleetpipe.aliases import Nest, Strategy, Tensor
+from fleetpipe.aliases import Nest, Strategy
 from fleetpipe.config import PipelineConfig, scale_strategy
-from fleetpipe.dygraph import layer_kinds, random_keys, tensor_parallel
+from fleetpipe.dygraph import random_keys, tensor_parallel
 from fleetpipe.dygraph.backward.own_state import OwnState
 from fleetpipe.dygraph.backward.split import SplitBackward
-from fleetpipe.dygraph.batch.losses import Criterion, Losses, weighted
+from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, MicroBatches, split
 from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.row_digests import RowComparison
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
-from fleetpipe.dygraph.batch.token_weights import TokenWeights
-from fleetpipe.dygraph.batch.units import WHOLE, Units, WeightOf, units_of
-from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
-from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
+from fleetpipe.dygraph.batch.units import WHOLE, Units, units_of
+from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.hooks import HookCalls
 from fleetpipe.dygraph.observe.timers import Timers
-from fleetpipe.dygraph.optimizer import replicas
-from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.dygraph.train.observers import observers_of
+from fleetpipe.dygraph.train.reductions import Reductions, share_state
 from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.observer import Observer, Observers
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
-from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.optimizer import squared_norm
 from fleetpipe.schedules import Plan, Schedule
 
 
@@ -65,8 +60,7 @@ class Runtime:
         engine: Walks the plan of a training batch.
         evaluation: The engines that run forwards only.
         losses: Those of the last batch, where this process owns the last stage.
-        shards: Who owns which parameter in the batch that comes; None where each rank keeps all.
-        last_shards: As ``shards``, for the gradients of the batch before, until they are cleared.
+        reductions: Adds up what ranks have parts of.
     """
 
     config: PipelineConfig
@@ -95,62 +89,33 @@ class Runtime:
         self.layers = layers
         self.job = job
         self.switches = Switches.from_strategy(strategy, layers)
-        self.scale = scale_strategy(strategy)
         self.timers = Timers() if self.switches.enable_timer else None
         self.losses: Losses | None = None
-        self.shards: Shards | None = None
         self._running = False
         layers.follow()
         layers.require_listed()
         self._version = -1
         self.hidden_uses: HiddenUses | None = None
-        self.last_shards: Shards | None = None
-        self._held: list[tuple[Tensor, Tensor]] = []
         self.sequence = job.along("sep", "cp")
         self._comparison = RowComparison(job)
         #: Whether a reference runs beside each batch, which is to draw what the pipeline draws.
         self.compared = False
         self.bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
-        #: Whether a stage is no other rank's: no gradient or loss is added to another's.
-        self._sole = job.degrees.size == job.degrees.pp
-        self._own_errors = nullcontext if self._sole else tensor_parallel.own_errors
-        self._kinds = layer_kinds.kinds_in(layers.state.own_parameters())
+        self.reductions = Reductions(layers, job, scale_strategy(strategy), self.timers)
+        self._own_errors = nullcontext if self.reductions.sole else tensor_parallel.own_errors
         self._rows: dict[str, Any] = {}
         self._arrange(PipelineConfig.from_strategy(strategy))
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
             self._connect()
             job.require_agreement(self._facts())
-            losses = [layer.state_dict() for layer in layers.loss_layers()]
-            for state in (layers.state.local_tensors(), *losses):
-                tensor_parallel.share_whole_state(state, job)
-                broadcast_copies(state, job.copies(), job.expert_copies())
+            share_state(layers, job)
 
     @property
     def weights(self) -> list[Fraction]:
         """The weight of each of this replica's micro-batches in its loss of the batch."""
         count = self.config.micro_batches
         return [Fraction(1, 1 if self.config.loss_reduction == "sum" else count)] * count
-
-    def weight_of(
-        self, functions: Sequence[Criterion], batches: MicroBatches, weights: Sequence[Fraction]
-    ) -> WeightOf:
-        """Returns what weighs micro-batches: by the places that all ranks' losses count, if asked.
-
-        Args:
-            functions: The loss functions.
-            batches: The micro-batches, not cut into units.
-            weights: The weight of each micro-batch in the loss.
-
-        Raises:
-            ConfigError: A loss function does not say what it counts.
-        """
-        by_tokens = self.config.loss_reduction == "tokens"
-        by_places = by_tokens or self.sequence.ranks > 1
-        if batches.labels is None or not by_places or not self.plays(self.last_owner):
-            return lambda _, number: weights[number]
-        group = self.job.copies() if by_tokens else self.sequence
-        return TokenWeights(functions, batches.labels, None if by_tokens else weights, group).of
 
     @property
     def first_micro_batch(self) -> int:
@@ -209,10 +174,6 @@ class Runtime:
         self._arrange(config)
         self._connect()
 
-    def timing(self, name: str) -> AbstractContextManager[None]:
-        """Times what runs within it, where ``enable_timer`` is on."""
-        return nullcontext() if self.timers is None else self.timers.timing(name)
-
     def require_running(self) -> None:
         """Refuses a batch after the job has ended; its connections are closed.
 
@@ -250,19 +211,6 @@ class Runtime:
             yield
         finally:
             self.job.turn.release()
-
-    def require_cleared(self) -> None:
-        """Refuses to add to gradients that were scattered: those of one rank would count alone."""
-        scattered = self.last_shards is not None and self.last_shards.scatters
-        gradients = map(gradient_of, self.layers.trained_parameters()) if scattered else ()
-        if any(gradient is not None and bool((gradient != 0).any()) for gradient in gradients):
-            raise StateError(
-                "stage 2 has added up the gradients of the batch before, each on one rank",
-                expected="a step, and no gradients, before the next batch",
-                cause="forward_backward_pipeline was called twice without clear_grad between",
-                fix="optimizer.clear_grad() after each step; raise accumulate_steps for larger "
-                "batches, or use sharding_configs['stage'] = 1",
-            )
 
     def require_data(self, batches: MicroBatches, labelled: bool) -> None:
         """Refuses a batch that lacks what this process's stages need.
@@ -373,32 +321,6 @@ class Runtime:
             if hidden is not None:
                 hidden.leave(ends=training)
 
-    def share_losses(
-        self, losses: Losses, by_micro_batch: bool, counted: int | None = None
-    ) -> Nest:
-        """Gives the mean losses of the last stages' copies to every rank. Collective.
-
-        Args:
-            losses: What the owner of the last stage has.
-            by_micro_batch: Whether to give those of the micro-batches, not their sum.
-            counted: The rows that the loss of this replica is a mean over; None where all count
-                alike.
-
-        Returns:
-            One loss, or a list where there are several loss functions.
-        """
-        with self.timing("broadcast_final_loss"):
-            total = None
-            if self.plays(self.last_owner):
-                total = losses.by_micro_batch() if by_micro_batch else losses.totals()
-                if counted is not None and not self._sole:
-                    share = replicas.share_in_mean(counted, self.job.copies())
-                    total = [weighted(loss, share) for loss in total]
-                if not self._sole:
-                    total = [replicas.mean_loss(loss, self.job.copies()) for loss in total]
-            shared: list[Tensor] = self.job.group().broadcast(total, self.last_owner)
-        return shared[0] if len(shared) == 1 else shared
-
     def prepare(self, batches: MicroBatches) -> None:
         """Has the layers, and the gradients that are left, ready for a training batch. Collective.
 
@@ -409,63 +331,20 @@ class Runtime:
         if self.config.compare_rows:
             with self.job.guarded(lambda: "comparing the rows that ranks were given"):
                 self.compare_rows(batches)
-        self._set_aside_gradients()
+        self.reductions.set_aside_gradients()
 
     def reduce(self, loss: Nest) -> None:
         """Adds up the gradients of all ranks; the stages have run, with this loss. Collective."""
         if self.hidden_uses is not None:
             self.hidden_uses.leave()
         self.observers.computed()
-        self._reduce_gradients()
+        self.reductions.reduce_gradients()
         self.observers.reduced(loss)
-
-    @paddle.no_grad()
-    def _set_aside_gradients(self) -> None:
-        """Keeps what earlier batches have left apart, where a reduction would count it once more.
-
-        An average over replicas leaves what is alike on them as it is, and needs none of that.
-        """
-        averages = self._sole or self.scale == "avg"
-        left = [
-            (parameter, gradient)
-            for parameter in self.layers.trained_parameters()
-            if (gradient := gradient_of(parameter)) is not None
-            and not (averages and not _is_summed(parameter))
-        ]
-        # Read at once: a card's host waits for each.
-        numbers = [squared_norm(gradient).reshape([]) != 0 for _, gradient in left]
-        kept: Iterable[bool] = paddle.stack(numbers).numpy() if left else ()
-        self._held = [(p, gradient.clone()) for (p, gradient), keep in zip(left, kept) if keep]
-        drop_gradients([parameter for parameter, _ in self._held])
-
-    @paddle.no_grad()
-    def _reduce_gradients(self) -> None:
-        """Adds up gradients over all copies of the stages, then of shared weights. Collective."""
-        self.last_shards, self.shards = self.shards, None
-        with self.timing("allreduce_gradients"):
-            parameters = self.layers.trained_parameters()
-            for kind in self._kinds:
-                kind.fill_gradients(self.layers.state.own_parameters())
-            if not self._sole:
-                of_parts = tensor_parallel.marked(parameters)
-                replicas.reduce_gradients(of_parts, self.job.model_parallel())
-                # A loss is weighed for an average over the ranks that split its sequences.
-                averaged = self.job.copies().ranks if self.scale == "avg" else self.sequence.ranks
-                replicas.reduce_all(parameters, self.job, 1.0 / averaged, self.last_shards)
-        # After the replicas: their sums differ in the last bit from stage to stage.
-        with self.timing("allreduce_shared_weight_gradients"):
-            self.layers.allreduce_shared_weight_gradients()
-        for parameter, held in self._held:
-            gradient = gradient_of(parameter)
-            set_gradient(parameter, held if gradient is None else held + gradient)
-        self._held = []
-        if self.last_shards is not None:
-            self.last_shards.drop_others(parameters)
 
     def _facts(self) -> dict[str, str]:
         """Returns what must be the same on all ranks."""
         facts = agreement.facts(self.config, self.switches)
-        facts["gradient scale"] = self.scale
+        facts["gradient scale"] = self.reductions.scale
         facts.update({f"layer {i}": text for i, text in enumerate(self.layers.state.outlines())})
         facts["cut"] = str(self.layers.segment_parts)
         return facts
@@ -519,7 +398,7 @@ class Runtime:
 
     def _overlapping(self) -> OwnState | None:
         """Returns what lets a fused forward and backward take turns, if they exchange anything."""
-        exchange = any(kind.exchanges for kind in self._kinds) or self.job.degrees.sep > 1
+        exchange = any(k.exchanges for k in self.reductions.kinds) or self.job.degrees.sep > 1
         return OwnState() if self.config.overlap and exchange and not self.job.local else None
 
     def _engine(
@@ -527,9 +406,3 @@ class Runtime:
     ) -> Engine:
         connections, timeout = self.job.connect(), self.job.timeout
         return Engine(plan, self.stage, connections, timeout, observers, overlapping)
-
-
-def _is_summed(parameter: Tensor) -> bool:
-    """Whether ranks have parts of a gradient: of a tied weight, an expert, or of a sequence."""
-    tied = hasattr(parameter, "is_firstly_shared")
-    return tied or is_spread(parameter) or tensor_parallel.is_sequence_parallel_parameter(parameter)

@@ -19,6 +19,8 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, rag
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.batch.outputs import require_count
 from fleetpipe.dygraph.batch.stage import Batch
+from fleetpipe.dygraph.batch.token_weights import TokenWeights
+from fleetpipe.dygraph.batch.units import WeightOf
 from fleetpipe.dygraph.gradients import divide_gradients
 from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.errors import ConfigError
@@ -60,7 +62,7 @@ class TrainingBatch:
             StateError: ``fleet.shutdown`` ended the job of the model, or gradients are left.
         """
         runtime.require_running()
-        runtime.require_cleared()
+        runtime.reductions.require_cleared()
         functions = runtime.loss_functions(loss_fn_idx)
         _require_gradients()
         # First, so that it does not matter which ranks' data draw random numbers too.
@@ -77,7 +79,7 @@ class TrainingBatch:
             by_tokens = runtime.config.loss_reduction == "tokens"
             _require_weights(weights, len(runtime.weights), delayed, by_tokens)
         weights, units = weights or runtime.weights, runtime.units
-        weight_of = runtime.weight_of(functions, batches, weights)
+        weight_of = _weight_of(runtime, functions, batches, weights)
         weight_of = units.weight_of(functions, batches, weight_of)
         batches = units.cut(batches)
         self._losses = Losses(functions, weights, loss_fn_idx, delayed, weight_of, units.count)
@@ -127,7 +129,10 @@ class TrainingBatch:
         the last one is need not wait for that.
         """
         if not self._shared:
-            self.loss = self._runtime.share_losses(self._losses, self._by_micro_batch)
+            runtime = self._runtime
+            self.loss = runtime.reductions.share_losses(
+                runtime.losses, runtime.last_owner, self._by_micro_batch
+            )
             self._shared = True
 
     def _reduce(self) -> None:
@@ -150,7 +155,7 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
         optimizer.clear_grad(set_to_zero=False)
     else:
         optimizer.clear_grad()
-    runtime.last_shards = None
+    runtime.reductions.last_shards = None
 
 
 def _update(optimizer: Optimizer, scaler: Scaler) -> None:
@@ -159,6 +164,31 @@ def _update(optimizer: Optimizer, scaler: Scaler) -> None:
     else:
         scaler.step(optimizer)
         scaler.update()
+
+
+def _weight_of(
+    runtime: Runtime,
+    functions: Sequence[Criterion],
+    batches: MicroBatches,
+    weights: Sequence[Fraction],
+) -> WeightOf:
+    """Returns what weighs micro-batches: by the places that all ranks' losses count, if asked.
+
+    Args:
+        runtime: What the batch runs on.
+        functions: The loss functions.
+        batches: The micro-batches, not cut into units.
+        weights: The weight of each micro-batch in the loss.
+
+    Raises:
+        ConfigError: A loss function does not say what it counts.
+    """
+    by_tokens = runtime.config.loss_reduction == "tokens"
+    by_places = by_tokens or runtime.sequence.ranks > 1
+    if batches.labels is None or not by_places or not runtime.plays(runtime.last_owner):
+        return lambda _, number: weights[number]
+    group = runtime.job.copies() if by_tokens else runtime.sequence
+    return TokenWeights(functions, batches.labels, None if by_tokens else weights, group).of
 
 
 def _require_gradients() -> None:
@@ -231,7 +261,7 @@ def forwarded(
         share = Fraction(1, 1 if runtime.config.loss_reduction == "sum" else count)
         ragged = ragged_weights(labels, runtime.cut()) if share.denominator > 1 else None
         weights = ragged or [share] * count
-        weight_of = runtime.weight_of(functions, batches, weights)
+        weight_of = _weight_of(runtime, functions, batches, weights)
         losses = Losses(functions, weights, weight_of=weight_of)
     batch = Batch(batches, losses, value_of=runtime.layers.value_of)
     engine = runtime.evaluation.engine(count)

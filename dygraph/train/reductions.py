@@ -1,0 +1,149 @@
+"""Adds up what the ranks of a job have parts of: the gradients and the loss of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph import layer_kinds, tensor_parallel
+from fleetpipe.dygraph.batch.losses import Losses, weighted
+from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
+from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
+from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.observe.timers import Timers
+from fleetpipe.dygraph.optimizer import replicas
+from fleetpipe.dygraph.optimizer.shards import Shards
+from fleetpipe.errors import StateError
+from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.optimizer import squared_norm
+
+
+class Reductions:
+    """The reductions of one model's batches.
+
+    Attributes:
+        scale: Whether the gradients of the replicas are averaged ("avg") or added up ("sum").
+        sole: Whether a stage is no other rank's: no gradient or loss is added to another's.
+        kinds: The kinds of layers of this process that have rules of their own.
+        shards: Who owns which parameter in the batch that comes; None where each rank keeps all.
+        last_shards: As ``shards``, for the gradients of the batch before, until they are cleared.
+    """
+
+    def __init__(self, layers: PipelineLayer, job: Job, scale: str, timers: Timers | None) -> None:
+        self._layers, self._job, self._timers = layers, job, timers
+        self.scale = scale
+        self.sole = job.degrees.size == job.degrees.pp
+        self.kinds = layer_kinds.kinds_in(layers.state.own_parameters())
+        self.shards: Shards | None = None
+        self.last_shards: Shards | None = None
+        self._held: list[tuple[Tensor, Tensor]] = []
+
+    def require_cleared(self) -> None:
+        """Refuses to add to gradients that were scattered: those of one rank would count alone."""
+        scattered = self.last_shards is not None and self.last_shards.scatters
+        gradients = map(gradient_of, self._layers.trained_parameters()) if scattered else ()
+        if any(gradient is not None and bool((gradient != 0).any()) for gradient in gradients):
+            raise StateError(
+                "stage 2 has added up the gradients of the batch before, each on one rank",
+                expected="a step, and no gradients, before the next batch",
+                cause="forward_backward_pipeline was called twice without clear_grad between",
+                fix="optimizer.clear_grad() after each step; raise accumulate_steps for larger "
+                "batches, or use sharding_configs['stage'] = 1",
+            )
+
+    def share_losses(
+        self,
+        losses: Losses | None,
+        owner: int,
+        by_micro_batch: bool = False,
+        counted: int | None = None,
+    ) -> Nest:
+        """Gives the mean losses of the last stages' copies to every rank. Collective.
+
+        Args:
+            losses: What the owner of the last stage has; None elsewhere.
+            owner: That rank of the pipeline.
+            by_micro_batch: Whether to give those of the micro-batches, not their sum.
+            counted: The rows that the loss of this replica is a mean over; None where all count
+                alike.
+
+        Returns:
+            One loss, or a list where there are several loss functions.
+        """
+        with self._timing("broadcast_final_loss"):
+            total = None
+            if losses is not None:
+                total = losses.by_micro_batch() if by_micro_batch else losses.totals()
+                if counted is not None and not self.sole:
+                    share = replicas.share_in_mean(counted, self._job.copies())
+                    total = [weighted(loss, share) for loss in total]
+                if not self.sole:
+                    total = [replicas.mean_loss(loss, self._job.copies()) for loss in total]
+            shared: list[Tensor] = self._job.group().broadcast(total, owner)
+        return shared[0] if len(shared) == 1 else shared
+
+    @paddle.no_grad()
+    def set_aside_gradients(self) -> None:
+        """Keeps what earlier batches have left apart, where a reduction would count it once more.
+
+        An average over replicas leaves what is alike on them as it is, and needs none of that.
+        """
+        averages = self.sole or self.scale == "avg"
+        left = [
+            (parameter, gradient)
+            for parameter in self._layers.trained_parameters()
+            if (gradient := gradient_of(parameter)) is not None
+            and not (averages and not _is_summed(parameter))
+        ]
+        # Read at once: a card's host waits for each.
+        numbers = [squared_norm(gradient).reshape([]) != 0 for _, gradient in left]
+        kept: Iterable[bool] = paddle.stack(numbers).numpy() if left else ()
+        self._held = [(p, gradient.clone()) for (p, gradient), keep in zip(left, kept) if keep]
+        drop_gradients([parameter for parameter, _ in self._held])
+
+    @paddle.no_grad()
+    def reduce_gradients(self) -> None:
+        """Adds up gradients over all copies of the stages, then of shared weights. Collective."""
+        self.last_shards, self.shards = self.shards, None
+        with self._timing("allreduce_gradients"):
+            parameters = self._layers.trained_parameters()
+            for kind in self.kinds:
+                kind.fill_gradients(self._layers.state.own_parameters())
+            if not self.sole:
+                of_parts = tensor_parallel.marked(parameters)
+                replicas.reduce_gradients(of_parts, self._job.model_parallel())
+                # A loss is weighed for an average over the ranks that split its sequences.
+                averaged = (
+                    self._job.copies().ranks
+                    if self.scale == "avg"
+                    else self._job.along("sep", "cp").ranks
+                )
+                replicas.reduce_all(parameters, self._job, 1.0 / averaged, self.last_shards)
+        # After the replicas: their sums differ in the last bit from stage to stage.
+        with self._timing("allreduce_shared_weight_gradients"):
+            self._layers.allreduce_shared_weight_gradients()
+        for parameter, held in self._held:
+            gradient = gradient_of(parameter)
+            set_gradient(parameter, held if gradient is None else held + gradient)
+        self._held = []
+        if self.last_shards is not None:
+            self.last_shards.drop_others(parameters)
+
+    def _timing(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._timers is None else self._timers.timing(name)
+
+
+def share_state(layers: PipelineLayer, job: Job) -> None:
+    """Gives all copies of the stages, and of the losses, the state of the first. Collective."""
+    losses = [layer.state_dict() for layer in layers.loss_layers()]
+    for state in (layers.state.local_tensors(), *losses):
+        tensor_parallel.share_whole_state(state, job)
+        broadcast_copies(state, job.copies(), job.expert_copies())
+
+
+def _is_summed(parameter: Tensor) -> bool:
+    """Whether ranks have parts of a gradient: of a tied weight, an expert, or of a sequence."""
+    tied = hasattr(parameter, "is_firstly_shared")
+    return tied or is_spread(parameter) or tensor_parallel.is_sequence_parallel_parameter(parameter)
