@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from fleetpipe.dygraph import PipelineLayer, SingleModel
 from fleetpipe.dygraph.backward.layer_state import model_kept
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.nest import has_gradient, mapped, tensors_by_place
-from fleetpipe.engine.observer import Blocked, Instruction, Played
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.differences import Difference, compare
 from fleetpipe.parity.outputs import backward_running, part_of
@@ -62,26 +62,25 @@ def _keep(tensor: Tensor, gradients: dict[At, Tensor | None], at: At) -> None:
     tensor.register_hook(hook)
 
 
-class EdgeWatch:
-    """An observer of the engine that keeps the gradients on the edges of this process's stages."""
+class EdgeWatch(BatchObserver):
+    """Keeps the gradients on the edges of this process's stages while a batch is trained.
+
+    Attributes:
+        first_micro_batch: The global number of the batch's micro-batch 0, or of its unit 0.
+        gradients: Those of the batch that runs.
+    """
 
     def __init__(self) -> None:
-        self._gradients: EdgeGradients | None = None
-        self._first_micro_batch = 0
+        self.first_micro_batch = 0
+        self.gradients = EdgeGradients()
 
-    @contextmanager
-    def watching(self, first_micro_batch: int) -> Iterator[EdgeGradients]:
-        """Within it the gradients are kept.
+    def begin(self, batch: Any) -> None:
+        """Begins without any."""
+        self.gradients = EdgeGradients()
 
-        Args:
-            first_micro_batch: The global number of the batch's micro-batch 0, or of its unit 0.
-        """
-        self._first_micro_batch = first_micro_batch
-        self._gradients = EdgeGradients()
-        try:
-            yield self._gradients
-        finally:
-            self._gradients = None
+    def end(self) -> None:
+        """Lets go of them."""
+        self.gradients = EdgeGradients()
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`."""
@@ -89,38 +88,35 @@ class EdgeWatch:
             return instruction
 
         def watched() -> Blocked | None:
-            kept = self._gradients
             if op.kind == "F":
                 blocked = instruction()
-                if kept is not None:
-                    self._follow(kept, op, played.values)
+                self._follow(op, played.values)
                 return blocked
-            if kept is not None and op.kind != "W":
-                self._keep_arrived(kept, op, played.values)
+            if op.kind != "W":
+                self._keep_arrived(op, played.values)
             with backward_running():
                 return instruction()
 
         return watched
 
-    def _follow(self, kept: EdgeGradients, op: Action, values: Mapping[MessageKey, Value]) -> None:
+    def _follow(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
         """Begins to keep the gradients of what a forward hands on."""
         for value in _of(op, "F", values):
             for path, tensor in tensors_by_place(value).items():
                 if not has_gradient(tensor):
                     continue
-                at = At(op.stage, self._first_micro_batch + op.micro_batch, path)
-                kept.arrived[at] = None
-                _keep(tensor, kept.used, at)
+                at = At(op.stage, self.first_micro_batch + op.micro_batch, path)
+                self.gradients.arrived[at] = None
+                _keep(tensor, self.gradients.used, at)
 
-    def _keep_arrived(
-        self, kept: EdgeGradients, op: Action, values: Mapping[MessageKey, Value]
-    ) -> None:
+    def _keep_arrived(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
         """Keeps what the consumer of a stage's value sent back."""
-        here = (op.stage, self._first_micro_batch + op.micro_batch)
-        places = [at for at in kept.arrived if at[:2] == here]
+        arrived = self.gradients.arrived
+        here = (op.stage, self.first_micro_batch + op.micro_batch)
+        places = [at for at in arrived if at[:2] == here]
         for grads in _of(op, "B", values):
             for at, grad in zip(places, grads):
-                kept.arrived[at] = None if grad is None else grad.detach().clone()
+                arrived[at] = None if grad is None else grad.detach().clone()
 
 
 def _of(op: Action, kind: str, values: Mapping[MessageKey, Value]) -> list[Value]:

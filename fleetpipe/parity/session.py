@@ -119,13 +119,13 @@ class Session:
         with drawing(), recorded(reference.model, reference.names) as expected:
             single = train()
         self._repetition.compare(first, expected, single)
+        self._watch.first_micro_batch = self._first_micro_batch * self._pipeline.units.count
         with (
-            self._watch.watching(self._first_micro_batch * self._pipeline.units.count) as arrived,
             recorded_here(layers) as outputs,
             self._orders.crossings() as crossings,
         ):
             diagnose = functools.partial(
-                self._before_the_update, rates, arrived, batches_here, weights, keys
+                self._before_the_update, rates, batches_here, weights, keys
             )
             watched = ComparingOptimizer(
                 self._optimizer, reference, layers, step, self._is_rounding, diagnose
@@ -188,7 +188,6 @@ class Session:
     def _before_the_update(
         self,
         rates: Rates,
-        arrived: edges.EdgeGradients,
         batches: MicroBatches,
         weights: Sequence[Fraction] | None,
         keys: dygraph.random_keys.Keys | None,
@@ -207,6 +206,7 @@ class Session:
         copies = edges.copies_at_borders(model, self._pipeline.layers)
         with as_the_next_batch(keys), paddle.enable_grad(), copies as expected:
             self._beside.accumulate(batches, weights, first)
+        arrived = self._watch.gradients
         return differences + edges.differences(arrived, expected, first, step, units)
 
     def _is_rounding(self, gradient: Difference) -> bool:
