@@ -1,8 +1,8 @@
-"""A forward program as both readers describe it: operations, the values between them, their stages.
+"""A forward program as both readers describe it: operations, values between them, and stages.
 
-Nothing here knows Paddle: values are numbers, so that the rules of the cut are written once.
-What says where an operation belongs is read here too: ``gpu:k`` of a ``device_guard`` is stage k on
-any device, and Paddle's stack of an operation has the line of the user's script.
+Values are numbers, without Paddle, so that the rules of the cut are written once. ``gpu:k`` of a
+``device_guard`` means stage k on any device, and Paddle's stack of an operation has the line of the
+user's script.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Item = Mapping[str, Any]
 
 
 class Declared(NamedTuple):
-    """What ``paddle.static.data`` says of a feed: -1 is a dimension that may be any."""
+    """The declaration of a feed by ``paddle.static.data``; -1 is a dimension of any size."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -51,15 +51,15 @@ class Operation:
     """One operation of the program's main block.
 
     Attributes:
-        name: Paddle's name of it.
-        reads: Numbers of the values it takes, those that its inner blocks take included.
-        writes: Numbers of the values it makes.
+        name: Paddle's name of the operation.
+        reads: Numbers of the values that it and its inner blocks take.
+        writes: Numbers of the values that it computes.
         tag: The stage of its guard; None without a guard, :data:`EVERYWHERE` for ``gpu:all``.
-        floating: It depends on nothing and always gives the same: a parameter, data that is fed,
-            a constant. Every stage that needs it has its own.
-        line: Where in the user's script it was made; empty where that is not known.
-        inner: Tags of the operations in its blocks, which control flow has.
-        draws: It takes random numbers.
+        floating: Whether it has no inputs and a fixed result: a parameter, fed data, a constant.
+            Every stage that needs it has its own copy.
+        line: The line of the user's script that created it; empty if unknown.
+        inner: Tags of the operations in its blocks, if it is control flow.
+        draws: Whether it draws random numbers.
     """
 
     name: str
@@ -77,15 +77,15 @@ class Operation:
 
 @dataclass(frozen=True)
 class Graph:
-    """The operations of a forward program in order, and which of their values are what.
+    """The operations of a forward program in order, and the properties of their values.
 
     Attributes:
         operations: In program order; the index in this list is the operation's number.
-        names: The values that have a name: data and parameters, and in the older Program all.
+        names: The names of values that have one: data and parameters, in the older Program all.
         persistable: Values that live from batch to batch: parameters, running statistics.
-        differentiable: Values that a gradient may come back to.
-        rowwise: Values of which the first axis may have any length, as that of rows has.
-        written: Values by the number of the operation that changes them in place.
+        differentiable: Values that may get a gradient.
+        rowwise: Values whose first axis may have any length, as rows do.
+        written: Values changed in place, by the number of the operation that does it.
     """
 
     operations: Sequence[Operation]
@@ -96,11 +96,11 @@ class Graph:
     written: dict[int, tuple[int, ...]]
 
     def producers(self) -> dict[int, int]:
-        """Returns the number of the operation that makes each value."""
+        """Returns the number of the operation that computes each value."""
         return {value: number for number, op in enumerate(self.operations) for value in op.writes}
 
     def outline(self) -> str:
-        """Returns the program in a form that is the same on every rank that built the same."""
+        """Returns a text of the program that is the same on all ranks that built the same."""
         lines = (
             f"{op.name} {list(op.reads)} {list(op.writes)} {op.tag} "
             f"{[self.names[value] for value in op.writes if value in self.persistable]}"
@@ -110,12 +110,12 @@ class Graph:
 
 
 def needed(graph: Graph, numbers: Iterable[int], replicated: Collection[int]) -> list[int]:
-    """Returns those of the replicated operations that the given ones take from, in order.
+    """Returns the replicated operations on which the given ones depend, in order.
 
     Args:
         graph: The program.
         numbers: Operations.
-        replicated: The operations that every stage has its own of; others are not looked at.
+        replicated: The operations that every stage copies; others are ignored.
     """
     producers = graph.producers()
     replicas_needed: set[int] = set()
@@ -136,7 +136,7 @@ _IMPORTLIB = "<frozen "
 
 
 def user_line(stack: Iterable[str]) -> str:
-    """Returns the innermost frame of a stack that is neither Paddle's nor fleetpipe's."""
+    """Returns the innermost frame of a stack outside of Paddle and fleetpipe."""
     line = ""
     for frame in stack:
         match = _FRAME.search(frame)
@@ -146,7 +146,7 @@ def user_line(stack: Iterable[str]) -> str:
 
 
 def stage_of_device(device: str | None) -> int | None:
-    """Returns the stage of ``gpu:k``, :data:`EVERYWHERE` for ``gpu:all``, None for all else."""
+    """Returns the stage of ``gpu:k``, :data:`EVERYWHERE` for ``gpu:all``, else None."""
     kind, _, index = (device or "").partition(":")
     if not kind or kind == "cpu" or not index:
         return None
@@ -162,7 +162,7 @@ def stage_of_device(device: str | None) -> int | None:
 
 
 def stage_guard(stage: int) -> AbstractContextManager[object]:
-    """Builds what stands in it into a stage: ``device_guard("gpu:k")`` under a plainer name."""
+    """Builds the operations inside it into a stage; another name for ``device_guard("gpu:k")``."""
     fix = "number the stages 0, 1, 2, .. in the order of the network"
     number = require_whole("stage", stage, 0, fix=fix)
     guard: AbstractContextManager[object] = paddle.static.device_guard(f"gpu:{number}")

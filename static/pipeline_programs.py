@@ -1,4 +1,4 @@
-"""Which programs are a pipeline's: ``minimize`` notes it on the program and on its startup."""
+"""Finds the pipeline of a program: ``minimize`` stores it at the program and its startup."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _pipelines: weakref.WeakSet[StaticPipeline] = weakref.WeakSet()
 
 
 def attach(program: Program, startup: Program, pipeline: StaticPipeline) -> None:
-    """Makes a program and its startup program those of a pipeline."""
+    """Stores a pipeline at its program and startup program."""
     setattr(program, _PIPELINE, (program, pipeline))
     setattr(program, _SIZE, operation_count(program))
     _pipelines.add(pipeline)
@@ -33,24 +33,24 @@ def attach(program: Program, startup: Program, pipeline: StaticPipeline) -> None
 
 
 def note_clone(program: Program, clone: Program) -> None:
-    """Makes a copy of a pipeline's program known as one; under PIR a clone is by itself."""
+    """Marks a copy of a pipeline's program as a copy; under PIR a clone is separate."""
     noted = getattr(program, _PIPELINE, None)
     if noted is not None:
         setattr(clone, _PIPELINE, noted)
 
 
 def note_parsed(description: bytes, parsed: Program) -> None:
-    """Makes a program known as a copy of a pipeline's whose description it was made of."""
+    """Marks a program as a copy if it was parsed from a pipeline program's description."""
     for program in _mains:
         if is_parsed_from(program, description):
             note_clone(program, parsed)
 
 
 def refuse_second(program: Program) -> None:
-    """Checks that a program is not yet a pipeline's: one would take the place of the other.
+    """Refuses to minimize a program twice: the second pipeline would replace the first.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: The program has a pipeline already.
     """
     pipeline, is_main = of_main(program)
     if pipeline is not None and is_main and pipeline.job is current_job():
@@ -62,7 +62,7 @@ def refuse_second(program: Program) -> None:
 
 
 def refuse_appended(program: Program, pipeline: StaticPipeline) -> None:
-    """Checks that a program computes what it did when it was minimized.
+    """Refuses a program that has changed since it was minimized.
 
     Raises:
         ConfigError: Operations were appended, which no stage runs.
@@ -90,13 +90,14 @@ def refuse_appended(program: Program, pipeline: StaticPipeline) -> None:
 
 
 def refuse_foreign(program: Program, scope: Scope) -> None:
-    """Checks that what a program that is no pipeline's takes is not on other ranks.
+    """Refuses a program whose variables are on other ranks, if it is not a pipeline's.
 
-    Before it runs: the half of a clone that a rank has would change its running statistics.
+    It is called before the program runs: otherwise a clone's part on a rank would change its
+    running statistics.
 
     Args:
         program: A program of any kind.
-        scope: Where it is to run; None for the global scope.
+        scope: The scope that it will run in; None for the global scope.
     """
     for pipeline in _pipelines:
         if pipeline.local:
@@ -114,7 +115,7 @@ def refuse_foreign(program: Program, scope: Scope) -> None:
 
 
 def _taken(program: Program) -> frozenset[str]:
-    """Returns the parameters and statistics that a program takes; it is read once."""
+    """Returns the parameters and statistics that a program takes; the result is cached."""
     names: frozenset[str] | None = getattr(program, _TAKEN, None)
     if names is None:
         try:
@@ -136,25 +137,25 @@ def is_attached(program: Program) -> bool:
 
 
 def of_main(program: Program) -> tuple[StaticPipeline | None, bool]:
-    """Returns the pipeline of a main program or None, and whether it is that one, not a clone."""
+    """Returns the pipeline of a main program or None, and whether it is not a clone."""
     main, pipeline = getattr(program, _PIPELINE, None) or (None, None)
     return pipeline, main is program
 
 
 def of_startup(program: Program) -> StaticPipeline | None:
-    """Returns the pipeline that a startup program initialises; None for a clone or another."""
+    """Returns the pipeline that a startup program initialises; None for any other program."""
     startup, pipeline = getattr(program, _STARTUP, None) or (None, None)
     return pipeline if startup is program else None
 
 
 def pipeline_of(program: Program = None) -> StaticPipeline:
-    """Returns the pipeline that ``minimize`` made of a program.
+    """Returns the pipeline that ``minimize`` created for a program.
 
     Args:
         program: A program; None for the default main program.
 
     Raises:
-        StateError: It is none.
+        StateError: The program has no pipeline.
     """
     program = paddle.static.default_main_program() if program is None else program
     pipeline, _ = of_main(program)

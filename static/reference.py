@@ -1,4 +1,4 @@
-"""The unsplit program, trained by stock calls on the same micro-batches: what a pipeline equals."""
+"""The unsplit program, trained by Paddle's own calls: the reference for a pipeline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fleetpipe.representation import shows
 
 @shows("optimizer", micro_batches="_micro_batches")
 class SingleProgram:
-    """Gradients of each micro-batch, added up outside of Paddle, then one optimizer step.
+    """Computes each micro-batch's gradients, sums them outside of Paddle, then steps once.
 
-    It has programs and a scope of its own and touches no other.
+    It has its own programs and scope and changes no others.
     """
 
     def __init__(
@@ -28,11 +28,12 @@ class SingleProgram:
         micro_batches: int,
         place: Place | None = None,
     ) -> None:
-        """Builds and initialises it; in static mode.
+        """Builds and initialises the program; call it in static mode.
 
         Args:
-            build: Builds the network in the default program; returns what to fetch, the loss first.
-            optimizer: Makes a Paddle optimizer.
+            build: Builds the network in the default program; returns the values to fetch, the loss
+                first.
+            optimizer: Returns a new Paddle optimizer.
             micro_batches: Micro-batches of a batch, m.
             place: The device; None for the one of this process.
         """
@@ -82,7 +83,7 @@ class SingleProgram:
             feed: Arrays of m times the rows of a micro-batch.
 
         Returns:
-            The mean over micro-batches of everything that is fetched.
+            The mean over micro-batches of each fetched value.
         """
         shares = []
         sums: dict[str, np.ndarray] = {}
@@ -110,7 +111,7 @@ class SingleProgram:
 
 
 def _apply(optimizer: Optimizer, parameters: Sequence[Variable]) -> None:
-    """Appends the stock optimizer step over parameters of these names, from fed gradients."""
+    """Appends Paddle's optimizer step for parameters of these names, from fed gradients."""
     pairs = []
     for one in parameters:
         attr = paddle.ParamAttr(

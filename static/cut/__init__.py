@@ -1,7 +1,6 @@
-"""From a user's program to stages: which operation belongs where, and what crosses between.
+"""Assigns the operations of a user's program to stages, and finds the values that cross.
 
-Start with ``split.py``; ``contract.py`` is what readers and runs know of one another, ``names.py``
-the variables that they exchange. It knows
-numbers and names, no operation of Paddle's. It imports the ground; ``ir``, ``run`` and ``entry``
-import it.
+Start with ``split.py``; ``contract.py`` is the interface between readers and runs, ``names.py`` the
+variables that they exchange. It works with numbers and names, not with Paddle's operations. ``ir``,
+``run`` and ``entry`` import it.
 """

@@ -1,4 +1,4 @@
-"""What a reader makes of a program: pieces that are run, and the names of what they exchange."""
+"""The results of reading a program: pieces to run, and the names of exchanged variables."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class ProgramPiece(NamedTuple):
     """A native program of a stage's backward.
 
     Attributes:
-        program: The program; None where there is nothing to do.
-        kept: Names of the variables that it takes from the forward, or that this was given.
-        waiting: Those that it takes from the half before it, or that this was given.
-        shapes: Those of ``kept`` of which it takes the shape alone.
+        program: The program; None if there is nothing to do.
+        kept: Names of the variables that it takes from the forward or from the forward's inputs.
+        waiting: Names of the variables that it takes from the half before it, or from that half's
+            inputs.
+        shapes: The names in ``kept`` of which it needs only the shape.
     """
 
     program: Program | None = None
@@ -31,10 +32,10 @@ class Pieces(NamedTuple):
     """The native programs of a stage.
 
     Attributes:
-        forward: Computes the values that leave the stage, and those kept for its backward.
+        forward: Computes the values that leave the stage, and those stored for its backward.
         backward: Adds to the accumulators and computes the gradients that leave the stage.
-        input_grad: Computes those gradients alone, where the schedule splits the backward; it also
-            leaves what ``weight_grad`` takes from it.
+        input_grad: Computes only those gradients, if the schedule splits the backward, and the
+            values that ``weight_grad`` takes from it.
         weight_grad: Adds to the accumulators; comes after it.
     """
 
@@ -45,7 +46,7 @@ class Pieces(NamedTuple):
 
     @property
     def kept(self) -> dict[str, bool]:
-        """The variables that any backward takes, and whether it is the shape alone."""
+        """The variables that any backward takes, each with whether only its shape is needed."""
         by_shape: dict[str, bool] = {}
         for piece in (self.backward, self.input_grad, self.weight_grad):
             for name in piece.kept:
@@ -57,9 +58,9 @@ class StageProgram(Protocol):
     """A stage with its own backward, to be cut into pieces.
 
     Attributes:
-        feeds: The variable of each piece of data that the stage is fed, by its name.
-        input_gradients: The variable of the gradient of each value that the stage is given, where
-            one comes back to it; two values may share theirs.
+        feeds: The variable of each data input of the stage, by name.
+        input_gradients: The variable of the gradient of each incoming value that gets one; two
+            values may share theirs.
         accumulators: The variable of each parameter's gradient.
     """
 
@@ -73,26 +74,27 @@ class StageProgram(Protocol):
     def accumulators(self) -> Mapping[str, str]: ...  # noqa: D102
 
     def incoming(self, value: int) -> str:
-        """Returns the variable in which the stage finds a value of an earlier one."""
+        """Returns the variable in which the stage finds a value of an earlier stage."""
 
     def outgoing(self, value: int) -> str:
-        """Returns the variable in which the stage leaves a value that it makes."""
+        """Returns the variable in which the stage puts a value that it computes."""
 
     def cut(self, exports: Iterable[int], kinds: Collection[str]) -> Pieces:
-        """Cuts the stage; its forward leaves the values ``exports`` in their variables.
+        """Cuts the stage; its forward puts the values ``exports`` into their variables.
 
         Args:
-            exports: Values that the stage makes.
-            kinds: What the schedule runs: ``"B"`` for a whole backward, ``"I"`` and ``"W"``.
+            exports: Values that the stage computes.
+            kinds: The kinds of backward in the schedule: ``"B"`` for a whole one, ``"I"`` and
+                ``"W"``.
         """
 
 
 class Kept(NamedTuple):
-    """The variables that the optimizer keeps of a parameter.
+    """The variables of the optimizer's state for a parameter.
 
     Attributes:
-        kinds: By kind, as ``moment1``.
-        master: That of its float32 copy; None where there is none.
+        kinds: The variables by kind, as ``moment1``.
+        master: The variable of its float32 copy; None without one.
     """
 
     kinds: Mapping[str, str]
@@ -104,10 +106,10 @@ class Update(NamedTuple):
 
     Attributes:
         step: Native program: updates the parameters from the accumulators, which it sets to 0.
-        startup: Native program: makes the optimizer's own variables.
+        startup: Native program: creates the optimizer's own variables.
         rate_name: The variable of the learning rate.
         variables: Names of the optimizer's own variables.
-        kept: Those of them that belong to a parameter, by its name.
+        kept: The variables that belong to a parameter, by its name.
     """
 
     step: Program
@@ -121,11 +123,10 @@ class GraphReader(Protocol):
     """Reads a forward program of one of Paddle's two IRs.
 
     Attributes:
-        graph: The program, described.
-        data: What each ``paddle.static.data`` of it declares.
-        declared: The shape of each parameter and statistic by name, in the order in which they
-            were made.
-        unclipped: The parameters of which ``need_clip`` is False.
+        graph: The description of the program.
+        data: The declaration of each ``paddle.static.data`` of it.
+        declared: The shape of each parameter and statistic by name, in the order of creation.
+        unclipped: The parameters whose ``need_clip`` is False.
     """
 
     @property
@@ -141,10 +142,10 @@ class GraphReader(Protocol):
     def unclipped(self) -> frozenset[str]: ...  # noqa: D102
 
     def number(self, target: Variable | str) -> int | None:
-        """Returns the number of a value that the user fetches; None where it is not of this."""
+        """Returns the number of a value to fetch; None if it is not in this program."""
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> StageProgram:
-        """Gives a stage its backward; ``weight`` is the gradient of the loss."""
+        """Adds a backward to a stage; ``weight`` is the gradient of the loss."""
 
     def update(
         self,
@@ -153,10 +154,10 @@ class GraphReader(Protocol):
         parameters: Sequence[str],
         clipped: Collection[str],
     ) -> Update:
-        """Makes the optimizer step; the gradients of ``clipped`` are first multiplied by a factor.
+        """Builds the optimizer step; gradients of ``clipped`` are multiplied by a factor first.
 
         The factor is a variable of the scope, ``names.clip_factor``.
         """
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
-        """Returns the initialisation of the named variables alone, drawing as the whole does."""
+        """Returns a program that initializes only the named variables, to the same values."""

@@ -1,4 +1,4 @@
-"""The variables of a pipeline in its scope, which it may share with other pipelines."""
+"""The variables of a pipeline in its scope, which other pipelines may use too."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _pipelines = itertools.count()
 
 
 class Names:
-    """Names of variables that no other pipeline of the process has.
+    """Names of variables that are unique in the process.
 
-    Making an executor makes some variables anew, so that another pipeline that had them would go
-    on with memory that is free.
+    A new executor creates some variables again, so that another pipeline with the same names would
+    use freed memory.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Names:
         self.clip_factor = f"{self._prefix}clip"
 
     def fed(self, name: str) -> str:
-        """Returns the variable in which stages find what is fed under a name."""
+        """Returns the variable in which stages find the data of a feed."""
         return f"{self._prefix}fed.{name}"
 
     def incoming(self, stage: int, value: int) -> str:
@@ -29,21 +29,21 @@ class Names:
         return f"{self._prefix}{stage}.in.{value}"
 
     def outgoing(self, stage: int, value: int) -> str:
-        """Returns the variable in which a stage leaves a value that it makes."""
+        """Returns the variable in which a stage puts a value that it computes."""
         return f"{self._prefix}{stage}.out.{value}"
 
     def gradient(self, stage: int, value: int, target: int) -> str:
-        """Returns that of what ``target`` says of the gradient of a value of a stage."""
+        """Returns the variable of the gradient of a stage's value, for the use ``target``."""
         return f"{self._prefix}{stage}.grad.{value}.{target}"
 
     def incoming_gradient(self, stage: int, value: int) -> str:
-        """Returns the variable in which a stage leaves the gradient of a value it was given."""
+        """Returns the variable in which a stage puts the gradient of an incoming value."""
         return f"{self._prefix}{stage}.in.{value}.grad"
 
     def accumulator(self, parameter: str) -> str:
-        """Returns the variable in which the gradient of a parameter is added up."""
+        """Returns the variable in which the gradients of a parameter are summed."""
         return f"{self._prefix}{parameter}.sum"
 
     def waiting(self, stage: int, number: int) -> str:
-        """Returns the variable in which the first half of a stage's backward leaves a value."""
+        """Returns the variable in which the first half of a stage's backward puts a value."""
         return f"{self._prefix}{stage}.waiting.{number}"

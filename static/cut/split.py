@@ -16,17 +16,17 @@ GUARD = 'with paddle.static.device_guard("gpu:0"): .. with paddle.static.device_
 
 @dataclass(frozen=True)
 class Split:
-    """Which stage computes what, and which values travel.
+    """The stage of each operation, and the values that travel between stages.
 
     Attributes:
         graph: The program.
         stages: Number of stages, S.
-        stage_of: The stage of each operation by number; None where every stage has its own.
-        crossing: For each edge the values that travel along it, in the order of their making.
-        checkpoints: Where the user has a backward compute what it needs again: the values that are
-            kept for that; None where all is kept.
-        names: Its variables.
-        trained: The parameters that the optimizer has; None where it has all.
+        stage_of: The stage of each operation by number; None if every stage has its own copy.
+        crossing: For each edge the values that travel along it, in the order of computation.
+        checkpoints: The values from which the backward recomputes all others, if the user asks for
+            it; None if all values are stored.
+        names: The names of its variables.
+        trained: The parameters that the optimizer has; None if it has all.
     """
 
     graph: Graph
@@ -43,14 +43,14 @@ class Split:
         return tuple(sorted(self.crossing))
 
     def operations_of(self, stage: int) -> list[int]:
-        """Returns the numbers of what a stage computes, what floats and it needs included."""
+        """Returns the operations that a stage computes, with its copies of floating ones."""
         placed = [number for number, at in enumerate(self.stage_of) if at == stage]
         replicated = {number for number, at in enumerate(self.stage_of) if at is None}
         return sorted({*placed, *needed(self.graph, placed, replicated)})
 
     @cached_property
     def stage_of_value(self) -> dict[int, int | None]:
-        """The stage that makes each value; None where every stage has its own."""
+        """The stage that computes each value; None if every stage has its own copy."""
         return {
             value: self.stage_of[number]
             for number, op in enumerate(self.graph.operations)
@@ -58,7 +58,7 @@ class Split:
         }
 
     def first_of(self, stage: int) -> str:
-        """Returns what messages call the first operation of a stage."""
+        """Returns the name of the first operation of a stage, for messages."""
         return str(self.graph.operations[self.stage_of.index(stage)])
 
     def readers(self, stage: int) -> dict[int, list[int]]:
@@ -90,8 +90,8 @@ class Split:
 def split(graph: Graph) -> Split:
     """Cuts a program along the guards of its operations.
 
-    An operation without a guard, or under ``device_guard("cpu")``, belongs to the latest stage that
-    it takes a value from, else to stage 0.
+    An operation without a guard, or under ``device_guard("cpu")``, belongs to the latest stage from
+    which it takes a value, else to stage 0.
 
     Raises:
         PartitionError: No operation has a guard, a stage has none, or a value would have to travel
@@ -154,7 +154,7 @@ def _over_stages(op: Operation, got: str) -> BoundaryError:
 
 
 def _refuse_parted_branches(graph: Graph, stage_of: Sequence[int | None]) -> None:
-    """The older Program has an operation for each branch of a cond, and one that chooses."""
+    """Refuses a ``cond`` in several stages; the older Program has an operation for each branch."""
     producers = graph.producers()
     for number, op in enumerate(graph.operations):
         if op.name == "select_input":
@@ -167,7 +167,7 @@ def _refuse_parted_branches(graph: Graph, stage_of: Sequence[int | None]) -> Non
 
 
 def _refuse_different(graph: Graph, number: int) -> None:
-    """What every stage computes for itself must come out the same in all, and change nothing."""
+    """Refuses an operation for all stages that is random or changes a variable."""
     op = graph.operations[number]
     if op.draws or number in graph.written:
         raise PartitionError(
@@ -219,9 +219,9 @@ def _count(graph: Graph, stage_of: Sequence[int | None]) -> int:
 
 
 def _refuse_changed_elsewhere(graph: Graph, stage_of: Sequence[int | None]) -> None:
-    """A value that one stage changes in place would be out of date in every other.
+    """Refuses a value that one stage changes in place and others use: their copy would be old.
 
-    But for one that the stage itself makes, and others take as it leaves it.
+    It is allowed if the stage computes the value itself and others take the final value.
     """
     producers = graph.producers()
     for writer, value in [(n, value) for n, values in graph.written.items() for value in values]:
@@ -240,7 +240,7 @@ def _refuse_changed_elsewhere(graph: Graph, stage_of: Sequence[int | None]) -> N
 
 
 def _name(graph: Graph, value: int) -> str:
-    """Returns what messages call a value: under PIR few have a name."""
+    """Returns a value's name for messages: under PIR few values have one."""
     return repr(graph.names[value]) if value in graph.names else "a value"
 
 
@@ -258,13 +258,13 @@ def _crossing(
 
 
 def ranks_for(cut: Split, ranks: int | None, world_size: int, interleaved: int) -> tuple[int, int]:
-    """Returns how many ranks a pipeline has, and how many stages each.
+    """Returns the number of ranks of a pipeline, and of stages on each.
 
     Args:
         cut: The cut of the program, into S stages.
-        ranks: ``pp_degree``, where the user gave one.
+        ranks: ``pp_degree``, if the user gave one.
         world_size: Processes of the job; 1 where one process plays all ranks.
-        interleaved: Chunks on a rank that the schedule takes by default.
+        interleaved: The schedule's default number of chunks on a rank.
 
     Raises:
         ConfigError: The stages cannot be placed.

@@ -1,5 +1,5 @@
-"""Where a user's script comes in: the optimizer, the data loader, what is changed in Paddle.
+"""The entry points of a user's script: the optimizer, the data loader, and hooks in Paddle.
 
-Start with ``optimizer.py``, whose ``minimize`` makes a pipeline, and with ``patches.py``, which
-leads ``Executor.run`` to it. Only the face of static graph imports it.
+Start with ``optimizer.py``, whose ``minimize`` creates a pipeline, and with ``patches.py``, which
+makes ``Executor.run`` use it. Only the face of static graph imports it.
 """

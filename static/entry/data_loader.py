@@ -1,4 +1,4 @@
-"""A data loader that a static pipeline takes accumulate_steps items from at each run.
+"""A data loader from which a static pipeline takes accumulate_steps items in each run.
 
 Paddle's ``DataLoader.from_generator(iterable=False)`` has the same calls; it is gone from 3.3.
 """
@@ -27,7 +27,7 @@ _loaders: weakref.WeakKeyDictionary[Program, list[DataLoader]] = weakref.WeakKey
 
 @shows(feeds="_names")
 class DataLoader:
-    """Feeds a program by itself: between ``start`` and ``reset`` no ``feed`` is given to ``run``.
+    """Feeds a program by itself: between ``start`` and ``reset``, ``run`` needs no ``feed``.
 
     Each item of the generator is a micro-batch. At the end of the data, on every rank at the same
     step, ``exe.run`` raises ``paddle.base.core.EOFException``; an incomplete last group of
@@ -35,10 +35,10 @@ class DataLoader:
     """
 
     def __init__(self, feed_list: Sequence[Variable]) -> None:
-        """Makes a loader of the default main program.
+        """Creates a loader for the default main program.
 
         Args:
-            feed_list: What ``paddle.static.data`` returned, in the order of a sample's parts.
+            feed_list: Results of ``paddle.static.data``, in the order of a sample's parts.
         """
         self._names = [one.name for one in feed_list]
         self._shapes = [tuple(one.shape) for one in feed_list]
@@ -54,13 +54,13 @@ class DataLoader:
         use_double_buffer: bool = True,
         iterable: bool = False,
     ) -> DataLoader:
-        """Makes a loader; the arguments are those of Paddle's.
+        """Creates a loader with Paddle's arguments.
 
         Args:
             feed_list: As for the class.
-            capacity: Accepted for Paddle's sake.
-            use_double_buffer: Accepted for Paddle's sake.
-            iterable: Must be False: pass an iterator as ``feed`` for the other way.
+            capacity: Ignored.
+            use_double_buffer: Ignored.
+            iterable: Must be False; otherwise pass an iterator as ``feed``.
 
         Raises:
             ConfigError: ``iterable`` is True.
@@ -77,13 +77,13 @@ class DataLoader:
     def set_sample_generator(
         self, reader: Samples, batch_size: int, drop_last: bool = True, places: object = None
     ) -> DataLoader:
-        """Takes samples, of which ``batch_size`` make a micro-batch; the last ones are dropped.
+        """Takes single samples; each ``batch_size`` of them form a micro-batch.
 
         Args:
-            reader: Called without arguments; gives samples, each a tuple with a part per feed.
+            reader: Called without arguments; yields samples, each a tuple with a part per feed.
             batch_size: Rows of a micro-batch.
-            drop_last: Must be True.
-            places: Accepted for Paddle's sake.
+            drop_last: Must be True: an incomplete last micro-batch is dropped.
+            places: Ignored.
 
         Raises:
             ConfigError: ``drop_last`` is False.
@@ -109,8 +109,8 @@ class DataLoader:
         """Takes lists of samples, each list a micro-batch.
 
         Args:
-            reader: Called without arguments; gives lists of samples.
-            places: Accepted for Paddle's sake.
+            reader: Called without arguments; yields lists of samples.
+            places: Ignored.
         """
         return self.set_batch_generator(
             lambda: (
@@ -123,14 +123,14 @@ class DataLoader:
         """Takes micro-batches, each a tuple with an array per feed.
 
         Args:
-            reader: Called without arguments; gives micro-batches.
-            places: Accepted for Paddle's sake.
+            reader: Called without arguments; yields micro-batches.
+            places: Ignored.
         """
         self._source = lambda: (dict(zip(self._names, batch)) for batch in reader())
         return self
 
     def start(self) -> None:
-        """Begins an epoch.
+        """Starts to read the generator for an epoch.
 
         Raises:
             StateError: There is no generator, or an epoch is running.
@@ -142,7 +142,7 @@ class DataLoader:
         self._items = self._source()
 
     def reset(self) -> None:
-        """Ends an epoch."""
+        """Stops reading, so that the next :meth:`start` begins a new epoch."""
         self._items = None
 
     def _stacked(self, index: int, parts: Sample) -> np.ndarray:
@@ -152,12 +152,12 @@ class DataLoader:
 
 
 def items_for(program: Program, feed: object) -> Iterator[Item] | None:
-    """Returns where the micro-batches of a run come from; None where ``feed`` has them all.
+    """Returns the iterator of a run's micro-batches; None if ``feed`` has them all.
 
     Args:
         program: The program that is run.
-        feed: What was given to ``run``: an iterator over micro-batches, or nothing while a loader
-            of the program is started.
+        feed: The ``feed`` of ``run``: an iterator over micro-batches, or nothing while a loader of
+            the program is started.
 
     Raises:
         StateError: Nothing is fed, and no loader of the program is started.

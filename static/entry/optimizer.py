@@ -1,7 +1,7 @@
-"""``distributed_optimizer`` in static graph: an optimizer whose ``minimize`` makes a pipeline.
+"""``distributed_optimizer`` in static graph: an optimizer whose ``minimize`` creates a pipeline.
 
-Where the user's script marks values for recompute, a stage keeps those from forward to backward,
-and backward computes all else again from them, segment by segment (Chen et al., 2016, "Training
+If the user's script marks values for recompute, a stage stores only those from forward to backward,
+and backward computes all others again from them, segment by segment (Chen et al., 2016, "Training
 Deep Nets with Sublinear Memory Cost", arXiv:1604.06174).
 """
 
@@ -59,7 +59,7 @@ _PARTS_OF_MINIMIZE = ("backward", "apply_gradients", "apply_optimize", "step")
 
 @shows("wrapped", schedule="_config.schedule")
 class StaticOptimizer:
-    """Cuts the program at :meth:`minimize`; every other attribute is the user's optimizer's."""
+    """Cuts the program at :meth:`minimize`; other attributes are those of the user's optimizer."""
 
     def __init__(
         self, optimizer: Optimizer, strategy: Strategy, begin: Begin, world_size: int
@@ -73,7 +73,8 @@ class StaticOptimizer:
             world_size: Processes of the job.
 
         Raises:
-            ConfigError: The strategy or the optimizer asks for what a static pipeline does not run.
+            ConfigError: The strategy or the optimizer asks for something that a static pipeline
+                cannot do.
         """
         self.wrapped, self._checkpoints = marked(optimizer, strategy)
         self._strategy, self._begin, self._world_size = strategy, begin, world_size
@@ -114,18 +115,18 @@ class StaticOptimizer:
 
         Args:
             loss: The loss; one element.
-            startup_program: What initialises the program; None for the default one.
-            parameters: Those to train, by themselves or by name; None for those of the optimizer,
-                which are all that need a gradient where it was made without.
+            startup_program: The program that initialises it; None for the default one.
+            parameters: The parameters to train, or their names; None for those of the optimizer,
+                which by default has all that need a gradient.
             no_grad_set: Must be empty or None.
 
         Returns:
-            Two empty lists, in the place of Paddle's operations and gradients: the program stays
-            forward only, its backward is in the stages.
+            Two empty lists instead of Paddle's operations and gradients: the program stays forward
+            only, its backward is in the stages.
 
         Raises:
-            PartitionError: The guards of the program do not make stages.
-            BoundaryError: Something cannot be cut.
+            PartitionError: The guards of the program do not define stages.
+            BoundaryError: Some operation cannot be cut.
             ConfigError: The stages do not fit the ranks, or an option is wrong.
         """
         if no_grad_set:
@@ -205,7 +206,7 @@ class StaticOptimizer:
 
 
 def refuse_stages(program: Program) -> None:
-    """Checks that a program that is to be trained whole was not built in stages.
+    """Refuses to train a program as a whole if it was built in stages.
 
     Raises:
         ConfigError: Its guards name several stages.
@@ -244,10 +245,10 @@ def _refuse_split_backward(schedule: Schedule) -> None:
 def _trained(
     optimizer: Optimizer, parameters: Iterable[Variable | str] | None
 ) -> frozenset[str] | None:
-    """Returns the names of the parameters that an optimizer trains; None where these are all.
+    """Returns the names of the parameters that an optimizer trains; None if it trains all.
 
     Raises:
-        ConfigError: It has groups of them.
+        ConfigError: It has groups of parameters.
     """
     if dict_groups(optimizer):
         raise ConfigError(
@@ -261,15 +262,15 @@ def _trained(
 def marked(
     optimizer: Optimizer, strategy: Strategy
 ) -> tuple[Optimizer, Sequence[Variable | str] | None]:
-    """Returns the optimizer itself, and what a strategy or a ``RecomputeOptimizer`` marks.
+    """Returns the unwrapped optimizer, and the values marked for recompute.
 
     Args:
         optimizer: A Paddle optimizer, perhaps in ``paddle.incubate.optimizer.RecomputeOptimizer``.
         strategy: Fleet's strategy.
 
     Returns:
-        The optimizer that updates parameters. Checkpoints, values or their names; None where
-        backward is to take from forward whatever it needs.
+        The optimizer that updates parameters. The marked values or their names; None if backward
+        takes all values from forward.
 
     Raises:
         ConfigError: Recompute is switched on without checkpoints, or is to use another device.
@@ -294,10 +295,10 @@ def marked(
 
 
 def mark(split: Split, reader: GraphReader, checkpoints: Sequence[Variable | str] | None) -> Split:
-    """Returns the cut with its checkpoints.
+    """Returns the cut with the values marked for recompute.
 
     Raises:
-        ConfigError: A checkpoint is no value of the program.
+        ConfigError: A marked value is not in the program.
     """
     if checkpoints is None:
         return split

@@ -1,11 +1,11 @@
-"""What ``import fleetpipe.fleet`` changes in Paddle for static graph, and takes back on request.
+"""The hooks that ``import fleetpipe.fleet`` puts into Paddle for static graph, and removes.
 
-``Executor.run`` asks whether a program is a pipeline's, as do ``save`` and ``load``; under PIR,
-where ``device_guard`` marks nothing, a guard also has every operation carry its stage. Everything
-else runs as it did.
+``Executor.run``, ``save`` and ``load`` check whether a program is a pipeline's. Under PIR, where
+``device_guard`` marks nothing, a guard also marks every operation with its stage. Everything else
+is unchanged.
 
-Stock ``save`` and ``load`` look for the parameters of the whole program, of which a rank has a
-part, and for the optimizer's state in the program, where a pipeline has none.
+Paddle's ``save`` and ``load`` need the parameters of the whole program, of which a rank has a part,
+and the optimizer's state in the program, where a pipeline has none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _restore: list[Callable[[], None]] = []
 
 
 def install() -> None:
-    """Puts the hooks in, unless they are."""
+    """Installs the hooks, once."""
     if _restore:
         return
     original = Executor.run
@@ -74,7 +74,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes the hooks back."""
+    """Removes the hooks."""
     while _restore:
         _restore.pop()()
 
@@ -154,13 +154,13 @@ def _noting_parsed(original: Callable[[bytes], Program]) -> Callable[[bytes], Pr
 
 
 def _put(place: Any, name: str, replacement: object) -> None:
-    """Puts a replacement in, and notes how to take it back."""
+    """Installs a replacement, and stores how to remove it."""
     _restore.append(functools.partial(setattr, place, name, vars(place)[name]))
     setattr(place, name, replacement)
 
 
 def _flat(fetches: object) -> Iterator[Variable | str]:
-    """Yields what is fetched; ``Executor.run`` takes lists within the list as well."""
+    """Yields the values to fetch; ``Executor.run`` also takes nested lists."""
     if isinstance(fetches, (list, tuple)):
         for one in fetches:
             yield from _flat(one)
@@ -169,13 +169,13 @@ def _flat(fetches: object) -> Iterator[Variable | str]:
 
 
 def _hook_saving(module: ModuleType, ours: Callable[..., Any]) -> None:
-    """Has a function of Paddle's go through ours of the same name."""
+    """Makes a function of Paddle's call ours of the same name."""
     original = getattr(module, ours.__name__)
     _put(module, ours.__name__, functools.wraps(original)(functools.partial(ours, original)))
 
 
 def _stamp() -> Callable[[int | None], None] | None:
-    """Returns what stamps operations with a stage; None where guards mark them by themselves."""
+    """Returns a function that marks operations with a stage; None if guards do that."""
     if not hasattr(getattr(paddle, "pir", None), "set_chunk_id"):
         return None
     from fleetpipe.static.ir.pir.reader import stamp
@@ -204,9 +204,9 @@ def save(
     protocol: int = 4,
     **configs: object,
 ) -> None:
-    """Saves what this process has of a pipeline.
+    """Saves this process's part of a pipeline.
 
-    The files are those of Paddle; one process that has all stages adds the network's description.
+    The files are those of Paddle; a process with all stages adds the network's description.
     """
     pipeline, _ = of_main(program)
     if pipeline is None:
@@ -226,11 +226,11 @@ def load(
     executor: object = None,
     var_list: Sequence[Variable] | None = None,
 ) -> None:
-    """Loads what :func:`save` wrote, on as many ranks as then or from a process that had all.
+    """Loads files of :func:`save`, on the same number of ranks or from a process with all stages.
 
     Raises:
-        CheckpointError: There is no such file, it is none of Paddle's, or of other stages; nothing
-            was changed.
+        CheckpointError: The file is missing, not one of Paddle's, or has other stages; nothing was
+            changed.
     """
     if of_main(program)[0] is None:
         original(program, model_path, executor, var_list)
@@ -241,7 +241,7 @@ def load(
 def set_program_state(
     original: Callable[..., object], program: Program, state_dict: Mapping[str, Any]
 ) -> None:
-    """Sets what this process has of a state; stock looks for the parameters of all stages."""
+    """Sets this process's part of a state; Paddle's own needs the parameters of all stages."""
     pipeline, _ = of_main(program)
     if pipeline is None:
         original(program, state_dict)
@@ -259,7 +259,7 @@ def save_inference_model(
     executor: object,
     **named: Any,
 ) -> Any:
-    """Refuses on several ranks, of which none has the whole network.
+    """Refuses on several ranks, as none of them has the whole network.
 
     Raises:
         ConfigError: The program is a pipeline's, and this process has a part of its stages.

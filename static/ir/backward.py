@@ -1,6 +1,6 @@
-"""How a stage gets its backward, in either representation: what is differentiated, in which order.
+"""Builds the backward of a stage, in either representation.
 
-From what leaves the stage, or the loss, to its parameters and to what it was given.
+It goes from the values that leave the stage, or the loss, to its parameters and incoming values.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fleetpipe.static.cut.split import Split
 
 
 class Gradients(NamedTuple):
-    """Where a stage leaves its gradients.
+    """The variables in which a stage puts its gradients.
 
     Attributes:
         accumulators: The variable of each parameter's gradient.
-        inputs: The variable of the gradient of each value that the stage is given, where one comes
-            back to it; two values may share theirs.
+        inputs: The variable of the gradient of each incoming value that gets one; two values may
+            share theirs.
     """
 
     accumulators: dict[str, str]
@@ -29,41 +29,41 @@ class Gradients(NamedTuple):
 
 
 class Forward(Protocol):
-    """A stage that has its forward alone; each operation made for it goes to the end of it."""
+    """A stage that has only its forward; new operations are appended to it."""
 
     def parameters(self) -> Mapping[str, Variable]:
         """Returns the parameters to train that the stage uses, by name."""
 
     def variable(self, value: int) -> Variable:
-        """Returns the variable of a value that the stage makes or is given."""
+        """Returns the variable of a value of the stage, computed or incoming."""
 
     def target(self, value: int) -> Variable:
-        """Returns what is differentiated in the place of a value that leaves the stage."""
+        """Returns the variable to differentiate for a value that leaves the stage."""
 
     def fed(self, name: str, like: Variable) -> Variable:
-        """Returns a variable of the scope, shaped as another."""
+        """Returns a variable of the scope, with the shape of another."""
 
     def add(self, parts: Sequence[Variable]) -> Variable:
-        """Returns a sum, added up in the order of its parts."""
+        """Returns the sum of the parts, added in their order."""
 
     def add_to(self, total: Variable, grad: Variable) -> None:
         """Adds a gradient to an accumulator."""
 
     def is_sparse(self, grad: Variable) -> bool:
-        """Whether a gradient has some rows alone."""
+        """Whether a gradient has only some of the rows."""
 
     def leave(self, grad: Variable, name: str) -> str:
-        """Leaves a gradient in a variable of the scope; returns its name, ``name`` or its own."""
+        """Puts a gradient into a variable of the scope; returns that variable's name."""
 
 
 def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) -> Gradients:
-    """Gives a stage its backward; in the stage's program.
+    """Appends a backward to a stage; call it in the stage's program.
 
     Args:
         forward: The stage.
         split: The cut.
-        stage: Its number.
-        loss: The number of the loss, and what its gradient is.
+        stage: The number of the stage.
+        loss: The number of the loss, and its gradient.
 
     Raises:
         ConfigError: A gradient is sparse.
@@ -93,13 +93,13 @@ def append(forward: Forward, split: Split, stage: int, loss: tuple[int, float]) 
 
 
 def incoming(split: Split, stage: int) -> list[int]:
-    """Returns the values that a stage is given, by edge."""
+    """Returns the incoming values of a stage, by edge."""
     edges = sorted(edge for edge in split.crossing if edge.target == stage)
     return [value for edge in edges for value in split.crossing[edge]]
 
 
 def through_control_flow(where: str) -> BoundaryError:
-    """Returns the refusal of a backward that takes what an inner block made."""
+    """Returns the refusal of a backward that needs a value of an inner block."""
     return BoundaryError(
         "a gradient passes through control flow, which a pipeline cannot cut",
         where=where,
@@ -111,7 +111,7 @@ def through_control_flow(where: str) -> BoundaryError:
 def _targets(
     forward: Forward, split: Split, stage: int, loss: tuple[int, float]
 ) -> tuple[list[Variable], list[Variable]]:
-    """Returns what to differentiate and the gradients of it."""
+    """Returns the variables to differentiate, with their gradients."""
     number, weight = loss
     readers = split.readers(stage)
     leaving = sorted(split.graph.differentiable.intersection(readers))

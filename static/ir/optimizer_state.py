@@ -1,4 +1,4 @@
-"""What an optimizer that was applied to a program keeps of its parameters."""
+"""The variables of an optimizer's state for a parameter, in a program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def kept_of(optimizer: Optimizer, parameter: str, name_of: Callable[[Variable], 
     """Returns the variables of a parameter's state by kind, and that of its float32 copy.
 
     Args:
-        optimizer: It.
+        optimizer: The optimizer, applied to a program.
         parameter: The name of the parameter.
         name_of: Returns the name of a variable of the program.
     """

@@ -1,4 +1,4 @@
-"""Picks what reads a program, and what names a value of it, by the IR it is written in."""
+"""Picks the reader of a program, and the names of its values, by its representation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def read(program: Program) -> GraphReader:
 
 
 def name_of(value: Variable) -> str:
-    """Returns a name for ``recompute_configs`` and ``fetch_list``; it is the same on every rank.
+    """Returns a value's name for ``recompute_configs`` and ``fetch_list``, the same on all ranks.
 
-    In the older Program every value has one, ``value.name``. Under PIR only data and parameters
-    have, and this gives a value its own.
+    In the older Program every value has a name, ``value.name``. Under PIR only data and parameters
+    have one, and this function names the value.
 
     Args:
         value: A value of a static program, before ``minimize``.

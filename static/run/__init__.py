@@ -1,5 +1,5 @@
-"""Running a program that was cut: feeds, fetches, executors, what ranks add up together.
+"""Runs a program that was cut: feeds, fetches, executors, and sums over ranks.
 
-Start with ``pipeline.py``: what ``Executor.run`` does. ``stage.py`` is what the engine runs. It
-imports the cut and the ground, and no representation: native programs come in by the contract.
+Start with ``pipeline.py``, which ``Executor.run`` calls. The engine runs ``stage.py``. It imports
+the cut and no representation: it gets native programs through the contract.
 """

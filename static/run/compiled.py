@@ -1,4 +1,4 @@
-"""A static pipeline bound to a scope and a device: its executors, its engine and its step."""
+"""A static pipeline for one scope and device: its executors, its engine and its step."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from fleetpipe.static.run.stage import ProgramRunner, StaticStage
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a pipeline is compiled from.
+    """The parts from which a pipeline is compiled.
 
     Attributes:
         split: The cut.
         plan: The lowered schedule.
         stages: This process's stages.
-        update: The optimizer step; None where this process has nothing to train.
+        update: The optimizer step; None if this process has nothing to train.
         optimizer: The user's optimizer.
         parameters: Names of the parameters that this process trains, sorted.
-        shared: Those of the whole program that several ranks train, sorted.
-        counted: Those of this process that count here for the global norm.
-        limit: The limit of the global norm where the ranks clip together, else None.
+        shared: Names of the parameters that several ranks train, sorted.
+        counted: Names of the parameters that this process counts for the global norm.
+        limit: The limit of the global norm if the ranks clip together, else None.
         job: The job.
-        trace: Records what runs; None: nothing does.
+        trace: The trace that records steps; None without one.
     """
 
     split: Split
@@ -56,12 +56,12 @@ class Recipe:
     trace: Trace | None
 
     def fetched(self, fetches: Iterable[int], stage: int) -> list[int]:
-        """Returns those of the fetched values that a stage makes, ascending."""
+        """Returns the fetched values that a stage computes, ascending."""
         of = self.split.stage_of_value
         return sorted(number for number in fetches if of[number] == stage)
 
     def cut(self, fetches: frozenset[int]) -> dict[int, contract.Pieces]:
-        """Cuts every stage, so that what is fetched can be read; in static mode."""
+        """Cuts every stage so that fetched values can be read; needs static mode."""
         kinds = {
             stage: {
                 action.kind
@@ -82,7 +82,7 @@ class Recipe:
 
 
 class Compiled:
-    """Runs batches; made anew for another scope or device, or when a new value is fetched."""
+    """Runs batches; a new one is built for another scope or device, or to fetch a new value."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class Compiled:
         scope: Scope,
         place: Place,
     ) -> None:
-        """Makes the executors; in dynamic mode.
+        """Creates the executors; needs dynamic mode.
 
         Args:
             recipe: The pipeline.
-            pieces: What each stage was cut into.
-            streams: The random numbers of its stages.
-            fetches: The values that are fetched, of whatever stage.
-            scope: Where the variables are.
+            pieces: The pieces of each stage.
+            streams: The random streams of its stages.
+            fetches: The fetched values of all stages.
+            scope: The scope of the variables.
             place: The device.
 
         Raises:
@@ -139,7 +139,7 @@ class Compiled:
         }
 
     def reduce(self) -> None:
-        """Makes the accumulators those of the whole batch. Collective over the job."""
+        """Turns the accumulators into those of the whole batch. Collective over the job."""
         recipe, job = self._recipe, self._recipe.job
         reductions.add_shared(self._gradients, recipe.shared, job.group())
         reductions.add_replicas(self._gradients, job.replicas())
@@ -163,7 +163,7 @@ class Compiled:
         self._run_step([], False)
 
     def _zero(self, parameter: str) -> None:
-        """Makes a parameter's accumulator."""
+        """Creates a parameter's accumulator, filled with 0."""
         tensor = found_tensor(self.scope, parameter)
         if tensor is None:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""What the user feeds and fetches.
+"""Cuts a user's feed into micro-batches, and joins the fetched values.
 
-A mini-batch is drawn from an iterator or whole, and cut into micro-batches. What is fetched is
-found where it is, and made one result of its micro-batches.
+A mini-batch comes from an iterator or as a whole. The micro-batches' values of a fetch are joined
+on the rank that has them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fleetpipe.static.graph import Declared, Item
 class FedBatch:
     """The feed of one run, by micro-batch.
 
-    A feed is cut along its first axis where that has accumulate_steps times the declared rows, or
-    where the declared rows may be any number. One of exactly the declared shape is given whole to
-    every micro-batch: a constant that is fed.
+    A feed is cut along its first axis if that has accumulate_steps times the declared rows, or if
+    any number of rows is declared. A feed of exactly the declared shape goes whole to every
+    micro-batch, as a constant.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class FedBatch:
 
         Args:
             feed: Arrays or tensors by name, or a list with one such dict.
-            declared: What the program says of each.
+            declared: The program's declaration of each.
             micro_batches: Micro-batches of a batch, m.
             rows: Rows of a micro-batch.
-            place: The device that they are put on.
+            place: The device for the parts.
 
         Raises:
             ConfigError: A feed does not fit the micro-batches.
-            UsageError: A feed is no array, or of another dtype than the program's.
+            UsageError: A feed is not an array, or has another dtype than the program's.
         """
         self._place = place
         self._parts: dict[str, Sequence[np.ndarray]] = {}
@@ -58,7 +58,7 @@ class FedBatch:
         self._refuse_labels_of_one(rows)
 
     def _refuse_labels_of_one(self, rows: int) -> None:
-        """Labels of as many rows as a micro-batch has are no constant where others are cut."""
+        """Refuses labels for one micro-batch if other feeds are cut: they are not a constant."""
         whole = {name for name, parts in self._parts.items() if parts[0] is parts[-1]}
         for name in sorted(whole) if len(whole) < len(self._parts) else ():
             part = self._parts[name][0]
@@ -71,7 +71,7 @@ class FedBatch:
                 )
 
     def require(self, names: Iterable[str]) -> None:
-        """Checks that the stages of this process are fed all that they need."""
+        """Checks that the feed has all that this process's stages need."""
         missing = sorted(set(names) - set(self._parts))
         if missing:
             raise ConfigError(
@@ -81,7 +81,7 @@ class FedBatch:
             )
 
     def put(self, name: str, micro_batch: int, tensor: ScopeTensor) -> None:
-        """Puts what a micro-batch is fed into a dense tensor."""
+        """Copies a micro-batch's part of a feed into a dense tensor."""
         tensor.set(self._parts[name][micro_batch], self._place)
 
 
@@ -158,9 +158,9 @@ def _cut(
 
 
 def draw(items: Iterator[Item | Sequence[Item]], count: int) -> Item | None:
-    """Takes ``count`` micro-batches and puts them together; None where there are not as many.
+    """Takes ``count`` micro-batches and joins them; None if there are too few.
 
-    One with fewer rows than those before it ends the data, as no item at all does.
+    A micro-batch with fewer rows than the earlier ones also ends the data.
     """
     drawn: list[dict[str, np.ndarray]] = []
     while len(drawn) < count:
@@ -181,7 +181,7 @@ def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
 
 
 def merged(parts: object) -> Item:
-    """Returns one micro-batch of its parts: the dicts that one loader or several give at a time."""
+    """Joins the parts of a micro-batch: the dicts of one or several loaders."""
     if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Mapping) for p in parts):
         raise UsageError(
             "a micro-batch of an iterator is a dict of arrays by name",
@@ -195,7 +195,7 @@ class Fetch(NamedTuple):
     """An entry of ``fetch_list``.
 
     Attributes:
-        name: What messages call it.
+        name: Its name in messages.
         number: The number of the value.
         stage: The stage that makes it; None for a variable that lives from batch to batch.
         variable: The name of such a variable, else None.
@@ -250,10 +250,10 @@ def _label(target: Variable | str) -> str:
 
 
 def combined(fetch: Fetch, values: Sequence[np.ndarray], how: str) -> np.ndarray:
-    """Makes one result of the values of all micro-batches.
+    """Joins the values of all micro-batches into one result.
 
     Args:
-        fetch: What the user fetched.
+        fetch: The entry of ``fetch_list``.
         values: An array for each micro-batch, in order.
         how: ``"mean"``: the mean of values with one element, in their order and dtype (a float64
             for integers), and values with rows one after another, as the whole batch has them.

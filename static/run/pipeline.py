@@ -1,4 +1,4 @@
-"""A minimized program as a pipeline: what ``Executor.run`` does with it, on every rank alike."""
+"""A minimized program as a pipeline, which ``Executor.run`` runs, in the same way on every rank."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class StaticPipeline:
         optimizer: Optimizer,
         loss: tuple[int, float],
     ) -> None:
-        """Gives this process's stages their backward and makes the optimizer step. Collective.
+        """Builds the backward of this process's stages and the optimizer step. Collective.
 
         Args:
-            reader: The program.
-            split: Its cut.
+            reader: The reader of the program.
+            split: The cut of the program.
             schedule: The schedule.
             job: The job whose ranks run it.
             config: The options.
             optimizer: The user's optimizer.
-            loss: The number of the loss, and what its gradient is in a micro-batch.
+            loss: The number of the loss, and its gradient in a micro-batch.
 
         Raises:
-            ConfigError: The program or the optimizer has what a pipeline cannot run, or the ranks
-                did not build the same.
+            ConfigError: The program or the optimizer has something that a pipeline cannot run, or
+                the ranks built different programs.
         """
         self.split, self.schedule = split, schedule
         self._reader, self._job, self._config = reader, job, config
@@ -95,7 +95,7 @@ class StaticPipeline:
 
     @property
     def declared(self) -> Mapping[str, Sequence[int]]:
-        """The shape of each parameter and statistic of all stages by name, as they were made."""
+        """The shape of each parameter and statistic of all stages by name, in order of creation."""
         names = self.split.persistable
         return {name: shape for name, shape in self._reader.declared.items() if name in names}
 
@@ -106,34 +106,34 @@ class StaticPipeline:
 
     @property
     def kept(self) -> Mapping[str, Kept]:
-        """What the optimizer keeps of each parameter that this process trains."""
+        """The optimizer's variables of each parameter that this process trains."""
         update = self._recipe.update
         return {} if update is None else update.kept
 
     @property
     def rate_name(self) -> str | None:
-        """The variable of the learning rate; None where this process trains nothing."""
+        """The variable of the learning rate; None if this process trains nothing."""
         update = self._recipe.update
         return None if update is None else update.rate_name
 
     @property
     def optimizer_variables(self) -> tuple[str, ...]:
-        """Names of the variables that the optimizer keeps for this process's parameters."""
+        """Names of the optimizer's variables for this process's parameters."""
         update = self._recipe.update
         return () if update is None else update.variables
 
     @property
     def rank(self) -> int:
-        """This process's rank in the pipeline; 0 where it plays all."""
+        """This process's rank in the pipeline; 0 if it plays all ranks."""
         return self._job.group().rank
 
     @property
     def peak_held(self) -> dict[int, int]:
-        """Most forwards held unreleased in the last run, by rank played here."""
+        """The most forwards held unreleased in the last run, by rank played here."""
         return {} if self._compiled is None else self._compiled.engine.peak_held
 
     def start(self, run: Callable[[Program], object], startup: Program, scope: Scope) -> None:
-        """Initialises what this process's stages need, and the optimizer's state. Collective."""
+        """Initialises the variables of this process's stages and the optimizer. Collective."""
         self.require_current()
         local = self._job.local
         run(startup if local else self._reader.startup(startup, self.persistable))
@@ -149,16 +149,16 @@ class StaticPipeline:
 
     @property
     def leads_random(self) -> bool:
-        """Whether this process has the first stage that draws, from its default generator."""
+        """Whether this process has the first drawing stage, which uses the default generator."""
         return bool({*self._drawing()[:1]}.intersection(self._stages))
 
     @property
     def streams(self) -> Mapping[int, Any]:
-        """The state of the generator of each later stage here that draws; none before a batch."""
+        """The random state of each later drawing stage of this process; empty before a batch."""
         return self._streams_to_begin if self._streams is None else self._streams.states
 
     def begin_streams(self, states: Mapping[int, Any]) -> None:
-        """Goes on from states of :attr:`streams`; other stages begin anew from the seed of now."""
+        """Sets states of :attr:`streams`; other stages start from the present seed."""
         self._streams_to_begin = states
         if self._streams is not None:
             self._streams.begin(states)
@@ -176,9 +176,9 @@ class StaticPipeline:
         Args:
             place: The device.
             feed: The mini-batch by name: accumulate_steps x micro_batch_size rows of each. Or an
-                iterator over micro-batches, of which accumulate_steps are taken.
+                iterator, from which accumulate_steps micro-batches are taken.
             fetches: Values of the program, or their names.
-            scope: Where the variables are.
+            scope: The scope of the variables.
             return_numpy: Whether to return arrays, else dynamic tensors.
 
         Returns:
@@ -220,10 +220,10 @@ class StaticPipeline:
             return [None if one is None else paddle.to_tensor(one) for one in results]
 
     def require_current(self) -> None:
-        """Makes sure that the job of the pipeline is the current one.
+        """Checks that the job of the pipeline is the current one.
 
         Raises:
-            StateError: It has ended.
+            StateError: The job has ended.
         """
         if current_job() is not self._job:
             raise StateError(
@@ -244,7 +244,7 @@ class StaticPipeline:
         return drawn
 
     def _compile(self, wanted: Sequence[Fetch], scope: Scope, place: Place) -> Compiled:
-        """Returns what runs a batch; made again only when something is new."""
+        """Returns the compiled pipeline; it is built again only if something is new."""
         fetches = frozenset(one.number for one in wanted if one.stage is not None)
         compiled = self._compiled
         if compiled is not None and compiled.scope is scope and fetches <= compiled.fetches:
@@ -272,7 +272,7 @@ class StaticPipeline:
         return combined(fetch, [values[k] for k in sorted(values)], self._config.fetch)
 
     def _everywhere(self, fetch: Fetch, result: np.ndarray | None) -> np.ndarray:
-        """Gives a result to every rank of the pipeline. Collective over it."""
+        """Sends a result to every rank of the pipeline. Collective over it."""
         owner = self.schedule.placement.rank_of(self._owner(fetch))
         value = None if result is None else paddle.to_tensor(result)
         return np.array(self._job.group().broadcast(value, owner))
@@ -332,7 +332,7 @@ class StaticPipeline:
         return sorted({stage for stage, op in pairs if op.draws and stage is not None})
 
     def _facts(self, loss: int, weight: float) -> dict[str, str]:
-        """Returns what must be the same on all ranks."""
+        """Returns the facts that must be the same on all ranks."""
         facts = agreement.facts(self._config)
         outline = self.split.graph.outline()
         facts["program"] = hashlib.sha256(outline.encode()).hexdigest()

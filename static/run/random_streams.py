@@ -1,4 +1,4 @@
-"""Random numbers by stage, so that no order of actions changes what a stage draws."""
+"""A random stream for each stage, so that the order of actions does not change the numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _STRIDE = 0x9E3779B1
 
 
 class Streams:
-    """The random stream of each stage of this process.
+    """The random streams of this process's stages.
 
-    The first stage that draws goes on with the generator that ``paddle.seed`` set, as the unsplit
-    program would; each later one has a stream of its own, made from that seed and its number.
+    The first stage that draws uses the generator that ``paddle.seed`` set, as the unsplit program
+    would; each later one has its own stream, derived from that seed and its number.
     """
 
     def __init__(self, drawing: Iterable[int], stages: Iterable[int], place: Place) -> None:
@@ -28,11 +28,11 @@ class Streams:
 
     @property
     def states(self) -> Mapping[int, Any]:
-        """The state of the generator of each stage that has a stream of its own."""
+        """The generator state of each stage with its own stream."""
         return self._states
 
     def begin(self, states: Mapping[int, Any]) -> None:
-        """Begins the streams anew."""
+        """Restarts the streams."""
         now = self._generator.get_state()
         seed = self._generator.initial_seed()
         for stage in self._stages:
@@ -42,7 +42,7 @@ class Streams:
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
-        """Within it ``stage`` draws from its own stream."""
+        """While this context is open, ``stage`` draws from its own stream."""
         if stage not in self._states:
             yield
             return

@@ -1,4 +1,4 @@
-"""What the ranks do together before a step: tied weights, replicas, and the norm of all gradients.
+"""Sums over ranks before a step: tied weights, replicas, and the norm of all gradients.
 
 Everything works on variables of a scope through dynamic tensors that share their data, in dynamic
 mode.
@@ -16,7 +16,7 @@ from fleetpipe.paddle_api.optimizer import gradient_clip
 
 
 def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Group) -> None:
-    """Adds up the gradients of parameters that several ranks use. Collective over the pipeline.
+    """Sums the gradients of parameters that several ranks use. Collective over the pipeline.
 
     Every rank gets the same bits: all add in the order of the ranks.
 
@@ -37,16 +37,16 @@ def add_shared(gradients: Mapping[str, Tensor], names: Sequence[str], group: Gro
 
 
 def add_replicas(gradients: Mapping[str, Tensor], replicas: Group) -> None:
-    """Adds up the gradients of all replicas. Collective over the replicas."""
+    """Sums the gradients of all replicas. Collective over the replicas."""
     if replicas.ranks > 1:
         replicas.all_reduce([gradients[name] for name in sorted(gradients)])
 
 
 def global_norm(optimizer: Optimizer) -> float | None:
-    """Returns the limit of an optimizer's global-norm clip; None where it has none.
+    """Returns the limit of an optimizer's global-norm clip; None without such a clip.
 
     Raises:
-        ConfigError: It clips by norms of groups of parameters, which ranks would have to share.
+        ConfigError: It clips groups of parameters separately, which is not supported.
     """
     clip = gradient_clip(optimizer)
     if not isinstance(clip, paddle.nn.ClipGradByGlobalNorm):
@@ -67,7 +67,7 @@ def gradient_norm(gradients: Mapping[str, Tensor], owned: Sequence[str], group: 
 
     Args:
         gradients: Gradients of this rank's parameters, dynamic tensors by name.
-        owned: Those of them that count here.
+        owned: The names of the gradients that count on this rank.
         group: The ranks of the pipeline.
     """
     squares = {name: (gradients[name] * gradients[name]).sum() for name in owned}

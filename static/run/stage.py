@@ -1,7 +1,7 @@
-"""The static-graph stage: runs the pieces of each stage, and keeps what backward needs between.
+"""The stage of static graph: runs its pieces, and stores what backward needs in between.
 
-Values cross between the pieces as variables of one scope under fixed names. What belongs to one
-micro-batch is moved out of the scope after its forward and back before its backward, by sharing.
+Pieces exchange values as variables of one scope under fixed names. After a micro-batch's forward
+its variables are moved out of the scope, and back before its backward, without a copy.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ EdgeNames = Mapping[Edge, Sequence[str | None]]
 
 
 class StagePart(NamedTuple):
-    """A piece of a backward, ready to run.
+    """A piece of a backward with its executor.
 
     Attributes:
-        run: Runs it; None where it has nothing to do.
-        takes: The variables that it takes, with their tensors; output gradients come besides.
+        run: Runs the piece; None if it has nothing to do.
+        takes: The variables that it takes, with their tensors, besides output gradients.
     """
 
     run: Callable[[Sequence[str], bool], object] | None
@@ -39,7 +39,7 @@ class StagePart(NamedTuple):
 
 
 class ProgramRunner:
-    """The pieces of one stage, ready to run in one scope on one device."""
+    """The pieces of one stage with executors for one scope and device."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class ProgramRunner:
         scope: Scope,
         place: Place,
     ) -> None:
-        """Makes the executors of a stage.
+        """Creates the executors of a stage.
 
         Args:
             program: The stage with its backward.
-            pieces: What it was cut into; ``fetches`` and what leaves the stage are exported.
+            pieces: The pieces of the stage; they export ``fetches`` and the outgoing values.
             split: The cut of the whole program.
             stage: The stage.
             fetches: Values of the stage that the user fetches.
-            scope: Where parameters and everything that crosses between pieces lives.
+            scope: The scope of parameters and exchanged variables.
             place: The device.
         """
         names = _variables(program, split, stage)
@@ -135,10 +135,10 @@ def _names(group: EdgeNames) -> list[str]:
 
 
 class _Kept(NamedTuple):
-    """What a stage keeps of a micro-batch for its backward.
+    """The values that a stage stores of a micro-batch for its backward.
 
     Attributes:
-        variables: What its pieces share by name, or the shape alone.
+        variables: The variables that its pieces share by name, or only their shapes.
         shapes: Shape and dtype of the values that left on each edge.
     """
 
@@ -150,15 +150,15 @@ class StaticStage:
     """Implements the engine's ``Stage`` for the stages of a split program.
 
     The value of an edge is a tuple of dynamic tensors that share the data of the variables; that of
-    its gradient has None where no gradient comes back. Everything runs in dynamic mode.
+    its gradient has None if no gradient comes back. Everything runs in dynamic mode.
     """
 
     def __init__(self, runners: Mapping[int, ProgramRunner], streams: Streams) -> None:
-        """Serves the stages that have a runner.
+        """Serves the stages that have runners.
 
         Args:
             runners: The pieces of each stage that this process owns.
-            streams: The random numbers of each stage.
+            streams: The random streams of the stages.
         """
         self._runners = runners
         self._streams = streams
@@ -168,10 +168,10 @@ class StaticStage:
         self.fetched: dict[int, dict[int, np.ndarray]] = {}
 
     def begin(self, feed: Feed, first_micro_batch: int) -> None:
-        """Takes up a batch.
+        """Sets the batch whose actions follow.
 
         Args:
-            feed: Gives a stage what it is fed.
+            feed: The batch's feed.
             first_micro_batch: The global number of its micro-batch 0.
         """
         self._feed, self._first = feed, first_micro_batch
@@ -179,7 +179,7 @@ class StaticStage:
         self.fetched = {}
 
     def forward(self, stage: int, micro_batch: int, inputs: Values) -> Values:
-        """Runs the forward piece on what the edges and the feed give."""
+        """Runs the forward piece on the values of the edges and the feed."""
         runner = self._runners[stage]
         for edge, tensors in runner.inputs.items():
             for tensor, value in zip(tensors, inputs[edge]):
@@ -215,7 +215,7 @@ class StaticStage:
         return grads
 
     def input_grad(self, stage: int, micro_batch: int, output_grads: Values) -> Values:
-        """Runs the half of the backward that other stages wait for, and keeps what the other takes.
+        """Runs the first half of the backward, and stores what the second half takes.
 
         Everything else is dropped here.
         """
@@ -232,7 +232,7 @@ class StaticStage:
         return grads
 
     def weight_grad(self, stage: int, micro_batch: int) -> None:
-        """Runs the half of the backward that adds to the accumulators."""
+        """Runs the second half of the backward, which adds to the accumulators."""
         runner = self._runners[stage]
         part = runner.weight_grad
         if part.run is not None:
@@ -244,7 +244,7 @@ class StaticStage:
     def _differentiate(
         self, runner: ProgramRunner, part: StagePart, key: tuple[int, int], output_grads: Values
     ) -> Values:
-        """Runs a piece on the gradients of what left a stage; returns those of what came."""
+        """Runs a piece on the gradients of outgoing values; returns those of incoming ones."""
         if part.run is None:
             return {edge: (None,) * len(tensors) for edge, tensors in runner.inputs.items()}
         kept = self._kept[key]
@@ -266,7 +266,7 @@ class StaticStage:
             static.put_back(tensor, kept.variables[name])
 
     def release(self, stage: int, micro_batch: int) -> None:
-        """Drops what was kept for a stage and micro-batch."""
+        """Drops the stored values of a stage and micro-batch."""
         del self._kept[stage, micro_batch]
 
 

@@ -1,6 +1,6 @@
-"""What the stages have, saved and loaded.
+"""Saves and loads the state of a pipeline's stages.
 
-Start with ``state.py``, arrays by name; ``files.py`` is that on disk, and exports the whole
-network, ``checkpoint.py`` is what a checkpoint takes of it. What stands in the place of
-Paddle's own functions, in ``entry``, calls it.
+Start with ``state.py``, arrays by name; ``files.py`` writes them to disk, and exports the whole
+network; ``checkpoint.py`` serves checkpoints. The replacements of Paddle's functions, in ``entry``,
+call it.
 """

@@ -1,8 +1,8 @@
-"""A pipeline's program in a checkpoint: what this process's stages have, under lasting names.
+"""A pipeline's program in a checkpoint: this process's tensors, under lasting names.
 
 A static parameter has one name, which the user gave it or Paddle counted, ``linear_0.w_0``. It is
-its lasting name, unless the user says another; the optimizer's variables go by it, as in dynamic
-graph: ``0.weight/moment1_0``.
+its lasting name, unless the user gives another one; the optimizer's variables are named after it,
+as in dynamic graph: ``0.weight/moment1_0``.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _BY_ORDER = "order"
 
 
 def offer(program: Program, pipeline: StaticPipeline) -> None:
-    """Has a program say what a checkpoint holds of it; see ``checkpoint`` for who asks."""
+    """Attaches to a program a method by which checkpoints get its parts."""
     program.checkpoint_part_of_program = functools.partial(ProgramParts, pipeline)
 
 
 class ProgramParts:
-    """The parameters and running statistics of this process's stages; in dynamic mode.
+    """The parameters and running statistics of this process's stages; needs dynamic mode.
 
     Attributes:
-        parts: They.
-        by_order: Whether the names of a checkpoint are those of the same place in its order.
+        parts: The parameters and statistics, by lasting name.
+        by_order: Whether names of a checkpoint are matched by their order.
         minimized_by: The optimizer of the program's ``minimize``.
     """
 
     def __init__(self, pipeline: StaticPipeline, names: _Names) -> None:
-        """Finds them in the global scope.
+        """Finds the variables in the global scope.
 
         Args:
             pipeline: The pipeline.
@@ -67,7 +67,7 @@ class ProgramParts:
         """Returns the optimizer's variables by kind, and the master weight, of each parameter.
 
         Raises:
-            ConfigError: The optimizer keeps what belongs to no parameter.
+            ConfigError: The optimizer has state that belongs to no parameter.
         """
         _require_expected(self._pipeline)
         return {
@@ -79,7 +79,7 @@ class ProgramParts:
         }
 
     def streams(self) -> tuple[int, bool, Mapping[int, Any]]:
-        """Returns the number of stages, and the random streams of those of this process.
+        """Returns the number of stages, and the random streams of this process's stages.
 
         Between the two: whether the default generator is the stream of the first that draws.
         """
@@ -87,11 +87,11 @@ class ProgramParts:
         return pipeline.split.stages, pipeline.leads_random, pipeline.streams
 
     def set_streams(self, streams: Mapping[int, Any]) -> None:
-        """Makes the last of :meth:`streams` the streams again; the other stages begin anew."""
+        """Restores the last item of :meth:`streams`; the other stages start again."""
         self._pipeline.begin_streams(streams)
 
     def _shared(self, name: str) -> Any:
-        """Returns a dynamic tensor with the memory of a variable."""
+        """Returns a dynamic tensor that shares the memory of a variable."""
         return dynamic(tensor_in(self._scope, name))
 
 

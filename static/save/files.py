@@ -1,7 +1,7 @@
-"""Files of what a process has of a pipeline: its parameters, statistics and optimizer state.
+"""Files of a process's part of a pipeline: parameters, statistics and optimizer state.
 
-They are those of ``paddle.static.save``, ``.pdparams`` and ``.pdopt``; of several ranks each has
-its own. The network can be exported whole, as one program, with the parameters of all stages.
+They have the form of ``paddle.static.save``, ``.pdparams`` and ``.pdopt``; each of several ranks
+writes its own. The network can be exported as one program, with the parameters of all stages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def save(
     protocol: int = 4,
     describe: Callable[[str], object] | None = None,
 ) -> Path:
-    """Saves what this process's stages have, the optimizer's state included.
+    """Saves this process's stages, with the optimizer's state.
 
     Args:
         prefix: Beginning of the files' paths; each of several ranks adds its number.
@@ -59,15 +59,15 @@ def save(
 
 
 def load(prefix: str | os.PathLike[str], program: Program = None) -> None:
-    """Loads what :func:`save` wrote, on as many ranks as then or from a process that had all.
+    """Loads files of :func:`save`, on the same number of ranks or from a process with all stages.
 
     Args:
         prefix: As for :func:`save`, or the path of one of the files.
         program: As for :func:`save`.
 
     Raises:
-        CheckpointError: There is no such file, it is none of Paddle's, or of other stages; nothing
-            was changed.
+        CheckpointError: The file is missing, not one of Paddle's, or has other stages; nothing was
+            changed.
     """
     pipeline = pipeline_of(program)
     prefix = os.fspath(prefix)
@@ -114,14 +114,14 @@ def save_inference_model(
     executor: object,
     program: Program = None,
 ) -> None:
-    """Writes the whole network, with the parameters of all stages, as one program for inference.
+    """Exports the whole network, with the parameters of all stages, as one inference program.
 
     Collective over the pipeline; the process of the first rank of the first replica writes.
 
     Args:
         prefix: As for ``paddle.static.save_inference_model``, which reads back as usual.
-        feed_vars: What the network is fed.
-        fetch_vars: What it returns.
+        feed_vars: The inputs of the network.
+        fetch_vars: The outputs of the network.
         executor: An executor.
         program: The program of the pipeline; None for the default main program.
     """

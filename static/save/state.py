@@ -21,11 +21,11 @@ _STATE = "the state"
 
 
 def state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.ndarray]:
-    """Returns what this process's stages have.
+    """Returns the parameters and statistics of this process's stages.
 
     Args:
         program: The program of the pipeline; None for the default main program.
-        scope: Where its variables are; None for the global scope.
+        scope: The scope of its variables; None for the global scope.
 
     Raises:
         CheckpointError: The startup program has not run.
@@ -36,7 +36,7 @@ def state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.nda
 
 
 def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, np.ndarray]:
-    """Returns what all stages have, on every rank. Collective over the pipeline.
+    """Returns the parameters and statistics of all stages, on every rank. Collective.
 
     Args:
         program: As for :func:`state_dict`.
@@ -54,7 +54,7 @@ def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, n
 def load_state_dict(
     state: Mapping[str, np.ndarray | Tensor], program: Program = None, scope: Scope = None
 ) -> None:
-    """Sets what this process's stages have; other names in ``state`` are left alone.
+    """Sets parameters and statistics of this process's stages; ignores other names in ``state``.
 
     Args:
         state: Arrays or tensors by name.
@@ -74,7 +74,7 @@ def parameters(
     scope: Scope = None,
     source: str = _STATE,
 ) -> list[tuple[ScopeTensor, np.ndarray]]:
-    """Returns what :func:`load_state_dict` assigns, checked; ``source`` says where it is from."""
+    """Returns the checked assignments of :func:`load_state_dict`; ``source`` is for messages."""
     names = pipeline_of(program).persistable
     scope = paddle.static.global_scope() if scope is None else scope
     return fitting(state, names, scope, source)
@@ -87,18 +87,18 @@ def fitting(
     source: str = _STATE,
     fix: str = "name the values as the program does: {p.name: p for p in model.parameters()}",
 ) -> list[tuple[ScopeTensor, np.ndarray]]:
-    """Returns the tensor of each variable with the value that ``state`` has for it.
+    """Pairs the tensor of each variable with its value in ``state``, after checking them.
 
     Args:
         state: Arrays or tensors by name.
         names: The variables.
-        scope: Where they are.
-        source: Where the state is from.
+        scope: The scope of the variables.
+        source: The origin of the state, for messages.
         fix: What to do where a name is missing.
 
     Raises:
-        CheckpointError: A name is missing, a value has another shape or dtype, or a variable has
-            none yet.
+        CheckpointError: A name is missing, a value has another shape or dtype, or a variable has no
+            value yet.
     """
     missing = [name for name in names if name not in state]
     if missing:
@@ -127,13 +127,13 @@ def _fitting(
 
 
 def assign(pairs: Iterable[tuple[ScopeTensor, np.ndarray]]) -> None:
-    """Gives each tensor its value, as :func:`fitting` has paired them."""
+    """Assigns the values that :func:`fitting` has paired with tensors."""
     for tensor, value in pairs:
         overwrite(tensor, value)
 
 
 def tensor_in(scope: Scope, name: str) -> ScopeTensor:
-    """Returns the tensor of a variable."""
+    """Returns the tensor of a scope's variable."""
     tensor = found_tensor(scope, name)
     if tensor is None:
         raise CheckpointError(

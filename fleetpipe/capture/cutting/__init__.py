@@ -1,1 +1,1 @@
-"""Where a capture may be cut, where a user or the costs of its nodes say, and what crosses."""
+"""Cuts a capture where the user or the costs of its nodes say, and finds what crosses."""

@@ -1,7 +1,7 @@
-"""``split_spec="auto"``: the cut whose slowest stage is fastest, by what the nodes were measured.
+"""``split_spec="auto"``: the cut whose slowest stage is fastest, from measured nodes.
 
-What a stage takes is what :func:`fleetpipe.plan` takes it to: its nodes forward and backward, and
-what comes into it and leaves it.
+The time of a stage is computed as by :func:`fleetpipe.plan`: its nodes forward and backward, and
+its transfers in both directions.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fleetpipe.profiling import Profile, fastest_cut
 
 
 class Choice(NamedTuple):
-    """A cut that was chosen.
+    """A cut chosen by costs.
 
     Attributes:
-        borders: Where it is.
-        seconds: Of each stage, for one micro-batch.
-        bound: What no cut into as many stages can be below: the mean of the stages, and the
+        borders: The borders of the stages.
+        seconds: The time of each stage for one micro-batch.
+        bound: A lower bound for cuts into as many stages: the larger of the mean stage and the
             slowest node.
     """
 
@@ -45,10 +45,10 @@ class Choice(NamedTuple):
 
 
 def places(training: Capture, evaluation: Capture) -> tuple[dict[int, Border], dict[int, str]]:
-    """Returns the nodes with which a stage may begin, and why it may not with others.
+    """Returns the nodes with which a stage may begin, and why it may not begin with others.
 
     Returns:
-        What names each place, and the reasons, by the number of the node.
+        The border of each place, and the reasons, by the number of the node.
     """
     written = spans((training, evaluation))
     borders: dict[int, Border] = {}
@@ -74,7 +74,7 @@ def _is_in(trace: Capture, border: Border) -> bool:
 
 
 def _border(trace: Capture, number: int) -> Border | None:
-    """Returns what names the place before a node; None between two operations."""
+    """Returns the border before a node; None between two operations."""
     node, before = trace.nodes[number], trace.nodes[number - 1]
     if node.is_layer:
         path, call = node.scopes[-1]
@@ -94,11 +94,11 @@ def chosen(
     """Returns the cut whose slowest stage is fastest.
 
     Args:
-        profile: What the nodes cost, the inputs before them and the outputs behind.
-        places: What names each place where a stage may begin, by node.
+        profile: The costs of the inputs, the nodes and the outputs, in that order.
+        places: The border at each place where a stage may begin, by node.
         stages: Number of stages.
-        memory_cap: The bytes that a stage may have: its parameters with gradients and two
-            moments, and what as many forwards hold as are on their way under 1F1B.
+        memory_cap: The bytes that a stage may use: its parameters with gradients and two moments,
+            and all forwards in flight under 1F1B.
 
     Raises:
         PartitionError: There are too few places, or no cut fits into memory.
@@ -113,7 +113,7 @@ def chosen(
 
 
 def agreed(job: Job | None, measure: Callable[[], Profile]) -> Profile:
-    """Returns what one rank measures, on every rank. Collective over the job."""
+    """Measures on one rank and returns the result on every rank. Collective over the job."""
     if job is None or job.local:
         return measure()
     with job.guarded(lambda: "measuring the nodes of the model"):

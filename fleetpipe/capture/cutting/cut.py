@@ -1,4 +1,4 @@
-"""The cut of a captured model: where its stages begin, as the user said it or as costs choose."""
+"""The cut of a captured model, as the user gave it or as costs choose it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fleetpipe.profiling import PipelinePlan
 
 
 class Cut(NamedTuple):
-    """Where a model is cut.
+    """The cut of a model.
 
     Attributes:
         borders: The places at which a stage begins, in order.
-        choice: What was compared, where the costs chose; None where the user said it.
+        choice: The chosen cut with its costs; None if the user gave the cut.
     """
 
     borders: tuple[Border, ...]
@@ -44,18 +44,18 @@ def cut_of(
     memory_cap: float | str | None = None,
     head: Sequence[str] = (),
 ) -> Cut:
-    """Returns the cut that a user's ``split_spec`` means. Collective over the job for "auto".
+    """Returns the cut for a user's ``split_spec``. Collective over the job for "auto".
 
     Args:
         capturing: The model.
         spec: See :func:`fleetpipe.pipeline`.
         stages: The number of stages, if it is known.
-        memory_cap: With "auto", the bytes that a stage may have.
-        head: The names of the layers behind the model's nodes: the parts of its head, and the loss.
+        memory_cap: With "auto", the bytes that a stage may use.
+        head: The names of the layers after the model's nodes: the parts of its head, and the loss.
 
     Raises:
-        ConfigError: It names what is not there, needs the number of stages, or is a plan of another
-            model.
+        ConfigError: It names something that does not exist, needs the number of stages, or is a
+            plan of another model.
         PartitionError: "auto" finds no cut.
     """
     look = signature_of(capturing.example)
@@ -88,7 +88,7 @@ def cut_of(
 def _planned(
     training: Capture, evaluation: Capture, plan: PipelinePlan, head: Sequence[str]
 ) -> tuple[Border, ...]:
-    """Returns the places where a plan cuts; raises ConfigError for one of another model."""
+    """Returns the borders of a plan; raises ConfigError for a plan of another model."""
     # The inputs come first, and the outputs last.
     plan.require_layers(["inputs", *(node.name for node in training.nodes), "outputs", *head])
     named, _ = places(training, evaluation)

@@ -1,8 +1,8 @@
-"""Where a capture is cut: places in a run of the forward at which a stage begins.
+"""Borders of stages in a capture: places in a run of the forward.
 
-A place is said by the call of a sublayer, or by a call of :func:`pipe_split`, so that it is found
-again in another run, with other shapes or in evaluation. Glue goes with what ran before it, and
-glue of a sublayer's own with that sublayer.
+A border is named by the call of a sublayer or of :func:`pipe_split`, so that it is found again in
+another run, with other shapes or in evaluation. An operation belongs to the stage of the node
+before it, and an operation inside a sublayer to that sublayer.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fleetpipe.errors import CaptureError, ConfigError, nearest
 
 
 class SplitPoint(Enum):
-    """Where, at a sublayer, a stage begins.
+    """Says at which side of a sublayer a stage begins.
 
     Attributes:
         BEGINNING: The sublayer is the first of the next stage.
-        END: It is the last of its stage.
+        END: The sublayer is the last of its stage.
     """
 
     BEGINNING = "before"
@@ -36,12 +36,12 @@ def nearest_path(path: str, paths: Collection[str]) -> str:
 
 
 class AtCall(NamedTuple):
-    """Before or after a call of a sublayer.
+    """A border before or after a call of a sublayer.
 
     Attributes:
         path: The sublayer's path in the model.
         point: Before or after.
-        call: Which of its calls, from 0.
+        call: The number of the call, from 0.
     """
 
     path: str
@@ -79,7 +79,7 @@ class AtCall(NamedTuple):
 
 
 class AtMark(NamedTuple):
-    """At a call of :func:`pipe_split`, by its number."""
+    """A border at a call of :func:`pipe_split`, by its number."""
 
     number: int
 
@@ -103,14 +103,14 @@ Border = AtCall | AtMark
 
 
 def starts(trace: Capture, borders: Sequence[Border]) -> list[int]:
-    """Returns the first node of each stage but stage 0.
+    """Returns the first node of each stage after stage 0.
 
     Args:
         trace: A run of the forward.
-        borders: The places, in the order in which the first run came to them.
+        borders: The borders, in the order of the first run.
 
     Raises:
-        ConfigError: The forward does not come to a place, or a stage would be empty.
+        ConfigError: The forward does not reach a border, or a stage would be empty.
     """
     numbers = [border.start(trace) for border in borders]
     for border, start, after in zip(borders, numbers, [*numbers[1:], len(trace.nodes)]):
@@ -125,5 +125,5 @@ def starts(trace: Capture, borders: Sequence[Border]) -> list[int]:
 
 
 def in_order(trace: Capture, borders: Sequence[Border]) -> list[Border]:
-    """Returns places in the order in which a run comes to them; raises as :func:`starts`."""
+    """Sorts borders as a run reaches them; raises the same errors as :func:`starts`."""
     return sorted(borders, key=lambda border: border.start(trace))

@@ -1,4 +1,4 @@
-"""Which values cross between the stages of a capture that is cut."""
+"""Finds the values that cross between the stages of a capture."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fleetpipe.schedules import Edge
 
 
 def crossing(trace: Capture, starts: Sequence[int]) -> dict[Edge, tuple[str, ...]]:
-    """Returns the values on each edge, by name: each goes straight to every stage that takes it.
+    """Returns the values on each edge, by name: each goes straight to every stage that uses it.
 
     Args:
         trace: The run.
-        starts: The first node of each stage but stage 0; the model's inputs are in stage 0, its
+        starts: The first node of each stage after stage 0; the model's inputs are in stage 0, its
             outputs in the last stage.
     """
 

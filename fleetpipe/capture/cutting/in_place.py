@@ -1,7 +1,7 @@
-"""What a forward writes into belongs to one stage, which has it in order: no cut parts its uses.
+"""Keeps all uses of state that a forward writes into in one stage.
 
-A stage runs its micro-batches one after another, so that each finds what the one before has left.
-Another stage would come too early, too late, or have a copy of its own.
+A stage runs its micro-batches one after another, so that each sees the writes of the one before.
+Another stage would run too early or too late, or have its own copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Spans = dict[str, list[Span | None]]
 
 
 def spans(traces: Sequence[Capture]) -> Spans:
-    """Returns where runs use what any of them writes into."""
+    """Returns the span in each run of the state that any of them writes into."""
     names = dict.fromkeys(name for trace in traces for name in trace.changed)
     return {name: [_span(name, trace.nodes) for trace in traces] for name in names}
 
@@ -36,11 +36,11 @@ def _span(name: str, nodes: Sequence[Node]) -> Span | None:
 
 
 def parted(written: Spans, starts: Sequence[int]) -> str | None:
-    """Names something that is used on both sides of a place; None where nothing is.
+    """Names a state that is used on both sides of a border; None if there is none.
 
     Args:
-        written: Where the runs use it.
-        starts: The first node behind the place, in each run.
+        written: The spans of written state in the runs.
+        starts: The first node after the border, in each run.
     """
     for name, nodes in written.items():
         pairs = [(span, start) for span, start in zip(nodes, starts) if span is not None]
@@ -52,10 +52,11 @@ def parted(written: Spans, starts: Sequence[int]) -> str | None:
 
 
 def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
-    """Refuses a cut that parts the uses of what a forward writes into.
+    """Refuses a cut between the uses of state that a forward writes into.
 
     Args:
-        runs: In training and in evaluation, each with the first node of each stage but stage 0.
+        runs: The runs in training and in evaluation, each with the first node of each stage after
+            stage 0.
     """
     traces, cuts = zip(*runs)
     for starts in zip(*cuts):
@@ -74,7 +75,7 @@ def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
 
 
 def _sides(name: str, runs: Sequence[tuple[Capture, Sequence[int]]]) -> tuple[str, str]:
-    """Names a node in each of two stages that uses a parameter or buffer."""
+    """Names a node in each of two stages that use a parameter or buffer."""
     users: dict[int, str] = {}
     for trace, starts in runs:
         for number, node in enumerate(trace.nodes):

@@ -1,4 +1,4 @@
-"""What the nodes of a capture cost, as the meter of ``model.profile`` measures layers."""
+"""Measures the costs of a capture's nodes, with the meter of ``model.profile``."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ SECONDS = 1.0
 
 
 def measured(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Profile:
-    """Measures each node by itself, on the example; leaves the model as it was.
+    """Measures each node by itself on the example, and restores the model.
 
     Gradients are cleared.
 
     Args:
         capturing: The model.
         trace: The run of its forward in training.
-        places: The nodes with which a stage may begin, but the first.
+        places: The nodes with which a stage may begin, without the first.
 
     Returns:
-        The costs of the entries of a pipeline: the nodes between inputs and outputs. Nodes that do
-        the same take as long.
+        The costs of inputs, nodes and outputs. Equal nodes have equal times.
     """
     model, functions = capturing.model, entries(trace, signature_of(capturing.example))
     names = ["inputs", *(node.name for node in trace.nodes), "outputs"]
@@ -94,7 +93,7 @@ def measured(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Pro
 
 
 def _share(samples: list[layer_meter.Sample], numbers: Sequence[int]) -> None:
-    """Gives nodes that do the same the times that are typical of those that ran often."""
+    """Gives equal nodes the typical times of those that were measured most often."""
     part = [samples[number] for number in numbers[:MOST_ALIKE]]
     forward = statistics.median(one.forward for one in part)
     backward = statistics.median(one.backward for one in part)
@@ -103,7 +102,7 @@ def _share(samples: list[layer_meter.Sample], numbers: Sequence[int]) -> None:
 
 
 def _kind(trace: Capture, node: Node) -> str:
-    """Returns what is the same for nodes that do the same with values of the same shapes."""
+    """Returns a text that is the same for nodes that compute the same with equal shapes."""
 
     def look(leaf: object) -> object:
         if isinstance(leaf, Ref):
@@ -133,7 +132,7 @@ def state_of(node: Node) -> list[Tensor]:
 
 
 def parameter_bytes(trace: Capture) -> list[int]:
-    """Returns, for each node, the bytes of the parameters and buffers that none before it uses."""
+    """Returns for each node the bytes of the state that no earlier node uses."""
     return [
         sum(map(tensor_bytes, new)) for new in layer_meter.first_uses(map(state_of, trace.nodes))
     ]

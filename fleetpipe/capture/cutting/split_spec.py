@@ -1,4 +1,4 @@
-"""What a user may say of the cut, and the places that it means."""
+"""The forms of a user's ``split_spec``, and the borders that they mean."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AUTO = "auto"
 def borders_of(
     spec: SplitSpec, model: Layer, trace: Capture, stages: int | None
 ) -> list[cuts.Border]:
-    """Returns the places that a user's ``split_spec`` means, in the order of the run.
+    """Returns the borders that a user's ``split_spec`` means, in the order of the run.
 
     Args:
         spec: Anything but "auto".
@@ -30,7 +30,7 @@ def borders_of(
         stages: The number of stages, if it is known; a prefix needs it.
 
     Raises:
-        ConfigError: It names what is not there, or is of no form that is known.
+        ConfigError: It names something that does not exist, or has an unknown form.
     """
     if isinstance(spec, str):
         return _evenly(spec, trace, stages)
@@ -98,7 +98,7 @@ def _evenly(prefix: str, trace: Capture, stages: int | None) -> list[cuts.Border
 
 
 def _said_by(model: Layer, trace: Capture) -> list[cuts.Border]:
-    """Returns what the model itself says: ``pipeline_stage`` of sublayers, or ``pipe_split``."""
+    """Returns the borders in the model: ``pipeline_stage`` of sublayers, or ``pipe_split``."""
     stages = {
         path: layer.pipeline_stage
         for path, layer in model.named_sublayers()
@@ -116,9 +116,9 @@ def _said_by(model: Layer, trace: Capture) -> list[cuts.Border]:
 
 
 def _of_stages(stages: Mapping[str, object], trace: Capture) -> list[cuts.Border]:
-    """Returns where the stages begin that sublayers were given; the others go with those before.
+    """Returns the borders for sublayers with a stage; the others join the sublayer before them.
 
-    Only the first call of a sublayer is where it was told to be: a second one is where it runs.
+    A stage applies to the first call of a sublayer; a second call is in the stage where it runs.
     """
     borders: list[cuts.Border] = []
     for node in trace.nodes:

@@ -1,1 +1,1 @@
-"""One run of a model's forward, noted: what was called, in which order, on which values."""
+"""Runs a model's forward once and records its calls, their order and their values."""

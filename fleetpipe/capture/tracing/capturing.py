@@ -1,4 +1,4 @@
-"""Runs the forward of a model whenever another run of it has to be known."""
+"""Captures the forward of a model again for each new kind of batch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _log = log.logger(__name__)
 
 
 class Capturing:
-    """A model with an example of its inputs.
+    """A model with an example of its inputs, and the captures of its forward so far.
 
     Attributes:
         model: The model.
         example: The example.
-        unopened: Which of its layers are nodes as a whole.
-        losses: The loss functions, which find nothing that the forward keeps.
+        unopened: The layers that are nodes as a whole.
+        losses: The loss functions; the forward must not store tensors for them.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class Capturing:
         no_split: Sequence[type] = (),
         losses: Sequence[Any] = (),
     ) -> None:
-        """Begins without a run.
+        """Starts without a capture.
 
         Args:
             model: The model.
-            example: An example of its inputs, which is used for a batch that looks like it.
+            example: An example of its inputs, for batches with the same shapes and dtypes.
             no_split: Classes of layers that are nodes as a whole.
             losses: The loss functions.
         """
@@ -56,10 +56,10 @@ class Capturing:
         self._traces: dict[bool, tuple[object, Capture]] = {}
 
     def __call__(self, signature: Signature, training: bool) -> Capture:
-        """Returns what the forward calls, for a batch of a look, in training or in evaluation.
+        """Returns the capture for a batch with some signature, in training or in evaluation.
 
         Raises:
-            CaptureError: It does what no node can be made of.
+            CaptureError: The forward does something that cannot be captured.
         """
         if signature != self._look:
             return self.with_numbers(numbers_like(signature, self.example), training)
@@ -70,12 +70,12 @@ class Capturing:
         return traced[1]
 
     def forget(self) -> None:
-        """Has the forward run again on the example when it is next asked for."""
+        """Drops the captures, so that the next call runs the forward again."""
         self._traces.clear()
         self.unopened.forget()
 
     def _depends_on(self, trace: Capture) -> object:
-        """Returns what another run would depend on, beside its inputs, to be compared."""
+        """Returns a value that differs whenever a new capture would differ for the same inputs."""
         modes = [layer.training for layer in self.model.sublayers(include_self=True)]
         numbers = [getattr(owned.layer, owned.name) for owned in trace.numbers]
         return (
@@ -87,17 +87,17 @@ class Capturing:
         )
 
     def after(self, trace: Capture, signature: Signature, training: bool) -> Capture:
-        """Returns a run from the modes in which another has left the layers that it switched."""
+        """Returns a capture that starts with the layer modes that another capture has left."""
         with in_mode(self.model, training):
             for mode in trace.switched:
                 mode.put_back()
             return self(signature, training)
 
     def with_numbers(self, inputs: Nest, training: bool) -> Capture:
-        """Returns what the forward calls for these inputs, which stay as they are.
+        """Returns a capture with these inputs, which are not changed.
 
         Raises:
-            CaptureError: It does what no node can be made of, or fails.
+            CaptureError: The forward does something that cannot be captured, or fails.
         """
         model = self.model
         try:
@@ -117,7 +117,7 @@ class Capturing:
             ) from error
 
     def notice_if_slow(self) -> AbstractContextManager[None]:
-        """Within it a line says, once it takes long, that the model is captured."""
+        """While this context is open and takes long, logs that the model is being captured."""
         name = type(self.model).__name__
         return log.once_if_slow(
             _log.info, f"capturing {name}: its forward runs in both modes, and on other numbers"
@@ -126,9 +126,10 @@ class Capturing:
 
 @contextmanager
 def in_mode(model: Layer, training: bool) -> Iterator[None]:
-    """Within it a model is in training or in evaluation; its layers' modes are put back.
+    """While this context is open, a model is in training or evaluation; then modes are restored.
 
-    So is all that its own ``train`` and ``eval`` change, as adapters that they merge into weights.
+    It also restores everything that the model's own ``train`` and ``eval`` change, such as merged
+    adapters.
     """
     modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
     with ExitStack() as kept:
@@ -146,7 +147,7 @@ def in_mode(model: Layer, training: bool) -> Iterator[None]:
 def switch(model: Layer, training: bool) -> None:
     """Puts a model into training or evaluation by its own ``train()`` or ``eval()``.
 
-    Where it is there, and the modes of some layers were set by themselves, these stay.
+    If it is in that mode already, layers whose modes were set separately keep them.
     """
     modes = [layer.training for layer in model.sublayers(include_self=True)]
     # What it writes into weights of other ranks is nothing to anybody.

@@ -1,6 +1,6 @@
-"""Finds the lines that draw random numbers from generators of Python's and of NumPy's.
+"""Finds the lines that draw random numbers from Python's and NumPy's generators.
 
-No operation of Paddle's shows them: what was drawn at the capture would stay as it was.
+A capture does not see such draws, so that it would always repeat the first numbers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _Follow = Callable[[FrameType, str, Any], Any]
 
 
 class Generators:
-    """Python's and NumPy's own generators, those that a model has, and its classes' modules."""
+    """The generators of Python and NumPy, of a model, and of its classes' modules."""
 
     def __init__(self, model: Layer) -> None:
-        """Looks for them: among the attributes of layers, and in lists and dicts there."""
+        """Collects generators from the attributes of layers, and from lists and dicts in them."""
         layers = model.sublayers(include_self=True)
         modules = {sys.modules.get(kind.__module__) for kind in {*map(type, layers)}}
         held: list[Any] = []
@@ -44,7 +44,7 @@ class Generators:
         ]
 
     def states(self) -> object:
-        """Returns what all their states are, to be compared."""
+        """Returns a value that compares unequal when any of their states has changed."""
         return (
             random.getstate(),
             pickle.dumps(np.random.get_state()),
@@ -54,19 +54,19 @@ class Generators:
 
 
 def _bits(generator: Any) -> Any:
-    """Returns what a generator of NumPy's draws bits from."""
+    """Returns the bit source of a NumPy generator."""
     return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
 class Draws:
-    """Follows the lines of a run, but those within nodes."""
+    """Watches the lines of a run, except those within nodes."""
 
     def __init__(self, generators: Generators, drawn: Callable[[str], None]) -> None:
-        """Begins before a run.
+        """Prepares to watch a run.
 
         Args:
-            generators: What may be drawn from.
-            drawn: Called with file and line for each that draws.
+            generators: The generators to watch.
+            drawn: Called with file and line of each line that draws.
         """
         self._states, self._last = generators.states, generators.states()
         self._drawn = drawn
@@ -75,7 +75,7 @@ class Draws:
 
     @contextmanager
     def node(self) -> Iterator[Callable[[], bool]]:
-        """Within it anything may draw; what it gives says whether something has."""
+        """Allows draws while it is open; yields a function that says whether any happened."""
         self._look(user_place)
         self._inside = True
         before = self._last
@@ -87,7 +87,7 @@ class Draws:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Within it lines are followed."""
+        """Watches lines while this context is open."""
         before = sys.gettrace()
         sys.settrace(self._begun)
         try:
@@ -108,7 +108,7 @@ class Draws:
         return self._line
 
     def _place(self, frame: FrameType) -> str:
-        """Returns file and line of the last line that was followed."""
+        """Returns file and line of the last watched line."""
         line = self._lines.get(frame)
         while line is None and frame.f_back is not None:
             frame = frame.f_back

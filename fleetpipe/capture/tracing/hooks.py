@@ -1,8 +1,7 @@
-"""Puts hooks on gradients where what they are on is made.
+"""Moves hooks on gradients next to the computation of their value.
 
-A hook sees the whole gradient of a value. Put in a later stage than the one that makes the value,
-it would see what comes from there alone. When it is put does not matter, so long as it is before
-backward.
+A hook must see the whole gradient of a value. In a later stage than the value's own it would see
+only that stage's part. It can be registered at any time before backward.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from fleetpipe.paddle_api.operations import GRAD_HOOKS
 
 
 def at_makers(nodes: Sequence[Node], marks: Sequence[int]) -> tuple[list[Node], list[int]]:
-    """Returns nodes with each that puts or removes a hook right behind the one that made the value.
+    """Moves each node that registers or removes a hook right after the node of its value.
 
     Returns:
         The nodes in their new order, and the marks in it.
@@ -41,7 +40,7 @@ def at_makers(nodes: Sequence[Node], marks: Sequence[int]) -> tuple[list[Node], 
 
 
 def _maker(node: Node, makers: dict[int, int]) -> int | None:
-    """Returns the number of the node that made the value of a hook; None for other nodes."""
+    """Returns the node that computes the value of a hook; None for other nodes."""
     if getattr(node.function, "__name__", "") not in GRAD_HOOKS or not isinstance(
         node.args[0], Ref
     ):

@@ -9,25 +9,25 @@ _listening: list[Callable[[], None]] = []
 
 
 def pipe_split() -> None:
-    """Begins a stage here, in a forward that ``fleetpipe.pipeline`` captures.
+    """Starts a stage at this line of a forward that ``fleetpipe.pipeline`` captures.
 
-    It is asked for by ``split_spec=None``, and does nothing when a model runs by itself.
+    ``split_spec=None`` makes use of it; it does nothing when a model runs by itself.
 
     Raises:
-        CaptureError: It is in a sublayer that is not opened.
+        CaptureError: It is in a sublayer that is captured as a whole.
     """
     for note in _listening:
         note()
 
 
 def is_noting() -> bool:
-    """Whether a forward runs to be captured, and by nobody else's wish."""
+    """Whether a forward is being captured."""
     return bool(_listening)
 
 
 @contextmanager
 def noting(note: Callable[[], None]) -> Iterator[None]:
-    """Within it ``note`` is called for each call of :func:`pipe_split`."""
+    """While this context is open, each call of :func:`pipe_split` calls ``note``."""
     _listening.append(note)
     try:
         yield

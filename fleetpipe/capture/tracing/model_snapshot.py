@@ -1,4 +1,4 @@
-"""Puts a model back to what it was before a run of its forward."""
+"""Restores a model to its state before a run of its forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _waiting: set[int] = set()
 
 
 class _Kept(NamedTuple):
-    """A parameter or buffer, and what has its memory; None where it has none."""
+    """A parameter or buffer, and a tensor with its memory; None without memory."""
 
     tensor: Tensor
     memory: Tensor | None
@@ -36,7 +36,7 @@ class _Kept(NamedTuple):
 
 @contextmanager
 def attributes_running_on(model: Layer) -> Iterator[None]:
-    """Within it runs of a forward begin with the attributes that the ones before have left."""
+    """While it is open, each captured run starts with the attributes that the last one left."""
     _waiting.add(id(model))
     try:
         with python_state_kept(model):
@@ -47,10 +47,10 @@ def attributes_running_on(model: Layer) -> Iterator[None]:
 
 @contextmanager
 def state_kept(model: Layer) -> Iterator[set[int]]:
-    """Puts the state of a model back in the end, and tells the ids of the tensors that changed.
+    """Restores the state of a model at the end, and yields the ids of the tensors that changed.
 
-    That is its parameters and buffers, random states, and what its layers have as attributes.
-    Within it parameters and buffers are copies: a graph from before may need what they were.
+    The state is its parameters and buffers, random states, and attributes of layers. Meanwhile
+    parameters and buffers are copies, since an earlier graph may need the old ones.
     """
     changed: set[int] = set()
     layers = model.sublayers(include_self=True)
@@ -86,7 +86,7 @@ def _kept(tensor: Tensor) -> _Kept:
 
 
 def _restored(kept: _Kept) -> bool:
-    """Puts back what a tensor held; returns whether it was something else."""
+    """Restores a tensor; returns whether it had changed."""
     tensor, memory, trained = kept
     if memory is None:
         # Lent to a node, or written into.
@@ -114,10 +114,10 @@ _Restore = Callable[[], None]
 
 @contextmanager
 def python_state_kept(model: Layer) -> Iterator[None]:
-    """Puts back, in the same objects, what a model's layers keep on Python's side.
+    """Restores, in the same objects, the Python attributes of a model's layers.
 
-    Tensors that are neither parameters nor buffers are among it; objects of other classes are not
-    looked into.
+    They include tensors that are neither parameters nor buffers; objects of other classes are not
+    searched.
     """
     layers = model.sublayers(include_self=True)
     state = (
@@ -133,7 +133,7 @@ def python_state_kept(model: Layer) -> Iterator[None]:
 
 @contextmanager
 def losses_kept(functions: Iterable[Any]) -> Iterator[None]:
-    """Puts back what loss functions keep: buffers of layers, attributes of other objects."""
+    """Restores the state of loss functions: buffers of layers, attributes of other objects."""
     owners = [getattr(function, "__self__", function) for function in functions]
     layers = [owner for owner in owners if isinstance(owner, paddle.nn.Layer)]
     restores = _restores((getattr(owner, "__dict__", None) for owner in owners), ())
@@ -148,7 +148,7 @@ def losses_kept(functions: Iterable[Any]) -> Iterator[None]:
 
 
 def _restores(values: Iterable[Any], visited: Iterable[int]) -> list[_Restore]:
-    """Returns what puts back what is in containers, but in tensors of some ids."""
+    """Returns functions that restore the contents of containers, except tensors of some ids."""
     restores: list[_Restore] = []
     seen = set(visited)
     for value in values:
@@ -157,7 +157,7 @@ def _restores(values: Iterable[Any], visited: Iterable[int]) -> list[_Restore]:
 
 
 def _keep(value: Any, restores: list[_Restore], visited: set[int]) -> None:
-    """Notes how to put back what is in ``value``, and in what it holds."""
+    """Adds functions that restore ``value`` and everything in it."""
     if id(value) in visited:
         return
     if isinstance(value, (dict, list, set, deque)):
@@ -183,7 +183,7 @@ def _keep(value: Any, restores: list[_Restore], visited: set[int]) -> None:
 
 
 def _restore_of(value: Any) -> _Restore | None:
-    """Returns what puts a generator or an array back; None for anything else."""
+    """Returns a function that restores a generator or an array; None for anything else."""
     if isinstance(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
     if isinstance(value, np.random.RandomState):
@@ -201,7 +201,7 @@ def _rewrite(tensor: Any, version: int, numbers: Any) -> None:
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Gives a container the content that it had; one that has it stays untouched."""
+    """Gives a container its earlier contents; an unchanged one is not touched."""
     if isinstance(container, dict):
         same = container.keys() == content.keys() and all(
             container[key] is item for key, item in content.items()

@@ -1,4 +1,4 @@
-"""What a forward does that no node can be made of: what it is, why, and what to write instead."""
+"""Things in a forward that cannot be captured: what, why, and what to write instead."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ IN_A_SUBLAYER = "put that code into a sublayer: what is within one may do anythi
 
 
 class Obstacle(NamedTuple):
-    """What no node can be made of.
+    """Something in a forward that cannot be captured.
 
     Attributes:
-        what: What a forward does.
-        cause: Why that is no node.
-        fix: What to do where it is in the model's own forward.
+        what: The action of the forward.
+        cause: Why it cannot be captured.
+        fix: What to write instead, if it is in the model's own forward.
     """
 
     what: str
@@ -64,7 +64,7 @@ UNKNOWN = Obstacle(
 
 
 def kept(name: str) -> Obstacle:
-    """Returns that a tensor becomes an attribute."""
+    """A tensor becomes an attribute."""
     return Obstacle(
         f"keeps a tensor as {name!r}",
         "a stage repeats operations, and sets no attributes",
@@ -73,7 +73,7 @@ def kept(name: str) -> Obstacle:
 
 
 def kept_by(path: str, name: str) -> Obstacle:
-    """Returns that code takes a tensor that a sublayer, by its name, has as an attribute."""
+    """Code uses a tensor that the sublayer at ``path`` has as an attribute."""
     return Obstacle(
         f"uses a tensor that {path} keeps as {name!r}",
         f"{path} is one node, and a stage hands on what it returns",
@@ -82,7 +82,7 @@ def kept_by(path: str, name: str) -> Obstacle:
 
 
 def returned(name: str) -> Obstacle:
-    """Returns that a sublayer, by its name, returns a number that depends on the batch."""
+    """A sublayer returns a number that depends on the batch."""
     return Obstacle(
         f"uses a number of Python's that {name} makes of those in a tensor, or of chance",
         "which nodes run, and with what, would depend on the numbers in a batch",
@@ -91,7 +91,7 @@ def returned(name: str) -> Obstacle:
 
 
 def reads_state(name: str) -> Obstacle:
-    """Returns that Python computes with a parameter or buffer, by its name."""
+    """Python computes with the numbers of a parameter or buffer."""
     return Obstacle(
         f"reads the numbers in {name!r}, which changes while the model trains",
         "what is computed from them in Python stays as it was at the capture",
@@ -100,7 +100,7 @@ def reads_state(name: str) -> Obstacle:
 
 
 def has_graph(name: str) -> Obstacle:
-    """Returns that a parameter, by its name, is given what needs a gradient."""
+    """A parameter is replaced by a tensor that needs a gradient."""
     return Obstacle(
         f"writes into the parameter {name!r} what needs a gradient",
         "the parameter would be trained no more: its gradient goes to what was written",
@@ -109,7 +109,7 @@ def has_graph(name: str) -> Obstacle:
 
 
 def outside_no_grad(name: str) -> Obstacle:
-    """Returns that a trained parameter, by its name, is written into while gradients are on."""
+    """A trained parameter is written into while gradients are on."""
     return Obstacle(
         f"writes in place into the trained parameter {name!r}",
         "Paddle lets nobody do so while gradients are on",
@@ -118,7 +118,7 @@ def outside_no_grad(name: str) -> Obstacle:
 
 
 def unseen(name: str) -> Obstacle:
-    """Returns that a parameter or buffer, by its name, changes and no operation wrote into it."""
+    """A parameter or buffer changes although no operation wrote into it."""
     return Obstacle(
         f"changes {name!r} in a way that is no operation",
         "a stage repeats operations",
@@ -127,7 +127,7 @@ def unseen(name: str) -> Obstacle:
 
 
 def require_nothing_kept(model: Layer, losses: Sequence[Any], before: Mapping[int, Tensor]) -> None:
-    """Refuses what a forward has kept for a loss, as auxiliary losses that it appends to a list."""
+    """Refuses tensors that a forward stores for a loss, as auxiliary losses in a list."""
     kept = (path for loss in losses for path, tensor in kept_for(loss) if id(tensor) not in before)
     path = next(kept, None)
     if path is not None:
@@ -142,7 +142,7 @@ def require_nothing_kept(model: Layer, losses: Sequence[Any], before: Mapping[in
 
 
 def require_no_new_parameters(model: Layer, is_known: Callable[[Tensor], object]) -> None:
-    """Refuses parameters that a forward has made, as those of a layer that its first call makes."""
+    """Refuses parameters that a forward creates, as those of a layer built in its first call."""
     name = next((name for name, p in model.named_parameters() if not is_known(p)), None)
     if name is not None:
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""Where in the user's code something is: file and line."""
+"""Finds the file and line in the user's code where something happens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MODELS = "paddle.vision.models."
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a frame is neither Paddle's nor of this package."""
+    """Whether a frame belongs neither to Paddle nor to fleetpipe."""
     name = str(frame.f_globals.get("__name__", ""))
     return name.startswith(_MODELS) or name.partition(".")[0] not in _NOT_THE_USERS
 
 
 def user_place() -> str:
-    """Returns file and line of the innermost frame of the user's."""
+    """Returns file and line of the user's innermost frame."""
     for frame, line in traceback.walk_stack(None):
         if is_users(frame):
             return f"{frame.f_code.co_filename}:{line}"
@@ -31,7 +31,7 @@ def user_place() -> str:
 
 
 def asked_by_paddle() -> bool:
-    """Whether the innermost frame that is neither of this package nor NumPy's is Paddle's."""
+    """Whether the innermost frame outside of fleetpipe and NumPy is Paddle's."""
     for frame, _ in traceback.walk_stack(None):
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("fleetpipe", "numpy"):
             return not is_users(frame)
@@ -39,7 +39,7 @@ def asked_by_paddle() -> bool:
 
 
 def only_checked() -> bool:
-    """Whether a function of Paddle's that reads numbers does so to refuse some, and not else."""
+    """Whether Paddle's function reads numbers only to refuse some of them."""
     for frame, _ in traceback.walk_stack(None):
         if is_users(frame):
             return False
@@ -49,7 +49,7 @@ def only_checked() -> bool:
 
 
 def raised_at(where: TracebackType | None) -> str:
-    """Returns file and line of the innermost frame of the user's that an error came through."""
+    """Returns file and line of the user's innermost frame that an error went through."""
     place = "?"
     for frame, line in traceback.walk_tb(where):
         if is_users(frame):
@@ -58,6 +58,6 @@ def raised_at(where: TracebackType | None) -> str:
 
 
 def forward_place(model: Layer) -> str | None:
-    """Returns file and line of a model's forward; None where it has no source."""
+    """Returns file and line of a model's forward; None if it has no source."""
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,7 +1,7 @@
-"""What a batch looks like, as text: containers, shapes and dtypes, and plain values as they are.
+"""The signature of a batch as text: containers, shapes, dtypes, and plain values.
 
-A stage gets it with the values from others, so that a rank which has only its own part of a model
-knows which run of the forward it is in, and can make that run again with other numbers.
+Stages send it with their values, so that a rank with only a part of a model knows which capture
+belongs to the batch, and can repeat that capture with other numbers.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 def signature_of(value: Nest) -> Signature:
-    """Returns what a model's inputs look like.
+    """Returns the signature of a model's inputs.
 
     Raises:
-        CaptureError: They hold what is neither a tensor nor a plain value.
+        CaptureError: They contain something other than tensors and plain values.
     """
     return json.dumps(_described(value))
 
 
 def numbers_like(signature: Signature, example: Nest) -> Nest:
-    """Returns inputs of that look: the numbers of an example, as often as there is room, or zeros.
+    """Returns inputs with a signature, filled by repeating an example's numbers, or with zeros.
 
     Args:
-        signature: The look.
+        signature: The signature.
         example: Inputs. Not every forward takes zeros: a mask may leave nothing of them.
     """
     numbers = tensors_of(example)
@@ -55,9 +55,9 @@ def numbers_like(signature: Signature, example: Nest) -> Nest:
 
 
 def with_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
-    """Returns a tensor of what a function of an array makes of another's numbers, in its dtype.
+    """Applies a function of NumPy arrays to a tensor's numbers, and keeps its dtype.
 
-    In NumPy, for Paddle has few kernels for uint8, int16 or float16 on a CPU.
+    NumPy is used because Paddle has few kernels for uint8, int16 or float16 on a CPU.
     """
     numbers = (tensor.astype("float64") if tensor.is_floating_point() else tensor).numpy()
     return paddle.to_tensor(change(numbers)).astype(tensor.dtype)
@@ -94,11 +94,11 @@ def _made(described: Any) -> Nest:
 
 
 def completed(inputs: Nest, example: Nest) -> Nest:
-    """Returns inputs with the plain values of an example where they have none of their own.
+    """Adds the plain values of an example to inputs that lack them.
 
-    A batch is made of tensors; what else the forward takes is as in the example. Tensors that a
-    batch leaves out stay left out, as a call of the model without them has it. Entries of a dict
-    come in the example's order.
+    A batch consists of tensors; other arguments of the forward come from the example. Tensors that
+    a batch leaves out stay left out, as in a call of the model without them. Entries of a dict come
+    in the example's order.
 
     Raises:
         CaptureError: There is no place for the plain values.
@@ -136,7 +136,7 @@ def _has_tensors(value: Nest) -> bool:
 
 
 def _has_plain(value: Nest) -> bool:
-    """Whether there is a plain value but None, which stands for what is left out."""
+    """Whether there is a plain value other than None, which means a missing one."""
     return any(isinstance(leaf, PLAIN) and leaf is not None for _, leaf in leaves(value))
 
 
@@ -151,7 +151,7 @@ def _no_place(inputs: Nest, example: Nest) -> CaptureError:
 
 
 def example_of(inputs: Nest, rows: int) -> Nest:
-    """Returns inputs in which random numbers stand in the place of an ``InputSpec``.
+    """Replaces each ``InputSpec`` among inputs by random numbers.
 
     Args:
         inputs: Tensors, specifications and plain values, nested.

@@ -1,9 +1,9 @@
-"""Which numbers, and which sizes, of a run follow from the look of the batch alone.
+"""Finds which numbers and sizes of a run depend only on the signature of the batch.
 
-What ``paddle.shape`` and operations on it make is the same for each batch of a look: code may read
-it, since another look is captured anew. The size of what ``nonzero`` or a mask selects depends on
-numbers: code that reads it reads numbers. Such a tensor has a second one beside it, of another
-size, on which what comes after is done too: the dimensions that stay the same depend on nothing.
+``paddle.shape`` and operations on it give the same for each batch with one signature: code may read
+it, since each signature has its own capture. The size of a selection by ``nonzero`` or a mask
+depends on numbers: code that reads it reads numbers. Each such tensor gets a second one of another
+size, and later operations run on both: dimensions that stay equal depend on nothing.
 """
 
 from __future__ import annotations
@@ -54,31 +54,32 @@ _WHOLE = (paddle.int32, paddle.int64)
 
 
 class Size:
-    """A number that a dimension which depends on numbers makes: an int whose use is a read."""
+    """A size of a dimension that depends on numbers: an int whose use counts as a read."""
 
     # Functions of Paddle's ask whether a size is an int.
     __class__ = property(lambda _: int)
 
     def __init__(self, size: int, other: int | None, read: Callable[[], None]) -> None:
-        """Takes it.
+        """Stores the size.
 
         Args:
-            size: It in this run.
-            other: It with another size of the dimension; None where that is not known.
+            size: The size in this run.
+            other: The value for another size of the dimension; None if unknown.
             read: Called when it is used.
         """
         self._size, self._other, self._read = size, other, read
 
     @property
     def value(self) -> int:
-        """The number, for who uses it."""
+        """The number; asking for it counts as a read."""
         self._read()
         return self._size
 
     def made(self, function: Function, *operands: Any) -> Any:
-        """Returns what a function makes of it and others: one like it, or a yes or no.
+        """Applies a function to it and others; returns another :class:`Size`, or a plain bool.
 
-        Paddle's own functions may ask what is the same for both: whether sizes fit, or one is 0.
+        Paddle's own functions may compare sizes if the answer is the same for both: whether sizes
+        fit, or one is 0.
         """
         sizes, another = zip(
             *((o._size, o._other) if type(o) is Size else (o, o) for o in operands)
@@ -119,12 +120,12 @@ for _function in _READS:
 
 
 def whole(value: Nest) -> Nest:
-    """Returns ``value`` with the number in the place of each :class:`Size`."""
+    """Replaces each :class:`Size` in ``value`` by its number."""
     return changed(value, lambda leaf: leaf.value if type(leaf) is Size else leaf)
 
 
 def tensors_in(value: Nest) -> list[Tensor]:
-    """Returns the tensors in arguments, those in slices too."""
+    """Returns the tensors in arguments, those in slices included."""
     tensors: list[Tensor] = []
     rest = [value]
     while rest:
@@ -141,10 +142,10 @@ def tensors_in(value: Nest) -> list[Tensor]:
 
 
 class Sizes:
-    """Follows the operations of a run, those within layers that are not opened too."""
+    """Tracks sizes through the operations of a run, also within layers that are not opened."""
 
     def __init__(self) -> None:
-        """Begins before a run."""
+        """Starts before a run."""
         #: The tensors whose numbers follow from the look, by id, while nothing else is written.
         self._fixed: dict[int, tuple[Tensor, int]] = {}
         #: Those whose sizes do not, each with one of another size where there is one.
@@ -157,7 +158,7 @@ class Sizes:
         self.trying = False
 
     def fixed(self, tensor: Tensor) -> bool:
-        """Whether the numbers of a tensor follow from the look of the batch."""
+        """Whether the numbers of a tensor depend only on the batch's signature."""
         return bool(self._fixed.get(id(tensor), (None, None))[1] == tensor.inplace_version)
 
     def selected(self, tensor: Tensor) -> bool:
@@ -176,7 +177,7 @@ class Sizes:
         ]
 
     def select(self, tensors: Iterable[Tensor]) -> None:
-        """Notes that the sizes of tensors depend on numbers."""
+        """Marks the sizes of tensors as dependent on numbers."""
         self._selected.update({id(one): (one, None) for one in tensors if len(_shape(one))})
 
     def done(
@@ -186,14 +187,14 @@ class Sizes:
         named: dict[str, Any],
         constant: Callable[[Tensor], bool] | None = None,
     ) -> Any:
-        """Does an operation, and notes what its outputs depend on.
+        """Runs an operation, and records what its outputs depend on.
 
         Args:
             function: The operation.
             args: Its arguments.
             named: Those by name.
-            constant: Whether a tensor is none of the run's; None within a layer that is not
-                opened, of whose tensors that is not known.
+            constant: Returns whether a tensor comes from outside the run; None within a layer that
+                is not opened, where that is unknown.
         """
         name = getattr(function, "__name__", "").strip("_")
         taken = tensors_in((args, named))
@@ -220,13 +221,13 @@ class Sizes:
         return output
 
     def _follow(self, function: Function, arguments: Nest, depending: set[int], made: Nest) -> None:
-        """Notes which outputs of an operation have sizes that depend on numbers.
+        """Records the outputs of an operation whose sizes depend on numbers.
 
         Args:
             function: The operation.
             arguments: Its arguments, and those by name.
-            depending: The ids of the tensors among them whose numbers are of the batch.
-            made: Its outputs.
+            depending: The ids of the arguments whose numbers depend on the batch.
+            made: The outputs.
         """
         name = getattr(function, "__name__", "").strip("_")
         args, named = arguments
@@ -267,7 +268,7 @@ class Sizes:
         return self._note(made, tried)
 
     def _note(self, made: list[Tensor], selected: list[Tensor] | None) -> None:
-        """Notes what outputs are beside ones of other sizes; None where there are none."""
+        """Records the outputs for other sizes; None if there are none."""
         for one, other in zip(made, selected or [None] * len(made)):
             if _shape(one) and (other is None or _shape(other) != _shape(one)):
                 self._selected[id(one)] = (one, other)
@@ -280,7 +281,7 @@ def _shape(tensor: Tensor) -> list[int]:
 
 
 def _longer(tensor: Tensor, other: Sequence[int] | None = None) -> Tensor:
-    """Returns zeros with one row more; or one more where another shape is another."""
+    """Returns zeros with one row more; or one element more if the shapes differ already."""
     shape = _shape(tensor)
     grows = [size != there for size, there in zip(shape, other)] if other else [True]
     shape = [size + more for size, more in zip(shape, [*grows, *[False] * len(shape)])]
@@ -290,7 +291,7 @@ def _longer(tensor: Tensor, other: Sequence[int] | None = None) -> Tensor:
 def _tried(
     function: Function, arguments: Nest, replacements: Mapping[int, Tensor]
 ) -> list[Tensor] | None:
-    """Does an operation on tensors of other sizes; returns None where it does not go."""
+    """Runs an operation on tensors of other sizes; returns None if it fails."""
     args, named = changed(arguments, lambda leaf: replacements.get(id(leaf), leaf))
     try:
         return tensors_in(function(*args, **named))

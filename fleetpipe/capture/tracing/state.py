@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model during a run: which node has which, and writes into it."""
+"""Tracks the parameters and buffers of a model during a run: which nodes use and write them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RunState:
     """The parameters and buffers of a model, while its forward runs once."""
 
     def __init__(self, model: Layer) -> None:
-        """Begins before the run."""
+        """Starts before the run."""
         self._owned: dict[int, Owned] = {}
         self._tensors: list[tuple[Tensor, int]] = []
         self._places: Counter[int] = Counter()
@@ -47,11 +47,11 @@ class RunState:
             self._of_layer[id(layer)] = frozenset(names)
 
     def get(self, tensor: Tensor) -> Owned | None:
-        """Returns what stands for a parameter or buffer; None for another tensor."""
+        """Returns the placeholder of a parameter or buffer; None for another tensor."""
         return self._owned.get(id(tensor))
 
     def of(self, function: Function, tensors: Sequence[Tensor], number: int) -> frozenset[str]:
-        """Returns the names of what a node has, or takes."""
+        """Returns the names of the parameters and buffers that a node has or takes."""
         names = set(self._of_layer.get(id(function), _NONE))
         names.update(self._owned[id(t)].path for t in tensors if id(t) in self._owned)
         by_view = frozenset().union(*(self._views.get(id(tensor), _NONE) for tensor in tensors))
@@ -66,13 +66,13 @@ class RunState:
         made: Iterable[Tensor],
         written: Iterable[Tensor],
     ) -> None:
-        """Notes what a node has written, and what has the memory of parameters or buffers.
+        """Records what a node has written, and which outputs share memory with the state.
 
         Args:
-            function: What it called.
-            tensors: The tensors that it took.
-            made: Those that it returned.
-            written: Those of ``tensors`` that have another version now.
+            function: The called function.
+            tensors: The input tensors.
+            made: The returned tensors.
+            written: The input tensors whose version has changed.
         """
         for tensor in written:
             self._wrote(tensor)
@@ -94,7 +94,7 @@ class RunState:
                     self._views[id(output)] = names.union(self._views.get(id(output), _NONE))
 
     def _wrote(self, tensor: Tensor) -> None:
-        """Notes that a tensor was written into."""
+        """Records a write into a tensor."""
         if id(tensor) in self._owned:
             self._written.add(self._owned[id(tensor)].path)
         names = self._views.get(id(tensor), _NONE)
@@ -102,12 +102,12 @@ class RunState:
         self._written_by_view |= names
 
     def heard(self, function: Function, args: tuple[object, ...]) -> None:
-        """Notes what an operation within a node writes into, where its version will not say so."""
+        """Records a write of an operation within a node that the version does not show."""
         if is_silent(function) and id(args[0]) in self._owned:
             self._wrote(args[0])
 
     def changed(self, ids: Collection[int]) -> dict[str, Owned]:
-        """Returns what the run has written into, by name."""
+        """Returns the parameters and buffers that the run has written into, by name."""
         self._written.update(
             self._owned[id(tensor)].path
             for tensor, version in self._tensors
@@ -116,11 +116,11 @@ class RunState:
         return {name: self.named(name) for name in sorted(self._written)}
 
     def named(self, name: str) -> Owned:
-        """Returns what stands for the parameter or buffer of a name."""
+        """Returns the placeholder of the parameter or buffer with a name."""
         return next(owned for owned in self._owned.values() if owned.path == name)
 
     def through_views(self, nodes: Sequence[Node]) -> list[frozenset[str]]:
-        """Returns the state of each node, with what it takes the memory of, if that is written."""
+        """Returns each node's state, with the written state that it uses through views."""
         return [
             node.state | (self._by_view.get(number, _NONE) & self._written_by_view)
             for number, node in enumerate(nodes)
@@ -136,7 +136,7 @@ class RunState:
         Args:
             target: The parameter or buffer.
             value: The tensor whose memory it is to have.
-            stays: Whether the layers keep the one that they have, with the other's memory.
+            stays: Whether the layers keep the same object, with the other's memory.
         """
         owned, other = self._owned.get(id(target)), self._owned.get(id(value))
         if owned is None:

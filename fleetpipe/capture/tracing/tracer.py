@@ -1,7 +1,7 @@
-"""Runs a model's forward once and notes what it calls.
+"""Runs a model's forward once and records its calls.
 
-Where code in a layer does what no node can be made of (it reads a tensor's numbers, say), that
-layer is not opened, and the forward runs again: as a whole it is called in Python like any other.
+If code in a layer does something that cannot be captured, such as reading a tensor's numbers, the
+forward runs again without opening that layer: it becomes a single node, called in Python.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _NUMBERS = (bool, int, float, np.ndarray, np.generic)
 
 
 class _Refused(BaseException):
-    """The model cannot be captured; no error, so that no user's ``except`` catches it."""
+    """Signals that a model cannot be captured; a BaseException that no user's code catches."""
 
     def __init__(self, error: CaptureError) -> None:
         super().__init__(str(error))
@@ -70,18 +70,18 @@ class _Refused(BaseException):
 
 
 def traced(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any] = ()) -> Capture:
-    """Runs a model's forward once and returns what it called.
+    """Runs a model's forward once and returns the capture.
 
-    Parameters, buffers, random states and what layers keep on Python's side are put back.
+    Parameters, buffers, random states and Python attributes of layers are restored.
 
     Args:
         model: Any layer. It runs in the mode that it is in.
-        inputs: One argument; several in a tuple; by name in a dict.
-        unopened: Which layers are nodes as a whole; classes are added that could not be opened.
+        inputs: One argument; a tuple of several; a dict by name.
+        unopened: The layers that are nodes as a whole; classes that could not be opened are added.
         losses: The loss functions.
 
     Raises:
-        CaptureError: The model's own forward does what no node can be made of, or it keeps a
+        CaptureError: The model's own forward does something that cannot be captured, or stores a
             tensor for a loss.
     """
     generators = Generators(model)
@@ -109,7 +109,7 @@ def traced(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any]
 
 
 class _Tracer(Walk):
-    """One run, noted."""
+    """Records one run."""
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
         super().__init__(model, unopened)
@@ -136,18 +136,18 @@ class _Tracer(Walk):
         self.closed: dict[type, str] = {}
 
     def owned(self, tensor: Tensor) -> Owned | None:
-        """Returns what stands for a parameter or buffer that was there before the run."""
+        """Returns the placeholder of a parameter or buffer that existed before the run."""
         return self._state.get(tensor)
 
     def run(self, inputs: Nest, draws: Draws | None = None) -> Capture:
         """Runs the forward.
 
         Args:
-            inputs: Its inputs.
-            draws: What finds the lines that draw; None where nothing does.
+            inputs: The model's inputs.
+            draws: Finds the lines that draw random numbers; None if none do.
 
         Raises:
-            CaptureError: The model's own forward does what no node can be made of.
+            CaptureError: The model's own forward does something that cannot be captured.
         """
         self._draws = draws
         args, named = arguments_of(inputs)
@@ -172,19 +172,19 @@ class _Tracer(Walk):
         )
 
     def drawn(self, place: str) -> None:
-        """Refuses to draw from what is no generator of Paddle's."""
+        """Refuses a draw from a generator that is not Paddle's."""
         self._meet(self._opened[-1], obstacles.DRAWS, place)
 
     def with_state(self, trace: Capture, ids: set[int]) -> Capture:
-        """Returns the run, with what it wrote into.
+        """Adds to a capture the parameters and buffers that the run wrote into.
 
         Args:
-            trace: The run.
-            ids: The parameters and buffers that were no more what they had been.
+            trace: The capture.
+            ids: The ids of the parameters and buffers that have changed.
 
         Raises:
-            CaptureError: The model's own forward has Python read what was written, or no node has
-                written it.
+            CaptureError: Python code in the model's own forward reads a written value, or no node
+                wrote it.
         """
         changed = self._state.changed(ids)
         self._unopened.written.update(changed)
@@ -202,7 +202,7 @@ class _Tracer(Walk):
         return (i for i, tensor in enumerate(self._tensors) if self._sizes.selected(tensor))
 
     def mark(self) -> None:
-        """Notes that a stage begins."""
+        """Records that a stage begins here."""
         if self._inside:
             raise CaptureError(
                 "pipe_split() is called in a sublayer that is a node as a whole",
@@ -214,11 +214,11 @@ class _Tracer(Walk):
         self._marks.append(len(self._nodes))
 
     def entered(self, layer: Layer) -> None:
-        """Looks at what the layer keeps."""
+        """Remembers the attributes of a layer before its forward."""
         self._lengths.append(_lengths(layer))
 
     def left(self, output: Nest) -> None:
-        """Makes sure that what an opened layer returns came from nodes."""
+        """Checks that the outputs of an opened layer come from nodes."""
         self._noted(output)
         layer, before = self._opened[-1], self._lengths.pop()
         for name, size in _lengths(layer).items():
@@ -226,7 +226,7 @@ class _Tracer(Walk):
                 self._left_out.setdefault(f"it changes {name!r}, {forward_place(layer)}")
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
-        """Calls the function, and notes that it is not recomputed."""
+        """Calls the function, and records that it is not recomputed."""
         if not self._inside:
             self._left_out.setdefault(
                 f"it recomputes, {user_place()}; pass recompute_interval to fleetpipe.pipeline"
@@ -234,7 +234,7 @@ class _Tracer(Walk):
         return super().recompute(call, function, args)
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Follows sizes where nothing else is heard."""
+        """Tracks sizes of operations inside a node."""
         if self._sizes.trying:
             return function(*args, **named)
         if self._inside:
@@ -249,7 +249,7 @@ class _Tracer(Walk):
             raise
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Refuses to make numbers of a value, but of one that follows from the look."""
+        """Refuses to read the numbers of a value, unless they depend only on the signature."""
         owned = self._state.get(args[0])
         if self._inside:
             self._sizes.blind |= not (self._sizes.trying or self._sizes.fixed(args[0]))
@@ -264,7 +264,7 @@ class _Tracer(Walk):
         return super().read(function, args, named)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Refuses to give away the memory of a value, or of a parameter or buffer."""
+        """Refuses to expose the memory of a value, or of a parameter or buffer."""
         if not self._inside:
             users = not asked_by_paddle()
             if function.__name__ == "get_tensor" and not users:
@@ -277,7 +277,7 @@ class _Tracer(Walk):
         return super().memory(function, args, named)
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
-        """Returns sizes whose use is a read, where they depend on numbers."""
+        """Returns a shape in which sizes that depend on numbers are tracked."""
         if self._sizes.trying or not self._sizes.selected(tensor):
             return shape
         if self._inside:
@@ -292,7 +292,7 @@ class _Tracer(Walk):
         return super().backward(function, args, named)
 
     def assigned(self, put: Function, layer: Layer, name: str, value: Any) -> None:
-        """Refuses that a tensor is kept but in a buffer, and notes what else is."""
+        """Refuses to store a tensor outside of buffers; records other attributes that are set."""
         if not self._inside:
             if name == "training" and id(layer) in self._paths and value != layer.training:
                 self._switched.setdefault(id(layer), (layer, user_place()))
@@ -309,13 +309,13 @@ class _Tracer(Walk):
         super().assigned(put, layer, name, value)
 
     def _require_place(self, target: Tensor, value: Tensor, stays: bool) -> None:
-        """Refuses what cannot take the place of a parameter or buffer."""
+        """Refuses a tensor that cannot replace a parameter or buffer."""
         refusal = self._state.refusal(target, value, stays)
         if refusal is not None:
             self._refuse(refusal)
 
     def node(self, call: NodeCall) -> Any:
-        """Notes what a call takes and makes."""
+        """Records the inputs and outputs of a call."""
         if self._sizes.asked_for and any(
             type(x) is Size for _, x in parts((call.args, call.named))
         ):
@@ -365,7 +365,7 @@ class _Tracer(Walk):
         return output
 
     def _done(self, call: NodeCall) -> Any:
-        """Calls a node, and notes what its outputs depend on."""
+        """Calls a node, and records what its outputs depend on."""
         if not isinstance(call.function, paddle.nn.Layer):
             return self._sizes.done(call.call, call.args, call.named, self._is_constant)
         with self._draws.node() if self._draws else nullcontext(lambda: False) as drew:
@@ -376,7 +376,7 @@ class _Tracer(Walk):
         return output
 
     def _require_writable(self, call: NodeCall, tensors: Sequence[Tensor]) -> None:
-        """Refuses what a stage cannot write into a parameter or buffer."""
+        """Refuses a write into a parameter or buffer that a stage could not do."""
         if call.function is set_data and len(tensors) > 1:
             self._require_place(tensors[0], tensors[1], call.call is set_data)
         target = target_of(call.function, call.args)
@@ -395,7 +395,7 @@ class _Tracer(Walk):
             self._refuse(obstacles.outside_no_grad(owned.path))
 
     def _value_of(self, tensor: Tensor, tensors: Sequence[Tensor]) -> ValueId:
-        """Returns the number of a tensor that a node returned."""
+        """Returns the value number of a tensor that a node returned."""
         if id(tensor) in self._values:
             return self._values[id(tensor)]
         number = self._number(tensor)
@@ -405,14 +405,14 @@ class _Tracer(Walk):
         return number
 
     def _number(self, tensor: Tensor) -> ValueId:
-        """Gives a tensor a number; another one if it has one."""
+        """Gives a tensor a new value number."""
         self._values[id(tensor)] = number = len(self._tensors)
         self._tensors.append(tensor)
         self._likes.append(like(tensor))
         return number
 
     def _noted(self, value: Nest) -> Nest:
-        """Returns ``value`` with what stands for its tensors."""
+        """Replaces the tensors in ``value`` by their placeholders."""
         return changed(
             value, lambda leaf: self._stand_in(leaf) if isinstance(leaf, paddle.Tensor) else leaf
         )
@@ -441,7 +441,7 @@ class _Tracer(Walk):
         self._meet(self._opened[-1], obstacle, user_place())
 
     def _meet(self, layer: Layer, obstacle: obstacles.Obstacle, place: str) -> None:
-        """Notes that a layer cannot be opened; the run goes on, to find the others too.
+        """Marks a layer that cannot be opened; the run goes on, to find others too.
 
         Raises:
             CaptureError: It is the model itself.
@@ -454,19 +454,19 @@ class _Tracer(Walk):
 
 
 def _version(tensor: Tensor) -> tuple[int, bool]:
-    """Returns what is another once something has written into a tensor, or cut its gradient off."""
+    """Returns a value that changes when a tensor is written into or detached."""
     return tensor.inplace_version, tensor.stop_gradient
 
 
 def _modes_in(function: Function) -> tuple[Mode, ...]:
-    """Returns the modes of a layer that is a node, and of those in it."""
+    """Returns the modes of a layer that is a node, and of its sublayers."""
     if not isinstance(function, paddle.nn.Layer):
         return ()
     return tuple(Mode(part, part.training) for part in function.sublayers(include_self=True))
 
 
 def _lengths(layer: Layer) -> dict[str, int]:
-    """Returns how much is in the lists, dicts and sets that a layer has as attributes."""
+    """Returns the lengths of the lists, dicts and sets among a layer's attributes."""
     return {
         name: len(value)
         for name, value in vars(layer).items()
@@ -475,10 +475,10 @@ def _lengths(layer: Layer) -> dict[str, int]:
 
 
 def _require_tensors(model: Layer, output: Nest) -> None:
-    """Refuses what a model returns where no stage could give it back.
+    """Refuses outputs of a model that no stage could return.
 
     Raises:
-        CaptureError: It has no tensor, or something that is neither a tensor nor a plain value.
+        CaptureError: They have no tensor, or something other than tensors and plain values.
     """
     strange = [
         type(leaf).__qualname__
@@ -496,7 +496,7 @@ def _require_tensors(model: Layer, output: Nest) -> None:
 
 
 def _state_of(function: Function, tensors: list[Tensor]) -> list[Tensor]:
-    """Returns the parameters and buffers that a node has, and what tensors it takes."""
+    """Returns the parameters and buffers that a node has, with the tensors that it takes."""
     if isinstance(function, paddle.nn.Layer):
         tensors = [*tensors, *function.state_dict().values()]
     return tensors

@@ -1,4 +1,4 @@
-"""What a capture is: the nodes of one run of a model's forward, and the values between them.
+"""A capture as a value: the nodes of one run of a model's forward, and the values between.
 
 A node is a call of a sublayer, or an operation outside of any (glue). Nodes stand in the order in
 which they ran, which is the order of every later run. A value is a tensor of that run, by a number.
@@ -21,17 +21,17 @@ ValueId = int
 
 
 class Ref(NamedTuple):
-    """Stands in arguments for a value."""
+    """A placeholder for a value in arguments."""
 
     value: ValueId
 
 
 class Owned(NamedTuple):
-    """Stands in arguments for a parameter or a buffer of the model.
+    """A placeholder for a parameter or a buffer of the model in arguments.
 
     Attributes:
         layer: The layer that has it.
-        name: Its name there.
+        name: Its name in that layer.
         path: Its name in the whole model.
     """
 
@@ -41,7 +41,7 @@ class Owned(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """One call of a layer: the layer's path in the model, and which of its calls.
+    """One call of a layer: the layer's path in the model, and the number of the call.
 
     The model itself has the path "".
     """
@@ -54,14 +54,14 @@ class Scope(NamedTuple):
 
 
 class Like(NamedTuple):
-    """What is known of a tensor: its shape, and its dtype by name."""
+    """The shape of a tensor, and its dtype by name."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def nbytes(self) -> int:
-        """The size of its data."""
+        """The number of bytes of its data."""
         count = 1
         for size in self.shape:
             count *= size
@@ -76,18 +76,18 @@ _SIZES.update(int8=1, complex64=8, complex128=16)
 
 
 def like(tensor: Tensor) -> Like:
-    """Returns what is known of a tensor."""
+    """Returns shape and dtype of a tensor."""
     return Like(tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2])
 
 
 class Mode(NamedTuple):
-    """Whether a layer is in training."""
+    """A layer with its mode, training or evaluation."""
 
     layer: Layer
     training: bool
 
     def put_back(self) -> None:
-        """Has the layer be in this mode, and those in it as they are."""
+        """Sets the layer to this mode, without changing its sublayers."""
         self.layer.training = self.training
 
 
@@ -96,18 +96,18 @@ class Node:
     """A call of a sublayer, or an operation outside of any.
 
     Attributes:
-        function: What is called: a layer, or one of Paddle's functions.
-        args: Its arguments, nested; :class:`Ref` and :class:`Owned` stand for tensors.
-        named: Those by name.
+        function: The called layer or function of Paddle's.
+        args: The arguments, nested, with :class:`Ref` and :class:`Owned` in place of tensors.
+        named: The keyword arguments.
         outputs: The value of each tensor that it returns, in order.
-        written: By value, the value that stands for it once the node has written into it.
-        scopes: The calls of layers that it is in, from the model inwards; that of a sublayer has
-            its own call at the end.
-        place: File and line of the user's that called it.
+        written: For each value that the node writes into, the number of the value afterwards.
+        scopes: The calls of layers around it, from the model inwards; a sublayer's own call is the
+            last.
+        place: File and line of the user's code that called it.
         grad: Whether gradients were on.
-        state: The names of the parameters and buffers of the model that it has, takes, or takes
-            the memory of; each tensor has one.
-        modes: The layers in it, each with whether it trained.
+        state: The names of the model's parameters and buffers that it has, takes, or uses through
+            shared memory; one name for each tensor.
+        modes: The layers in it, each with its mode.
     """
 
     function: Callable[..., Any]
@@ -128,7 +128,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """What messages call it: the sublayer's path, or the layer that it is in and its name."""
+        """Its name in messages: the sublayer's path, or the layer around it and the operation."""
         if self.is_layer:
             return str(self.scopes[-1])
         inside = str(self.scopes[-1])
@@ -137,12 +137,12 @@ class Node:
 
     @cached_property
     def uses(self) -> set[ValueId]:
-        """The values that it takes."""
+        """The values that it takes as inputs."""
         return {leaf.value for leaf in arguments(self) if isinstance(leaf, Ref)}
 
     @property
     def makes(self) -> set[ValueId]:
-        """The values that it returns, or makes by writing."""
+        """The values that it returns, or creates by writing."""
         return {*self.outputs, *(new for _, new in self.written)}
 
     @property
@@ -152,12 +152,12 @@ class Node:
 
 
 def arguments(node: Node) -> Iterator[Nest]:
-    """Yields what the containers in a node's arguments hold."""
+    """Yields the entries of the containers in a node's arguments."""
     return (leaf for _, leaf in parts((node.args, node.named)))
 
 
 def parts(value: Nest, path: nest.Path = ()) -> Iterator[tuple[nest.Path, Nest]]:
-    """Yields what arguments hold, in tuples, lists, dicts and slices, and the way to each."""
+    """Yields the entries of nested tuples, lists, dicts and slices, each with its path."""
     if isinstance(value, (Ref, Owned)):
         yield path, value
     elif isinstance(value, slice):
@@ -173,7 +173,7 @@ def parts(value: Nest, path: nest.Path = ()) -> Iterator[tuple[nest.Path, Nest]]
 
 
 def changed(value: Nest, change: Callable[[Nest], Nest]) -> Nest:
-    """Returns arguments like ``value`` with ``change(part)`` in the place of each part."""
+    """Applies ``change`` to each part of nested arguments."""
     if isinstance(value, slice):
         return slice(*(changed(part, change) for part in (value.start, value.stop, value.step)))
     if isinstance(value, dict):
@@ -188,18 +188,18 @@ class Capture:
     """One run of a model's forward.
 
     Attributes:
-        nodes: What ran, in order.
-        inputs: The model's inputs, nested; :class:`Ref` stands for tensors.
-        outputs: What it returned, likewise.
-        likes: What is known of each value.
+        nodes: The nodes, in order.
+        inputs: The model's inputs, nested, with :class:`Ref` in place of tensors.
+        outputs: The model's outputs, in the same form.
+        likes: Shape and dtype of each value.
         marks: The node before which each call of ``pipe_split`` came.
-        changed: The parameters and buffers into which it wrote, by their names.
-        numbers: The buffers whose numbers Python has read, which are as good as constants.
+        changed: The parameters and buffers that it wrote into, by name.
+        numbers: The buffers whose numbers Python has read, so that they must stay constant.
         switched: The layers that it switched between training and evaluation, as it left them.
-        switched_at: Where it did so first, file and line.
-        unopened: Why a layer that has sublayers is a node as a whole, by its path.
+        switched_at: File and line of the first such switch.
+        unopened: Why a layer with sublayers is a node as a whole, by its path.
         draws: Whether it drew from generators of Python's or NumPy's, within nodes.
-        left_out: What it did beside these, which no stage does again, with file and line.
+        left_out: Its other actions, which no stage repeats, with file and line.
         selected: The values whose sizes depend on numbers.
     """
 
@@ -228,7 +228,7 @@ class Capture:
         return refs_in(self.outputs)
 
     def maker(self, value: ValueId) -> int | None:
-        """Returns the number of the node that first makes a value; None for an input."""
+        """Returns the node that first creates a value; None for an input."""
         return self._makers.get(value)
 
     @cached_property
@@ -249,7 +249,7 @@ class Capture:
 
     @cached_property
     def alive(self) -> list[int]:
-        """For each node, the bytes of the values made before it and used by it or after it."""
+        """For each node, the bytes of earlier values that it or a later node uses."""
         last = dict.fromkeys(self.output_values, len(self.nodes))
         for number, node in reversed(list(enumerate(self.nodes))):
             for value in node.uses:
@@ -263,5 +263,5 @@ class Capture:
 
 
 def refs_in(value: Nest) -> list[ValueId]:
-    """Returns the values that stand in a nest, in order."""
+    """Returns the values in nested arguments, in order."""
     return [leaf.value for _, leaf in parts(value) if isinstance(leaf, Ref)]

@@ -1,7 +1,7 @@
-"""Follows a run of a model's forward node by node.
+"""Splits a run of a model's forward into nodes.
 
-Layers without sublayers, and Paddle's own, are nodes; other layers are opened: what their forward
-calls are the nodes.
+Layers without sublayers, and Paddle's own, are nodes; other layers are opened: the calls in their
+forward are the nodes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _OPENED = (
 
 
 class Unopened:
-    """Which layers are nodes as a whole, and why."""
+    """The layers that are nodes as a whole, and why."""
 
     def __init__(self, kinds: Iterable[type] = ()) -> None:
-        """Takes the classes whose layers are never opened."""
+        """Stores the classes whose layers are never opened."""
         self._kinds = dict.fromkeys(kinds, "its class is in no_split")
         self._opened: dict[str, bool] = {}
         #: The parameters and buffers that some run has written into, by name.
@@ -38,32 +38,32 @@ class Unopened:
 
     @property
     def changes(self) -> int:
-        """How much was added: a run from before may be another one."""
+        """Number of additions: after a change, an earlier capture may be outdated."""
         return self._added + len(self.written)
 
     def add(self, kind: type, reason: str) -> None:
-        """Has layers of another class not be opened."""
+        """Adds a class whose layers are not opened."""
         self._kinds[kind] = reason
         self._added += 1
         self.forget()
 
     def forget(self) -> None:
-        """Has each layer be looked at again: its hooks may be others by now."""
+        """Drops earlier decisions on layers, whose hooks may have changed."""
         self._opened.clear()
 
     def add_selecting(self, node: str) -> None:
-        """Notes a node whose outputs have sizes that depend on numbers."""
+        """Adds a node whose outputs have sizes that depend on numbers."""
         self.selecting.add(node)
         self._added += 1
 
     def opens(self, path: str, layer: Layer) -> bool:
-        """Whether a layer is opened: once for all, whatever hooks a copy of it gets."""
+        """Whether a layer is opened; decided once, whatever hooks a copy of it gets."""
         if path not in self._opened:
             self._opened[path] = self.reason(layer) is None
         return self._opened[path]
 
     def reason(self, layer: Layer) -> str | None:
-        """Returns why a layer is not opened; None for one that is."""
+        """Returns why a layer is not opened; None if it is opened."""
         kind = type(layer)
         if not sublayers_in(layer):
             return "it has no sublayers"
@@ -80,21 +80,21 @@ class Unopened:
 
 
 def arguments_of(inputs: Nest) -> tuple[tuple[Nest, ...], dict[str, Nest]]:
-    """Returns the arguments, and those by name, that inputs stand for."""
+    """Splits inputs into positional and keyword arguments."""
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
 
 class NodeCall(NamedTuple):
-    """A call of a node, to be done.
+    """A call of a node, before it is made.
 
     Attributes:
-        function: The layer, or the function of Paddle's, that is called.
-        call: Does it, with these arguments.
+        function: The layer or the function of Paddle's to call.
+        call: Makes the call with these arguments.
         args: The arguments.
-        named: Those by name.
-        scopes: The calls of layers that it is in; that of a layer has its own at the end.
+        named: The keyword arguments.
+        scopes: The calls of layers around it; a layer's own call is the last.
     """
 
     function: Function
@@ -105,20 +105,20 @@ class NodeCall(NamedTuple):
 
     @property
     def is_users(self) -> bool:
-        """Whether it is a layer of a class that is not Paddle's."""
+        """Whether it calls a layer of a class outside of Paddle."""
         kind = type(self.function)
         return issubclass(kind, paddle.nn.Layer) and not kind.__module__.startswith("paddle.nn.")
 
     def do(self) -> Any:
-        """Calls it."""
+        """Makes the call."""
         return self.call(*self.args, **self.named)
 
 
 class Walk:
-    """Finds the nodes in what it hears: a listener of :mod:`fleetpipe.paddle_api.operations`."""
+    """Finds the nodes of a run: a listener of :mod:`fleetpipe.paddle_api.operations`."""
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
-        """Begins before a run."""
+        """Starts before a run."""
         self._model = model
         self._unopened = unopened
         self._paths = {id(part): path for path, part in model.named_sublayers(include_self=True)}
@@ -130,14 +130,14 @@ class Walk:
         self._replaced: dict[tuple[int, str], Tensor] = {}
 
     def node(self, call: NodeCall) -> Any:
-        """Does the call of a node; nothing is heard meanwhile."""
+        """Runs the call of a node without listening to what happens inside."""
         return call.do()
 
     def entered(self, layer: Layer) -> None:
         """Called before an opened layer's forward."""
 
     def left(self, output: Nest) -> None:
-        """Called with what an opened layer returns."""
+        """Called with the outputs of an opened layer."""
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
@@ -183,7 +183,7 @@ class Walk:
         return function(*args, **named)
 
     def recompute(self, call: Function, function: Function, args: tuple[Any, ...]) -> Any:
-        """Calls the function: what a stage recomputes is said to the pipeline."""
+        """Calls the function; the pipeline has its own options for recompute."""
         return call() if self._inside else function(*args)
 
     def memory(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

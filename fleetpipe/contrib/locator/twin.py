@@ -83,7 +83,7 @@ class Feed:
                 parameter.grad.set_value(parameter.grad / batches)
 
     def rate(self, step: int, optimizer: Optimizer) -> None:
-        """Gives an optimizer the job's learning rate: its scheduler was stepped more often."""
+        """Sets an optimizer's learning rate to the job's, which its own scheduler may not have."""
         place = Meaning(step, "optimizer input", "", part="learning rate")
         rate, value = learning_rate_of(optimizer), self._job.ranks[0].tensors.get(place)
         if value is not None and isinstance(rate, paddle.optimizer.lr.LRScheduler):

@@ -1,1 +1,4 @@
-"""Paddle's newer representation, PIR. Start with ``reader.py``; imported where Paddle has it."""
+"""Paddle's newer representation, PIR.
+
+Start with ``reader.py``; it is imported only if Paddle has PIR.
+"""

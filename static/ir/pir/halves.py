@@ -1,9 +1,9 @@
-"""Which operations of a PIR stage's backward belong to I, which to W, and which to both.
+"""Splits a PIR stage's backward into I and W: which operations run in one of them, or in both.
 
-I computes the gradients that leave the stage and those of everything that is computed from data; W
-those of parameters. A gradient operation that has results for both runs twice, each time asked for
-its own results alone: a result without a type is not computed. Some operations give other numbers
-when asked for a part: they run in I, and W takes what is there.
+I computes the gradients that leave the stage and those of everything computed from data; W those of
+parameters. A gradient operation with results for both runs twice, each time for one of them: a
+result without a type is not computed. Some operations give other numbers when asked for a part:
+they run in I, and W takes their results.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ACCUMULATE = "pd_op.add_"
 
 
 class Halves(NamedTuple):
-    """A backward in two halves; operations by their index in the stage's program.
+    """A backward in two halves; operations are indices in the stage's program.
 
     Attributes:
-        inputs: What I runs.
-        weights: What W runs.
+        inputs: The operations of I.
+        weights: The operations of W.
         crossing: The results of I that W takes: operation and number of the result.
     """
 
@@ -49,7 +49,7 @@ class Halves(NamedTuple):
 
 
 def ask_for_less(ops: Iterable[Op]) -> None:
-    """Has operations not compute the results that nothing takes, where that changes no other."""
+    """Stops operations from computing unused results, if that changes no other result."""
     nothing = pir.fake_value().type()
     for op in ops:
         if op.name() in DIVISIBLE:
@@ -59,10 +59,10 @@ def ask_for_less(ops: Iterable[Op]) -> None:
 
 
 def pass_through(ops: Sequence[Op], forward: Collection[int]) -> None:
-    """Has what takes the gradient of ``x`` in ``x + bias`` take that of the sum itself.
+    """Replaces the gradient of ``x`` in ``x + bias`` by the gradient of the sum.
 
-    Where the bias is repeated and ``x`` is not, these are the same numbers, and both would have to
-    be kept from I to W.
+    If the bias is broadcast and ``x`` is not, these are the same numbers, and otherwise both would
+    have to be stored from I to W.
     """
     for index, op in enumerate(ops):
         if index in forward or op.name() != "pd_op.add_grad":
@@ -75,12 +75,12 @@ def pass_through(ops: Sequence[Op], forward: Collection[int]) -> None:
 
 
 def divide(ops: Sequence[Op], forward: Collection[int]) -> Halves:
-    """Divides the backward of a stage in two halves."""
+    """Divides the backward of a stage into two halves."""
     return _Division(ops, forward).halves()
 
 
 class _Division:
-    """The graph of a stage's operations by index."""
+    """The graph of a stage's operations, by index."""
 
     def __init__(self, ops: Sequence[Op], forward: Collection[int]) -> None:
         self._ops = ops
@@ -116,7 +116,7 @@ class _Division:
         return Halves(frozenset(inputs), frozenset(weights), tuple(sorted(crossing)))
 
     def _parts_one_of(self, index: int, makers: Collection[int]) -> bool:
-        """Whether an operation takes a list apart that one of ``makers`` made."""
+        """Whether an operation splits a list that one of ``makers`` created."""
         parts = self._ops[index].name() == "builtin.split"
         return parts and any(maker in makers for maker, _ in self._operands(index))
 
@@ -128,7 +128,7 @@ class _Division:
                 yield self._index[maker.id()], value.index()
 
     def _needed(self, ends: Collection[int]) -> set[int]:
-        """Returns operations of the backward and all that they need of it."""
+        """Returns the operations of the backward on which the given ones depend."""
         needed: set[int] = set()
         waiting = list(ends)
         while waiting:
@@ -139,10 +139,10 @@ class _Division:
         return needed
 
     def _ends(self) -> tuple[set[int], set[tuple[int, int]]]:
-        """Returns the operations that I is there for, and their results that W takes.
+        """Returns the operations that are the purpose of I, and their results that W takes.
 
-        They leave a gradient for another stage, or compute one of something that comes from data
-        and from which that of a parameter is computed.
+        They export a gradient for another stage, or compute the gradient of a value of data from
+        which a parameter's gradient is computed.
         """
         ends: set[int] = set()
         wanted: set[tuple[int, int]] = set()
@@ -160,7 +160,7 @@ class _Division:
         return bool(op.operand_source(0).get_defining_op().name() == DATA)
 
     def _sources(self, end: int) -> set[tuple[int, int]]:
-        """Returns the gradients of data from which a parameter's gradient is made."""
+        """Returns the gradients of data from which a parameter's gradient is computed."""
         sources: set[tuple[int, int]] = set()
         waiting, seen = [end], set()
         while waiting:
@@ -175,7 +175,7 @@ class _Division:
         return sources
 
     def _reads_data(self, index: int) -> bool:
-        """Whether an operation takes what was computed from data, and not parameters alone."""
+        """Whether an operation takes a value computed from data, and not only parameters."""
         return any(self._from_data(value) for value in taken(self._ops[index]))
 
     def _from_data(self, value: Variable) -> bool:
@@ -187,7 +187,7 @@ class _Division:
     def _divided(
         self, index: int, inputs: Collection[int], wanted: Collection[tuple[int, int]]
     ) -> bool:
-        """Whether an operation of I has results that W alone takes, and can be asked for them."""
+        """Whether an operation of I has results for W only that it can leave out."""
         op = self._ops[index]
         results = [n for n in range(op.num_results()) if (index, n) in self._users]
         late = [self._late(index, number, inputs, wanted) for number in results]
@@ -196,12 +196,12 @@ class _Division:
     def _late(
         self, index: int, number: int, inputs: Collection[int], wanted: Collection[tuple[int, int]]
     ) -> bool:
-        """Whether a result that is used is none that I is there for."""
+        """Whether a used result of an operation is not one that I needs."""
         used = any(user in inputs for user in self._users[index, number])
         return not used and (index, number) not in wanted
 
     def _lists_of(self, weights: Collection[int]) -> set[int]:
-        """Returns what W needs and cannot take from I: lists of tensors."""
+        """Returns the lists of tensors that W needs, which it cannot take from I."""
         lists: set[int] = set()
         waiting = list(weights)
         while waiting:

@@ -1,4 +1,4 @@
-"""Single operations and values of PIR: what they are, and how they are put elsewhere."""
+"""Inspects, moves and creates single operations and values of PIR."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VIEWS = ("builtin.split", "builtin.slice")
 
 
 def placeholder(name: str, like: Variable) -> Variable:
-    """Puts a variable of the scope, shaped as a value is, at the start of the program."""
+    """Adds a variable of the scope, with the shape of a value, at the start of the program."""
     pir.reset_insertion_point_to_start()
     value = pir_creation.data(name, like.shape, like.dtype, no_place())
     value.stop_gradient = like.stop_gradient
@@ -28,16 +28,15 @@ def placeholder(name: str, like: Variable) -> Variable:
 
 
 def to_end(block: Block) -> None:
-    """Has operations made at the end of a block from now on.
+    """Makes new operations go to the end of a block from now on.
 
-    Anywhere else the place would be lost, and memory overwritten, when the operation there is
-    erased.
+    At any other place, memory would be overwritten once the operation at that place is erased.
     """
     pir.set_insertion_point_to_block_end(block)
 
 
 def export(value: Variable, name: str) -> None:
-    """Leaves a value in a variable of the scope. Without both it would not be seen there."""
+    """Puts a value into a variable of the scope."""
     maker = value.get_defining_op()
     if maker.name() == PARAMETER or value.index() in in_place(maker):
         # It shares the variable of what is changed in place, which goes on to change.
@@ -53,24 +52,24 @@ def export(value: Variable, name: str) -> None:
 
 
 def name_of(op: Op) -> str:
-    """Returns the name of the variable that a parameter, data or set_parameter is about."""
+    """Returns the name of the variable of a parameter, data or set_parameter operation."""
     attributes = op.attrs()
     return str(attributes.get("parameter_name", attributes.get("name", "")))
 
 
 def draws_of(op: Op) -> bool:
-    """Whether an operation takes random numbers; one with a dropout of its own as well."""
+    """Whether an operation draws random numbers, also by a built-in dropout."""
     inner = next((op.attrs()[name] for name in DROPOUTS if op.has_attr(name)), 0.0)
     return draws(op.name()) or inner > 0.0
 
 
 def place(value: Variable) -> tuple[int, int]:
-    """Returns the operation and the number of its result that a value is."""
+    """Returns the operation that computes a value, and the number of the result."""
     return value.get_defining_op().id(), value.index()
 
 
 def inside(op: Op) -> Iterator[Op]:
-    """Yields the operations in the blocks of an operation, at any depth."""
+    """Yields the operations inside the blocks of an operation, at any depth."""
     for block in op.blocks():
         for one in block.ops:
             yield one
@@ -78,7 +77,7 @@ def inside(op: Op) -> Iterator[Op]:
 
 
 def taken(op: Op) -> Iterator[Variable]:
-    """Yields the values that an operation and those in its blocks take."""
+    """Yields the values that an operation and the operations in its blocks take."""
     for one in (op, *inside(op)):
         for operand in one.operands():
             value = operand.source()
@@ -87,18 +86,18 @@ def taken(op: Op) -> Iterator[Variable]:
 
 
 def line_of(op: Op) -> str:
-    """Returns where in the user's script an operation was made; control flow has no line itself."""
+    """Returns the line of the user's script that created an operation, or one inside it."""
     lines = (user_line(one.callstack) for one in (op, *inside(op)))
     return next((line for line in lines if line), "")
 
 
 def is_source(op: Op) -> bool:
-    """Whether an operation computes nothing: data and parameters."""
+    """Whether an operation computes nothing, as data and parameters do."""
     return op.name() in (PARAMETER, DATA)
 
 
 def is_constant(op: Op) -> bool:
-    """Whether an operation always gives the same: a parameter, fed data, or given numbers."""
+    """Whether an operation always has the same result: a parameter, fed data, or given numbers."""
     if op.name() == _ASSIGN_VALUE:
         # paddle.assign and to_tensor of numbers: written over zeros that were made for them.
         makers = [value.get_defining_op() for value in taken(op)]
@@ -107,12 +106,12 @@ def is_constant(op: Op) -> bool:
 
 
 def is_made_up(op: Op) -> bool:
-    """Whether an operation is a constant that is neither a parameter nor data."""
+    """Whether an operation is a constant other than a parameter or data."""
     return is_constant(op) and not is_source(op)
 
 
 def in_place(op: Op) -> dict[int, int]:
-    """Returns which results are an operand itself, changed in place: ``{result: operand}``."""
+    """Returns the results that are an operand changed in place: ``{result: operand}``."""
     if op.name() == _ASSIGN_VALUE and is_constant(op) and op.operand_source(0).has_one_use():
         return {}
     if op.name() == _DETACH:
@@ -121,10 +120,10 @@ def in_place(op: Op) -> dict[int, int]:
 
 
 class Versions:
-    """What an operation finds in the memory of a value, where others changed it in place.
+    """Tracks values that share memory because operations change it in place.
 
-    The value that was there first stands for all that share its memory. Every stage has its own of
-    what floats, parameters apart: there, what was changed is another value each time.
+    The first value represents all that share its memory. Every stage has its own copy of floating
+    values, except parameters: for these, each change gives another value.
     """
 
     def __init__(self) -> None:
@@ -132,20 +131,20 @@ class Versions:
         self._floating: dict[tuple[int, int], Variable] = {}
 
     def first(self, value: Variable) -> Variable:
-        """Returns the value that was in the memory of another first."""
+        """Returns the first value in the memory of a value."""
         if value.get_defining_op() is None:
             return value  # what a block of control flow is given
         return self._first.get(place(value), value)
 
     def now(self, value: Variable) -> Variable:
-        """Returns the value that an operation takes now if it takes ``value``."""
+        """Returns the present value for an operation that takes ``value``."""
         first = self.first(value)
         if first.get_defining_op() is None:
             return first
         return self._floating.get(place(first), first)
 
     def add(self, op: Op) -> list[Variable]:
-        """Goes past an operation; returns the first values of what it changes."""
+        """Processes an operation; returns the first values of those that it changes."""
         changed = []
         for one in (op, *inside(op)):
             for result, operand in in_place(one).items():
@@ -161,12 +160,12 @@ class Versions:
 
 
 def is_free(op: Op) -> bool:
-    """Whether an operation costs next to nothing: a constant, or a list of tensors."""
+    """Whether an operation costs almost nothing: a constant, or a list of tensors."""
     return is_constant(op) or op.name() == COMBINE
 
 
 def by_shape(user: Op, value: Variable) -> bool:
-    """Whether an operation takes a value for its shape alone."""
+    """Whether an operation needs only the shape of a value."""
     if user.num_regions() or user.name() == COMBINE or not value.is_dense_tensor_type():
         return False
     times = sum(1 for one in user.operands_source() if one.is_same(value))
@@ -174,9 +173,10 @@ def by_shape(user: Op, value: Variable) -> bool:
 
 
 def take_operands(ops: Iterable[Op]) -> None:
-    """Has the backward of an einsum take its operands where it wants nothing but their shapes.
+    """Makes the backward of an einsum take its operands if it needs only their shapes.
 
-    These are results of an einsum that hold no memory, and cannot be left in a variable.
+    It would take other results of the einsum, which have no memory and cannot be put into a
+    variable.
     """
     for op in ops:
         if op.name() == _EINSUM:
@@ -188,14 +188,14 @@ def take_operands(ops: Iterable[Op]) -> None:
 
 
 def changes(op: Op) -> bool:
-    """Whether an operation changes what it takes, other than running statistics."""
+    """Whether an operation changes an operand, other than running statistics."""
     return bool(in_place(op)) and not op.name().startswith(NORMS)
 
 
 def place_repeated(piece: Program, repeated: Collection[int]) -> None:
-    """Has a backward compute again what it needs right before that is needed.
+    """Places recomputed operations right before the operations that need them.
 
-    Running statistics were updated by the forward: only copies of them are, here.
+    The forward has updated running statistics already, so that they only change copies here.
     """
     ops = list(piece.global_block().ops)
     order = {op.id(): number for number, op in enumerate(ops)}

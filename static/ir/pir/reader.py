@@ -1,4 +1,4 @@
-"""The reader of Paddle's newer IR, PIR, for paddlepaddle 3.3.x; its private names are used here."""
+"""Reads programs of Paddle's newer IR, PIR, for paddlepaddle 3.3.x."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ALL = 1 << 20
 
 
 def stamp(stage: int | None) -> None:
-    """Has every operation made from now on carry a stage, :data:`EVERYWHERE` or none."""
+    """Marks every operation created from now on with a stage, :data:`EVERYWHERE` or none."""
     pir.set_chunk_id(-1 if stage is None else _ALL if stage == EVERYWHERE else stage)
     program = static.default_main_program()
     if not is_pir(program):
@@ -51,7 +51,7 @@ def stamp(stage: int | None) -> None:
 
 
 def give_name(value: Variable) -> str:
-    """Returns the name of a value, which gets one if it has none."""
+    """Returns the name of a value, after giving it one if it has none."""
     op = value.get_defining_op()
     if op.name() in (PARAMETER, DATA):
         return name_of(op)
@@ -67,7 +67,7 @@ class PirReader:
     """Reads a PIR program."""
 
     def __init__(self, program: Program) -> None:
-        """Describes ``program``, which must be forward only."""
+        """Describes ``program``, which must have no backward."""
         self._program = program
         self._places: list[tuple[int, int]] = []
         self._numbers: dict[tuple[int, int], int] = {}
@@ -81,13 +81,13 @@ class PirReader:
         self.data = {name_of(op): _declared(op.result(0)) for op in ops if op.name() == DATA}
 
     def number(self, target: Variable | str) -> int | None:
-        """Returns the number of a value by itself or by its name."""
+        """Returns the number of a value, given by itself or by name."""
         if isinstance(target, str):
             return next((n for n, name in self.graph.names.items() if name == target), None)
         return _find(self._numbers, self._versions.now(target))
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> PirStage:
-        """Gives a stage its backward."""
+        """Adds a backward to a stage."""
         return PirStage(self._program, self._places, split, stage, (loss, weight))
 
     def _read(self, ops: Sequence[Op]) -> Graph:
@@ -132,7 +132,7 @@ class PirReader:
         parameters: Sequence[str],
         clipped: Collection[str],
     ) -> Update:
-        """Makes the optimizer step over the named parameters."""
+        """Builds the optimizer step for the named parameters."""
         if isinstance(gradient_clip(optimizer), paddle.nn.ClipGradByValue):
             raise ConfigError(
                 "Paddle has no ClipGradByValue for PIR",
@@ -168,7 +168,7 @@ class PirReader:
         return Update(step, startup, rate, tuple(variables), kept)
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
-        """Returns the initialisation of the named variables, drawing what the whole draws."""
+        """Returns a program that initializes the named variables, with the same random numbers."""
         wanted = set(names)
         mine = program.clone()
         for op in reversed(mine.global_block().ops):
@@ -220,7 +220,7 @@ def _factor(name: str) -> Variable:
 
 
 def _variable(value: Variable) -> str:
-    """Returns the name of the variable of the scope that a value is."""
+    """Returns the name of the scope's variable behind a value."""
     return name_of(value.get_defining_op())
 
 

@@ -24,7 +24,7 @@ class _Copy(NamedTuple):
         ops: Its operations.
         values: Its values by number.
         forward: The indices of the operations of the forward.
-        repeated: Those of them that backward computes again.
+        repeated: The indices of those that backward computes again.
     """
 
     program: Program
@@ -45,7 +45,7 @@ class PirStage:
         stage: int,
         loss: tuple[int, float],
     ) -> None:
-        """Builds the stage from the whole forward program, which stays as it is."""
+        """Builds the stage from the whole forward program, which is not changed."""
         self._stage = stage
         self._split = split
         self._program = program.clone()
@@ -64,15 +64,15 @@ class PirStage:
         self._kept, self._repeated = self._crossing()
 
     def incoming(self, value: int) -> str:
-        """Returns the variable in which the stage finds a value of an earlier one."""
+        """Returns the variable in which the stage finds a value of an earlier stage."""
         return self._split.names.incoming(self._stage, value)
 
     def outgoing(self, value: int) -> str:
-        """Returns the variable in which the stage leaves a value that it makes."""
+        """Returns the variable in which the stage puts a value that it computes."""
         return self._split.names.outgoing(self._stage, value)
 
     def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> contract.Pieces:
-        """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
+        """Cuts the stage; its forward puts the values ``exports`` into their variables."""
         pieces = contract.Pieces(self._forward_piece({*self._kept, *exports}))
         if self._forward.issuperset(op.id() for op in self._ops()):
             return pieces
@@ -88,17 +88,17 @@ class PirStage:
         return pieces._replace(input_grad=first, weight_grad=second)
 
     def _narrow(self) -> bool:
-        """Whether backward takes bfloat16, for which a CPU has oneDNN's kernels.
+        """Whether backward takes bfloat16, for which a CPU uses oneDNN's kernels.
 
-        These crash or give other numbers when asked for some of their gradients, and leave no
-        gradient in a variable.
+        These crash or give other numbers when asked for some of their gradients, and cannot put a
+        gradient into a variable.
         """
         backwards = (op for op in self._ops() if op.id() not in self._forward)
         values = (value for op in backwards for value in operations.taken(op))
         return any(v.is_dense_tensor_type() and v.dtype == paddle.bfloat16 for v in values)
 
     def _isolate(self, places: Sequence[tuple[int, int]]) -> None:
-        """Removes what other stages compute, and takes in what they hand over."""
+        """Removes the operations of other stages, and adds the incoming values."""
         self.feeds: dict[str, str] = {}
         ops = list(self._program.global_block().ops)
         mine = set(self._split.operations_of(self._stage))
@@ -127,7 +127,7 @@ class PirStage:
                 ops[index].erase()
 
     def _take_changed(self, ops: Sequence[Op], mine: Collection[int]) -> None:
-        """Has operations of the stage take what others changed in place from where that is made."""
+        """Makes operations of the stage use a changed value from the stage that computes it."""
         versions = operations.Versions()
         here = {ops[index].id() for index in mine}
         elsewhere: set[tuple[int, int]] = set()
@@ -148,7 +148,7 @@ class PirStage:
             versions.add(op)
 
     def _replaced(self, variable: str, value: Variable) -> Variable:
-        """Takes a variable of the scope in the place of a value."""
+        """Replaces a value by a variable of the scope."""
         replacement = operations.placeholder(variable, value)
         value.replace_all_uses_with(replacement)
         return replacement
@@ -161,19 +161,19 @@ class PirStage:
         }
 
     def variable(self, value: int) -> Variable:
-        """Returns a value that the stage makes or is given."""
+        """Returns a value of the stage, computed or incoming."""
         return self._values[value]
 
     def target(self, value: int) -> Variable:
-        """Returns what is differentiated in the place of a value that leaves the stage."""
+        """Returns the value to differentiate for a value that leaves the stage."""
         return self._values[value]
 
     def fed(self, name: str, like: Variable) -> Variable:
-        """Returns a variable of the scope, shaped as a value is."""
+        """Returns a variable of the scope, with the shape of a value."""
         return operations.placeholder(name, like)
 
     def add(self, parts: Sequence[Variable]) -> Variable:
-        """Returns a sum, added up in the order of its parts."""
+        """Returns the sum of the parts, added in their order."""
         return functools.reduce(pir_operations.add, parts)
 
     def add_to(self, total: Variable, grad: Variable) -> None:
@@ -181,11 +181,11 @@ class PirStage:
         pir_operations.add_(total, grad)
 
     def is_sparse(self, grad: Variable) -> bool:
-        """Whether a gradient has some rows alone."""
+        """Whether a gradient has only some of the rows."""
         return not grad.is_dense_tensor_type()
 
     def leave(self, grad: Variable, name: str) -> str:
-        """Leaves a gradient under a name; one that two inputs share has one name."""
+        """Puts a gradient into a variable; a gradient of two inputs keeps one name."""
         if grad.id not in self._left:
             self._left[grad.id] = name
             operations.export(grad, name)
@@ -202,7 +202,7 @@ class PirStage:
                 )
 
     def _crossing(self) -> tuple[list[int], set[int]]:
-        """Finds what backward takes from forward or is given again.
+        """Finds the values that backward takes from forward or computes again.
 
         Returns:
             The values that it takes from forward, and the operations of forward that it repeats.
@@ -246,10 +246,9 @@ class PirStage:
         )
 
     def _computed_again(self, op: Op, value: Variable) -> bool:
-        """Whether backward computes a value again because the user's script has it cost no memory.
+        """Whether backward recomputes a value, as the user's script asks to save its memory.
 
-        What was drawn is not drawn again, and what an operation changes in place is kept as that
-        left it.
+        Random values are not drawn again, and a value changed in place is stored after the change.
         """
         kept = self._split.checkpoints
         if kept is None or self._numbers[operations.place(value)] in kept:
@@ -262,7 +261,7 @@ class PirStage:
         return op.name().startswith(operations.NORMS) or self._changed.isdisjoint(inputs)
 
     def _copy(self, program: Program | None = None) -> _Copy:
-        """Returns a copy of the stage's program, or of another copy of it."""
+        """Returns a copy of the stage's program, or of another copy."""
         mine, copy = self._ops(), (program or self._program).clone()
         ops = list(copy.global_block().ops)
         index = {op.id(): i for i, op in enumerate(mine)}
@@ -292,7 +291,7 @@ class PirStage:
             return self._piece(copy.program)._replace(waiting=())
 
     def _halves(self) -> tuple[contract.ProgramPiece, contract.ProgramPiece]:
-        """Returns the backward in its halves, I and W."""
+        """Returns the two halves of the backward, I and W."""
         whole = self._copy()
         halves.pass_through(whole.ops, whole.forward)
         division = halves.divide(whole.ops, whole.forward)
@@ -319,11 +318,11 @@ class PirStage:
             return input_grad, self._piece(second.program)
 
     def _leave(self, copy: _Copy, mine: Collection[int]) -> None:
-        """Leaves of a copy some operations of its backward, and what they need of the forward.
+        """Reduces a copy to some operations of its backward and what they need of the forward.
 
         Args:
-            copy: The copy; what was added to it stays too.
-            mine: Which operations, by index.
+            copy: The copy; operations added to it stay too.
+            mine: The operations to keep, by index.
         """
         for number in self._kept:
             value = copy.values[number]
@@ -349,7 +348,7 @@ class PirStage:
         operations.place_repeated(copy.program, repeated)
 
     def _piece(self, program: Program) -> contract.ProgramPiece:
-        """Describes a program of the backward, and rids it of what nothing takes."""
+        """Describes a program of the backward after removing unused operations."""
         forward_values = {
             operations.name_of(op)
             for op in self._ops()
