@@ -21,6 +21,8 @@ SHORTER = {
     "fleetpipe.checkpoint.formats": "formats",
     "fleetpipe.compat": "compat",
     "fleetpipe.doctor": "doctor",
+    "fleetpipe.fit.callbacks.log_by_epoch": "callbacks.log_by_epoch",
+    "fleetpipe.fit.callbacks.loss_monitor": "callbacks.loss_monitor",
     "fleetpipe.locator": "locator",
     "fleetpipe.profiling.clusters": "clusters",
     "fleetpipe.ray": "ray",
