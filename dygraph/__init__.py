@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 # First, because it says which package to install where there is no Paddle.
 from fleetpipe import paddle_api as paddle_api
 from fleetpipe.dygraph.backward.crossings import Crossing, reordered
 from fleetpipe.dygraph.batch.losses import weighted
 from fleetpipe.dygraph.batch.micro_batches import FakeMicroDataset
-from fleetpipe.dygraph.layers.vocabulary import VocabularyEmbedding, VocabularyHead
-from fleetpipe.dygraph.layers.vocabulary_losses import VocabularyLoss, vocabulary_cross_entropy
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
@@ -22,6 +22,25 @@ from fleetpipe.dygraph.train.wrappers import (
     VPPFhenBInBalancedMemory,
     wrap,
 )
+from fleetpipe.extras import late
+
+if TYPE_CHECKING:
+    from fleetpipe.dygraph.vocabulary import VocabularyEmbedding as VocabularyEmbedding
+    from fleetpipe.dygraph.vocabulary import VocabularyHead as VocabularyHead
+    from fleetpipe.dygraph.vocabulary import VocabularyLoss as VocabularyLoss
+    from fleetpipe.dygraph.vocabulary import vocabulary_cross_entropy as vocabulary_cross_entropy
+else:
+    __getattr__ = late(
+        {
+            "VocabularyEmbedding": "fleetpipe.dygraph.vocabulary",
+            "VocabularyHead": "fleetpipe.dygraph.vocabulary",
+            "VocabularyLoss": "fleetpipe.dygraph.vocabulary",
+            "experts": "fleetpipe.dygraph.experts",
+            "sequences": "fleetpipe.dygraph.sequences",
+            "slices": "fleetpipe.dygraph.slices",
+            "vocabulary_cross_entropy": "fleetpipe.dygraph.vocabulary",
+        }
+    )
 
 __all__ = [
     "Crossing",

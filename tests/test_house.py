@@ -58,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/pipeline_programs"),
     ("dygraph/state", "static/save"),
     ("dygraph/model", "static/entry"),
-    ("dygraph/observe", "dygraph/slices", "static/__init__ static/reference"),
+    ("dygraph/observe", "dygraph/slices", "dygraph/vocabulary", "static/__init__ static/reference"),
     ("dygraph/train",),
     ("dygraph/__init__",),
     (
@@ -95,11 +95,14 @@ CORE = (
 #: In a folder of the core, and of the standard ring.
 STANDARD = (
     *("schedules/commands", "dygraph/observe/layer_meter", "dygraph/observe/measuring"),
-    *("dygraph/observe/profile", "dygraph/slices", "dygraph/experts"),
+    *("dygraph/observe/profile", "dygraph/slices", "dygraph/experts", "dygraph/vocabulary"),
 )
 EXTRAS = ("contrib", "paddle_api/rehearsal")
 #: Faces, which name the types of what they load late.
-FACES = ("fleetpipe.__init__", "fleetpipe.callbacks", "fleetpipe.schedules.forms.__init__")
+FACES = (
+    *("fleetpipe.__init__", "fleetpipe.callbacks", "fleetpipe.dygraph.__init__"),
+    "fleetpipe.schedules.forms.__init__",
+)
 #: A method of the core's whose result is a value of the standard ring.
 RETURNS = ("fleetpipe.dygraph.train.pipeline_parallel", "fleetpipe.profiling.__init__")
 

@@ -11,12 +11,13 @@ from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.borders import Borders, borders_of
 from fleetpipe.dygraph.batch.kept_for_loss import require_nothing_kept
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import cause_of_backward
-from fleetpipe.dygraph.nest import copied, differentiable, leaf_like, mapped, tensors_of
+from fleetpipe.dygraph.nest import copied, differentiable, leaf_like, mapped
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
@@ -91,39 +92,6 @@ class StageHooks(Protocol):
         """Called before the gradients that waited are added."""
 
 
-class Borders(Protocol):
-    """What crosses between the stages of a model."""
-
-    def joined(self, values: Values) -> Nest:
-        """Returns what the layers of a stage take, of the value of each edge into it."""
-
-    def parted(self, stage: int, output: Nest) -> Values:
-        """Returns what leaves a stage on each edge, in order, of what its layers return."""
-
-
-class Chain:
-    """The borders of a list of layers: what one stage returns is what the next takes.
-
-    Where there is a vocabulary head, all its parts take what the last stage before it returns,
-    and the loss takes what these return, in order.
-    """
-
-    def __init__(self, placement: Placement) -> None:
-        self._loss = placement.stages - 1 if placement.has_head else None
-        self._edges: dict[int, list[Edge]] = {}
-        for ends in placement.chain():
-            self._edges.setdefault(ends[0], []).append(Edge(*ends))
-
-    def joined(self, values: Values) -> Nest:
-        """Returns the value of the one edge, or those of all parts of a head."""
-        edge, value = next(iter(values.items()))
-        return tuple(values.values()) if edge.target == self._loss else value
-
-    def parted(self, stage: int, output: Nest) -> Values:
-        """Returns the output as the value of each edge."""
-        return dict.fromkeys(self._edges[stage], output)
-
-
 class _Kept(NamedTuple):
     """What stays from a forward until its backward.
 
@@ -164,14 +132,12 @@ class DygraphStage:
             run_of: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
             placement: Where the stages are.
             split: Keeps what weight gradients need from I to W.
-            borders: What crosses between stages; None for a chain.
+            borders: What crosses between stages; None for that of a list of layers.
         """
         self._run_of = run_of
         self._split = split
         self._last = placement.stages - 1
-        #: The stage whose output goes to the parts of a head, with the labels.
-        self._before_head = placement.body - 1 if placement.has_head else None
-        self._borders = borders or Chain(placement)
+        self._borders = borders or borders_of(placement)
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._batch = _NO_BATCH
         self._hooks: StageHooks | None = None
@@ -233,9 +199,9 @@ class DygraphStage:
             if stage == self._last:
                 output = self._finish(micro_batch, output)
             else:
-                if stage == self._before_head:
-                    output = output, _classes(self._batch.data.labels, number)
-                parts = self._borders.parted(stage, output)
+                labels = self._batch.data.labels
+                labels = None if labels is None else labels[number]
+                parts = self._borders.parted(stage, output, labels)
                 handed = {edge: _handed(part) for edge, part in parts.items()}
         require_nothing_kept(self._batch.elsewhere, stage)
         leaving = {edge: differentiable(part) for edge, part in handed.items()}
@@ -374,19 +340,6 @@ def _handed(value: Nest) -> Nest:
     A buffer may be among them, which the next micro-batch changes before this one has left.
     """
     return mapped(lambda tensor: copy_of(tensor) if tensor.stop_gradient else tensor, value)
-
-
-def _classes(labels: Sequence[Nest] | None, number: int) -> Tensor:
-    """Returns the first tensor among the labels of micro-batch ``number``: a head's classes."""
-    classes = next(tensors_of(None if labels is None else labels[number]), None)
-    if classes is None:
-        raise BoundaryError(
-            "a VocabularyHead computes with the labels, and there are none",
-            where="last stage before the head",
-            cause="eval_batch without compute_loss, or predict_batch: no rank has whole logits",
-            fix="use eval_batch(.., compute_loss=True), or evaluate of a fleetpipe.Model",
-        )
-    return classes
 
 
 def _roots(

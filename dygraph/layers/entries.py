@@ -87,6 +87,38 @@ def _check(entry: Entry, index: int) -> None:
         )
 
 
+class SeveralLayers:
+    """An entry of a layer list that stands for several, as soon as the number of ranks is known."""
+
+    def require_place(self, entries: Sequence[Entry], index: int) -> None:
+        """Refuses a list in which it cannot be entry ``index``.
+
+        Raises:
+            ConfigError: It cannot be there, or another entry is missing.
+        """
+
+    def layers(self, ranks: int) -> list[Entry]:
+        """Returns the entries that it stands for, in a pipeline of so many ranks."""
+        raise NotImplementedError
+
+
+def expanded(entries: Sequence[Entry], ranks: int) -> list[Entry]:
+    """Returns a list of layers with what stands for several replaced by these.
+
+    Args:
+        entries: The list, as the user gave it.
+        ranks: Ranks of the pipeline.
+
+    Raises:
+        ConfigError: An entry cannot be where it is.
+    """
+    for index, entry in enumerate(entries):
+        if isinstance(entry, SeveralLayers):
+            entry.require_place(entries, index)
+    parts = (e.layers(ranks) if isinstance(e, SeveralLayers) else [e] for e in entries)
+    return [layer for part in parts for layer in part]
+
+
 def is_shared(entry: Entry) -> bool:
     """Tells whether ``entry`` is a ``SharedLayerDesc`` or a ``LocalSharedLayerDesc``."""
     return isinstance(entry, paddle_fleet.meta_parallel.SharedLayerDesc) or is_local(entry)

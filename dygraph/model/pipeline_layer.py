@@ -20,9 +20,9 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
+from fleetpipe.dygraph.batch.borders import Borders
 from fleetpipe.dygraph.batch.losses import Criterion
-from fleetpipe.dygraph.batch.stage import Borders
-from fleetpipe.dygraph.layers import entries, tied, vocabulary, vocabulary_losses
+from fleetpipe.dygraph.layers import entries, tied
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interval
 from fleetpipe.dygraph.model import fleet_face
@@ -129,7 +129,7 @@ class PipelineLayer(ModelWithParts):
         job = current_job()
         self._num_stages = number_of_stages(num_stages, topology, job)
         described = entries.checked(layers)
-        self._layers_desc = vocabulary.with_parts(described, self._num_stages)
+        self._layers_desc = entries.expanded(described, self._num_stages)
         self._topo = topology_of(topology, self._num_stages, job)
         # With one stage in a job of several the whole model is here, and the others do not matter.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
@@ -494,8 +494,9 @@ class PipelineLayer(ModelWithParts):
             ConfigError: It cannot be called, or takes whole logits of a vocabulary head.
         """
         losses.require_functions(loss_fn)
-        if self._layers_desc[-1:] == [vocabulary.vocabulary_loss]:
-            vocabulary_losses.refuse_whole_logits(losses.functions_in(loss_fn))
+        require = getattr(self._layers_desc[-1], "require_losses", None)
+        if require is not None:
+            require(losses.functions_in(loss_fn))
         # As Fleet keeps it. Around Layer.__setattr__, which would make a sublayer of a loss.
         self.__dict__["_loss_fn"] = (
             losses.functions_in(loss_fn) if LOSS_FUNCTIONS_ARE_A_LIST else loss_fn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from fleetpipe import fleet_files
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
-from fleetpipe.dygraph.state.layer_in_parts import LayerInParts, with_whole_head
+from fleetpipe.dygraph.state.layer_in_parts import LayerInParts
 from fleetpipe.dygraph.state.tied_weights import SharedWeights
 from fleetpipe.errors import CheckpointError
 from fleetpipe.fleet_files import manifest
@@ -22,7 +23,7 @@ from fleetpipe.fleet_files.layers import LayerFile
 from fleetpipe.fleet_files.manifest import Writer
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
-from fleetpipe.mesh.parts import Held
+from fleetpipe.mesh.parts import Held, attached_part
 from fleetpipe.paddle_api import paddle
 from fleetpipe.partition import Partition
 from fleetpipe.schedules import Placement
@@ -287,7 +288,11 @@ def files_of_list(
         return LayerFile(index, None if placement.chunks == 1 else stages.index(stage))
 
     at = {index: written_at(layer, entries) for index, layer in shared.items()}
-    layers = with_whole_head(layers_to_write(functions, shared, entries), shared, group)
+    to_write = layers_to_write(functions, shared, entries)
+    layers: Mapping[int, Layer | LayerInParts] = to_write
+    if any(attached_part(p) for layer in to_write.values() for p in layer.parameters()):
+        with_whole_head = pkgutil.resolve_name("fleetpipe.dygraph.vocabulary.files:with_whole_head")
+        layers = with_whole_head(to_write, shared, group)
     written = {place(index): layer for index, layer in layers.items()}
     read = {place(index): layer for index, layer in layers.items() if at.get(index, index) == index}
     sources: dict[str, int] = {}

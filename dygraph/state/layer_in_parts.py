@@ -5,12 +5,11 @@ The rank that has the first part writes it; each rank reads its own parts, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.dygraph.layers.vocabulary import EmbeddingInParts, VocabularyPart
+from fleetpipe.aliases import Tensor
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.mesh.parts import Held, attached_part, joined_on_first
 from fleetpipe.paddle_api import paddle
@@ -51,29 +50,3 @@ class LayerInParts:
     def whole(self) -> dict[str, Tensor] | None:
         """Returns what the file has on the first of the ranks; None elsewhere. Collective."""
         return joined_on_first(self._group(), self._parts) or None
-
-
-def with_whole_head(
-    layers: Mapping[int, Layer], shared: Collection[int], group: Callable[[], Group]
-) -> dict[int, Layer | LayerInParts]:
-    """Returns the layers that have a file, of which a vocabulary head has one for all its parts.
-
-    A head tied to the embedding has none: the embedding's file has the weights.
-
-    Args:
-        layers: Those of this process, by number.
-        shared: The numbers of those that share weights with others.
-        group: Returns the ranks that hold the stages.
-    """
-    whole: dict[int, Layer | LayerInParts] = {}
-    parts: dict[str, list[Tensor]] = {}
-    for index, layer in layers.items():
-        if isinstance(layer, EmbeddingInParts):
-            whole[index] = LayerInParts({"weight": layer.parameters()})
-        elif not isinstance(layer, VocabularyPart):
-            whole[index] = layer
-        elif index not in shared:
-            for name, tensor in layer.state_dict().items():
-                parts.setdefault(name, []).append(tensor)
-            whole[index - layer.number] = LayerInParts(parts, group)
-    return whole

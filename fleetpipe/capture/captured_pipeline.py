@@ -21,7 +21,7 @@ from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.vocabulary import HeadedStages, HeadInParts, with_logits
 from fleetpipe.dygraph import PipelineParallel
-from fleetpipe.dygraph.batch.stage import Borders
+from fleetpipe.dygraph.batch.borders import Borders
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.layer_meter import first_uses

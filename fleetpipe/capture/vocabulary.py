@@ -13,10 +13,11 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.value import Capture, Node, Ref, Scope
-from fleetpipe.dygraph.batch.stage import Borders, Chain
+from fleetpipe.dygraph.batch.borders import Borders
 from fleetpipe.dygraph.layers.entries import class_name
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
-from fleetpipe.dygraph.layers.vocabulary import (
+from fleetpipe.dygraph.vocabulary.borders import HeadBorders
+from fleetpipe.dygraph.vocabulary.head import (
     DeferredLogits,
     VocabularyHead,
     VocabularyPart,
@@ -187,7 +188,7 @@ class HeadedStages(CapturedStages):
         """Takes the runs of the model, and what runs the stages behind them."""
         super().__init__(forms, training)
         self._head, self._body = head, placement.body
-        self._chain: Borders = Chain(placement)
+        self._chain: Borders = HeadBorders(placement)
         ends = [Edge(*ends) for ends in placement.chain()]
         self._edges = tuple(edge for edge in ends if edge.target >= self._body)
 
@@ -204,7 +205,8 @@ class HeadedStages(CapturedStages):
         of_head = next(iter(values)).target >= self._body
         return self._chain.joined(values) if of_head else super().joined(values)
 
-    def parted(self, stage: int, output: Nest) -> Values:
+    def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns what leaves a stage on each edge."""
         of_head = stage >= self._body - 1
-        return self._chain.parted(stage, output) if of_head else super().parted(stage, output)
+        parted = self._chain.parted if of_head else super().parted
+        return parted(stage, output, labels)

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, tensor_parallel, tensors_of
-from fleetpipe.dygraph.layers.vocabulary import VocabularyPart
 from fleetpipe.dygraph.sequences import sequence_ranks
+from fleetpipe.dygraph.vocabulary.head import VocabularyPart
 from fleetpipe.parity.differences import Difference, compare
 
 #: By layer, the tensors that its calls returned, in the order of the calls.

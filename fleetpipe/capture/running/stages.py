@@ -53,7 +53,7 @@ class CapturedStages:
         """Returns all values that came, by name."""
         return {name: tensor for part in values.values() for name, tensor in part.items()}
 
-    def parted(self, stage: int, output: Nest) -> Values:
+    def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns what leaves a stage on each edge, by name, with the look of the batch."""
         look: Signature = output[LOOK]
         training = self._training()

@@ -8,8 +8,8 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.dygraph.layers.vocabulary import EmbeddingInParts, VocabularyEmbedding
 from fleetpipe.dygraph.optimizer.shards import Shards, owners
+from fleetpipe.dygraph.vocabulary.head import EmbeddingInParts, VocabularyEmbedding
 from fleetpipe.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
 from tests.groups import members, on_all
 

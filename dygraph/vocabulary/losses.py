@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fleetpipe.aliases import Context, Nest, Tensor
-from fleetpipe.dygraph.layers.vocabulary import DeferredLogits
+from fleetpipe.dygraph.vocabulary.head import DeferredLogits
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.kernels import mean_leaves_out_below_zero
@@ -99,24 +98,3 @@ class VocabularyLoss:
         if self.ignore_index < 0 and not mean_leaves_out_below_zero():
             return losses.mean()
         return losses.sum() / (label != self.ignore_index).sum().clip(min=1).astype(losses.dtype)
-
-
-def refuse_whole_logits(losses: Sequence[Any]) -> None:
-    """Refuses Paddle's own cross-entropy: no rank has more than a part of the logits.
-
-    Args:
-        losses: The loss functions of a model with a head.
-    """
-    functions = paddle.nn.functional
-    for loss in losses:
-        if isinstance(loss, paddle.nn.CrossEntropyLoss) or loss in (
-            functions.cross_entropy,
-            functions.softmax_with_cross_entropy,
-        ):
-            raise ConfigError(
-                "the loss of a model with a VocabularyHead is made of parts of the logits",
-                expected="VocabularyLoss(ignore_index, reduction), or a function that begins with "
-                "vocabulary_cross_entropy",
-                got=f"loss_fn={getattr(loss, '__name__', type(loss).__name__)}",
-                fix="from fleetpipe.dygraph import VocabularyLoss; loss_fn=VocabularyLoss()",
-            )

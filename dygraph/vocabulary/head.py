@@ -1,4 +1,4 @@
-"""A head over a large vocabulary, in parts. ``vocabulary_losses`` has the cross-entropy over them.
+"""A head over a large vocabulary, in parts. ``losses.py`` has the cross-entropy over them.
 
 With hidden values x [rows, hidden] and the rows W_r [vocabulary / p, hidden] of part r its logits
 are z_r = x W_r^T (x W_r, where it has columns of a Linear), and its bias b_r [vocabulary / p] more
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Context, Nest, Tensor
+from fleetpipe.dygraph.layers.entries import SeveralLayers
 from fleetpipe.errors import BoundaryError, ConfigError, require_whole
 from fleetpipe.mesh.parts import PartOfWhole, Region
 from fleetpipe.paddle_api import paddle, paddle_fleet
@@ -30,7 +31,7 @@ _SharedLayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.SharedLayerDes
 
 
 @shows("hidden", "vocabulary", "tied")
-class _Description:
+class _Description(SeveralLayers):
     """What stands in a list of layers until the number of ranks is known."""
 
     #: Of the whole weights, that of the vocabulary.
@@ -105,6 +106,23 @@ class VocabularyHead(_Description):
                 "a head tied to the embedding has its weights, and no bias",
                 got=f"tied={tied!r}, bias_attr={bias_attr!r}",
                 fix="leave bias_attr out, or tied for weights of its own",
+            )
+
+    def require_place(self, entries: Sequence[Any], index: int) -> None:
+        """Refuses to be another entry than the last, or tied to no embedding in parts."""
+        keys = [entry.tied for entry in entries if isinstance(entry, VocabularyEmbedding)]
+        if index + 1 < len(entries):
+            raise ConfigError(
+                "a VocabularyHead is the last entry of a list of layers",
+                where=f"layer {index} of {len(entries)}",
+                fix="put it at the end, and what follows into the loss function",
+            )
+        if self.tied not in (None, *keys):
+            raise ConfigError(
+                "a tied VocabularyHead names the key of a VocabularyEmbedding",
+                expected=", ".join(map(repr, keys)) or "one in the list of layers",
+                got=f"tied={self.tied!r}",
+                fix="give both the same key, or leave tied out",
             )
 
     def layers(self, ranks: int) -> list[Any]:
@@ -331,34 +349,26 @@ def vocabulary_loss(value: Nest) -> Nest:
     return value if isinstance(value, tuple) else (value,)
 
 
-def with_parts(entries: Sequence[Any], ranks: int) -> list[Any]:
-    """Returns a list of layers with what describes a vocabulary replaced by its parts.
+def refuse_whole_logits(losses: Sequence[Any]) -> None:
+    """Refuses Paddle's own cross-entropy: no rank has more than a part of the logits.
 
     Args:
-        entries: The list, as the user gave it.
-        ranks: Ranks of the pipeline.
-
-    Raises:
-        ConfigError: A head that is not the last entry, or tied to no embedding in parts.
+        losses: The loss functions of a model with a head.
     """
-    keys = [entry.tied for entry in entries if isinstance(entry, VocabularyEmbedding)]
-    for index, entry in enumerate(entries[:-1]):
-        if isinstance(entry, VocabularyHead):
+    functions = paddle.nn.functional
+    for loss in losses:
+        if isinstance(loss, paddle.nn.CrossEntropyLoss) or loss in (
+            functions.cross_entropy,
+            functions.softmax_with_cross_entropy,
+        ):
             raise ConfigError(
-                "a VocabularyHead is the last entry of a list of layers",
-                where=f"layer {index} of {len(entries)}",
-                fix="put it at the end, and what follows into the loss function",
+                "the loss of a model with a VocabularyHead is made of parts of the logits",
+                expected="VocabularyLoss(ignore_index, reduction), or a function that begins with "
+                "vocabulary_cross_entropy",
+                got=f"loss_fn={getattr(loss, '__name__', type(loss).__name__)}",
+                fix="from fleetpipe.dygraph import VocabularyLoss; loss_fn=VocabularyLoss()",
             )
-    for head in entries[-1:]:
-        if isinstance(head, VocabularyHead) and head.tied not in (None, *keys):
-            raise ConfigError(
-                "a tied VocabularyHead names the key of a VocabularyEmbedding",
-                expected=", ".join(map(repr, keys)) or "one in the list of layers",
-                got=f"tied={head.tied!r}",
-                fix="give both the same key, or leave tied out",
-            )
-    layers: list[Any] = []
-    described = VocabularyEmbedding, VocabularyHead
-    for entry in entries:
-        layers += entry.layers(ranks) if isinstance(entry, described) else [entry]
-    return layers
+
+
+#: What a pipeline asks of a loss function behind a last entry that says so.
+vocabulary_loss.require_losses = refuse_whole_logits  # type: ignore[attr-defined]

@@ -1,0 +1,36 @@
+"""The files of a vocabulary head in Fleet's folder of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.dygraph.state.layer_in_parts import LayerInParts
+from fleetpipe.dygraph.vocabulary.head import EmbeddingInParts, VocabularyPart
+from fleetpipe.mesh.groups import Group
+
+
+def with_whole_head(
+    layers: Mapping[int, Layer], shared: Collection[int], group: Callable[[], Group]
+) -> dict[int, Layer | LayerInParts]:
+    """Returns the layers that have a file, of which a vocabulary head has one for all its parts.
+
+    A head tied to the embedding has none: the embedding's file has the weights.
+
+    Args:
+        layers: Those of this process, by number.
+        shared: The numbers of those that share weights with others.
+        group: Returns the ranks that hold the stages.
+    """
+    whole: dict[int, Layer | LayerInParts] = {}
+    parts: dict[str, list[Tensor]] = {}
+    for index, layer in layers.items():
+        if isinstance(layer, EmbeddingInParts):
+            whole[index] = LayerInParts({"weight": layer.parameters()})
+        elif not isinstance(layer, VocabularyPart):
+            whole[index] = layer
+        elif index not in shared:
+            for name, tensor in layer.state_dict().items():
+                parts.setdefault(name, []).append(tensor)
+            whole[index - layer.number] = LayerInParts(parts, group)
+    return whole
