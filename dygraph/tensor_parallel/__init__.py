@@ -35,7 +35,7 @@ from fleetpipe.dygraph.tensor_parallel.replacements import (
     uninstall,
 )
 from fleetpipe.dygraph.tensor_parallel.sequence import is_sequence_parallel_parameter, marked
-from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state
+from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state, share_with_shards
 from fleetpipe.mesh.parts import split_axis
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.meta_parallel import SEQUENCE_PARALLEL
@@ -83,6 +83,7 @@ __all__ = [
     "shard_in",
     "share_of",
     "share_whole_state",
+    "share_with_shards",
     "shard_of",
     "split_axis",
     "uninstall",

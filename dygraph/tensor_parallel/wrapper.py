@@ -8,6 +8,7 @@ from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import StateError
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.mesh.axes import SHARDS
+from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.parts import shard_axis
 from fleetpipe.paddle_api import paddle
 
@@ -41,7 +42,7 @@ class TensorParallel(paddle.nn.Layer):
         self._members = job.model_parallel()
         self._broadcasts_data = self._members.ranks > 1 and _asks_for_broadcasts(strategy)
         with job.guarded(lambda: "wrapping the model"):
-            share_whole_state(layers.state_dict(), job)
+            share_with_shards(layers.state_dict(), job)
             broadcast_copies(layers.state_dict(), job.copies(), job.expert_copies())
 
     def forward(self, *inputs: Nest, **named: Nest) -> Nest:
@@ -58,15 +59,20 @@ class TensorParallel(paddle.nn.Layer):
         return self._layers(*inputs, **named)
 
 
-def share_whole_state(state: dict[str, Tensor], job: Job) -> None:
-    """Gives every rank what the first has of the parameters and buffers that are the same on all.
-
-    Collective over the ranks that hold shards. Those that say ``is_distributed`` are each rank's
-    own, as Fleet has it, and so are experts.
-    """
+def share_with_shards(state: dict[str, Tensor], job: Job) -> None:
+    """Calls :func:`share_whole_state` along every axis that cuts parameters. Collective."""
     for axis in SHARDS:
-        same = {n: t for n, t in state.items() if shard_axis(t) != axis and not is_spread(t)}
-        broadcast_state(same, job.along(axis))
+        share_whole_state(state, job.along(axis), axis)
+
+
+def share_whole_state(state: dict[str, Tensor], members: Group, axis: str = "mp") -> None:
+    """Gives every member what the first has of the parameters and buffers that are the same on all.
+
+    Collective over the members, the ranks along an axis. Those that say ``is_distributed`` are each
+    member's own, as Fleet has it, and so are experts.
+    """
+    same = {n: t for n, t in state.items() if shard_axis(t) != axis and not is_spread(t)}
+    broadcast_state(same, members)
 
 
 def _asks_for_broadcasts(strategy: Strategy) -> bool:

@@ -139,7 +139,7 @@ def share_state(layers: PipelineLayer, job: Job) -> None:
     """Gives all copies of the stages, and of the losses, the state of the first. Collective."""
     losses = [layer.state_dict() for layer in layers.loss_layers()]
     for state in (layers.state.local_tensors(), *losses):
-        tensor_parallel.share_whole_state(state, job)
+        tensor_parallel.share_with_shards(state, job)
         broadcast_copies(state, job.copies(), job.expert_copies())
 
 

@@ -179,8 +179,7 @@ def test_a_parameter_that_is_called_distributed_and_not_cut_is_each_members_own(
         model = marked()
         for parameter in model.parameters():
             parameter.set_value(paddle.full_like(parameter, rank))
-        of_shards: Any = SimpleNamespace(along=lambda axis: threads[rank])
-        tensor_parallel.share_whole_state(model.state_dict(), of_shards)
+        tensor_parallel.share_whole_state(model.state_dict(), threads[rank])
         return [float(parameter.mean()) for parameter in model.parameters()]
 
     assert on_all(2, shared) == [[0.0, 0.0], [1.0, 0.0]]
