@@ -30,7 +30,6 @@ from tests.repository import test_kubernetes
 pytestmark = [pytest.mark.processes, pytest.mark.once]
 
 WORKER = Path(__file__).with_name("hosts_worker.py")
-TWO_HOSTS_WORKER = WORKER.with_name("two_hosts_worker.py")
 
 
 @pytest.fixture
@@ -166,7 +165,7 @@ def test_two_pods_of_kubernetes(pods: tuple[Host, ...], tmp_path: Path) -> None:
         said = test_kubernetes.told(number, pods[number].address)
         return {name: text for name, text in said.items() if name != "FLEETPIPE_SECRET_FILE"}
 
-    launch(pods, TWO_HOSTS_WORKER, tmp_path, {}, told=told)
+    launch(pods, WORKER, tmp_path, {}, told=told)
     found = reports(tmp_path, 2)
     assert [report["total"] for report in found] == [[2, 2, 2]] * 2
     assert not any(report["sealed"] for report in found)

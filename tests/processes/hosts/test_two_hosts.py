@@ -16,7 +16,7 @@ from tests.processes.hosts.namespaces import Host, cut, joined, launch, started,
 
 pytestmark = [pytest.mark.processes, pytest.mark.once]
 
-WORKER = Path(__file__).with_name("two_hosts_worker.py")
+WORKER = Path(__file__).with_name("hosts_worker.py")
 STARTER = WORKER.with_name("start_worker.py")
 
 
@@ -56,4 +56,4 @@ def test_two_hosts_whose_names_lead_to_themselves(hosts: tuple[Host, ...], tmp_p
         assert report["sealed"]
         assert f"Gloo uses the interface {host.interface} ({host.address})" in log
     assert reports[0]["losses"] == reports[1]["losses"]
-    assert reports[0]["losses"][0] > reports[0]["losses"][2]
+    assert len({*reports[0]["losses"]}) == 3
