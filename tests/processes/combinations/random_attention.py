@@ -1,10 +1,13 @@
 """Random models with attention, their sequences split in every way, beside plain Paddle.
 
 python -m tests.processes.combinations.random_attention FIRST COUNT
+
+From number 1000 on every pair and every triple of axes comes in turn, on up to eight ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping
 from functools import partial
@@ -49,6 +52,12 @@ LAYOUTS: list[dict[str, int]] = [
     {"pp": 1, "sharding": 2, "cp": 2},
     {"pp": 1, "dp": 2, "mp": 2},
     {"pp": 2, "dp": 2},
+]
+#: Of the cases from number 1000 on.
+COMBINATIONS = [
+    {"pp": 1, **dict.fromkeys(axes, 2)}
+    for count in (2, 3)
+    for axes in itertools.combinations(("pp", "dp", "sharding", "mp", "sep", "cp"), count)
 ]
 
 
@@ -206,7 +215,8 @@ class RandomCase(Case):
 
     def __init__(self, number: int) -> None:
         draw = random.Random(number)
-        self.number, self.degrees = number, {"dp": 1, **LAYOUTS[number % len(LAYOUTS)]}
+        layouts = LAYOUTS if number < 1000 else COMBINATIONS
+        self.number, self.degrees = number, {"dp": 1, **layouts[(number % 1000) % len(layouts)]}
         sep, cp, mp = (self.degrees.get(axis, 1) for axis in ("sep", "cp", "mp"))
         names = list(SCHEDULES)
         self.schedule = names[number // 3 % len(names)] if self.degrees["pp"] > 1 else "1F1B"
