@@ -96,6 +96,7 @@ CORE = (
 STANDARD = (
     *("schedules/commands", "dygraph/observe/layer_meter", "dygraph/observe/measuring"),
     *("dygraph/observe/profile", "dygraph/slices", "dygraph/experts", "dygraph/vocabulary"),
+    "dygraph/sequences",
 )
 EXTRAS = ("contrib", "paddle_api/rehearsal")
 #: Faces, which name the types of what they load late.

@@ -20,11 +20,9 @@ from fleetpipe.dygraph.batch.micro_batches import (
     unwrapped,
 )
 from fleetpipe.dygraph.batch.outputs import joined, on_host
-from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.optimizer.scaler import prepared
-from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.dygraph.train.fleet_face import PipelineFace
 from fleetpipe.dygraph.train.scheduling import require_steps, step_rate
 from fleetpipe.dygraph.train.training_batch import TrainingBatch, forwarded, take_step
@@ -364,7 +362,9 @@ class PipelineParallel(PipelineFace):
         group = runtime.job.group()
         inputs = group.broadcast(batches.inputs, runtime.first_owner)
         labels = group.broadcast(batches.labels, runtime.last_owner)
-        inputs, labels = sequence_ranks().whole_batch((inputs, labels))
+        if runtime.sequence.ranks > 1:
+            ranks = pkgutil.resolve_name("fleetpipe.dygraph.sequences:sequence_ranks")()
+            inputs, labels = ranks.whole_batch((inputs, labels))
         replicas = self.replicas.all_gather((inputs, labels))
         everyone = MicroBatches(
             [one for parts, _ in replicas for one in parts],
@@ -383,7 +383,8 @@ class PipelineParallel(PipelineFace):
         """
         if self._runtime.config.loss_reduction != "tokens":
             return None
-        weights = TokenWeights(self.layers.loss_functions(), labels, None, group)
+        token_weights = pkgutil.resolve_name("fleetpipe.dygraph.batch.token_weights:TokenWeights")
+        weights = token_weights(self.layers.loss_functions(), labels, None, group)
         return [weights.of(0, number) for number in range(len(labels))]
 
     def from_last_stage(self, value: Nest) -> list[Nest]:

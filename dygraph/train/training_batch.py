@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -19,7 +20,6 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, rag
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.batch.outputs import require_count
 from fleetpipe.dygraph.batch.stage import Batch
-from fleetpipe.dygraph.batch.token_weights import TokenWeights
 from fleetpipe.dygraph.batch.units import WeightOf
 from fleetpipe.dygraph.gradients import divide_gradients
 from fleetpipe.dygraph.train.runtime import Runtime
@@ -188,7 +188,10 @@ def _weight_of(
     if batches.labels is None or not by_places or not runtime.plays(runtime.last_owner):
         return lambda _, number: weights[number]
     group = runtime.job.copies() if by_tokens else runtime.sequence
-    return TokenWeights(functions, batches.labels, None if by_tokens else weights, group).of
+    token_weights = pkgutil.resolve_name("fleetpipe.dygraph.batch.token_weights:TokenWeights")
+    base = None if by_tokens else weights
+    weight_of: WeightOf = token_weights(functions, batches.labels, base, group).of
+    return weight_of
 
 
 def _require_gradients() -> None:

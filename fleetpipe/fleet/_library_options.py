@@ -10,7 +10,6 @@ import importlib.metadata
 
 from fleetpipe.aliases import Layer
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.amp import rehearsed
@@ -63,7 +62,8 @@ def refuse_library_options(model: Layer) -> None:
 
 def _refuse_lost_degrees(model: Layer) -> None:
     """Refuses flags of the Trainer that split what the model's layers do not join."""
-    job, ranks = current_job(), sequence_ranks().ranks
+    job = current_job()
+    ranks = 1 if job is None else job.degrees.sep * job.degrees.cp
     if ranks > 1:
         raise ConfigError(
             "the library's attention does not reach the places of other ranks",
