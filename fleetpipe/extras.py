@@ -6,8 +6,11 @@ import ast
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fleetpipe.errors import PackageNotFound
@@ -51,6 +54,34 @@ def late(names: Mapping[str, str]) -> Callable[[str], object]:
         return getattr(module, name, module)
 
     return get
+
+
+class _SharedModule(Loader):
+    """Hands out a module under a second name, and leaves its ``__spec__`` as it is."""
+
+    def __init__(self, name: str) -> None:
+        self._module = importlib.import_module(name)
+        self._spec = self._module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+def spec_of(second: str, name: str) -> ModuleSpec | None:
+    """Returns the spec that imports a module under a second name too; None if there is no module.
+
+    A package has its own ``__path__``, in which the path finder would find its modules and load
+    them again: what finds this spec stands before it.
+    """
+    try:
+        return ModuleSpec(second, _SharedModule(name))
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return None
 
 
 @contextmanager

@@ -9,12 +9,13 @@ Users import an extra by the shorter path of ``SHORTER``: ``fleetpipe.ray`` is
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from fleetpipe.extras import spec_of
 
 #: The paths by which users import modules of this package, and what is below them.
 SHORTER = {
@@ -36,20 +37,6 @@ SHORTER = {
 }
 
 
-class _SharedModule(Loader):
-    """Gives the module of a longer path, and leaves its ``__spec__`` as it is."""
-
-    def __init__(self, name: str) -> None:
-        self._module = importlib.import_module(name)
-        self._spec = self._module.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
-
-
 class _Finder(MetaPathFinder):
     """Finds what is imported by a shorter path; it stands before the path finder.
 
@@ -62,12 +49,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         for shorter, extra in SHORTER.items():
             if f"{fullname}.".startswith(f"{shorter}."):
-                name = f"{__name__}.{extra}{fullname.removeprefix(shorter)}"
-                try:
-                    return ModuleSpec(fullname, _SharedModule(name))
-                except ModuleNotFoundError as error:
-                    if error.name != name:
-                        raise
+                return spec_of(fullname, f"{__name__}.{extra}{fullname.removeprefix(shorter)}")
         return None
 
 

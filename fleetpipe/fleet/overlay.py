@@ -18,6 +18,7 @@ from typing import Any
 from fleetpipe import dygraph
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.layers import chunk
+from fleetpipe.extras import spec_of
 from fleetpipe.paddle_api import meta_parallel
 
 OURS = "fleetpipe.fleet"
@@ -148,20 +149,6 @@ def _paddles_module(path: str) -> ModuleType:
         return ModuleType(name)
 
 
-class _PaddleModule(Loader):
-    """Hands out a module that Paddle has loaded, and leaves its ``__spec__`` as Paddle's."""
-
-    def __init__(self, name: str) -> None:
-        self._module = importlib.import_module(name)
-        self._spec = self._module.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
-
-
 class _Finder(MetaPathFinder):
     """Answers for ``fleetpipe.fleet.*`` where this package has no file of that name.
 
@@ -181,16 +168,7 @@ class _Finder(MetaPathFinder):
             )
             spec.has_location = True  # or `__file__` would be that of Paddle's module
             return spec
-        if _is_file(name):
-            return None
-        paddles_name = f"{PADDLES}.{name}"
-        try:
-            loader = _PaddleModule(paddles_name)
-        except ModuleNotFoundError as error:
-            if error.name != paddles_name:
-                raise
-            return None
-        return ModuleSpec(fullname, loader)
+        return None if _is_file(name) else spec_of(fullname, f"{PADDLES}.{name}")
 
 
 def _is_file(name: str) -> bool:
