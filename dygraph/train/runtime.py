@@ -16,6 +16,7 @@ from fleetpipe.dygraph.backward.own_state import OwnState
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, MicroBatches, split
+from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.batch.row_digests import RowComparison
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
@@ -207,9 +208,11 @@ class Runtime:
                 cause="two threads train or evaluate, or a hook of the running batch evaluates",
                 fix="call train_batch and eval_batch one after another, as every rank does",
             )
+        self._running = True
         try:
             yield
         finally:
+            self._running = False
             self.job.turn.release()
 
     def require_data(self, batches: MicroBatches, labelled: bool) -> None:
@@ -281,48 +284,39 @@ class Runtime:
         A failure elsewhere ends this rank's waits within it, and one here reaches all others.
         """
         with self._turn():
-            self._running = True
+            units = self.units if training else WHOLE
+            first = self.first_micro_batch * units.count
+            if training and self._version != self.layers.version:
+                self._version = self.layers.version
+                self.layers.require_listed()
+                self.split.forget_layers()
+                self.hidden_uses = self.layers.hidden_uses()
+            hidden = self.hidden_uses
+            self.stage.watch = None if hidden is None else hidden.enter
+            self.stage.begin(batch, first, self.hook_calls.of_batch(training), units)
+            self.losses = batch.losses if self.plays(self.last_owner) else None
             try:
-                with self._running_alone(batch, engine, training):
+                with (
+                    self.job.guarded(engine.where),
+                    self.job.limited_by_card(),
+                    self._own_errors(),
+                    nullcontext() if hidden is None else hidden.refused(),
+                ):
                     yield
-            finally:
-                self._running = False
-
-    @contextmanager
-    def _running_alone(self, batch: Batch, engine: Engine, training: bool) -> Iterator[None]:
-        units = self.units if training else WHOLE
-        first = self.first_micro_batch * units.count
-        if training and self._version != self.layers.version:
-            self._version = self.layers.version
-            self.layers.require_listed()
-            self.split.forget_layers()
-            self.hidden_uses = self.layers.hidden_uses()
-        hidden = self.hidden_uses
-        self.stage.watch = None if hidden is None else hidden.enter
-        self.stage.begin(batch, first, self.hook_calls.of_batch(training), units)
-        self.losses = batch.losses if self.plays(self.last_owner) else None
-        try:
-            with (
-                self.job.guarded(engine.where),
-                self.job.limited_by_card(),
-                self._own_errors(),
-                nullcontext() if hidden is None else hidden.refused(),
-            ):
-                yield
+                    if training:
+                        self.job.progress.held = max(engine.peak_held.values())
+            except BaseException:
+                # Some micro-batches are in the gradients, to which the next batch must not add.
                 if training:
-                    self.job.progress.held = max(engine.peak_held.values())
-        except BaseException:
-            # Some micro-batches are in the gradients: the next batch must not add its own to that.
-            if training:
-                drop_gradients(self.layers.trained_parameters())
-            raise
-        finally:
-            self.stage.end()
-            if hidden is not None:
-                hidden.leave(ends=training)
+                    drop_gradients(self.layers.trained_parameters())
+                raise
+            finally:
+                self.stage.end()
+                if hidden is not None:
+                    hidden.leave(ends=training)
 
-    def prepare(self, batches: MicroBatches) -> None:
-        """Has the layers, and the gradients that are left, ready for a training batch. Collective.
+    def prepare(self, batch: ObservedBatch) -> None:
+        """Has layers, observers and the gradients that are left ready for a batch. Collective.
 
         Raises:
             ConfigError: The ranks of this replica were given different rows.
@@ -330,7 +324,8 @@ class Runtime:
         self.layers.begin(training=True)
         if self.config.compare_rows:
             with self.job.guarded(lambda: "comparing the rows that ranks were given"):
-                self.compare_rows(batches)
+                self.compare_rows(batch.data)
+        self.observers.begin(batch)
         self.reductions.set_aside_gradients()
 
     def reduce(self, loss: Nest) -> None:

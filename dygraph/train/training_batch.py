@@ -104,8 +104,7 @@ class TrainingBatch:
         """
         runtime = self._runtime
         self._observed = self._observed._replace(optimizer=optimizer)
-        runtime.prepare(self._observed.data)
-        runtime.observers.begin(self._observed)
+        runtime.prepare(self._observed)
         if runtime.job.copies().ranks == 1:
             # Copies add their losses up, which none of them is to wait for between actions.
             self._losses.complete = self._share_losses
