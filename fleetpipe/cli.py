@@ -121,6 +121,28 @@ COMMANDS = (
 )
 
 
+def commands(words: Sequence[str] = ()) -> tuple[Command, ...]:
+    """Returns all commands: those of the table, then those that other packages bring.
+
+    Such a package names, as an entry point of the group ``fleetpipe.commands``, a module with the
+    functions ``configure`` and ``run`` of a :class:`Command`.
+
+    Args:
+        words: What the user types. If that is a command of the table, no package is looked for.
+    """
+    names = [command.name for command in COMMANDS]
+    if words and words[0] in names:
+        return COMMANDS
+    from importlib.metadata import entry_points  # takes as long as all else here
+
+    modules = {point.name: point.value for point in entry_points(group="fleetpipe.commands")}
+    return COMMANDS + tuple(
+        Command(name, f"of {module}", f"{module}:configure", f"{module}:run")
+        for name, module in modules.items()
+        if name not in names
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
@@ -224,15 +246,16 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         choices=("bash", "zsh", "tcsh"),
         help="print what completes commands and options in this shell (needs shtab)",
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        sub = commands.add_parser(command.name, help=command.help, description=command.help)
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    table = commands(words)
+    for command in table:
+        sub = parsers.add_parser(command.name, help=command.help, description=command.help)
         if command.name in words[:1] or "--print-completion" in words[:1]:
             _imported(command.configure)(sub)
             sub.set_defaults(run=command.run or command.configure.replace("configure", "run"))
             _refuse_unknown_options(sub, words[1:])
     _refuse_unknown_options(parser, words[:1])
-    names = [command.name for command in COMMANDS]
+    names = [command.name for command in table]
     if words and not words[0].startswith("-") and words[0] not in names:
         parser.error(f"there is no command {words[0]!r}: {nearest(words[0], names)}")
     return parser

@@ -54,6 +54,23 @@ def test_the_commands_that_start_ranks_spell_options_alike() -> None:
     assert all(alike <= options for options in known)
 
 
+def test_a_package_brings_a_command(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    for name in ("hello", "run"):
+        metadata = tmp_path / f"{name}-1.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Name: {name}\nVersion: 1\n")
+        entry = f"[fleetpipe.commands]\n{name} = brought_command\n"
+        (metadata / "entry_points.txt").write_text(entry)
+    block = (ROOT / "docs" / "extending.md").read_text().rpartition("```python\n")[2]
+    (tmp_path / "brought_command.py").write_text(block.partition("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["hello", "you", "--times", "2"]) == 0
+    assert capsys.readouterr().out == "hello you\n" * 2
+    assert main(["hello", "you", "--time"]) == main(["hallo"]) == 2
+    assert "did you mean 'hello'" in capsys.readouterr().err
+    assert main(["run", "you"]) == 2  # the table's own stays
+
+
 def test_no_word_at_all_is_answered_with_every_command(capsys: Capture) -> None:
     assert main([]) == 2
     output = capsys.readouterr()
