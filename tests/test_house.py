@@ -233,6 +233,21 @@ def test_a_ring_imports_inner_rings_alone() -> None:
                 assert ring(target) <= ring(name), f"{name} imports {target}"
 
 
+def test_the_drawing_has_every_package_in_its_ring() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    drawing = next(text for text in page.split("```") if "EXTRAS" in text)
+    *_, extras, standard, core = re.split(r"^[A-Z]+[:,].*$", drawing, flags=re.MULTILINE)
+    drawn = [set(re.findall(r"(?<= )(\w+)/ ", text)) for text in (core, standard, extras)]
+    packages: list[set[str]] = [set(), set(), set()]
+    for name in modules():
+        folders = name.split(".")[1:-1]
+        in_a_group = len(folders) == 2 and folders[0] in ("contrib", "dygraph", "static")
+        if name.endswith(".__init__") and (len(folders) == 1 or in_a_group):
+            packages[ring(name.removesuffix(".__init__"))].add(folders[-1])
+    packages[2].remove("contrib")
+    assert drawn == packages, "expected: docs/architecture.md has each package, in its ring"
+
+
 def test_what_is_loaded_by_name_is_there() -> None:
     names = set(modules()) | {name.removesuffix(".__init__") for name in modules()}
     asked = 0
