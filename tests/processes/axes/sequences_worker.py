@@ -1,4 +1,4 @@
-"""Ranks of jobs that split sequences, each of which also trains the plain model on whole ones."""
+"""Models on ranks that split sequences, and what such jobs say of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import nn
-from paddle.distributed.fleet.utils import sequence_parallel_utils as paddles
 from paddle.nn import functional
 
 import fleetpipe
@@ -19,8 +18,9 @@ from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from tests import jobs
 from tests.pipelines import bits
 
+parts: Any = fleet.utils.sequence_parallel_utils
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 11, 8, 4, 16, 2
-MICRO_BATCHES, ROWS, STEPS, RATE = 2, 2, 3, 0.5
+MICRO_BATCHES, ROWS = 2, 2
 
 
 def plain_attention(query: Any, key: Any, value: Any, documents: Any) -> Any:
@@ -90,46 +90,21 @@ class BlockOfParts(Block):
         return sequences.attention(query, key, value, documents=documents)
 
 
-class Attention(nn.Layer):
-    """A layer as Paddle's plans take it."""
-
-    def forward(self, query: Any, key: Any, value: Any) -> Any:
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-class PlannedBlock(Block):
-    """Attention of a layer that a plan changes; of one document."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Attention()
-        hcg = fleet.get_hybrid_communicate_group()
-        split = hcg.get_sep_parallel_world_size() > 1
-        sequences.ContextParallel("all2all" if split else "p2p").apply(self.inner)
-
-    def attend(self, query: Any, key: Any, value: Any, documents: Any) -> Any:
-        return self.inner(query, key, value)
-
-
 class SequenceParallelEmbedding(Embedding):
     """Gives each member a part of the sequence, which is the first axis from here on."""
 
-    names: Any = fleet.utils.sequence_parallel_utils
-
     def forward(self, value: Any) -> Any:
         x, documents = super().forward(value)
-        return self.names.ScatterOp.apply(x.transpose([1, 0, 2])), documents
+        return parts.ScatterOp.apply(x.transpose([1, 0, 2])), documents
 
 
 class SequenceParallelBlock(Block):
     """Norms and residuals on parts of the sequence; products of shards on whole ones."""
 
-    names: Any = fleet.utils.sequence_parallel_utils
-
     def __init__(self) -> None:
         super().__init__()
         column, row = (
-            getattr(self.names, f"{kind}SequenceParallelLinear") for kind in ("Column", "Row")
+            getattr(parts, f"{kind}SequenceParallelLinear") for kind in ("Column", "Row")
         )
         self.heads = share_of(HEADS, "num_heads")
         self.qkv = column(WIDTH, 3 * WIDTH, has_bias=False, gather_output=False)
@@ -137,7 +112,7 @@ class SequenceParallelBlock(Block):
         self.up = column(WIDTH, 4 * WIDTH, has_bias=True, gather_output=False)
         self.down = row(4 * WIDTH, WIDTH, input_is_parallel=True)
         for parameter in self.norms.parameters():
-            self.names.mark_as_sequence_parallel_parameter(parameter)
+            parts.mark_as_sequence_parallel_parameter(parameter)
 
     def attention(self, x: Any, documents: Any) -> Any:
         whole = self.qkv(x).transpose([1, 0, 2])
@@ -150,10 +125,8 @@ class SequenceParallelBlock(Block):
 class SequenceParallelHead(Head):
     """Logits of whole sequences, the same on all members."""
 
-    names: Any = fleet.utils.sequence_parallel_utils
-
     def forward(self, value: Any) -> Any:
-        return super().forward([self.names.GatherOp.apply(value[0]).transpose([1, 0, 2])])
+        return super().forward([parts.GatherOp.apply(value[0]).transpose([1, 0, 2])])
 
 
 class MembersOfParts(SequenceParallelBlock):
@@ -163,65 +136,27 @@ class MembersOfParts(SequenceParallelBlock):
         return sequences.attention(query, key, value, documents=documents)
 
 
-class PaddlesEmbedding(SequenceParallelEmbedding):
-    names = paddles
-
-
-class PaddlesBlock(SequenceParallelBlock):
-    names = paddles
-
-
-class PaddlesHead(SequenceParallelHead):
-    names = paddles
-
-
 def layers(kind: str) -> list[Any]:
     embedding, block, head = {
         "parts": (Embedding, BlockOfParts, Head),
         "apart": (Embedding, Block, Head),  # wrong: a place sees this rank's places alone
-        "planned": (Embedding, PlannedBlock, Head),
-        "members": (SequenceParallelEmbedding, SequenceParallelBlock, SequenceParallelHead),
         "members of parts": (SequenceParallelEmbedding, MembersOfParts, SequenceParallelHead),
-        "paddles members": (PaddlesEmbedding, PaddlesBlock, PaddlesHead),
     }[kind]
     return [LayerDesc(embedding), *[LayerDesc(block)] * BLOCKS, LayerDesc(head)]
 
 
-def data(step: int, packed: bool = True) -> tuple[Any, Any]:
+def data(step: int) -> tuple[Any, Any]:
     """Packed sequences of documents of any length; labels of 0 do not count."""
     numbers = np.random.default_rng(step)
     size = (MICRO_BATCHES * ROWS, LENGTH)
     ids, labels = (numbers.integers(0, VOCABULARY, size) for _ in range(2))
     labels[numbers.random(size) < np.linspace(0.9, 0, LENGTH)] = 0
-    begins = numbers.random(size) < 0.2 * packed
+    begins = numbers.random(size) < 0.2
     begins[:, 0] = True
     places = np.arange(LENGTH)
     positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
     inputs = (ids, positions, begins.cumsum(axis=1))
     return tuple(map(paddle.to_tensor, inputs)), paddle.to_tensor(labels)
-
-
-def plain_step(model: Any, criterion: Any, batch: Any, by_tokens: bool) -> float:
-    """Trains the plain model on whole sequences; returns the loss."""
-    inputs, labels = batch
-    counted, total = int((labels != 0).sum()), 0.0
-    for number in range(MICRO_BATCHES):
-        rows = slice(number * ROWS, (number + 1) * ROWS)
-        value: Any = tuple(tensor[rows] for tensor in inputs)
-        for layer in model:
-            value = layer(value)
-        share = int((labels[rows] != 0).sum()) / counted if by_tokens else 1 / MICRO_BATCHES
-        loss = criterion(value, labels[rows]) * share
-        loss.backward()
-        total += float(loss)
-    for parameter in model.parameters():
-        parameter.set_value(parameter.detach() - RATE * parameter.grad)
-        parameter.clear_grad()
-    return total
-
-
-def gap(value: Any, expected: Any) -> float:
-    return float(np.abs(value - expected).max() / np.abs(expected).max())
 
 
 def own_rows(value: Any, replicas: int) -> Any:
@@ -231,52 +166,6 @@ def own_rows(value: Any, replicas: int) -> Any:
     if isinstance(value, tuple):
         return tuple(own_rows(one, replicas) for one in value)
     return value.split(replicas)[rank]
-
-
-def train(
-    kind: str, degrees: dict[str, int], schedule: str, options: dict[str, Any]
-) -> list[dict[str, float]]:
-    """Trains a job, and the plain model beside it.
-
-    Args:
-        kind: Whether sequences are split between tensor-parallel layers (by whose classes), or
-            for attention.
-        degrees: By axis.
-        schedule: The schedule.
-        options: fleetpipe's own.
-
-    Returns:
-        How far loss and whole parameters are from the plain model's after each step of gradient
-        descent: after the first one that is the gradients.
-    """
-    replicas = degrees.get("dp", 1) * degrees.get("sharding", 1)
-    strategy = jobs.strategy(MICRO_BATCHES // replicas, schedule, rows=ROWS, own=options, **degrees)
-    fleet.init(is_collective=True, strategy=strategy)
-    criterion = nn.CrossEntropyLoss(ignore_index=0)
-    model = PipelineLayer(layers(kind), num_stages=degrees["pp"], loss_fn=criterion)
-    model = fleet.distributed_model(model)
-    plain = nn.LayerList([Embedding(), *[Block() for _ in range(BLOCKS)], Head()])
-    plain.set_state_dict(model.layers.full_state_dict())
-    optimizer = fleet.distributed_optimizer(
-        paddle.optimizer.SGD(RATE, parameters=model.parameters())
-    )
-    steps, by_tokens = [], options.get("loss_reduction") == "tokens"
-    for step in range(STEPS):
-        whole_batch = data(step, packed=kind != "planned")
-        batch = own_rows(whole_batch, replicas)
-        evaluated = float(model.eval_batch(list(sequences.own_part(batch)), compute_loss=True))
-        loss = float(model.train_batch(list(sequences.own_part(batch)), optimizer))
-        expected = plain_step(plain, criterion, whole_batch, by_tokens)
-        state, whole = plain.state_dict(), model.layers.full_state_dict()
-        gaps = {name: gap(whole[name].numpy(), state[name].numpy()) for name in state}
-        steps.append({"loss": gap(loss, expected), "evaluation": gap(evaluated, loss), **gaps})
-    fleet.shutdown()
-    return steps
-
-
-def train_each(cases: list[tuple[str, dict[str, int], str, dict[str, Any]]]) -> list[Any]:
-    """Trains several jobs, one after another: see `train`."""
-    return [train(*case) for case in cases]
 
 
 def verdicts(cases: list[tuple[str, dict[str, int], dict[str, Any]]]) -> list[tuple[str, str]]:

@@ -1,4 +1,7 @@
-"""Four ranks that split sequences, beside a pipeline, are the plain model on whole sequences."""
+"""Four ranks that split sequences, beside a pipeline: parity, checkpoints, profiles and traces.
+
+That they are plain Paddle on whole sequences is in ``combinations``.
+"""
 
 from __future__ import annotations
 
@@ -17,38 +20,10 @@ from tests.processes.axes.sequences_worker import (
     ROWS,
     WIDTH,
     through_layouts,
-    train_each,
     verdicts,
 )
 
-CASES = [
-    ("members", {"pp": 2, "mp": 2}, "1F1B", {}),
-    ("members", {"pp": 2, "mp": 2}, "ZBH1", {}),
-    ("paddles members", {"pp": 2, "mp": 2}, "1F1B", {}),
-    ("parts", {"pp": 2, "sep": 2}, "1F1B", {}),
-    ("parts", {"pp": 2, "cp": 2}, "ZBH1", {"loss_reduction": "tokens"}),
-    ("planned", {"pp": 2, "cp": 2}, "1F1B", {}),
-    ("parts", {"pp": 1, "dp": 2, "sep": 2}, "1F1B", {"loss_reduction": "tokens"}),
-    ("planned", {"pp": 1, "dp": 2, "sep": 2}, "1F1B", {}),
-    ("members of parts", {"pp": 1, "mp": 2, "cp": 2}, "1F1B", {}),
-    ("parts", {"pp": 1, "sep": 2, "cp": 2}, "1F1B", {}),
-]
-if VERSION.startswith("2."):
-    # It has no cp_degree.
-    CASES = [case for case in CASES if "cp" not in case[1]]
 
-
-@pytest.mark.timeout(300)
-def test_split_sequences_are_the_plain_model(on_ranks: Callable[..., Any]) -> None:
-    """Packed documents, labels that do not count, losses, gradients, parameters of three steps."""
-    for results in on_ranks(train_each, 4, CASES, timeout=240):
-        for case, steps in zip(CASES, results):
-            for gaps in steps:
-                # Not max: it would pass over NaN.
-                assert not {name: gap for name, gap in gaps.items() if not gap < 1e-5}, case
-
-
-@pytest.mark.once
 def test_parity_joins_the_parts_of_sequences(on_ranks: Callable[..., Any]) -> None:
     tokens = {"loss_reduction": "tokens"}
     cases: list[Any] = [

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import nn
+from paddle.distributed.fleet.utils import sequence_parallel_utils as paddles
 from paddle.nn import functional
 
 from fleetpipe import fleet
@@ -82,6 +83,11 @@ def attended(query: Any, key: Any, value: Any, seen: Any) -> Any:
     return paddle.matmul(functional.softmax(scores), value).transpose([0, 2, 1, 3]).flatten(2)
 
 
+def sequence_parallel(case: RandomCase) -> Any:
+    """Returns Fleet's module of that name: fleetpipe's, or Paddle's own."""
+    return paddles if case.number % 2 else fleet.utils.sequence_parallel_utils
+
+
 class Embedding(nn.Layer):
     """Tokens, and learned positions or none; sequences are in parts from here on, or not."""
 
@@ -105,14 +111,14 @@ class Embedding(nn.Layer):
             positions = paddle.arange(before, before + ids.shape[1]).expand(ids.shape)
         x = self.tokens(ids) if self.case.rotary else self.tokens(ids) + self.places(positions)
         if self.case.parallel:
-            x = fleet.utils.sequence_parallel_utils.ScatterOp.apply(x.transpose([1, 0, 2]))
+            x = sequence_parallel(self.case).ScatterOp.apply(x.transpose([1, 0, 2]))
         return x if self.case.sliced else (x, positions, documents)
 
 
 def logits(embedding: Any, value: Any) -> Any:
     x = value if embedding.case.sliced else value[0]
     if embedding.case.parallel:
-        x = fleet.utils.sequence_parallel_utils.GatherOp.apply(x).transpose([1, 0, 2])
+        x = sequence_parallel(embedding.case).GatherOp.apply(x).transpose([1, 0, 2])
     return paddle.matmul(x, embedding.weight, transpose_y=True)
 
 
@@ -135,10 +141,7 @@ class Head(nn.Layer):
 
 def linear_layers(case: RandomCase) -> tuple[Any, Any]:
     """What makes the products whose columns, and whose rows, the members along mp share."""
-    names, (column, row) = (
-        fleet.utils.sequence_parallel_utils,
-        (ColumnParallelLinear, RowParallelLinear),
-    )
+    names, (column, row) = sequence_parallel(case), (ColumnParallelLinear, RowParallelLinear)
     if case.degrees.get("mp", 1) == 1:
         return nn.Linear, nn.Linear
     if case.parallel:
@@ -167,7 +170,7 @@ class Block(nn.Layer):
         self.norms = nn.LayerList([nn.LayerNorm(case.width) for _ in range(2)])
         column, row = linear_layers(case)
         for parameter in self.norms.parameters() if case.parallel else ():
-            fleet.utils.sequence_parallel_utils.mark_as_sequence_parallel_parameter(parameter)
+            sequence_parallel(case).mark_as_sequence_parallel_parameter(parameter)
         self.query, self.both = (
             column(case.width, case.width),
             column(case.width, 2 * case.keys * self.size),

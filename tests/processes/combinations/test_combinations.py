@@ -37,8 +37,9 @@ def test_in_one_process(case: Case) -> None:
 
 
 def test_on_four_ranks(on_ranks: Call) -> None:
-    chosen = cases((9, 26, 254), (4, 10, 51))
-    for rank in on_ranks(every, 4, chosen, timeout=100):
+    # Of attention: split in every way, by plans too, and members of parts.
+    chosen = cases((9, 26, 254), (4, 10, 12, 27, 51, 1037, 1049, 1077))
+    for rank in on_ranks(every, 4, chosen, timeout=240):
         for case, gaps in zip(chosen, rank):
             assert not wrong(case, gaps), (case, gaps)
 
