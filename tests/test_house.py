@@ -248,6 +248,16 @@ def test_the_drawing_has_every_package_in_its_ring() -> None:
     assert drawn == packages, "expected: docs/architecture.md has each package, in its ring"
 
 
+def test_every_extra_says_what_it_is_for_and_where_its_tests_are() -> None:
+    extras = [path.parent for path in (ROOT / PACKAGE / "contrib").glob("*/__init__.py")]
+    for extra in extras:
+        text = (extra / "README.md").read_text(encoding="utf-8")
+        tests = re.findall(r"`(tests/[\w/.]+)`", text)
+        assert text.count("\n") <= 14, extra
+        assert tests, extra
+        assert all((ROOT / path).exists() for path in tests), extra
+
+
 def test_what_is_loaded_by_name_is_there() -> None:
     names = set(modules()) | {name.removesuffix(".__init__") for name in modules()}
     asked = 0
