@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
@@ -34,7 +34,6 @@ from fleetpipe.dygraph.model.arrangement import (
     topology_of,
 )
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
-from fleetpipe.dygraph.state.files import files_of_list
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, connected, holders
@@ -52,6 +51,9 @@ from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.schedules import Edge, Schedule
+
+if TYPE_CHECKING:
+    from fleetpipe.dygraph.state.files import LayerFiles
 
 _log = log.logger(__name__)
 
@@ -190,10 +192,10 @@ class PipelineLayer(ModelWithParts):
             weights, self.state.local_tensors(), self._stage_id, self._job
         )
         self._first = self.state.own_parameters()
-        self._take_up(shared)
+        self._take_up()
         self._set_fleet_attributes(shared, built.shared)
 
-    def _take_up(self, shared: Mapping[int, tied.SharedLayer]) -> None:
+    def _take_up(self) -> None:
         """Makes what is made of the layers themselves."""
         functions = self._registered.functions
         carried, loss_fns = losses.carried_in(self._loss_fn), losses.functions_in(self._loss_fn)
@@ -201,10 +203,6 @@ class PipelineLayer(ModelWithParts):
         self._value_of = carried.value_of if carried else None
         self.runner = StageRunner(
             self._functions, self.partition, self._recompute_interval, self._recompute
-        )
-        self._files = files_of_list(
-            *(self._layers_desc, functions, shared, self.partition, self.placement),
-            *(self._job, self._stage_ranks),
         )
 
     def _list_functions(self, keys: Mapping[int, str]) -> None:
@@ -240,7 +238,7 @@ class PipelineLayer(ModelWithParts):
         shared = {index: layer for layer in self._tied for index in layer.indices}
         parameters = self.state.own_parameters()
         refuse_untied(parameters, self._first, self._tied, self.get_stage_from_index)
-        self._take_up(shared)
+        self._take_up()
         self._list_functions({index: layer.key for index, layer in shared.items()})
         # They are kept: no other object gets the address of one that is gone.
         self._tree, self.version = tree, self.version + 1
@@ -598,12 +596,16 @@ class PipelineLayer(ModelWithParts):
 
         Every rank calls it; those of the first replica write. A shared layer is written where an
         entry calls it without a ``forward_func``, or at its first entry if none does. A vocabulary
-        head has one file, written by the first rank: then it is collective over the pipeline.
+        head has one file, written by the first rank: then it is collective over the pipeline. Files
+        of a captured model have the plain model's names and order, and fit any cut.
 
         Args:
             path: A folder, which is made where it does not exist.
+
+        Raises:
+            ConfigError: Several ranks have parameters of one layer of a captured model.
         """
-        self._files.save(path)
+        self._layer_files().save(path)
 
     def set_state_dir(self, path: str | Path) -> None:
         """Reads the files of this process's layers, and makes shared weights equal again.
@@ -617,9 +619,19 @@ class PipelineLayer(ModelWithParts):
         Raises:
             CheckpointError: The folder or a file is missing, or does not fit its layer; the layers
                 of this rank are as they were.
+            ConfigError: Several ranks have parameters of one layer of a captured model.
             PipelineTimeout: Another rank did not come within the limit.
         """
-        self._files.load(path, self._shared_weights)
+        self._layer_files().load(path, self._shared_weights)
+
+    def _layer_files(self) -> LayerFiles:
+        files_of_list = pkgutil.resolve_name("fleetpipe.dygraph.state.files:files_of_list")
+        shared = {index: layer for layer in self._tied for index in layer.indices}
+        files: LayerFiles = files_of_list(
+            *(self._layers_desc, self._registered.functions, shared),
+            *(self.partition, self.placement, self._job, self._stage_ranks),
+        )
+        return files
 
     def checkpoint_part(self) -> ModelParts:
         """Returns what this process holds of the model, as a ``CheckpointManager`` takes it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest, Tensor
@@ -335,36 +334,6 @@ class CapturedPipeline(PipelineLayer):
 
     def _examples(self) -> list[Form]:
         return [self.forms.example(training) for training in (True, False)]
-
-    def save_state_dict(self, path: str | Path) -> None:
-        """Writes Fleet's files, one for each layer with parameters or buffers of its own.
-
-        Every rank calls it; those of the first replica write. The files have the plain model's
-        names and order: they are read whatever the cut is.
-
-        Args:
-            path: A folder, which is made where it does not exist.
-
-        Raises:
-            ConfigError: Several ranks have parameters of one layer.
-        """
-        self._layer_files().save(path)
-
-    def set_state_dir(self, path: str | Path) -> None:
-        """Reads the files of :meth:`save_state_dict`, written under any cut.
-
-        Collective over the pipeline where weights are shared between ranks.
-
-        Args:
-            path: The folder given to :meth:`save_state_dict`.
-
-        Raises:
-            CheckpointError: The folder or a file is missing, or does not fit its layer; the
-                parameters of this rank are as they were.
-            ConfigError: Several ranks have parameters of one layer.
-            PipelineTimeout: Another rank did not come within the limit.
-        """
-        self._layer_files().load(path, self._shared_weights)
 
     def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
         """Runs the stages of this process in order; see :meth:`PipelineLayer.forward`."""
