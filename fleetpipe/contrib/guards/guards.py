@@ -110,7 +110,8 @@ class Guards(BatchObserver):
         Raises:
             InvariantError: It is not that of all gradients of all ranks, each counted once.
         """
-        if not self._on or not optimizer.clips_all or scaled:
+        # One that is not wrapped, on a rank that has all, clips as Paddle does.
+        if not self._on or scaled or not getattr(optimizer, "clips_all", False):
             step()
             return
         of_rank = counted(optimized_parameters(optimizer.wrapped), self._layers, self._job)

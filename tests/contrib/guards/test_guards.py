@@ -152,6 +152,15 @@ def test_one_process_names_a_gradient_that_is_not_finite_and_trains_on() -> None
         assert all(p.grad is None for p in model.parameters())
 
 
+def test_an_optimizer_that_is_not_wrapped_steps_beside_guards() -> None:
+    with job(1, guards=1):
+        model = pipeline()
+        clip = nn.ClipGradByGlobalNorm(0.1)
+        sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters(), grad_clip=clip)
+        before, after = (float(model.train_batch(batch(), sgd)) for _ in range(2))
+    assert after < before
+
+
 def test_fingerprints_are_made_once_where_a_rank_waits() -> None:
     """And in batches that are not verified no instruction does anything else."""
     published: list[int] = []
