@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from fleetpipe.aliases import Nest
 from fleetpipe.engine.stage import Values
@@ -47,29 +47,16 @@ class Chain:
         return dict.fromkeys(self._edges[stage], output)
 
 
-class BordersRow(NamedTuple):
-    """Borders that some placements have.
-
-    Attributes:
-        make: What makes them of a placement, as ``module:name``.
-        wanted: Whether a placement has them.
-    """
-
-    make: str
-    wanted: Callable[[Placement], bool]
-
-
-BORDERS: Mapping[str, BordersRow] = {
-    "vocabulary head": BordersRow(
-        "fleetpipe.dygraph.vocabulary.borders:HeadBorders", lambda placement: placement.has_head
-    )
+#: What makes the borders of a placement, as ``module:name``, and whether the placement has them.
+BORDERS: Mapping[str, Callable[[Placement], bool]] = {
+    "fleetpipe.dygraph.vocabulary.borders:HeadBorders": lambda placement: placement.has_head
 }
 
 
 def borders_of(placement: Placement) -> Borders:
     """Returns the borders of a list of layers."""
-    for row in BORDERS.values():
-        if row.wanted(placement):
-            borders: Borders = pkgutil.resolve_name(row.make)(placement)
+    for make, wanted in BORDERS.items():
+        if wanted(placement):
+            borders: Borders = pkgutil.resolve_name(make)(placement)
             return borders
     return Chain(placement)

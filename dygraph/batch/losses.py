@@ -6,9 +6,9 @@ And the loss functions as a model's user gives them: one, several in a list, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import gradients
@@ -53,32 +53,14 @@ def required_functions(loss_fn: Any) -> list[Criterion]:
     return functions
 
 
-class CarriedLoss(Protocol):
-    """A loss function that wants more of the layers of a model than the output of the last."""
+def carried_in(loss_fn: Any) -> Any:
+    """Returns the first loss function for which layers hand on more than an output; or None.
 
-    def carrying(
-        self, functions: Mapping[int, Callable[..., Nest]], loss_fns: Sequence[Any]
-    ) -> dict[int, Callable[..., Nest]]:
-        """Returns the layers, by number, such that they hand on beside an output what it wants.
-
-        Args:
-            functions: The layers and functions, by number.
-            loss_fns: All loss functions of the model.
-
-        Raises:
-            ConfigError: These want different things.
-        """
-
-    def value_of(self, output: Nest) -> Nest:
-        """Returns an output of a layer without what is handed on beside it."""
-
-
-def carried_in(loss_fn: Any) -> CarriedLoss | None:
-    """Returns that of the loss functions for which layers hand on more than an output, if any."""
-    carried: list[CarriedLoss] = [
-        function for function in functions_in(loss_fn) if hasattr(type(function), "carrying")
-    ]
-    return carried[0] if carried else None
+    Its ``carrying`` takes the layers by number, and all loss functions, and returns the layers such
+    that they do; its ``value_of`` returns an output without that.
+    """
+    carried = (one for one in functions_in(loss_fn) if hasattr(type(one), "carrying"))
+    return next(carried, None)
 
 
 class Losses:

@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.config import PipelineConfig
@@ -69,12 +69,7 @@ class Units:
     def weight_of(
         self, functions: Sequence[Criterion], batches: MicroBatches, weight_of: WeightOf
     ) -> WeightOf:
-        """Returns what weighs units, of what weighs micro-batches.
-
-        Args:
-            functions: The loss functions.
-            batches: The micro-batches, not cut yet, as far as this rank has them.
-            weight_of: What weighs these.
+        """Returns what weighs units, of what weighs the micro-batches before they are cut.
 
         Raises:
             ConfigError: They cannot be cut, or a loss function does not say what it counts.
@@ -104,46 +99,27 @@ class Units:
 WHOLE = Units()
 
 
-class UnitsRow(NamedTuple):
-    """A way to cut micro-batches.
-
-    Attributes:
-        make: What makes its :class:`Units`, as ``module:name``, or refuses the model.
-        arguments: Takes a ``Runtime``, a schedule and options, and returns what ``make`` takes;
-            None if the schedule does not cut so.
-    """
-
-    make: str
-    arguments: Callable[[Any, Schedule, PipelineConfig], tuple[Any, ...] | None]
-
-
-UNITS: Mapping[str, UnitsRow] = {
-    "sequence chunks": UnitsRow(
-        "fleetpipe.dygraph.slices.chunks:sequence_chunks",
-        # A search may cut sequences as soon as it has other costs, or another batch.
-        lambda of, schedule, config: (
-            (schedule, config, of.layers, of.sequence.ranks, of.switches.delay_scale_loss)
-            if schedule.slices > 1 or config.most_slices > 1
-            else None
-        ),
+#: What makes the units of a schedule, as ``module:name``, and what that is given of a ``Runtime``,
+#: a schedule and options; None if the schedule does not cut so.
+UNITS: Mapping[str, Callable[[Any, Schedule, PipelineConfig], tuple[Any, ...] | None]] = {
+    # A search may cut sequences as soon as it has other costs, or another batch.
+    "fleetpipe.dygraph.slices.chunks:sequence_chunks": lambda of, schedule, config: (
+        (schedule, config, of.layers, of.sequence.ranks, of.switches.delay_scale_loss)
+        if schedule.slices > 1 or config.most_slices > 1
+        else None
     )
 }
 
 
 def units_of(runtime: Any, schedule: Schedule, config: PipelineConfig) -> Units:
-    """Returns how a schedule cuts micro-batches.
-
-    Args:
-        runtime: What the pipeline runs on.
-        schedule: The schedule that it is to run.
-        config: The options of the pipeline that it is to have.
+    """Returns how a schedule that a pipeline is to run cuts micro-batches.
 
     Raises:
         ConfigError: The model cannot be run so, or not beside another option.
     """
-    for row in UNITS.values():
-        arguments = row.arguments(runtime, schedule, config)
+    for make, arguments_of in UNITS.items():
+        arguments = arguments_of(runtime, schedule, config)
         if arguments is not None:
-            units: Units = pkgutil.resolve_name(row.make)(*arguments)
+            units: Units = pkgutil.resolve_name(make)(*arguments)
             return units
     return WHOLE

@@ -105,10 +105,6 @@ class SeveralLayers:
 def expanded(entries: Sequence[Entry], ranks: int) -> list[Entry]:
     """Returns a list of layers with what stands for several replaced by these.
 
-    Args:
-        entries: The list, as the user gave it.
-        ranks: Ranks of the pipeline.
-
     Raises:
         ConfigError: An entry cannot be where it is.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from fleetpipe.aliases import Nest
 from fleetpipe.config import PipelineConfig
@@ -13,9 +14,9 @@ from fleetpipe.dygraph.batch.units import WHOLE, Units, WeightOf
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.slices import kept
 from fleetpipe.dygraph.slices.lengths import Slicing, bounds_of, sliced, slices_in
-from fleetpipe.dygraph.slices.refusals import require_sliceable
 from fleetpipe.dygraph.slices.shares import slice_shares
 from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Schedule
 
 
@@ -70,13 +71,6 @@ def sequence_chunks(
 ) -> Units:
     """Returns the slices of a schedule, or of a search whose schedule has whole micro-batches now.
 
-    Args:
-        schedule: The schedule.
-        config: The options of the pipeline.
-        layers: The model.
-        parts_of_sequences: Ranks that have parts of the same sequences.
-        delays_weights: Whether losses are weighted after the last backward.
-
     Raises:
         ConfigError: A layer does not take slices, or another option cannot be had beside them.
     """
@@ -111,3 +105,51 @@ def sequence_chunks(
     if schedule.slices == 1:
         return WHOLE
     return SequenceChunks(lengths if isinstance(lengths, tuple) else schedule.slices)
+
+
+#: Layers of Paddle, and those of its tensor parallelism, that see one place at a time.
+_PLACE_BY_PLACE = (
+    *("Linear", "Embedding", "LayerNorm", "RMSNorm", "Dropout", "Identity"),
+    *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
+    *("ReLU", "ReLU6", "LeakyReLU", "ELU", "GELU", "Silu", "Swish", "Tanh", "Sigmoid"),
+)
+#: The functions of these names, in whichever module of Paddle's they are defined.
+_FUNCTIONS = {
+    getattr(paddle.nn.functional, name)
+    for name in ("relu", "relu6", "leaky_relu", "elu", "gelu", "silu", "swish", "tanh", "sigmoid")
+}
+_PADDLES = ("paddle.nn.", "paddle.distributed.", "fleetpipe.dygraph.tensor_parallel.")
+
+
+def require_sliceable(entries: Sequence[Any]) -> None:
+    """Refuses a list of layers of which one might not be right for a slice of a sequence.
+
+    Raises:
+        ConfigError: A layer, or function, is neither of Paddle's that see one place at a time, nor
+            says ``takes_slices = True``.
+    """
+    functions = (
+        (number, function)
+        for number, entry in enumerate(entries)
+        for function in (getattr(entry, "layer_func", entry), getattr(entry, "forward_func", None))
+        if function is not None
+    )
+    for number, function in functions:
+        kind = (
+            function
+            if isinstance(function, type) or not hasattr(function, "forward")
+            else type(function)
+        )
+        name = getattr(kind, "__name__", repr(kind))
+        is_sliceable = kind in _FUNCTIONS or (
+            name in _PLACE_BY_PLACE and kind.__module__.startswith(_PADDLES)
+        )
+        if not is_sliceable and getattr(kind, "takes_slices", False) is not True:
+            raise ConfigError(
+                f"layer {number}, {name}, does not say that it takes slices of a sequence",
+                cause="a schedule with slices gives a layer a part of the sequence at a time; one "
+                "whose places see others, as attention does, has to keep what later slices need",
+                fix=f"use fleetpipe.dygraph.slices in {name}.forward if its places see others, "
+                f"and set {name}.takes_slices = True; or choose another schedule_mode. A captured "
+                "model has no such layers: build a PipelineLayer",
+            )

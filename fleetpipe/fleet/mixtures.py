@@ -16,15 +16,11 @@ _resolve = functools.cache(pkgutil.resolve_name)
 
 #: Paddle's operations, which machines without a GPU lack.
 _OPERATIONS = {
-    **{
-        name: f"operations:{name}"
-        for name in (
-            *("number_count", "assign_pos", "limit_by_capacity", "prune_gate_by_capacity"),
-            "random_routing",
-        )
-    },
-    "global_scatter": "replacements:global_scatter",
-    "global_gather": "replacements:global_gather",
+    "operations": (
+        *("number_count", "assign_pos", "limit_by_capacity", "prune_gate_by_capacity"),
+        "random_routing",
+    ),
+    "replacements": ("global_scatter", "global_gather"),
 }
 
 
@@ -53,4 +49,5 @@ def mend_mixtures() -> None:
             _alltoall=_late("replacements:alltoall"),
             check_nccl_version_for_p2p=_late("replacements:no_check"),
         )
-        provide({name: _late(place) for name, place in _OPERATIONS.items()})
+        for module, names in _OPERATIONS.items():
+            provide({name: _late(f"{module}:{name}") for name in names})
