@@ -35,9 +35,9 @@ else:
             "VocabularyEmbedding": "fleetpipe.dygraph.vocabulary",
             "VocabularyHead": "fleetpipe.dygraph.vocabulary",
             "VocabularyLoss": "fleetpipe.dygraph.vocabulary",
-            "experts": "fleetpipe.dygraph.experts",
+            "experts": "fleetpipe.contrib.experts",
             "sequences": "fleetpipe.dygraph.sequences",
-            "slices": "fleetpipe.dygraph.slices",
+            "slices": "fleetpipe.contrib.slices",
             "vocabulary_cross_entropy": "fleetpipe.dygraph.vocabulary",
         }
     )

@@ -53,12 +53,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
         *("io", "checkpoint"),
     ),
-    ("dygraph/experts", "dygraph/sequences"),
+    ("dygraph/sequences",),
     ("dygraph/layers/refusals",),
     ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/pipeline_programs"),
     ("dygraph/state", "static/save"),
     ("dygraph/model", "static/entry"),
-    ("dygraph/observe", "dygraph/slices", "dygraph/vocabulary", "static/__init__ static/reference"),
+    ("dygraph/observe", "dygraph/vocabulary", "static/__init__ static/reference"),
     ("dygraph/train",),
     ("dygraph/__init__",),
     (
@@ -77,6 +77,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("contrib/starter", "contrib/formats", "contrib/program_ir", "contrib/fluid"),
         *("contrib/pipelining", "contrib/callbacks", "contrib/kept_state", "contrib/chaos"),
         *("contrib/slurm", "contrib/guards", "contrib/fast_leaves", "contrib/shadow"),
+        *("contrib/experts", "contrib/slices"),
     ),
     ("contrib/watch", "contrib/why", "contrib/locator"),
     ("contrib/compat", "contrib/ray"),
@@ -95,7 +96,7 @@ CORE = (
 #: In a folder of the core, and of the standard ring.
 STANDARD = (
     *("schedules/commands", "dygraph/observe/layer_meter", "dygraph/observe/measuring"),
-    *("dygraph/observe/profile", "dygraph/slices", "dygraph/experts", "dygraph/vocabulary"),
+    *("dygraph/observe/profile", "dygraph/vocabulary"),
     "dygraph/sequences",
 )
 EXTRAS = ("contrib", "paddle_api/rehearsal")

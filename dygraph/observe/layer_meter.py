@@ -19,7 +19,6 @@ from fleetpipe.dygraph.backward.recompute import RecomputedPiece
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.units import WHOLE, Units
-from fleetpipe.dygraph.experts.names import is_expert
 from fleetpipe.dygraph.gradients import drop_gradients
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.nest import (
@@ -30,6 +29,7 @@ from fleetpipe.dygraph.nest import (
     replace,
     tensors_of,
 )
+from fleetpipe.extras import extra
 from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import allocated_bytes, device_clock, peak_bytes, restart_peak
@@ -376,6 +376,7 @@ def state_bytes(
         uses: What each of several layers has; a tensor counts for the first.
         names: The tensors by lasting name.
     """
+    is_expert = extra("experts.names").is_expert
     experts = {id(tensor) for name, tensor in names.items() if is_expert(name)}
     return [
         (

@@ -22,6 +22,8 @@ SHORTER = {
     "fleetpipe.checkpoint.formats": "formats",
     "fleetpipe.compat": "compat",
     "fleetpipe.doctor": "doctor",
+    "fleetpipe.dygraph.experts": "experts",
+    "fleetpipe.dygraph.slices": "slices",
     "fleetpipe.fit.callbacks.log_by_epoch": "callbacks.log_by_epoch",
     "fleetpipe.fit.callbacks.loss_monitor": "callbacks.loss_monitor",
     "fleetpipe.locator": "locator",

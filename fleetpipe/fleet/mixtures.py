@@ -25,10 +25,10 @@ _OPERATIONS = {
 
 
 def _late(name: str) -> Callable[..., Any]:
-    """Returns a function that loads another of ``fleetpipe.dygraph.experts`` in its first call."""
+    """Returns a function that loads another of ``fleetpipe.contrib.experts`` in its first call."""
 
     def call(*args: Any, **named: Any) -> Any:
-        return _resolve(f"fleetpipe.dygraph.experts.{name}")(*args, **named)
+        return _resolve(f"fleetpipe.contrib.experts.{name}")(*args, **named)
 
     return call
 

@@ -9,7 +9,7 @@ import paddle
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleetpipe.dygraph import slices
+from fleetpipe.contrib import slices
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.models import Model
 

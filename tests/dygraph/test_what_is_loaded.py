@@ -24,8 +24,8 @@ model = PipelineLayer(LAYERS, num_stages=2, loss_fn=nn.MSELoss())
 optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1, parameters=model.parameters()))
 model = fleet.distributed_model(model)
 model.train_batch([paddle.ones([4, 8, 8]), paddle.ones([4, 8, 8])], optimizer)
-features = ("slices", "experts", "vocabulary", "sequences")
-print("loaded", *(name for name in features if f"fleetpipe.dygraph.{name}" in sys.modules))
+features = ("contrib.slices", "contrib.experts", "dygraph.vocabulary", "dygraph.sequences")
+print("loaded", *(name for name in features if f"fleetpipe.{name}" in sys.modules))
 """
 PLAIN = "[LayerDesc(nn.Linear, 8, 8) for _ in range(4)]"
 EXPERTS = (
@@ -36,7 +36,11 @@ EXPERTS = (
 
 @pytest.mark.parametrize(
     ("schedule", "layers", "loaded"),
-    [("1F1B", PLAIN, ""), ("Seq1F1B", PLAIN, " slices"), ("1F1B", EXPERTS, " experts")],
+    [
+        ("1F1B", PLAIN, ""),
+        ("Seq1F1B", PLAIN, " contrib.slices"),
+        ("1F1B", EXPERTS, " contrib.experts"),
+    ],
 )
 def test_features_are_loaded_by_those_who_have_them(
     schedule: str, layers: str, loaded: str

@@ -22,7 +22,7 @@ core: Any = _core
 LEFT_OUT = {
     "is of operations of our own that CPUs have, or of what no CPU has a kernel for": (
         *("dygraph/backward/test_fast_leaves.py", "dygraph/backward/test_lookup.py"),
-        *("dygraph/experts", "dygraph/tensor_parallel", "engine/test_hot_path.py"),
+        *("fleetpipe/contrib/experts", "dygraph/tensor_parallel", "engine/test_hot_path.py"),
         "dygraph/layers/test_refusals.py::test_a_layer_that_the_device_has_no_kernel_for",
         "dygraph/observe/test_profile.py::test_tokens_of_experts",
     ),

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.contrib.experts import Experts
 from fleetpipe.contrib.locator import record
 from fleetpipe.contrib.locator.record import Meaning
 from fleetpipe.contrib.locator.rows import signatures
 from fleetpipe.dygraph import PipelineLayer, tensors_of
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.experts import Experts
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh import AXES
 from fleetpipe.paddle_api import paddle

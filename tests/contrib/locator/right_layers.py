@@ -10,8 +10,8 @@ from paddle.incubate.distributed.models.moe import MoELayer
 from paddle.nn import functional
 
 from fleetpipe import fleet
+from fleetpipe.contrib.experts import Experts
 from fleetpipe.dygraph import sequences
-from fleetpipe.dygraph.experts import Experts
 from fleetpipe.dygraph.tensor_parallel import share_of
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,

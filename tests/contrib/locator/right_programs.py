@@ -20,6 +20,7 @@ import paddle
 from paddle import nn
 
 from fleetpipe import fleet
+from fleetpipe.contrib.experts import AuxiliaryLoss
 from fleetpipe.contrib.locator import record
 from fleetpipe.contrib.locator.causes import Location
 from fleetpipe.contrib.locator.collecting import collecting
@@ -27,7 +28,6 @@ from fleetpipe.contrib.locator.comparison import first_difference
 from fleetpipe.contrib.locator.recorder import Finished, Recorder
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one
 from fleetpipe.dygraph import sequences
-from fleetpipe.dygraph.experts import AuxiliaryLoss
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,
     LayerDesc,

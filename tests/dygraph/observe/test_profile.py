@@ -12,8 +12,8 @@ import pytest
 from paddle import nn
 
 from fleetpipe import parity
+from fleetpipe.contrib.experts import Experts
 from fleetpipe.dygraph import random_keys, sequences
-from fleetpipe.dygraph.experts import Experts
 from fleetpipe.dygraph.observe.layer_meter import LayerMeter
 from fleetpipe.dygraph.observe.profile import TYPICAL, between_ranks
 from fleetpipe.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleetpipe.dygraph import slices
+from fleetpipe.contrib import slices
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from tests.dygraph.sliced import Total
 from tests.pipelines import job, pipeline

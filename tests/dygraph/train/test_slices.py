@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet, parity
-from fleetpipe.dygraph import slices
+from fleetpipe.contrib import slices
 from fleetpipe.dygraph.batch.units import WHOLE
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc

@@ -18,8 +18,8 @@ from paddle.nn import functional
 
 import fleetpipe
 from fleetpipe import fleet, parity
+from fleetpipe.contrib.experts import AuxiliaryLoss, Experts
 from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
-from fleetpipe.dygraph.experts import AuxiliaryLoss, Experts
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.job.job import current_job

@@ -20,7 +20,8 @@ from paddle.distributed.fleet.utils import sequence_parallel_utils as paddles
 from paddle.nn import functional
 
 from fleetpipe import fleet
-from fleetpipe.dygraph import sequences, slices
+from fleetpipe.contrib import slices
+from fleetpipe.dygraph import sequences
 from fleetpipe.dygraph.sequences import ring
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,

@@ -17,7 +17,7 @@ from paddle.incubate.distributed.models.moe import GShardGate, MoELayer, NaiveGa
 from paddle.nn import functional
 
 from fleetpipe import fleet
-from fleetpipe.dygraph.experts import AuxiliaryLoss, Experts
+from fleetpipe.contrib.experts import AuxiliaryLoss, Experts
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from tests.processes.combinations.beside_plain import Case, main, micro_batches
 

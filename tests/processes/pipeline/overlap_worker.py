@@ -14,7 +14,7 @@ from paddle import nn
 from paddle.nn import functional
 
 from fleetpipe import fleet, parity
-from fleetpipe.dygraph.experts import AuxiliaryLoss, Experts
+from fleetpipe.contrib.experts import AuxiliaryLoss, Experts
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh import turns

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from fleetpipe.aliases import DType, PaddleGroup, Tensor
-from fleetpipe.dygraph.experts import exchange
-from fleetpipe.dygraph.experts.exchange import members_of
+from fleetpipe.contrib.experts import exchange
+from fleetpipe.contrib.experts.exchange import members_of
 from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import MoEGather, MoEScatter

@@ -11,12 +11,12 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet, parity
-from fleetpipe.dygraph.experts import Experts
+from fleetpipe.contrib.experts import Experts
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.mesh import SoleGroup
 from fleetpipe.paddle_api.kernels import CAN_GATHER_NOTHING
-from tests.dygraph.experts.mixtures import DenseMixture, experts_of
+from tests.contrib.experts.mixtures import DenseMixture, experts_of
 from tests.pipelines import job, pipeline
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from fleetpipe.aliases import Nest
 from fleetpipe.config import PipelineConfig
+from fleetpipe.contrib.slices import kept
+from fleetpipe.contrib.slices.lengths import Slicing, bounds_of, sliced, slices_in
+from fleetpipe.contrib.slices.shares import slice_shares
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import WHOLE, Units, WeightOf
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.slices import kept
-from fleetpipe.dygraph.slices.lengths import Slicing, bounds_of, sliced, slices_in
-from fleetpipe.dygraph.slices.shares import slice_shares
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.schedules import Schedule
@@ -149,7 +149,7 @@ def require_sliceable(entries: Sequence[Any]) -> None:
                 f"layer {number}, {name}, does not say that it takes slices of a sequence",
                 cause="a schedule with slices gives a layer a part of the sequence at a time; one "
                 "whose places see others, as attention does, has to keep what later slices need",
-                fix=f"use fleetpipe.dygraph.slices in {name}.forward if its places see others, "
+                fix=f"use fleetpipe.contrib.slices in {name}.forward if its places see others, "
                 f"and set {name}.takes_slices = True; or choose another schedule_mode. A captured "
                 "model has no such layers: build a PipelineLayer",
             )

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from paddle import nn
 from paddle.nn import functional as F
 
+from fleetpipe.contrib.slices.lengths import bounds, sliced
+from fleetpipe.contrib.slices.shares import slice_shares
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.slices.lengths import bounds, sliced
-from fleetpipe.dygraph.slices.shares import slice_shares
 from fleetpipe.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
-from fleetpipe.dygraph.experts import exchange, operations
-from fleetpipe.dygraph.experts.exchange import expert_parallel, members_of
+from fleetpipe.contrib.experts import exchange, operations
+from fleetpipe.contrib.experts.exchange import expert_parallel, members_of
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle

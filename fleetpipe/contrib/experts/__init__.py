@@ -7,7 +7,7 @@ the losses of gates to the loss of the pipeline, and ``names.py`` is what a pipe
 
 from __future__ import annotations
 
-from fleetpipe.dygraph.experts.layer import ExpertList, Experts
-from fleetpipe.dygraph.experts.losses import AuxiliaryLoss
+from fleetpipe.contrib.experts.layer import ExpertList, Experts
+from fleetpipe.contrib.experts.losses import AuxiliaryLoss
 
 __all__ = ["AuxiliaryLoss", "ExpertList", "Experts"]

@@ -12,10 +12,10 @@ from fractions import Fraction
 from typing import Any
 
 from fleetpipe.aliases import Nest
+from fleetpipe.contrib.slices.lengths import Bounds, Slicing, bounds_of, part_of
 from fleetpipe.dygraph.batch.counted_places import counted, is_sum
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.slices.lengths import Bounds, Slicing, bounds_of, part_of
 
 
 def slice_shares(

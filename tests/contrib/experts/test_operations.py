@@ -12,7 +12,7 @@ from paddle.incubate.distributed.models.moe import GShardGate, MoELayer, NaiveGa
 
 from fleetpipe import fleet as fleet  # puts the operations in their place
 from fleetpipe.errors import UsageError
-from tests.dygraph.experts.mixtures import DenseMixture, experts_of, room_left
+from tests.contrib.experts.mixtures import DenseMixture, experts_of, room_left
 
 
 def tensor(values: Any, dtype: str = "int64") -> Any:

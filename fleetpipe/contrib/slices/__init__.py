@@ -6,6 +6,6 @@ schedule cuts sequences; start there.
 
 from __future__ import annotations
 
-from fleetpipe.dygraph.slices.kept import earlier, keep
+from fleetpipe.contrib.slices.kept import earlier, keep
 
 __all__ = ["earlier", "keep"]
