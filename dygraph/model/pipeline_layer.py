@@ -137,8 +137,7 @@ class PipelineLayer(ModelWithParts):
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
         self.take_loss(loss_fn)
         interval = checked_interval(recompute_interval, recompute_ctx)
-        if isinstance(plan, (str, Path)):
-            plan = _read_plan(plan)
+        plan = _plan_of(plan)
         if plan is not None and (interval or seg_method != "uniform"):
             raise ConfigError(
                 "the plan says where to cut, and what to recompute",
@@ -699,7 +698,10 @@ class PipelineLayer(ModelWithParts):
             )
 
 
-def _read_plan(path: str | Path) -> LayerPlan:
-    """Reads a plan by the planner, which is loaded for it."""
-    plan: LayerPlan = pkgutil.resolve_name("fleetpipe.profiling:PipelinePlan").read(path)
-    return plan
+def _plan_of(plan: Any) -> LayerPlan | None:
+    """Returns a plan, or None; the planner, which is loaded for it, reads any other value."""
+    if plan is None or hasattr(plan, "require_layers"):
+        of_layers: LayerPlan | None = plan
+    else:
+        of_layers = pkgutil.resolve_name("fleetpipe.profiling:PipelinePlan").read(plan)
+    return of_layers
