@@ -214,7 +214,8 @@ class Shadow(BatchObserver):
         batch, reference = self._batch, self._reference
         if batch is None or reference is None or not self._has_twin:
             step()
-            self._ended()
+            if batch is not None:  # one without an optimizer has ended already
+                self._ended()
             return
         begin = time.perf_counter()
         expected = self._expected_update(reference, batch.optimizer)

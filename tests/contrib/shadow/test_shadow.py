@@ -88,12 +88,18 @@ def test_a_loss_that_uses_a_parameter_of_another_rank_is_refused() -> None:
         model.train_batch(data(0), optimizer)
 
 
-def test_it_ends_after_two_batches_and_says_what_it_cost(caplog: LogCapture) -> None:
+@pytest.mark.parametrize("parts", [False, True], ids=["train_batch", "three parts"])
+def test_it_ends_after_two_batches_and_says_what_it_cost(parts: bool, caplog: LogCapture) -> None:
     log.once.cache_clear()  # an earlier test may have taken just as long, and said so
     _, model, optimizer = wrapped()
     rate = learning_rate_of(optimizer.wrapped)
     for step in range(3):
-        model.train_batch(data(step), optimizer, rate)
+        if parts:
+            model._prepare_training(data(step), optimizer, rate)
+            model.forward_backward_pipeline(data(step))
+            model._optimizer_step()
+        else:
+            model.train_batch(data(step), optimizer, rate)
         said = "the first 2 batches were trained beside the untouched model" in caplog.text
         assert said == (step >= 1)
 
