@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+import pytest
 from paddle import nn
 
 from fleetpipe import fleet, parity
@@ -35,6 +36,9 @@ def replicas(scale: str) -> dict[str, Any]:
         mine = [part[replica * 2 * ROWS :][: 2 * ROWS] for part in batch(4, step)]
         losses.append(model.train_batch(mine, optimizer))
     end = model.layers.full_state_dict()
+    # Two thirds of the rows are of the first replica.
+    unequal = slice(2 * ROWS) if replica == 0 else slice(2 * ROWS, 3 * ROWS)
+    evaluated = model.eval_batch([part[unequal] for part in batch(4, STEPS)], compute_loss=True)
 
     single = model.layers.single_model()
     single.set_state_dict(start)
@@ -48,6 +52,8 @@ def replicas(scale: str) -> dict[str, Any]:
         plain.clear_grad()
         whole.append(float(loss))
     expected = single.state_dict()
+    inputs, labels = (part[: 3 * ROWS] for part in batch(4, STEPS))
+    whole_evaluated = float(nn.functional.cross_entropy(single(inputs), labels))
     session = parity.begin(model, sgd(model))
     session.step(mine)
     fleet.shutdown()
@@ -55,6 +61,7 @@ def replicas(scale: str) -> dict[str, Any]:
         "losses": [float(loss) for loss in losses],
         "loss bits": [loss.numpy().tobytes() for loss in losses],
         "whole": whole,
+        "evaluated": (float(evaluated), whole_evaluated),
         "gaps": [
             float((end[name] - value).abs().max() / value.abs().max())
             for name, value in expected.items()
@@ -107,6 +114,7 @@ def test_replicas_train_as_one_device_on_the_whole_batch_in_both_orders(on_ranks
         assert max(rank["gaps"]) < 1e-6
         assert np.allclose(rank["losses"], rank["whole"], rtol=1e-6, atol=0)
         assert rank["moved"]
+        assert rank["evaluated"][0] == pytest.approx(rank["evaluated"][1], rel=1e-6)
         passed, tolerance, verdict = rank["parity"]
         assert passed, verdict
         assert tolerance == 0.0
