@@ -306,7 +306,7 @@ class Engine:
                 for each in self._walkers.values():
                     each.discard()
             if isinstance(error, Exception):
-                raise _located(error, walker) from error.__cause__
+                raise _add_location(error, walker) from error.__cause__
             raise
         finally:
             # They hold on to the losses and to the optimizer.
@@ -347,7 +347,7 @@ def _takes_turns(unit: Fused) -> bool:
     return kinds == ["F", "B"] and unit.actions[0].stage != unit.actions[1].stage
 
 
-def _located(error: Exception, walker: Walker) -> Exception:
+def _add_location(error: Exception, walker: Walker) -> Exception:
     """Adds to ``error`` the operation of the plan at which the rank was, and returns it."""
     if isinstance(error, (PipelineTimeout, PeerFailed)):
         return type(error)(f"{walker.where()}: {error}").with_traceback(error.__traceback__)

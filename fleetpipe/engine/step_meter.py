@@ -171,15 +171,15 @@ class StepMeter(BatchObserver):
         """See :class:`fleetpipe.engine.observer.Observer`."""
         if isinstance(op, Recv):
             source, _ = ranks_of(op, self._placement)
-            return self._waiting(instruction, self._ranks[source])
+            return self._count_wait(instruction, self._ranks[source])
         if op in self._probed[played.rank]:
             instruction = self._with_probe(instruction)
-        return self._ending(instruction) if op == self._last[played.rank] else instruction
+        return self._note_end(instruction) if op == self._last[played.rank] else instruction
 
-    def _waiting(self, instruction: Instruction, peer: int) -> Instruction:
+    def _count_wait(self, instruction: Instruction, peer: int) -> Instruction:
         since: float | None = None
 
-        def received() -> Blocked | None:
+        def receive() -> Blocked | None:
             nonlocal since
             blocked = instruction()
             if blocked is not None:
@@ -192,19 +192,19 @@ class StepMeter(BatchObserver):
                 since = None
             return blocked
 
-        return received
+        return receive
 
-    def _ending(self, instruction: Instruction) -> Instruction:
-        def ended() -> Blocked | None:
+    def _note_end(self, instruction: Instruction) -> Instruction:
+        def run_last() -> Blocked | None:
             blocked = instruction()
             self._wait()
             self._ended = self._now()
             return blocked
 
-        return ended
+        return run_last
 
     def _with_probe(self, instruction: Instruction) -> Instruction:
-        def probed() -> Blocked | None:
+        def run_with_probe() -> Blocked | None:
             blocked = instruction()
             if blocked is None:
                 # The first brings back into the caches what the action has driven out.
@@ -213,7 +213,7 @@ class StepMeter(BatchObserver):
                 self._probing += first + second
             return blocked
 
-        return probed
+        return run_with_probe
 
 
 def _probe() -> float:

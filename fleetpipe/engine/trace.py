@@ -155,7 +155,7 @@ class Trace(BatchObserver):
         self._folder.mkdir(parents=True, exist_ok=True)
         steps = self.steps()
         begin = min(event.start for step in steps for event in step)
-        measured = [_moved(step, -begin) for step in steps]
+        measured = [_shift(step, -begin) for step in steps]
         # The first step of a job allocates memory and loads code: it is no measure of the others.
         cold = 1 if len(steps) == self._count > 1 else 0
         warm = steps[cold:]
@@ -166,7 +166,7 @@ class Trace(BatchObserver):
         begun = min(event.start for event in step if event.actions)
         tracks = {
             "measured": [event for step in measured for event in step],
-            "predicted": _moved(events_of(predicted), begun),
+            "predicted": _shift(events_of(predicted), begun),
         }
         microseconds = dict.fromkeys(tracks, MICROSECONDS_PER_SECOND)
         placement = self._schedule.placement
@@ -177,7 +177,7 @@ class Trace(BatchObserver):
         title = f"measured: step {numbers[chosen]} · bubble {rate:.2%}"
         panel = extra("pictures.panel")
         beside = panel.panel_of(predicted, "s", "predicted")
-        shown = panel.Panel(title, _moved(step, -begun), placement, "s")
+        shown = panel.Panel(title, _shift(step, -begun), placement, "s")
         drawn = self._draw({"predicted.png": [beside], "measured.png": [shown, beside]})
         return (
             f"trace of {len(steps)} of {self._count} steps in {self._folder}: bubble rate "
@@ -233,7 +233,7 @@ class JobTrace(Trace):
             _log.info(summary)
 
 
-def _moved(events: list[Event], seconds: float) -> list[Event]:
+def _shift(events: list[Event], seconds: float) -> list[Event]:
     return [
         event._replace(start=event.start + seconds, end=event.end + seconds) for event in events
     ]

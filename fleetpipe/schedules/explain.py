@@ -24,10 +24,10 @@ def raise_incomplete(schedule: ScheduleRows) -> NoReturn:
             for action in parts(item):
                 _check_place(schedule, action, rank, position)
                 if action in positions:
-                    raise _doubled(schedule, action, positions[action], (rank, position))
+                    raise _doubled_error(schedule, action, positions[action], (rank, position))
                 positions[action] = (rank, position)
     _check_backwards(schedule, positions)
-    raise _missing(schedule, positions)
+    raise _missing_error(schedule, positions)
 
 
 def _check_place(schedule: ScheduleRows, action: Action, rank: int, position: int) -> None:
@@ -66,7 +66,7 @@ def _check_place(schedule: ScheduleRows, action: Action, rank: int, position: in
         )
 
 
-def _doubled(
+def _doubled_error(
     schedule: ScheduleRows, action: Action, first: tuple[int, int], second: tuple[int, int]
 ) -> FleetPipeError:
     return ScheduleError(
@@ -99,11 +99,13 @@ def _check_backwards(schedule: ScheduleRows, positions: dict[Action, tuple[int, 
             )
 
 
-def _missing(schedule: ScheduleRows, positions: dict[Action, tuple[int, int]]) -> FleetPipeError:
+def _missing_error(
+    schedule: ScheduleRows, positions: dict[Action, tuple[int, int]]
+) -> FleetPipeError:
     unit = "slice" if schedule.slices > 1 else "micro-batch"
     for micro_batch in numbers(schedule.micro_batches, schedule.slices):
         for stage in range(schedule.placement.stages):
-            lacking = _lacking(schedule, positions, stage, micro_batch)
+            lacking = _first_missing(schedule, positions, stage, micro_batch)
             if lacking is not None:
                 rank = schedule.placement.rank_of(stage)
                 row = schedule.actions[rank]
@@ -118,7 +120,7 @@ def _missing(schedule: ScheduleRows, positions: dict[Action, tuple[int, int]]) -
     raise AssertionError("raise_incomplete was called for a complete schedule")
 
 
-def _lacking(
+def _first_missing(
     schedule: ScheduleRows, positions: dict[Action, tuple[int, int]], stage: int, micro_batch: int
 ) -> Action | None:
     have = {kind for kind in KINDS if Action(kind, stage, micro_batch) in positions}

@@ -19,7 +19,7 @@ def names_of(rows: Callable[..., object]) -> tuple[str, ...]:
     return tuple(inspect.signature(rows).parameters)[2:]
 
 
-def kept(name: str, rows: Callable[..., object], options: Mapping[str, object]) -> Options:
+def non_defaults(name: str, rows: Callable[..., object], options: Mapping[str, object]) -> Options:
     """Returns the options to store with a schedule: those that differ from the default.
 
     Args:

@@ -16,7 +16,7 @@ from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families import table
 from fleetpipe.schedules.families.interleaved import balanced_groups
-from fleetpipe.schedules.options import kept, names_of
+from fleetpipe.schedules.options import names_of, non_defaults
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
 
@@ -116,15 +116,15 @@ def register(
     Placement(placement, 1, number)  # refuses what no rank could have
     most = None if any_chunks else number
     table.FAMILIES[name] = table.Family(
-        _verified(name, rows), tuple(aliases), placement, number, most, registered=True
+        _with_verification(name, rows), tuple(aliases), placement, number, most, registered=True
     )
 
 
-def _verified(name: str, rows: table.Rows) -> table.Rows:
+def _with_verification(name: str, rows: table.Rows) -> table.Rows:
     """Returns a function that verifies the rows that ``rows`` returns."""
 
     @functools.wraps(rows)
-    def verified(placement: Placement, micro_batches: int, **options: object) -> Any:
+    def verify_rows(placement: Placement, micro_batches: int, **options: object) -> Any:
         made = tuple(map(tuple, rows(placement, micro_batches, **options)))
         for rank, row in enumerate(made):
             for entry in row:
@@ -142,7 +142,7 @@ def _verified(name: str, rows: table.Rows) -> table.Rows:
             raise ScheduleError(f"{name} made no valid schedule: {error}") from error
         return made
 
-    return verified
+    return verify_rows
 
 
 def build(
@@ -182,7 +182,7 @@ def build(
     if canonical == AUTO and head:
         raise ConfigError(
             "the search cannot place the parts of a vocabulary head",
-            expected=f"one of {', '.join(table.headed())}",
+            expected=f"one of {', '.join(table.families_with_head())}",
             got=AUTO,
             fix="choose one of these",
         )
@@ -192,7 +192,9 @@ def build(
         rows = auto(placement, micro_batches, **options)
         # Costs are a measurement, given again with each search.
         without_costs = {key: value for key, value in options.items() if key != "costs"}
-        schedule = Schedule.of(dataclasses.replace(rows, options=kept(AUTO, auto, without_costs)))
+        schedule = Schedule.of(
+            dataclasses.replace(rows, options=non_defaults(AUTO, auto, without_costs))
+        )
         costs = searched_costs(schedule, options.get("costs"))
         schedule.verify(memory_cap=options.get("memory_cap"), costs=costs)
         return schedule

@@ -126,7 +126,7 @@ class _RankChecker:
     def _transfer(self, op: Send | Recv) -> None:
         marks = self.marks.get((op.letter + op.kind, op.edge))
         if marks is None:
-            self._misplaced(op)
+            self._raise_misplaced(op)
         self._once(op, marks, op.micro_batch)
         if isinstance(op, Recv):
             return
@@ -164,7 +164,7 @@ class _RankChecker:
             self._fail(f"{op} stands twice", f"one {op}, earlier in the row")
         marks[micro_batch] = 1
 
-    def _misplaced(self, op: Send | Recv) -> NoReturn:
+    def _raise_misplaced(self, op: Send | Recv) -> NoReturn:
         if op.edge not in self.plan.edges:
             edges = ", ".join(map(str, self.plan.edges)) or "none"
             self._fail(f"{op} is of an edge that the plan does not have", f"one of: {edges}")
@@ -304,7 +304,7 @@ class _Reader:
         # B, which comes first among the columns, is I and W as well.
         stages, to_input, to_weight = columns.stages, 2 * columns.stages, 3 * columns.stages
         tables, frees = columns.of_rank(rank)
-        ops = self._opened(self.plan.ops[rank], tables[Action])
+        ops = self._unpack(self.plan.ops[rank], tables[Action])
         if ops is None:
             return None
         transfers: list[int] = []
@@ -328,7 +328,7 @@ class _Reader:
                 marks[code + to_input] = marks[code + to_weight] = 1
         return transfers
 
-    def _opened(self, ops: Sequence[Op], table: Table) -> Sequence[Any] | None:
+    def _unpack(self, ops: Sequence[Op], table: Table) -> Sequence[Any] | None:
         """Returns a rank's ops up to REDUCE and STEP, fused units unpacked; None for a bad one."""
         if not self.plan.forward_only:
             if ops[-2:] != (Reduce(), Step()):

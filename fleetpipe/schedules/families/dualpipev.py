@@ -30,7 +30,7 @@ def dual_pipe_v(placement: Placement, micro_batches: int) -> list[list[Item]]:
     for rank in range(placement.ranks):
         writer = _Writer(placement.stages_of(rank))
         _write(writer, rank, placement.ranks, filled)
-        rows.append(_trimmed(writer.row, micro_batches) if filled > micro_batches else writer.row)
+        rows.append(_trim(writer.row, micro_batches) if filled > micro_batches else writer.row)
     return rows
 
 
@@ -92,7 +92,7 @@ class _Writer:
         return action
 
 
-def _trimmed(row: Sequence[Item], micro_batches: int) -> list[Item]:
+def _trim(row: Sequence[Item], micro_batches: int) -> list[Item]:
     """Returns ``row`` without the micro-batches from ``micro_batches`` on."""
     kept: list[Item] = []
     for item in row:

@@ -53,7 +53,7 @@ def interleaved_one_f_one_b(
     if groups is None:
         sizes = balanced_groups(placement.ranks, micro_batches)
     else:
-        sizes = _checked(groups, micro_batches)
+        sizes = _check_groups(groups, micro_batches)
     slacks = [warmup_slack * (placement.ranks - 1 - rank) for rank in range(placement.ranks)]
     return [_row(placement.stages_of(rank), sizes, slack) for rank, slack in enumerate(slacks)]
 
@@ -90,7 +90,7 @@ def balanced_groups(ranks: int, micro_batches: int) -> list[int]:
     return [size + 1] * larger + [size] * (count - larger)
 
 
-def _checked(groups: Sequence[int], micro_batches: int) -> list[int]:
+def _check_groups(groups: Sequence[int], micro_batches: int) -> list[int]:
     """Returns ``groups`` as a list, after checking that they sum to a batch."""
     if not isinstance(groups, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[4, 4]")

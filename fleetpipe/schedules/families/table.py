@@ -20,7 +20,7 @@ from fleetpipe.schedules.families.seq_one_f_one_b import seq_one_f_one_b
 from fleetpipe.schedules.families.zbv import zb_v
 from fleetpipe.schedules.families.zero_bubble import zb_h1, zb_h2
 from fleetpipe.schedules.garbage import collector_paused
-from fleetpipe.schedules.options import kept, names_of
+from fleetpipe.schedules.options import names_of, non_defaults
 from fleetpipe.schedules.placement import HEAD, Placement
 from fleetpipe.schedules.rows import ScheduleRows
 
@@ -112,7 +112,7 @@ def schedule_rows(
     require_whole("slices", slices)
     # The slices of a family are a field of their own.
     family_options = {option: value for option, value in options.items() if option != "slices"}
-    kept_options = kept(name, family.rows, family_options if family.sliced else options)
+    kept_options = non_defaults(name, family.rows, family_options if family.sliced else options)
     if head:
         _require_headed(name, placement)
         longer = Placement(family.placement, ranks + AHEAD)
@@ -125,7 +125,7 @@ def schedule_rows(
     return ScheduleRows(name, placement, micro_batches, rows, slices=slices, options=kept_options)
 
 
-def headed() -> list[str]:
+def families_with_head() -> list[str]:
     """Returns the families whose rows take a head: those with one stage on each rank of a loop."""
     return [
         name
@@ -137,10 +137,10 @@ def headed() -> list[str]:
 
 
 def _require_headed(name: str, placement: Placement) -> None:
-    if name not in headed() or placement.chunks > 1:
+    if name not in families_with_head() or placement.chunks > 1:
         raise ConfigError(
             f"{name} cannot place the parts of a vocabulary head",
-            expected=f"one of {', '.join(headed())}, with one chunk on each rank",
+            expected=f"one of {', '.join(families_with_head())}, with one chunk on each rank",
             got=f"{name} with chunks={placement.chunks}",
             fix="choose one of these, or describe the head as a layer like the others",
         )

@@ -117,7 +117,7 @@ def _write(
         f"placement={placement.name}",
         *(["forward_only=true"] if value.forward_only else []),
         *([f"slices={value.slices}"] if value.slices > 1 else []),
-        *([f"options={_written(value.options)}"] if value.options else []),
+        *([f"options={_options_text(value.options)}"] if value.options else []),
         *last,
     ]
     return "\n".join([" ".join(fields), *(" ".join(map(str, row)) or IDLE for row in rows)])
@@ -222,7 +222,7 @@ def _read_header(form: str, line: str) -> _Header:
     )
 
 
-def _written(options: Options) -> str:
+def _options_text(options: Options) -> str:
     """Returns options as a JSON object without spaces."""
     return json.dumps(dict(options), separators=(",", ":")).replace(" ", "\\u0020")
 

@@ -153,10 +153,10 @@ def _encode_row(schedule: ScheduleRows, rank: int, encoding: Encoding, marks: by
     except (KeyError, TypeError, IndexError):
         # No such kind, no such stage on this rank, or no such micro-batch.
         raise_incomplete(schedule)
-    encoding.rows.append(codes if whole else _fused(row, codes, encoding))
+    encoding.rows.append(codes if whole else _entry_codes(row, codes, encoding))
 
 
-def _fused(row: Sequence[Item], codes: Iterable[int], encoding: Encoding) -> list[int]:
+def _entry_codes(row: Sequence[Item], codes: Iterable[int], encoding: Encoding) -> list[int]:
     """Returns the codes of a row's entries from those of its actions."""
     each = iter(codes)
     row_codes = []
