@@ -18,9 +18,9 @@ from fleetpipe.aliases import DType, Nest, Tensor
 from fleetpipe.dygraph.backward.leaf import Leaf
 from fleetpipe.dygraph.backward.leaf_call import Call
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.amp import casts_of_now, rehearsed, uncast
+from fleetpipe.paddle_api.amp import casts_of_now, rehearsal_dtype, uncast
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.kernels import linear, product, reshaped
+from fleetpipe.paddle_api.kernels import linear, product, reshape
 from fleetpipe.paddle_api.tensor import to_host
 
 _WIDE: tuple[DType, ...] = (paddle.float32, paddle.float64)
@@ -159,7 +159,9 @@ def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]
         dtype = half
     elif dtype != of_weight:
         return None
-    if dtype not in _WIDE and (dtype not in _HALF or (device_kind() == "cpu" and not rehearsed())):
+    if dtype not in _WIDE and (
+        dtype not in _HALF or (device_kind() == "cpu" and not rehearsal_dtype())
+    ):
         return None
     # What does not fit fails in the layer's own forward.
     if x.shape[-1:] != weight.shape[:-1] or not math.prod(x.shape) * weight.shape[-1]:
@@ -248,4 +250,4 @@ def _column_sums(grad: Tensor, way: Way) -> Tensor:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    return tensor if tensor.ndim == 2 else reshaped(tensor, [-1, tensor.shape[-1]])
+    return tensor if tensor.ndim == 2 else reshape(tensor, [-1, tensor.shape[-1]])

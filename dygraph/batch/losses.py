@@ -15,7 +15,7 @@ from fleetpipe.dygraph import gradients
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.amp import rehearsed
+from fleetpipe.paddle_api.amp import rehearsal_dtype
 
 #: ``criterion(output, label)`` gives a Tensor with one element.
 Criterion = Callable[[Nest, Nest], Tensor]
@@ -187,7 +187,7 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
         ) from error
     # Not loss.size: Paddle asks NumPy for that, which takes as long as the loss of a small model.
     if isinstance(loss, paddle.Tensor) and math.prod(loss.shape) == 1:
-        on_cpu = loss.place.is_cpu_place() and rehearsed() is None
+        on_cpu = loss.place.is_cpu_place() and rehearsal_dtype() is None
         if on_cpu and loss.dtype == paddle.float16:
             raise BoundaryError(
                 "the losses of micro-batches are added up, and Paddle adds no float16 on a CPU",

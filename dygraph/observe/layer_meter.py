@@ -223,7 +223,7 @@ class _Meter:
             self._free = self._not_kept(run, box[0])
             self._warm = True
         recompute = self._splits and self._piece.needs_recompute(box[0])
-        with traffic.counted(self._now) as sent:
+        with traffic.counting(self._now) as sent:
             forward, backward, held, working = self._whole(run, box[0])
         apart = self._parted(run, box[0]) if self._splits else (forward, None, None, 0, 0)
         split_forward, input_grad, weight_grad, held_split, waiting = apart

@@ -14,7 +14,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import (
     note_unscaled,
-    rehearsed,
+    rehearsal_dtype,
     replace_unscale,
     scale_of,
     scaler_counts,
@@ -49,7 +49,7 @@ def prepared(scaler: Scaler) -> Scaler:
         scaler.scale(paddle.zeros([1]))
     if scaler.is_enable():
         return agreeing(scaler)
-    if device_kind() == "cpu" and rehearsed() is None:
+    if device_kind() == "cpu" and rehearsal_dtype() is None:
         log.once(
             _log.warning,
             "a GradScaler does nothing on CPU: gradients are computed in float32 there",

@@ -21,7 +21,7 @@ from fleetpipe.dygraph.gradients import drop_gradients, gradient_of
 from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.parts import attached_part
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.optimizer import optimized_parameters, restricted
+from fleetpipe.paddle_api.optimizer import optimized_parameters, stepping_only
 
 Result = TypeVar("Result")
 
@@ -109,7 +109,7 @@ class Shards:
         Raises:
             PipelineTimeout: Some member did not come within the limit.
         """
-        with restricted(self._optimizer, self.owns) as any_owned:
+        with stepping_only(self._optimizer, self.owns) as any_owned:
             result = (step if any_owned else nothing)()
         self._publish()
         return result

@@ -20,7 +20,7 @@ from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.mesh.parts import PartOfWhole, attached_part, part_of, split_axis
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import parameters_in
-from fleetpipe.paddle_api.meta_parallel import Initializer, assigned_shape, attribute, sharded
+from fleetpipe.paddle_api.meta_parallel import Initializer, assigned_shape, attribute, shard_weights
 from fleetpipe.paddle_api.tensor import give_memory
 
 _ZEROS = paddle.nn.initializer.Constant(0.0)
@@ -112,7 +112,7 @@ class ParallelLayer(paddle.nn.Layer):
             """Returns the state as ``paddle.distributed.save_state_dict`` takes it."""
             state = self.state_dict(structured_name_prefix="")
             axes = {name: axis for name in state if (axis := split_axis(state[name])) is not None}
-            return sharded(state, axes, self.model_parallel_group, structured_name_prefix)
+            return shard_weights(state, axes, self.model_parallel_group, structured_name_prefix)
 
 
 class ShardOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without types

@@ -11,7 +11,7 @@ from fleetpipe import fleet, log
 from fleetpipe.aliases import Layer, Optimizer, Scaler
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.amp import checked_amp, rehearsed
+from fleetpipe.paddle_api.amp import checked_amp, rehearsal_dtype
 from fleetpipe.paddle_api.device import device_kind
 
 _log = log.logger(__name__)
@@ -63,7 +63,7 @@ def precision_of(
         ) from error
     if level == "O0":
         return Precision()
-    if device_kind() == "cpu" and rehearsed() is None:
+    if device_kind() == "cpu" and rehearsal_dtype() is None:
         log.once(
             _log.warning,
             "amp_configs: on a CPU auto_cast changes nothing; all is computed as it is",

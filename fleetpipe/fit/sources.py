@@ -16,7 +16,7 @@ from fleetpipe.io import DataLoader
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.loading import batches_of, ended
+from fleetpipe.paddle_api.loading import batches_of, closing
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class BatchSource:
             if type(self.loader) is paddle.io.DataLoader
             else self.loader
         )
-        with ended(items):
+        with closing(items):
             for number in count():
                 item = next(islice(items, 0 if positioned or number else taken, None), None)
                 rows = None if item is None else self._rows_of(item, left)

@@ -12,7 +12,7 @@ from fleetpipe.aliases import Layer
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
-from fleetpipe.paddle_api.amp import rehearsed
+from fleetpipe.paddle_api.amp import rehearsal_dtype
 from fleetpipe.paddle_api.device import device_kind
 
 LIBRARIES = ("paddlenlp", "paddleformers")
@@ -34,7 +34,7 @@ def refuse_library_options(model: Layer) -> None:
     if device_kind() != "cpu":
         return
     config = model.config
-    if config.dtype in ("float16", "bfloat16") and config.dtype != rehearsed():
+    if config.dtype in ("float16", "bfloat16") and config.dtype != rehearsal_dtype():
         raise ConfigError(
             f"the library's layers do not run in {config.dtype} on a CPU",
             got=f"{type(model).__name__} with config.dtype={config.dtype!r}",

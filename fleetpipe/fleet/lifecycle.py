@@ -30,7 +30,7 @@ from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees, Mesh, complete_order
 from fleetpipe.mesh.degree_checks import sharding_stage
 from fleetpipe.paddle_api import paddle, paddle_fleet, topology
-from fleetpipe.paddle_api.amp import rehearsed
+from fleetpipe.paddle_api.amp import rehearsal_dtype
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
 from fleetpipe.paddle_types import DistributedStrategy as Strategy
 from fleetpipe.paddle_types import Fleet, HybridCommunicateGroup, RoleMakerBase
@@ -307,7 +307,7 @@ def _rehearse(config: PipelineConfig) -> None:
 
 
 def _end_rehearsal() -> None:
-    if rehearsed() is not None:
+    if rehearsal_dtype() is not None:
         _rehearsal().end_rehearsal()
 
 

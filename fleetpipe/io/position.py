@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from fleetpipe.errors import CheckpointError, StateError, require_whole
 from fleetpipe.io.sample_streams import Key
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.loading import ended
+from fleetpipe.paddle_api.loading import closing
 
 
 def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class BatchesInTurn:
                     expected=f"{self._taken}, which the run that saved had taken",
                     fix="give the loader the data of that run, or begin anew",
                 )
-        with ended(batches):
+        with closing(batches):
             for batch in batches:
                 self._taken += 1
                 yield batch
@@ -222,7 +222,7 @@ class DrawnBatches:
         """Yields the batches of a pass, and counts each when the training takes it."""
         batches = iter(begin())
         ahead = self._ahead
-        with ended(batches):
+        with closing(batches):
             for batch in batches:
                 self._state = ahead.popleft()
                 yield batch

@@ -77,14 +77,14 @@ def _disagreement(
 ) -> ConfigError:
     subjects = [s for s in {**first, **other} if first.get(s) != other.get(s)]
 
-    def listed(facts: Mapping[str, str]) -> str:
+    def join(facts: Mapping[str, str]) -> str:
         shown = [f"{s} = {facts.get(s, 'nothing')}" for s in subjects[:_MOST_SHOWN]]
         return "; ".join(shown) + ("; .." if len(subjects) > _MOST_SHOWN else "")
 
     also = f" (nor do ranks {differing[1:]})" if len(differing) > 1 else ""
     return ConfigError(
         f"ranks 0 and {differing[0]} of the job do not run the same{also}",
-        expected=f"as on rank 0: {listed(first)}",
-        got=f"on rank {differing[0]}: {listed(other)}",
+        expected=f"as on rank 0: {join(first)}",
+        got=f"on rank {differing[0]}: {join(other)}",
         fix="start all ranks with the same script, arguments, environment and versions",
     )

@@ -120,12 +120,12 @@ def note_end(home: Path, rank: int, code: int) -> None:
     _append(home / "ended", rank, code)
 
 
-def started(home: Path) -> list[tuple[int, int]]:
+def started_ranks(home: Path) -> list[tuple[int, int]]:
     """Returns the ranks of an attempt with the numbers of their processes."""
     return _rows(home / "started")
 
 
-def ended(home: Path) -> list[tuple[int, int]]:
+def ended_ranks(home: Path) -> list[tuple[int, int]]:
     """Returns the ranks whose processes ended, the first one first, with their exit codes."""
     return _rows(home / "ended")
 

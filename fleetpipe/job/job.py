@@ -124,7 +124,7 @@ class Job:
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
         self.progress.synchronize = self._synchronize
         if connections is not None:
-            self.progress.awaited = self._awaited
+            self.progress.awaited = self._awaited_rank
             self.progress.queues = connections.queues
             self.progress.flights = connections.flights
 
@@ -453,7 +453,7 @@ class Job:
                 ends.callback(ending)
             self._transports, self._groups, self.endings = {}, {}, []
 
-    def _awaited(self) -> int | None:
+    def _awaited_rank(self) -> int | None:
         """Returns the rank of the job that this process waits for now, or None."""
         if self._pipeline is not None and (peer := self._pipeline.awaited) is not None:
             return self.pipeline_ranks()[peer]
@@ -468,7 +468,7 @@ class Job:
                 text = f"{name} {getattr(self.coordinate, axis)}, {text}"
         if self.degrees.replicas > 1:
             text = f"replica {self.replica}, {text}"
-        awaited = self._awaited()
+        awaited = self._awaited_rank()
         return text if awaited is None else f"{text}, waiting for rank {awaited}"
 
 

@@ -111,7 +111,7 @@ class RankRecord:
 
     def content(self) -> dict[str, Any]:
         """Returns the record as a JSON value, with times to the nanosecond."""
-        return {field.name: _rounded(getattr(self, field.name)) for field in fields(self)}
+        return {field.name: _round(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def of(cls, content: Mapping[str, object]) -> RankRecord:
@@ -131,9 +131,9 @@ class RankRecord:
         return record
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_rounded(item) for item in value]
+        return [_round(item) for item in value]
     return round(value, 9) if isinstance(value, float) else value
 
 

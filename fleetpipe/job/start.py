@@ -86,7 +86,7 @@ def begin_together(
                 members = mesh.along(mesh.coordinate(rank), ["pp"])
                 what = "having Paddle's groups connect neighbours"
                 # Sockets say themselves who is missing, before the watch would.
-                with paddle_groups.translated(), watch.limit(2 * timeout, what, members):
+                with paddle_groups.translating_errors(), watch.limit(2 * timeout, what, members):
                     pipeline = neighbours.connect(
                         *(connections, members, groups, store, f"{prefix}/neighbours", timeout)
                     )

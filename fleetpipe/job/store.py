@@ -88,7 +88,7 @@ class JobStore:
             # Paddle's own clients put a stroke before each key.
             self._sock.sendall(_COMMAND.pack(command) + _string(b"/" + key.encode()) + arguments)
         except OSError as error:
-            self._gone(error.strerror or str(error))
+            self._raise_gone(error.strerror or str(error))
 
     def _receive(self, size: int) -> bytes:
         data = bytearray()
@@ -100,9 +100,9 @@ class JobStore:
                 self._wait_on(limit)
                 continue
             except OSError as error:
-                self._gone(error.strerror or str(error))
+                self._raise_gone(error.strerror or str(error))
             if not more:
-                self._gone("it closed the connection")
+                self._raise_gone("it closed the connection")
             data += more
         return bytes(data)
 
@@ -116,7 +116,7 @@ class JobStore:
                 fix="read the log of rank 0",
             )
 
-    def _gone(self, why: str) -> NoReturn:
+    def _raise_gone(self, why: str) -> NoReturn:
         self.check()
         raise PeerFailed(
             "rank 0, which serves the job's store, is gone",

@@ -65,7 +65,7 @@ def _exit_code(home: Path, seen: Mapping[int, int]) -> int:
 
     A rank that fails because of another one may have ended before it, and says so by its code.
     """
-    codes = dict(attempt_files.ended(home))
+    codes = dict(attempt_files.ended_ranks(home))
     for rank, code in seen.items():
         codes.setdefault(rank, code)
     # The launcher may end a rank while that cleans up, and would see its signal alone.

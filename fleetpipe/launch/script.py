@@ -164,8 +164,8 @@ def remove_logs_beyond(folder: Path, ranks: int) -> None:
 
 def signal_ranks(home: Path, number: int) -> None:
     """Sends a signal to the processes of an attempt's ranks that have not ended."""
-    ended = {rank for rank, _ in attempt_files.ended(home)}
-    for rank, process in attempt_files.started(home):
+    ended = {rank for rank, _ in attempt_files.ended_ranks(home)}
+    for rank, process in attempt_files.started_ranks(home):
         if rank not in ended:
             with suppress(ProcessLookupError):
                 os.kill(process, number)

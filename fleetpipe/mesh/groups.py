@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from fleetpipe.errors import FleetPipeError, PeerFailed
 from fleetpipe.mesh import traffic, turns
-from fleetpipe.mesh.sums import added, added_up, copies
+from fleetpipe.mesh.sums import add, added_up, copies
 from fleetpipe.representation import shows
 from fleetpipe.transport.base import Transport, Value
 from fleetpipe.transport.wire.message import MessageKey
@@ -221,7 +221,7 @@ class DirectGroup(Group):
             PipelineTimeout: Some member did not come within the limit.
         """
         for tensor in tensors:
-            tensor.set_value(functools.reduce(added, self.all_gather(tensor.clone())))
+            tensor.set_value(functools.reduce(add, self.all_gather(tensor.clone())))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
         """Replaces each tensor by the one of the member named beside it. Collective.
@@ -255,12 +255,12 @@ class DirectGroup(Group):
                     continue
                 arrived, value = self.transport.try_receive(peer, first.key)
                 if arrived or wait:
-                    first.by_member[peer] = value if arrived else self._received(peer, first.key)
+                    first.by_member[peer] = value if arrived else self._receive(peer, first.key)
             if not first.complete:
                 return
             self._begun.pop(0)
 
-    def _received(self, peer: int, key: MessageKey) -> Value:
+    def _receive(self, peer: int, key: MessageKey) -> Value:
         return self.transport.receive(peer, key, self._timeout)
 
     def _peers(self) -> list[int]:

@@ -45,10 +45,10 @@ def added_up(parts: Sequence[Any], rank: int) -> Any:
             got=f"dtype {other_dtype} and shape {list(other_shape)} from member {differing}",
             fix="split the tensors in the same way on every member, and cast bools",
         )
-    return functools.reduce(added, parts)
+    return functools.reduce(add, parts)
 
 
-def added(total: Any, part: Any) -> Any:
+def add(total: Any, part: Any) -> Any:
     """Adds two tensors; those of 16 bits in float32, with the same bits: CPUs lack the kernel."""
     dtype = total.dtype
     if str(dtype).rpartition(".")[2] not in ("float16", "bfloat16"):

@@ -56,7 +56,7 @@ _counting: list[Traffic] = []
 
 
 @contextmanager
-def counted(clock: Callable[[], float] = time.thread_time) -> Iterator[Traffic]:
+def counting(clock: Callable[[], float] = time.thread_time) -> Iterator[Traffic]:
     """While this context is open, counts exchanges, and the seconds of ``clock`` in experts."""
     traffic = Traffic(clock=clock)
     _counting.append(traffic)

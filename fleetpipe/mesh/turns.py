@@ -161,7 +161,7 @@ class Turns:
         at_begin = at_end = self.state.suspend()
         spent = 0.0
 
-        def helped() -> None:
+        def run_first() -> None:
             nonlocal at_end, spent
             since = time.thread_time()
             with inherited:
@@ -170,16 +170,16 @@ class Turns:
             spent = time.thread_time() - since
 
         def aside() -> None:
-            first_side.run(helped)
+            first_side.run(run_first)
             done.set()
 
-        def resumed() -> None:
+        def run_second() -> None:
             at_begin()
             second()
 
         self._threads().put(aside)
         first_side.give()
-        second_side.run(resumed)
+        second_side.run(run_second)
         if not done.wait(self.limit):
             raise _stuck(self.limit)
         here.helped += spent

@@ -17,7 +17,7 @@ from fleetpipe.paddle_api import paddle
 _rehearsed: str | None = None
 
 
-def rehearsed() -> str | None:
+def rehearsal_dtype() -> str | None:
     """Returns the dtype of the active rehearsal of half precision; None without one."""
     return _rehearsed
 

@@ -57,11 +57,11 @@ def device_clock(clock: Callable[[], float] = time.perf_counter) -> Callable[[],
     if device_kind() == "cpu":
         return clock
 
-    def synchronized() -> float:
+    def read() -> float:
         synchronize()
         return time.perf_counter()
 
-    return synchronized
+    return read
 
 
 @contextmanager

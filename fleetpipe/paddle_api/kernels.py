@@ -50,12 +50,12 @@ def add_in_place(left: Tensor, right: Tensor) -> None:
     _add_in_place(left, right)
 
 
-def expanded(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def expand(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Broadcasts a tensor to ``shape``."""
     return _expand(tensor, shape)
 
 
-def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Reshapes a tensor to ``shape``."""
     return _reshape(tensor, shape)
 

@@ -171,7 +171,7 @@ def batches_of(loader: paddle.io.DataLoader, limit: float | None = None) -> Iter
 
 
 @contextmanager
-def ended(batches: Iterator[Any]) -> Iterator[None]:
+def closing(batches: Iterator[Any]) -> Iterator[None]:
     """Ends the threads and workers of an iterator of :func:`batches_of` at the end."""
     try:
         yield
@@ -227,7 +227,7 @@ __all__ = [
     "batches_of",
     "default_collate_fn",
     "default_convert_fn",
-    "ended",
+    "closing",
     "keep_workers_from_signals",
     "load_data_in_threads",
 ]

@@ -1,8 +1,8 @@
 """Fleet's ``meta_parallel``: pipelines, and the layers of tensor parallelism.
 
 2.6.2 lacks some names of the pipeline (:class:`LocalSharedLayerDesc` and those after it); on 3.3
-they are Paddle's own. ``flex_checkpoint`` (:func:`sharded`, :func:`resharding_within`) is in 3.3
-only.
+they are Paddle's own. ``flex_checkpoint`` (:func:`shard_weights`, :func:`resharding_within`) is in
+3.3 only.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def assigned_shape(initializer: object) -> list[int] | None:
     return list(assign._value.shape)
 
 
-def sharded(
+def shard_weights(
     state: Mapping[str, Tensor], axes: Mapping[str, int], group: PaddleGroup, prefix: str
 ) -> dict[str, Tensor]:
     """Returns 3.3's ``ShardedWeight`` of each tensor; the tensors in ``axes`` are shards."""
@@ -89,12 +89,12 @@ def resharding_within(context: Callable[[], ContextDecorator]) -> Iterator[None]
     gathering: Any = full_param.BaseAssembler
     gather = gathering.__iter__
 
-    def gathered(assembler: object) -> Iterator[tuple[str, Tensor]]:
+    def iterate(assembler: object) -> Iterator[tuple[str, Tensor]]:
         take = context()(functools.partial(next, gather(assembler), None))
         return iter(take, None)
 
     limited = context()(loading._load_state_dict)
-    with replaced((loading, "_load_state_dict", limited), (gathering, "__iter__", gathered)):
+    with replaced((loading, "_load_state_dict", limited), (gathering, "__iter__", iterate)):
         yield
 
 

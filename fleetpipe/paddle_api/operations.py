@@ -66,7 +66,7 @@ def is_silent(function: Function) -> bool:
     return getattr(function, "__name__", "") in _SILENT
 
 
-def noticed(function: Function) -> Function:
+def raising_version(function: Function) -> Function:
     """Wraps a silent operation so that the version of its target rises."""
 
     @functools.wraps(function)
@@ -142,15 +142,15 @@ _Choice = Callable[[], OperationListener]
 
 
 @contextmanager
-def intercepted(listener: OperationListener) -> Iterator[None]:
+def intercepting(listener: OperationListener) -> Iterator[None]:
     """While this context is open, operations and layer calls of this thread go to ``listener``."""
     thread, unheard = get_ident(), _Unheard()
 
-    def chosen() -> OperationListener:
+    def choose() -> OperationListener:
         return listener if get_ident() == thread else unheard
 
     names: list[tuple[Any, str, Any]] = [
-        (module, name, functools.partial(_called, chosen, "operation", function))
+        (module, name, functools.partial(_called, choose, "operation", function))
         for module, name, function in bound_operations()
     ]
     tensor: Mapping[str, Any] = vars(_Tensor)
@@ -158,20 +158,20 @@ def intercepted(listener: OperationListener) -> Iterator[None]:
         for name in methods:
             if name in tensor:
                 function = _apart(tensor[name]) if name == _ALIAS else tensor[name]
-                names.append((_Tensor, name, _method(chosen, heard, function)))
+                names.append((_Tensor, name, _method(choose, heard, function)))
     names += [
-        (_Tensor, "stop_gradient", _flag(chosen, tensor["stop_gradient"])),
+        (_Tensor, "stop_gradient", _flag(choose, tensor["stop_gradient"])),
         (_Tensor, "register_hook", _hook(tensor["register_hook"])),
-        (_Tensor, "data", _data(chosen, tensor["data"])),
-        (_Tensor, "shape", _shape(chosen, tensor["shape"])),
+        (_Tensor, "data", _data(choose, tensor["data"])),
+        (_Tensor, "shape", _shape(choose, tensor["shape"])),
         (_Tensor, "size", _size(tensor["size"])),
-        (paddle.nn.Layer, "__call__", _layer_call(chosen, paddle.nn.Layer.__call__)),
-        (paddle.nn.Layer, "__setattr__", _setting(chosen, paddle.nn.Layer.__setattr__)),
-        (core.eager.PyLayer, "apply", _apply(chosen, vars(core.eager.PyLayer)["apply"])),
+        (paddle.nn.Layer, "__call__", _layer_call(choose, paddle.nn.Layer.__call__)),
+        (paddle.nn.Layer, "__setattr__", _setting(choose, paddle.nn.Layer.__setattr__)),
+        (core.eager.PyLayer, "apply", _apply(choose, vars(core.eager.PyLayer)["apply"])),
     ]
     for name in _BACKWARDS:
         function = vars(core.eager)[name]
-        heard_by = functools.partial(_called, chosen, "backward", function)
+        heard_by = functools.partial(_called, choose, "backward", function)
         names.append((core.eager, name, heard_by))
     with replaced(*names):
         yield
@@ -278,7 +278,7 @@ def _setting(chosen: _Choice, put: Function) -> Function:
 
 
 def _apply(chosen: _Choice, apply: Any) -> Any:
-    def applied(kind: Any, *args: Any, **named: Any) -> Any:
+    def apply_class(kind: Any, *args: Any, **named: Any) -> Any:
         call = apply.__get__(None, kind)
         if kind.__name__ == "RecomputeFunction" and kind.__module__.startswith("paddle."):
             # ctx, the function, options in a number of their own in each version, *args.
@@ -291,7 +291,7 @@ def _apply(chosen: _Choice, apply: Any) -> Any:
             return chosen().recompute(lambda: call(*args, **named), args[0], operands)
         return chosen().operation(call, args, named)
 
-    return classmethod(applied)
+    return classmethod(apply_class)
 
 
 def bound_operations() -> Iterator[tuple[Any, str, Function]]:
@@ -340,10 +340,10 @@ def provide(operations: Mapping[str, Function]) -> None:
     """
     for module in (_C_ops, _legacy_C_ops):
         for name in operations.keys() & vars(module).keys():
-            setattr(module, name, _provided(operations[name], vars(module)[name]))
+            setattr(module, name, _with_replacement(operations[name], vars(module)[name]))
 
 
-def _provided(function: Function, stock: Function) -> Function:
+def _with_replacement(function: Function, stock: Function) -> Function:
     def operation(*args: Any) -> Any:
         if not paddle.in_dynamic_mode():
             return stock(*args)

@@ -26,7 +26,7 @@ from paddle.nn import clip as _stock_clip
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Program, Scheduler, Tensor, Variable
 from fleetpipe.paddle_api import paddle, replaced
-from fleetpipe.paddle_api.amp import rehearsed
+from fleetpipe.paddle_api.amp import rehearsal_dtype
 
 _clips: ModuleType = _stock_clip
 _any_framework: Any = _framework
@@ -56,10 +56,10 @@ def allow_no_parameters(applies: Callable[[], bool]) -> None:
     for kind in kinds:
         kinds += kind.__subclasses__()
         if "__init__" in vars(kind):
-            kind.__init__ = _filled(kind.__init__, applies)
+            kind.__init__ = _with_parameter(kind.__init__, applies)
 
 
-def _filled(stock: Callable[..., None], applies: Callable[[], bool]) -> Callable[..., None]:
+def _with_parameter(stock: Callable[..., None], applies: Callable[[], bool]) -> Callable[..., None]:
     """Wraps a constructor so that it gives ``stock`` a parameter if there is none."""
     signature = inspect.signature(stock)
 
@@ -90,14 +90,14 @@ def check_norms_by_hand(check: Callable[[list[Tensor]], None]) -> None:
     stock = decorated.__wrapped__
 
     @functools.wraps(stock)
-    def checked(parameters: Any, *more: Any, **named: Any) -> Tensor:
+    def check_and_clip(parameters: Any, *more: Any, **named: Any) -> Tensor:
         parameters = [parameters] if isinstance(parameters, paddle.Tensor) else list(parameters)
         check(parameters)
         return stock(parameters, *more, **named)
 
     for cell in decorated.__closure__:  # a script may have imported it before
         if cell.cell_contents is stock:
-            cell.cell_contents = checked
+            cell.cell_contents = check_and_clip
 
 
 def groups_of(optimizer: Optimizer) -> list[list[Tensor]]:
@@ -140,7 +140,7 @@ def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 @contextmanager
-def restricted(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Iterator[bool]:
+def stepping_only(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Iterator[bool]:
     """While this context is open, an optimizer steps only parameters for which ``kept`` is true.
 
     Yields:
@@ -156,11 +156,11 @@ def restricted(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Iterator
         listed = vars(wrapper).get("_parameter_list")
         if listed and not isinstance(listed[0], dict):
             holders.append((wrapper, "_parameter_list"))
-    with replaced(*((one, name, _chosen(getattr(one, name), kept)) for one, name in holders)):
+    with replaced(*((one, name, _choose(getattr(one, name), kept)) for one, name in holders)):
         yield any(map(kept, optimized_parameters(base)))
 
 
-def _chosen(listed: list[Tensor], kept: Callable[[Tensor], bool]) -> list[Tensor]:
+def _choose(listed: list[Tensor], kept: Callable[[Tensor], bool]) -> list[Tensor]:
     """Returns the parameters to step of a list of parameters, or of groups, which are dicts."""
     if not (listed and isinstance(listed[0], dict)):
         return list(filter(kept, listed))
@@ -301,7 +301,7 @@ def squared_norm(gradient: Tensor) -> Tensor:
         merged = _clips.merge_selected_rows(gradient)
         gradient = merged._get_tensor_from_selected_rows()
     half = gradient.dtype in (paddle.float16, paddle.bfloat16)
-    if half and gradient.place.is_cpu_place() and rehearsed() is None:
+    if half and gradient.place.is_cpu_place() and rehearsal_dtype() is None:
         # There the kernel is missing, and Paddle's own clip fails.
         gradient = gradient.astype("float32")
     return _clips._squared_l2_norm(gradient)

@@ -107,7 +107,7 @@ def overwrite(tensor: ScopeTensor, array: np.ndarray) -> None:
         tensor.set(array, _any_core.CPUPlace())
 
 
-def taken(source: ScopeTensor) -> ScopeTensor | list[int]:
+def take(source: ScopeTensor) -> ScopeTensor | list[int]:
     """Returns the contents of a dense tensor: a tensor that shares its data, or only a shape."""
     if not source._is_initialized():
         return source.shape()
@@ -117,7 +117,7 @@ def taken(source: ScopeTensor) -> ScopeTensor | list[int]:
 
 
 def put_back(tensor: ScopeTensor, held: ScopeTensor | list[int]) -> None:
-    """Restores the contents that :func:`taken` returned."""
+    """Restores the contents that :func:`take` returned."""
     if isinstance(held, list):
         tensor._set_dims(held)
     else:

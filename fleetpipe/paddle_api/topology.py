@@ -326,12 +326,12 @@ def beginning(
 def topology_made_by(make: Callable[[], Topology]) -> Iterator[None]:
     """While this context is open, ``fleet.init`` gets its topology from ``make``."""
 
-    def made(*_: object) -> Topology:
+    def make_topology(*_: object) -> Topology:
         _paddle_topology._HYBRID_PARALLEL_GROUP = hcg = make()
         return hcg
 
     classes = ("HybridCommunicateGroup", "EPHybridCommunicateGroup")
-    with replaced(*((_paddle_topology, name, made) for name in classes)):
+    with replaced(*((_paddle_topology, name, make_topology) for name in classes)):
         yield
 
 

@@ -56,13 +56,13 @@ class MemoryTransport:
             tree, tensors = take_apart(value)
         except Unfit as unfit:
             raise unfit.error(Route(key, self.rank, peer)) from None
-        structure = self._announced(peer, key, tree)
+        structure = self._announce(peer, key, tree)
         target = self._hub.endpoint(peer)
         if self._closed or target._closed:
             raise self._closed_by(peer, Route(key, self.rank, peer))
         self.messages += 1
         self.bytes_sent += structure.nbytes
-        leaves = bridge.detached(tensors)
+        leaves = bridge.detach(tensors)
         target._inbox.setdefault((self.rank, key), deque()).append(structure.rebuild(leaves))
 
     def try_receive(self, peer: int, key: MessageKey) -> tuple[bool, Value]:
@@ -110,7 +110,7 @@ class MemoryTransport:
             fix="close a transport only when all its messages are sent and received",
         )
 
-    def _announced(self, peer: int, key: MessageKey, tree: Tree) -> Structure:
+    def _announce(self, peer: int, key: MessageKey, tree: Tree) -> Structure:
         """Counts a structure that differs from the channel's last one, as a socket would."""
         channel = (peer, *key[:4])
         structure = self._structures.get(channel)

@@ -198,7 +198,7 @@ class StaticStage:
             for edge, tensors in outputs.items()
         }
         kept = {
-            name: tensor.shape() if by_shape else static.taken(tensor)
+            name: tensor.shape() if by_shape else static.take(tensor)
             for name, tensor, by_shape in runner.kept
         }
         self._kept[stage, micro_batch] = _Kept(kept, shapes)
@@ -223,7 +223,7 @@ class StaticStage:
         grads = self._differentiate(runner, runner.input_grad, key, output_grads)
         kept = self._kept[key].variables
         later = {
-            name: kept[name] if name in kept else static.taken(tensor)
+            name: kept[name] if name in kept else static.take(tensor)
             for name, tensor in runner.weight_grad.takes
         }
         self._kept[key] = _Kept(later, {})

@@ -23,7 +23,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import VERSION
-from fleetpipe.paddle_api.amp import rehearsed
+from fleetpipe.paddle_api.amp import rehearsal_dtype
 from tests.jobs import begun
 from tests.launching import command
 from tests.pipelines import batch, job, mlp_layers, pipeline, sgd
@@ -228,7 +228,7 @@ def test_a_rehearsal_lasts_as_long_as_the_job_or_is_refused_on_2_6() -> None:
         with job(2, rehearse="bfloat16"):
             assert paddle.amp.is_bfloat16_supported()
     assert current_job() is None
-    assert rehearsed() is None
+    assert rehearsal_dtype() is None
 
 
 def test_an_unknown_schedule_is_refused_with_the_nearest() -> None:

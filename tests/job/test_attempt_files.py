@@ -81,10 +81,10 @@ def test_a_page_says_which_step_a_rank_is_in(monkeypatch: Patch, tmp_path: Path)
 
 
 def test_the_launcher_tells_which_processes_began_and_ended(tmp_path: Path) -> None:
-    assert attempt_files.started(tmp_path) == attempt_files.ended(tmp_path) == []
+    assert attempt_files.started_ranks(tmp_path) == attempt_files.ended_ranks(tmp_path) == []
     for rank in (0, 1):
         attempt_files.note_start(tmp_path, rank, 100 + rank)
     attempt_files.note_end(tmp_path, 1, -9)
     attempt_files.note_end(tmp_path, 0, 1)
-    assert attempt_files.started(tmp_path) == [(0, 100), (1, 101)]
-    assert attempt_files.ended(tmp_path) == [(1, -9), (0, 1)]
+    assert attempt_files.started_ranks(tmp_path) == [(0, 100), (1, 101)]
+    assert attempt_files.ended_ranks(tmp_path) == [(1, -9), (0, 1)]

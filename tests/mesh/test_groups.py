@@ -46,7 +46,7 @@ def test_groups_of_one_mesh_do_not_take_each_others_messages(on_all: OnAll) -> N
             for peer in set(range(group.ranks)) - {group.rank}:
                 group.transport.send(peer, group._gather, f"{name} of {rank}")
         return {
-            name: [group._received(p, group._gather) for p in range(group.ranks) if p != group.rank]
+            name: [group._receive(p, group._gather) for p in range(group.ranks) if p != group.rank]
             for name, group in own.items()
         }
 

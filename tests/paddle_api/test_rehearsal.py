@@ -15,7 +15,7 @@ from paddle.amp import amp_lists
 
 from fleetpipe import log
 from fleetpipe.errors import ConfigError
-from fleetpipe.paddle_api.amp import rehearsed
+from fleetpipe.paddle_api.amp import rehearsal_dtype
 from fleetpipe.paddle_api.rehearsal import (
     end_rehearsal,
     rehearse,
@@ -172,10 +172,10 @@ def test_a_model_has_the_numbers_of_one_by_hand(level: str) -> None:
 def test_another_dtype_than_the_rehearsed_one_is_refused_and_all_is_put_back() -> None:
     before = paddle._C_ops.matmul, paddle.Tensor.__add__
     with rehearsing("float16"):
-        assert rehearsed() == "float16"
+        assert rehearsal_dtype() == "float16"
         with pytest.raises(ConfigError, match="to bfloat16, and the rehearsal is of float16"):
             paddle.amp.auto_cast(dtype="bfloat16").__enter__()
-    assert rehearsed() is None
+    assert rehearsal_dtype() is None
     assert (paddle._C_ops.matmul, paddle.Tensor.__add__) == before
 
 

@@ -15,7 +15,7 @@ from fleetpipe.capture.tracing.signature import with_numbers
 from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.operations import Function, intercepted
+from fleetpipe.paddle_api.operations import Function, intercepting
 
 #: More operations than a forward on the example has, and it is taken for an endless loop.
 _TIMES, _MORE = 10, 1000
@@ -53,7 +53,7 @@ class Trial:
         args, named = arguments_of(mapped(lambda tensor: tensor.clone(), inputs))
         walk = _Counted(self._model, self._most)
         try:
-            with kept(self._model), in_mode(self._model, training), intercepted(walk):
+            with kept(self._model), in_mode(self._model, training), intercepting(walk):
                 output = self._model(*args, **named)
         except (Exception, _Endless):
             # What the model itself refuses is nothing to compare.

@@ -17,7 +17,7 @@ from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import mapped, tensors_of
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.operations import intercepted
+from fleetpipe.paddle_api.operations import intercepting
 from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.parity.differences import largest_gap
 
@@ -64,7 +64,7 @@ def _of_model(
     """Runs the untouched model and returns what each node returned."""
     args, named = arguments_of(mapped(lambda tensor: tensor.clone(), inputs))
     recorded = _Recorded(model, unopened, keys)
-    with intercepted(recorded):
+    with intercepting(recorded):
         model(*args, **named)
     return recorded.outputs
 

@@ -20,7 +20,7 @@ from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.engine.engine import Engine
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.operations import intercepted
+from fleetpipe.paddle_api.operations import intercepting
 from fleetpipe.schedules import Placement, Plan, Schedule, forward_only
 from fleetpipe.schedules.action import GlobalMicroBatch
 from fleetpipe.transport import MemoryHub
@@ -66,7 +66,7 @@ class PlainLoop:
         """Runs one forward; see :class:`Side`."""
         args, named = arguments_of(inputs)
         # As the stages do, without gradients; a hook on one is no error then.
-        with paddle.no_grad(), intercepted(Walk(self.model, self._unopened)):
+        with paddle.no_grad(), intercepting(Walk(self.model, self._unopened)):
             return self.model(*args, **named)
 
 

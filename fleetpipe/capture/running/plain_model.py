@@ -18,7 +18,7 @@ from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.mesh.parts import attached_part
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import share_tables
-from fleetpipe.paddle_api.operations import intercepted, set_data
+from fleetpipe.paddle_api.operations import intercepting, set_data
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _FIRST = GlobalMicroBatch(0)
@@ -115,5 +115,5 @@ def called(
     if keys is None:
         return model(*args, **named)
     keys.micro_batch = micro_batch
-    with random_keys.keyed(keys, SoleGroup()), intercepted(Keyed(model, unopened, keys)):
+    with random_keys.keyed(keys, SoleGroup()), intercepting(Keyed(model, unopened, keys)):
         return model(*args, **named)

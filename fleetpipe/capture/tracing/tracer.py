@@ -49,9 +49,9 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import TABLES, buffers_in, sublayers_in
 from fleetpipe.paddle_api.operations import (
     Function,
-    intercepted,
+    intercepting,
     is_silent,
-    noticed,
+    raising_version,
     set_data,
     target_of,
 )
@@ -154,7 +154,7 @@ class _Tracer(Walk):
         for tensor in tensors_of(inputs):
             self._number(tensor)
         noted = self._noted(inputs)
-        with intercepted(self), noting(self.mark), draws.followed() if draws else nullcontext():
+        with intercepting(self), noting(self.mark), draws.followed() if draws else nullcontext():
             output = self._model(*args, **named)
         _require_tensors(self._model, output)
         nodes, marks = at_makers(self._nodes, self._marks)
@@ -334,7 +334,7 @@ class _Tracer(Walk):
             output = self._done(call)
         values, function = self._values, call.function
         if is_silent(function) and id(tensors[0]) in values:
-            function = noticed(function)
+            function = raising_version(function)
             note_write(tensors[0])
         changed = {id(t): t for t, version in zip(tensors, versions) if _version(t) != version}
         if call.is_users:

@@ -23,7 +23,7 @@ from fleetpipe.dygraph.backward.adding import Sums, count_own_hook, is_watched
 from fleetpipe.dygraph.backward.forwards import Forward, with_forwards
 from fleetpipe.dygraph.backward.lookup import add_gradient, has_large_table, look_up, summed
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.kernels import reshaped
+from fleetpipe.paddle_api.kernels import reshape
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS
 
 plain_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Embedding.forward
@@ -49,7 +49,7 @@ class LookupTable:
         apply: Callable[..., Tensor] = _LookUp.apply
         # The reshape stands outside: Paddle ignores hooks on what a PyLayer returns.
         output = apply(weight, x.detach().clone(), self)
-        return reshaped(output, output.shape)
+        return reshape(output, output.shape)
 
     @contextmanager
     def adding(self, sums: Sums) -> Iterator[None]:

@@ -19,7 +19,7 @@ from fleetpipe.aliases import Context, DType, Layer, Tensor
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import casts_automatically
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.kernels import expanded, product, reshaped, total
+from fleetpipe.paddle_api.kernels import expand, product, reshape, total
 from fleetpipe.paddle_api.tensor import saves_freely
 
 #: Numbers of an output, and of a row of it, from which the product takes less time than the sum.
@@ -80,12 +80,12 @@ class _Repeated(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(ctx: Context, vector: Tensor, shape: Sequence[int]) -> Tensor:
-        return expanded(vector, shape)
+        return expand(vector, shape)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        rows = reshaped(grad, [-1, grad.shape[-1]])
-        return reshaped(product(_ones(rows.shape[0], rows.dtype), rows), [-1])
+        rows = reshape(grad, [-1, grad.shape[-1]])
+        return reshape(product(_ones(rows.shape[0], rows.dtype), rows), [-1])
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ from fleetpipe.aliases import PaddleGroup, PaddleStore, Tensor
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import DirectGroup, Gathering, Group
-from fleetpipe.mesh.sums import added
+from fleetpipe.mesh.sums import add
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.topology import ranks_of
 from fleetpipe.transport.sockets.transport import connect
@@ -97,7 +97,7 @@ class Exchanges:
         """Fills ``out`` with the sum, or another reduction, of all members' parts for this one."""
         group = self.members()
         return Exchange(
-            group.begin_all_to_all(parts), lambda got: _fill([out], [reduced(got, operation)])
+            group.begin_all_to_all(parts), lambda got: _fill([out], [reduce(got, operation)])
         )
 
     def reduce_scatter_tensor(
@@ -139,7 +139,7 @@ def _on_calc_stream(name: str) -> Callable[..., Any]:
     return call
 
 
-def reduced(parts: Sequence[Tensor], operation: Any) -> Tensor:
+def reduce(parts: Sequence[Tensor], operation: Any) -> Tensor:
     """Returns the sum, or another reduction, of the members' tensors, in the members' order.
 
     Args:
@@ -155,7 +155,7 @@ def reduced(parts: Sequence[Tensor], operation: Any) -> Tensor:
     _require_alike([parts[0]] * len(parts), parts)
     total, *rest = parts
     for part in rest:
-        total = stock[operation](total, part) if operation in stock else added(total, part)
+        total = stock[operation](total, part) if operation in stock else add(total, part)
     # 2.6.2 has no average among its reductions.
     average = hasattr(kinds, "AVG") and operation == kinds.AVG
     return total / len(parts) if average else total
@@ -266,7 +266,7 @@ class OwnGroup(Exchanges):
 
     def _reduce(self, tensor: Any, operation: Any) -> None:
         parts = self._members.all_gather(tensor.detach().clone())
-        tensor.set_value(reduced(parts, operation))
+        tensor.set_value(reduce(parts, operation))
 
 
 for _name, _method in methods().items():

@@ -75,7 +75,7 @@ def made_for(number: int, store: JobStore, watch: Watch, timeout: float) -> Iter
                 groups.append(make(ranks, **options))
         return groups[made[members] - 1]
 
-    with limited, translated(), beginning(open_store, new_group):
+    with limited, translating_errors(), beginning(open_store, new_group):
         yield
     # The first rank of a group serves its store: it must not leave while others make it.
     meeting.meet(store, f"fleetpipe/{number}/groups", timeout)
@@ -110,7 +110,7 @@ _LIBRARY = re.compile(r"dynamic library \((\S+)\).*\(error code is [^:]*: (.*)\)
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translating_errors() -> Iterator[None]:
     """Turns failures of Gloo and of Paddle's store into errors that say what happened."""
     try:
         yield

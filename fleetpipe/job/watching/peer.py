@@ -61,10 +61,10 @@ def unpack(received: bytearray, seal: Seal | None) -> Iterator[dict[str, Any]]:
         if seal is not None:
             seal.check([frame], received[end:whole])
         del received[:whole]
-        yield _checked(parse(frame[_LENGTH.size :], _DEEPEST, _MOST_PARTS, _MOST_STRINGS))
+        yield _check(parse(frame[_LENGTH.size :], _DEEPEST, _MOST_PARTS, _MOST_STRINGS))
 
 
-def _checked(message: Any) -> dict[str, Any]:
+def _check(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("no object")
     kind = message.get("kind")

@@ -117,7 +117,7 @@ def _first(home: Path) -> tuple[int | None, int, Failure | None]:
     failures = [report.failure for report in attempt_files.failures(home)]
     ended = [
         (rank, attempt_files.code_of(home, rank) or code)
-        for rank, code in attempt_files.ended(home)
+        for rank, code in attempt_files.ended_ranks(home)
     ]
     failed = [(rank, code) for rank, code in ended if code]
     culprits = [(rank, code) for rank, code in failed if code != EXIT_CODE] or failed

@@ -84,7 +84,7 @@ class Local:
     def stop(self, number: int) -> None:
         """Asks the ranks to finish their step, save and end, by a signal; begins none any more."""
         signal_ranks(self._home, number)
-        if not attempt_files.started(self._home):
+        if not attempt_files.started_ranks(self._home):
             self._pods.stop()
 
     def kill(self) -> None:

@@ -120,5 +120,5 @@ class Pods:
 
 def end_sessions(home: Path) -> None:
     """Ends what the ranks of an attempt have left: each had a session of its own."""
-    for _, process in attempt_files.started(home):
+    for _, process in attempt_files.started_ranks(home):
         systems.end_session(process)

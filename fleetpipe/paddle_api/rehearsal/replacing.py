@@ -15,7 +15,7 @@ from fleetpipe import log
 from fleetpipe.aliases import DType, Tensor
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import VERSION, paddle, replaced
-from fleetpipe.paddle_api.amp import note_rehearsal, rehearsed
+from fleetpipe.paddle_api.amp import note_rehearsal, rehearsal_dtype
 from fleetpipe.paddle_api.operations import ARITHMETIC, Function, bound_operations
 from fleetpipe.paddle_api.rehearsal import rounding
 
@@ -101,18 +101,18 @@ class _Rehearsal:
 
     def _operation(self, function: Function, operation: str) -> Function:
         half = HALVES[self.dtype]
-        run = rounding.written if rounding.writes(operation) else rounding.computed
+        run = rounding.write if rounding.writes(operation) else rounding.compute
 
         @functools.wraps(function)
         def rehearsed_operation(*args: Any, **named: Any) -> Any:
             tensors = list(rounding.tensors_of((*args, *named.values())))
-            if tensors and run is rounding.computed:
+            if tensors and run is rounding.compute:
                 goal = automatic_dtype(operation, tensors)
                 if goal is not None:
                     only = tensors[0] if operation in NORMS else None
                     to_goal = functools.partial(_cast_to, goal, only)
-                    args = rounding.changed(to_goal, args)
-                    named = dict(zip(named, rounding.changed(to_goal, named.values())))
+                    args = rounding.convert(to_goal, args)
+                    named = dict(zip(named, rounding.convert(to_goal, named.values())))
                     tensors = list(rounding.tensors_of((*args, *named.values())))
             if not any(tensor.dtype == half for tensor in tensors):
                 return function(*args, **named)
@@ -149,7 +149,7 @@ def rehearse(dtype: str | None) -> None:
         dtype: ``"bfloat16"`` or ``"float16"``.
     """
     global _running
-    if dtype == rehearsed():
+    if dtype == rehearsal_dtype():
         return
     end_rehearsal()
     if dtype is not None:
@@ -159,7 +159,7 @@ def rehearse(dtype: str | None) -> None:
 
 
 def _is_rehearsed(dtype: str, place: object) -> bool:
-    return dtype == rehearsed()
+    return dtype == rehearsal_dtype()
 
 
 def end_rehearsal() -> None:

@@ -48,7 +48,7 @@ def tensors_of(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from (one for one in value if isinstance(one, _Tensor))
 
 
-def changed(change: Callable[[Tensor], Tensor], values: Iterable[Any]) -> Arguments:
+def convert(change: Callable[[Tensor], Tensor], values: Iterable[Any]) -> Arguments:
     """Applies a function to each tensor among the arguments of an operation."""
     return tuple(
         change(value)
@@ -60,17 +60,17 @@ def changed(change: Callable[[Tensor], Tensor], values: Iterable[Any]) -> Argume
     )
 
 
-def computed(
+def compute(
     function: Function, operation: str, half: DType, args: Arguments, named: Mapping[str, Any]
 ) -> Any:
     """Runs an operation in float32, and rounds the results that a GPU has in ``half``."""
     rounds = _gives_half(operation, half, (*args, *named.values()))
-    widen = functools.partial(_widened, half)
-    result = function(*changed(widen, args), **dict(zip(named, changed(widen, named.values()))))
-    return _rounded(result, operation, half) if rounds else result
+    widen = functools.partial(_widen, half)
+    result = function(*convert(widen, args), **dict(zip(named, convert(widen, named.values()))))
+    return _round(result, operation, half) if rounds else result
 
 
-def written(
+def write(
     function: Function, operation: str, half: DType, args: Arguments, named: Mapping[str, Any]
 ) -> Any:
     """Runs an operation that writes into its arguments on float32 copies, and copies these back.
@@ -78,14 +78,14 @@ def written(
     For a parameter that an optimizer steps, the copy is its master weight, if it has one.
     """
     copies = _Copies(half, list(tensors_of(args)))
-    wide = changed(copies.of, args)
+    wide = convert(copies.of, args)
     result = function(*wide, **named)
     results = wide[:1] if result is None else result if isinstance(result, tuple) else (result,)
     listed = tensors_of(value for value in wide if isinstance(value, list))
     copies.write_back((*listed, *tensors_of(results)))
     first, *rest = map(copies.original, results)
     if first is results[0] and all(first is not value for value in wide):
-        first = _rounded(first, operation, half)
+        first = _round(first, operation, half)
     return (first, *rest) if isinstance(result, tuple) else None if result is None else first
 
 
@@ -154,16 +154,16 @@ def _gives_half(operation: str, half: DType, values: Arguments) -> bool:
     return bool(floats[0].dtype == half)
 
 
-def _widened(half: DType, tensor: Tensor) -> Tensor:
+def _widen(half: DType, tensor: Tensor) -> Tensor:
     return cast(tensor, paddle.float32) if tensor.dtype == half else tensor
 
 
-def _rounded(result: Any, operation: str, half: DType) -> Any:
+def _round(result: Any, operation: str, half: DType) -> Any:
     if isinstance(result, _Tensor):
         return cast(result, half) if result.dtype == paddle.float32 else result
     if not isinstance(result, (tuple, list)):
         return result
     # What a normalization returns beside its output are statistics.
     count = 1 if "norm" in operation else len(result)
-    rounded = [_rounded(one, operation, half) for one in result[:count]]
+    rounded = [_round(one, operation, half) for one in result[:count]]
     return type(result)([*rounded, *result[count:]])

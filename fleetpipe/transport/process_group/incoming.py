@@ -11,8 +11,8 @@ from fleetpipe.errors import FleetPipeError, PipelineTimeout
 from fleetpipe.transport.base import Value
 from fleetpipe.transport.limit import Limit
 from fleetpipe.transport.process_group.lane import HEADER, READY, Lane, Task
-from fleetpipe.transport.process_group.outgoing import broken
-from fleetpipe.transport.sockets.transport import CLOSING_SECONDS, interrupted
+from fleetpipe.transport.process_group.outgoing import transfer_error
+from fleetpipe.transport.sockets.transport import CLOSING_SECONDS, interruption
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.bridge import Tensor
 from fleetpipe.transport.wire.message import MessageKey, Route, describe
@@ -36,7 +36,7 @@ class Arrival(NamedTuple):
 class Incoming:
     """Messages from one peer over transfers that return at once, as NCCL's do."""
 
-    _tensors = staticmethod(bridge.filled)
+    _tensors = staticmethod(bridge.reshape)
 
     def __init__(self, rank: int, lane: Lane) -> None:
         """Receives on ``lane``, which leads from the peer to this rank, ``rank``."""
@@ -86,7 +86,7 @@ class Incoming:
     def _accept(self, header: str) -> None:
         """Starts the transfers of the message that a header announces."""
         key, structure = self._read(header)
-        places = bridge.unfilled(structure.leaves)
+        places = bridge.empty_like(structure.leaves)
         tasks = [self._lane.transfer(carrier) for carrier in bridge.carriers(places)]
         self._arrivals.setdefault(key, deque()).append(Arrival(structure, places, tasks))
 
@@ -177,7 +177,7 @@ class ThreadedIncoming(Incoming):
     def _raise_failure(self, key: MessageKey) -> None:
         if self._error is not None or self._interrupted:
             route = Route(key, self._lane.peer, self._rank)
-            raise self._error or interrupted(route)
+            raise self._error or interruption(route)
 
     def _run(self) -> None:
         try:
@@ -186,7 +186,7 @@ class ThreadedIncoming(Incoming):
         except Exception as failure:
             route = Route(self._expected, self._lane.peer, self._rank)
             with self._changed:
-                self._error = broken(route, self._lane.peer, failure)
+                self._error = transfer_error(route, self._lane.peer, failure)
                 self._changed.notify_all()
 
     def _accept(self, header: str) -> None:

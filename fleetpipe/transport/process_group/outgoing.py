@@ -12,7 +12,7 @@ from fleetpipe.errors import FleetPipeError, PeerFailed, PipelineTimeout
 from fleetpipe.transport.base import Value
 from fleetpipe.transport.limit import Limit
 from fleetpipe.transport.process_group.lane import HEADER, READY, Lane, Task
-from fleetpipe.transport.sockets.transport import CLOSING_SECONDS, interrupted
+from fleetpipe.transport.sockets.transport import CLOSING_SECONDS, interruption
 from fleetpipe.transport.wire import bridge
 from fleetpipe.transport.wire.bridge import Tensor
 from fleetpipe.transport.wire.message import MessageKey, Route, check_key
@@ -80,7 +80,7 @@ class Outgoing:
         while not self._all_gone():
             parcels = [parcel for parcel, _ in self._leaving]
             if self._interrupted:
-                raise interrupted(parcels[0].route)
+                raise interruption(parcels[0].route)
             if limit.reached():
                 raise self._late(parcels, timeout)
             time.sleep(_POLL_SECONDS)
@@ -170,7 +170,7 @@ class ThreadedOutgoing(Outgoing):
         """Ends every wait, from any thread."""
         self._lane.end_waits()
         with self._changed:
-            self._error = self._error or interrupted(Route(HEADER, self._rank, self._lane.peer))
+            self._error = self._error or interruption(Route(HEADER, self._rank, self._lane.peer))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class ThreadedOutgoing(Outgoing):
                 self._transfer(parcel)
                 error = None
             except Exception as failure:
-                error = broken(parcel.route, self._lane.peer, failure)
+                error = transfer_error(parcel.route, self._lane.peer, failure)
             with self._changed:
                 self._error = self._error or error
                 self._waiting.popleft()
@@ -222,7 +222,7 @@ class ThreadedOutgoing(Outgoing):
             self._lane.transfer(tensor).wait()
 
 
-def broken(route: Route, peer: int, failure: Exception) -> FleetPipeError:
+def transfer_error(route: Route, peer: int, failure: Exception) -> FleetPipeError:
     """Returns the error of a message that a thread failed to send or receive."""
     if isinstance(failure, FleetPipeError):
         if route.key != HEADER:

@@ -163,7 +163,7 @@ class Connection:
         with contextlib.suppress(TransportError):
             self.inbox.fill(DRAINED_AT_END)
         deadline = time.monotonic() + limit
-        while self._unacknowledged() and time.monotonic() < deadline:
+        while self._holds_bytes() and time.monotonic() < deadline:
             time.sleep(0.001)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
@@ -186,9 +186,9 @@ class Connection:
                 if part:
                     pieces += [*part, self._seal.of(part)]
             nbytes = sum(map(len, pieces))
-        self.outbox.put(pieces, nbytes, functools.partial(bridge.detached, tensors))
+        self.outbox.put(pieces, nbytes, functools.partial(bridge.detach, tensors))
 
-    def _unacknowledged(self) -> bool:
+    def _holds_bytes(self) -> bool:
         """Whether TCP still holds bytes; a unix-domain socket has delivered them already."""
         if self._sock.family == systems.AF_UNIX or self.outbox.error or self.inbox.ended:
             return False

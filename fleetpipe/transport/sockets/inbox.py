@@ -330,7 +330,7 @@ class Inbox:
             count = min(len(target), self._end - self._begin)
             target[:count] = self._stage[self._begin : self._begin + count]
             self._begin += count
-            _filled(frame, count)
+            _advance(frame, count)
 
     def _read(self, frame: _Frame | None) -> bool:
         """Reads once from the socket; returns False if nothing has arrived or it has ended."""
@@ -340,7 +340,7 @@ class Inbox:
         if frame is not None and direct:
             count = self._receive_into(frame.targets[-1])
             if count:
-                _filled(frame, count)
+                _advance(frame, count)
             return count > 0
         if self._begin:
             rest = bytes(self._stage[self._begin : self._end])
@@ -371,7 +371,7 @@ class Inbox:
         return f"its connection closed within a message, a truncated {words}"
 
 
-def _filled(frame: _Frame, count: int) -> None:
+def _advance(frame: _Frame, count: int) -> None:
     target = frame.targets[-1]
     if count == len(target):
         frame.targets.pop()

@@ -141,7 +141,7 @@ class SocketTransport:
 
         Waits only if ``backlog`` bytes already wait for the peer.
         """
-        connection = self._connections.get(peer) or self._unconnected(peer, key)
+        connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
         if connection.outbox.backlog >= self._backlog:
             self._make_room(connection, key)
         nbytes, announced = connection.send(key, value)
@@ -155,7 +155,7 @@ class SocketTransport:
         Raises:
             TransportError: The peer's stream is damaged.
         """
-        connection = self._connections.get(peer) or self._unconnected(peer, key)
+        connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
         arrived, value = connection.inbox.take(key)
         if not arrived and connection.inbox.ended:
             raise connection.failure(Route(key, peer, self.rank))
@@ -245,7 +245,7 @@ class SocketTransport:
         self._woken.close()
         self._waker.close()
 
-    def _unconnected(self, peer: int, key: MessageKey) -> NoReturn:
+    def _raise_unconnected(self, peer: int, key: MessageKey) -> NoReturn:
         check_peer(self.rank, self.ranks, peer, key)
         raise TransportError(
             f"the transport of rank {self.rank} is closed",
@@ -324,7 +324,7 @@ class SocketTransport:
 
     def _raise_if_any_died(self, route: Route) -> None:
         if self._interrupted:
-            raise interrupted(route)
+            raise interruption(route)
         for connection in self._ended:
             inbox = connection.inbox
             if not inbox.orderly or inbox.reason:
@@ -346,7 +346,7 @@ class SocketTransport:
             self._waker.send(b"w")
 
 
-def interrupted(route: Route) -> PeerFailed:
+def interruption(route: Route) -> PeerFailed:
     """Returns the error of a wait that ends because some rank of the job failed."""
     return PeerFailed(
         "a rank of the job failed while this one waited",

@@ -63,7 +63,7 @@ def _in_dynamic_mode(function: Callable[..., _Result]) -> Callable[..., _Result]
 
 
 @_in_dynamic_mode
-def detached(tensors: list[Tensor]) -> list[Tensor]:
+def detach(tensors: list[Tensor]) -> list[Tensor]:
     """Returns leaves that share the data and have the same ``stop_gradient``."""
     leaves = [tensor.detach() for tensor in tensors]
     for leaf, tensor in zip(leaves, tensors):
@@ -86,7 +86,7 @@ def readable(
     They are the tensor's own memory if it is contiguous and on the CPU.
     """
     # A detached tensor keeps the data alive when the stage clears its own handle to it.
-    kept = plain(detached(tensors))
+    kept = plain(detach(tensors))
     return kept, memories(kept, leaves)
 
 
@@ -142,8 +142,8 @@ def byte_buffers(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
 def from_bytes(buffers: list[Tensor], leaves: Sequence[TensorLeaf]) -> list[Tensor]:
     """Returns the tensors whose bytes are in the filled :func:`byte_buffers`."""
     flat = iter(buffers)
-    whole = [_numbers(next(flat), n.dtype) if n.nbytes else unfilled([n])[0] for n in leaves]
-    return filled(whole, leaves)
+    whole = [_numbers(next(flat), n.dtype) if n.nbytes else empty_like([n])[0] for n in leaves]
+    return reshape(whole, leaves)
 
 
 def _numbers(flat: Tensor, dtype: str) -> Tensor:
@@ -154,7 +154,7 @@ def _numbers(flat: Tensor, dtype: str) -> Tensor:
 
 
 @_in_dynamic_mode
-def unfilled(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
+def empty_like(leaves: Iterable[TensorLeaf]) -> list[Tensor]:
     """Returns tensors on the computing device, to be filled through :func:`carriers`."""
     # Of no dimension, a tensor could not be seen as bytes where it is.
     return [paddle.empty(leaf.shape or (1,), DTYPES[leaf.dtype]) for leaf in leaves]
@@ -178,7 +178,7 @@ def _on_card(tensor: Tensor) -> Tensor:
 
 
 @_in_dynamic_mode
-def filled(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
+def reshape(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tensor]:
     """Returns received tensors with the number of dimensions that the sender's tensors had."""
     whole = []
     for tensor, leaf in zip(tensors, leaves):
@@ -191,7 +191,7 @@ def on_device(tensors: list[Tensor], leaves: Iterable[TensorLeaf]) -> list[Tenso
     """Moves filled tensors to the device that Paddle computes on, unless that is the CPU."""
     if device_kind() == "cpu":
         return tensors
-    return filled([to_device(tensor) for tensor in tensors], leaves)
+    return reshape([to_device(tensor) for tensor in tensors], leaves)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -136,7 +136,7 @@ class Header(NamedTuple):
 
 def pack_header(header: Header | tuple[int, ...]) -> bytes:
     """Returns the ``HEADER_BYTES`` bytes of a header, with a checksum and the current time."""
-    return _packed(header) + _MOMENT.pack(time.monotonic_ns())
+    return _pack(header) + _MOMENT.pack(time.monotonic_ns())
 
 
 def unpack_header(data: bytes) -> tuple[Header, int]:
@@ -148,17 +148,17 @@ def unpack_header(data: bytes) -> tuple[Header, int]:
     Raises:
         TransportError: The bytes are no header of this version, or are damaged.
     """
-    return _unpacked(data[: _WHOLE.size]), _MOMENT.unpack_from(data, _WHOLE.size)[0]
+    return _unpack(data[: _WHOLE.size]), _MOMENT.unpack_from(data, _WHOLE.size)[0]
 
 
 @functools.lru_cache(_KNOWN_HEADERS)
-def _packed(header: Header | tuple[int, ...]) -> bytes:
+def _pack(header: Header | tuple[int, ...]) -> bytes:
     fields = _FIELDS.pack(MAGIC, VERSION, *header)
     return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 
 @functools.lru_cache(_KNOWN_HEADERS)
-def _unpacked(data: bytes) -> Header:
+def _unpack(data: bytes) -> Header:
     magic, version, *fields, checksum = _WHOLE.unpack(data)
     if magic != MAGIC or checksum != zlib.crc32(data[: _FIELDS.size]):
         raise TransportError(

@@ -131,7 +131,7 @@ def decode(text: bytes) -> tuple[str, Structure]:
         name, tree = parse(text, _DEEPEST_LIST, _MOST_LISTS, _MOST_STRINGS)
         if type(name) is not str:
             raise ValueError("the name is no text")
-        structure = Structure(_checked(tree, DEEPEST))
+        structure = Structure(_to_tree(tree, DEEPEST))
         if structure.nbytes > min(LARGEST_PAYLOAD, _MEMORY_BYTES):
             raise ValueError(
                 f"{structure.nbytes} bytes of tensors, where this host has {_MEMORY_BYTES}"
@@ -171,7 +171,7 @@ def _rebuild(tree: Tree, tensors: Iterator[Any]) -> Any:
     return None if kind == "none" else _SCALARS[kind](tree[1])
 
 
-def _checked(node: Any, depth: int) -> Tree:
+def _to_tree(node: Any, depth: int) -> Tree:
     """Turns the lists of JSON into tuples and refuses a tree that no sender creates."""
     kind, rest = node[0], node[1:]
     if kind == "tensor":
@@ -194,13 +194,13 @@ def _checked(node: Any, depth: int) -> Tree:
         raise ValueError(f"unknown or too deep: {str(kind)[:40]!r}")
     if kind == "dict":
         return (kind, *(_entry(key, child, depth) for key, child in rest))
-    return (kind, *(_checked(child, depth - 1) for child in rest))
+    return (kind, *(_to_tree(child, depth - 1) for child in rest))
 
 
 def _entry(key: Any, child: Any, depth: int) -> tuple[str, Tree]:
     if type(key) is not str:
         raise ValueError("a key that is no text")
-    return key, _checked(child, depth - 1)
+    return key, _to_tree(child, depth - 1)
 
 
 def _known_dtype(dtype: str) -> str:

@@ -107,7 +107,7 @@ class Mirror(Twins):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_bytes_that_are_counted_are_those_that_cross(dtype: str) -> None:
     inputs, group = [t.astype(dtype) for t in Case(24, 4, 2, False).inputs], Mirror()
-    with traffic.counted() as seen:
+    with traffic.counting() as seen:
         for _ in range(2):
             attention(*inputs, ranks=SequenceRanks(group, SoleGroup()))  # type: ignore[arg-type]
     # Half of the queries, keys, values and outputs.

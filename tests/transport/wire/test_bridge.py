@@ -95,7 +95,7 @@ def test_detached_shares_data() -> None:
     tensor = paddle.ones([2])
     tensor.stop_gradient = False
     computed = tensor * 2
-    (leaf,) = bridge.detached([computed])
+    (leaf,) = bridge.detach([computed])
     assert leaf.data_ptr() == computed.data_ptr()
     assert leaf.is_leaf
     assert not leaf.stop_gradient
@@ -110,7 +110,7 @@ def test_in_static_mode() -> None:
         before = str(program)
         large = through_memory(sample_in_dynamic_mode([1 << 19]))
         filled = through_memory(tensor)
-        (leaf,) = bridge.detached([tensor])
+        (leaf,) = bridge.detach([tensor])
         assert str(program) == before
     finally:
         paddle.disable_static()
