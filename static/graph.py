@@ -109,7 +109,7 @@ class Graph:
         return "\n".join(lines)
 
 
-def needed(graph: Graph, numbers: Iterable[int], replicated: Collection[int]) -> list[int]:
+def dependencies(graph: Graph, numbers: Iterable[int], replicated: Collection[int]) -> list[int]:
     """Returns the replicated operations on which the given ones depend, in order.
 
     Args:

@@ -103,7 +103,7 @@ def refuse_foreign(program: Program, scope: Scope) -> None:
         if pipeline.local:
             continue
         variables = paddle.static.global_scope() if scope is None else scope
-        for name in sorted(_taken(program) & pipeline.elsewhere):
+        for name in sorted(_taken_names(program) & pipeline.elsewhere):
             if found_tensor(variables, name) is None:
                 raise ConfigError(
                     f"the program needs {name!r}, which another rank of the pipeline has",
@@ -114,7 +114,7 @@ def refuse_foreign(program: Program, scope: Scope) -> None:
                 )
 
 
-def _taken(program: Program) -> frozenset[str]:
+def _taken_names(program: Program) -> frozenset[str]:
     """Returns the parameters and statistics that a program takes; the result is cached."""
     names: frozenset[str] | None = getattr(program, _TAKEN, None)
     if names is None:

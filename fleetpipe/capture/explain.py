@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fleetpipe.capture.arguments import classes_of, plain_model
 from fleetpipe.capture.cutting.auto import places
 from fleetpipe.capture.cutting.cuts import Border
-from fleetpipe.capture.cutting.node_meter import measured, parameter_bytes
+from fleetpipe.capture.cutting.node_meter import measure_nodes, parameter_bytes
 from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
@@ -102,5 +102,5 @@ def explain(
         training.alive,
         parameter_bytes(training),
         training.unopened,
-        measured(capturing, training, named).layers[1:-1] if measure else None,
+        measure_nodes(capturing, training, named).layers[1:-1] if measure else None,
     )

@@ -13,7 +13,7 @@ from fleetpipe.partition import Bottleneck, fastest, uniform
 from fleetpipe.profiling.cost_model import StageCost, Stages, costs_of
 from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.profile import Profile
-from fleetpipe.profiling.recomputing import Recompute, everything, recomputed
+from fleetpipe.profiling.recomputing import Recompute, choose, everything
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.families.table import FAMILIES
 from fleetpipe.schedules.families.variants import variants
@@ -119,10 +119,10 @@ class PlanTask:
         slices = len(self.profile.slices)
         if FAMILIES[name].sliced:
             return [{"slices": slices}] if slices > 1 else []
-        return variants(name, self.micro_batches, self._hidden)
+        return variants(name, self.micro_batches, self._hidden_latency)
 
     @cached_property
-    def _hidden(self) -> float:
+    def _hidden_latency(self) -> float:
         """The longest latency, divided by the time of F and B of an even share of the layers."""
         sizes = [layer.output for layer in self.profile.layers[:-1]]
         latency = max(link.seconds(max(sizes, default=0)) for link in self.profile.links)
@@ -184,11 +184,11 @@ class PlanTask:
             busy, waiting = crossing(stage - 1, start)
             return stages.seconds(start, end) + busy + waiting + crossing(stage, end)[0]
 
-        def sent(start: int) -> int:
+        def bytes_sent(start: int) -> int:
             return self.profile.layers[start - 1].output if start else 0
 
         places, count = self.profile.cuts, self.profile.body
-        return fastest(places, count, parts, cost, stages.seconds, sent)
+        return fastest(places, count, parts, cost, stages.seconds, bytes_sent)
 
     def _crossing(self, shape: Placement, border: int, layer: int) -> tuple[float, float]:
         """Returns how long a value before ``layer`` keeps both ranks busy and delays the later."""
@@ -256,7 +256,7 @@ class PlanTask:
         costs = stages.cut(boundaries)
         peaks = peak_bytes(schedule, costs, self.optimizer_copies)
         if max(peaks) > self.cap and "recompute" in self.search:
-            recomputation = recomputed(
+            recomputation = choose(
                 schedule, layers, stages, boundaries, self.cap, self.optimizer_copies
             )
             chosen = everything(layers, boundaries) if recomputation is None else recomputation
@@ -283,7 +283,7 @@ class PlanTask:
         seconds = max(ends[-1] for ends in times.ends)
         return Candidate(seconds, most, schedule, boundaries, ((),) * (len(boundaries) - 1))
 
-    def searched(self, candidate: Candidate) -> Schedule | None:
+    def search_schedule(self, candidate: Candidate) -> Schedule | None:
         """Returns the schedule that ``auto`` finds for the cut of a candidate, or None."""
         shape = candidate.schedule.placement
         if shape.has_head or (shape.name == "wave" and shape.chunks == 2):

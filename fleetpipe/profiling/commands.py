@@ -10,7 +10,7 @@ from pathlib import Path
 from fleetpipe.arguments import new_file, number, positive, using
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
-from fleetpipe.profiling.estimating import estimates, shown
+from fleetpipe.profiling.estimating import estimates, estimates_table
 from fleetpipe.profiling.planner import SEARCH, plan
 from fleetpipe.profiling.profile import Profile
 
@@ -157,7 +157,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def run_estimate(arguments: argparse.Namespace) -> int:
     """Prints the costs of each schedule on several numbers of ranks, or of layouts of a cluster."""
     if arguments.cluster is not None:
-        sys.stdout.write(extra("clusters.commands").estimated(arguments) + "\n")
+        sys.stdout.write(extra("clusters.commands").estimate(arguments) + "\n")
         return 0
     extra("clusters.commands").require_no_cluster(arguments)
     profile = Profile.read(arguments.file)
@@ -171,5 +171,5 @@ def run_estimate(arguments: argparse.Namespace) -> int:
         return 0
     layers = [*profile.layers, *filter(None, [profile.loss])]
     alone = arguments.micro_batches * sum(layer.forward + layer.whole for layer in layers)
-    sys.stdout.write(shown(rows, alone) + "\n")
+    sys.stdout.write(estimates_table(rows, alone) + "\n")
     return 0

@@ -291,7 +291,7 @@ class Stages:
     def held(self, start: int, end: int) -> int:
         """Returns the bytes that a forward of these layers holds, with nothing recomputed."""
         last = self.end(end)
-        return int(self._sums[7][last] - self._sums[7][start]) + self._received(start)
+        return int(self._sums[7][last] - self._sums[7][start]) + self._input_bytes(start)
 
     def stage(self, start: int, end: int, recompute: Collection[int] = ()) -> StageCost:
         """Returns the costs of the layers ``start`` to ``end - 1``, the last ones with the loss.
@@ -304,7 +304,7 @@ class Stages:
         """
         last = self.end(end)
         times = [sums[last] - sums[start] for sums in self._sums[:4]]
-        received = self._received(start)
+        received = self._input_bytes(start)
         held, held_split, waiting = (
             int(sums[last] - sums[start]) + extra
             for sums, extra in zip(self._sums[7:], (received, received, 0))
@@ -347,7 +347,7 @@ class Stages:
             for start, end, layers in zip(boundaries, boundaries[1:], chosen)
         )
 
-    def _received(self, start: int) -> int:
+    def _input_bytes(self, start: int) -> int:
         """Returns the bytes of a stage's input, which stay whatever its first layer frees."""
         # That of the first stage is of the batch, which is there anyway.
         received = self._all[start - 1].output if start else 0

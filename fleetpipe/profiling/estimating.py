@@ -67,7 +67,7 @@ def estimates(
     return rows
 
 
-def shown(estimates_shown: Sequence[Estimate], alone: float) -> str:
+def estimates_table(estimates_shown: Sequence[Estimate], alone: float) -> str:
     """Writes the estimates as a table, with the speed-up over one rank.
 
     Args:

@@ -50,7 +50,7 @@ class Facts(NamedTuple):
     degrees: LayerDegrees | None = None
 
 
-def shown(facts: Facts) -> str:
+def describe(facts: Facts) -> str:
     """Returns a heading, a table of the stages and one of the ranks."""
     schedule, predicted = facts.schedule, facts.predicted
     placement = schedule.placement
@@ -82,7 +82,7 @@ def shown(facts: Facts) -> str:
     return "\n".join([heading, table(rows, left=(3,)), table(ranks)])
 
 
-def explained(facts: Facts) -> str:
+def name_bottleneck(facts: Facts) -> str:
     """Names the bottleneck (a rank's work, waiting or memory) and the gap to the lower bound."""
     return "\n".join([*_time(facts), *_memory(facts), *_recompute(facts)])
 

@@ -13,7 +13,7 @@ from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.profiling.cost_model import StageCost, costs_of
-from fleetpipe.profiling.explaining import Facts, Predicted, explained, shown
+from fleetpipe.profiling.explaining import Facts, Predicted, describe, name_bottleneck
 from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.recomputing import Recompute
 from fleetpipe.profiling.sizes import show_bytes
@@ -133,10 +133,10 @@ class PipelinePlan:
 
     def explain(self) -> str:
         """Names the bottleneck (work, waiting or memory) and the gap to the lower bound."""
-        return explained(self._facts)
+        return name_bottleneck(self._facts)
 
     def __str__(self) -> str:
-        return shown(self._facts)
+        return describe(self._facts)
 
     @property
     def _facts(self) -> Facts:

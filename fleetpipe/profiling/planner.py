@@ -93,7 +93,7 @@ def plan(
     names = tuple(LayerInfo(layer.name) for layer in profile.layers)
     best.schedule.verify()
     partition = Partition(best.boundaries, "plan", names)
-    return _costed(task, best.schedule, partition, best.recompute)
+    return _plan_of(task, best.schedule, partition, best.recompute)
 
 
 def fastest_cut(
@@ -143,10 +143,10 @@ def recosted(plan: PipelinePlan, profile: Profile) -> PipelinePlan:
     copies = plan.optimizer_copies
     cap = math.inf if plan.memory_cap is None else plan.memory_cap
     task = PlanTask(profile, plan.ranks, plan.micro_batches, cap, frozenset(SEARCH), copies)
-    return _costed(task, plan.schedule, plan.partition, plan.recompute)
+    return _plan_of(task, plan.schedule, plan.partition, plan.recompute)
 
 
-def _costed(
+def _plan_of(
     task: PlanTask, schedule: Schedule, partition: Partition, recompute: Recompute
 ) -> PipelinePlan:
     """Returns the plan of a schedule and a cut, with its predicted costs."""

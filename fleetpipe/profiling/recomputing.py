@@ -26,7 +26,7 @@ _ROUNDS = 4
 Recompute = tuple[tuple[int, ...], ...]
 
 
-def recomputed(
+def choose(
     schedule: Schedule,
     layers: Sequence[LayerCost],
     stages: Stages,

@@ -62,7 +62,7 @@ class _Search:
             outcomes += [self._with_schedule(one) for one in sorted(outcomes, key=self._score)[:1]]
             firsts += sorted(outcomes, key=self._score)[:1]
         firsts.sort(key=self._score)
-        return min((self._improved(first) for first in firsts[:_IMPROVED]), key=self._score)
+        return min((self._improve(first) for first in firsts[:_IMPROVED]), key=self._score)
 
     def _try(self, schedule: Schedule, boundaries: Boundaries) -> Outcome:
         self.left -= sum(map(len, schedule.actions))
@@ -73,26 +73,26 @@ class _Search:
             return _Score(candidate.peak, math.inf)
         return _Score(0, round(candidate.seconds / self.unit, 9), candidate.peak)
 
-    def _improved(self, first: Outcome) -> Outcome:
+    def _improve(self, first: Outcome) -> Outcome:
         """Moves the cut and searches a schedule in turn, as long as that helps."""
-        best = self._moved(first)
+        best = self._move_cut(first)
         for _ in range(_ROUNDS):
             better = self._with_schedule(best)
             if self._score(better) >= self._score(best):
                 break
-            best = self._moved(better)
+            best = self._move_cut(better)
         return best
 
     def _with_schedule(self, candidate: Outcome) -> Outcome:
         """Returns the better of a plan and of the same cut with a searched schedule."""
         if isinstance(candidate, Lack) or self.left <= 0:
             return candidate
-        schedule = self.task.searched(candidate)
+        schedule = self.task.search_schedule(candidate)
         if schedule is None:
             return candidate
         return min(candidate, self._try(schedule, candidate.boundaries), key=self._score)
 
-    def _moved(self, candidate: Outcome) -> Outcome:
+    def _move_cut(self, candidate: Outcome) -> Outcome:
         """Moves the cut under its present schedule: one border, or neighbouring ones together."""
         if "partition" not in self.task.search:
             return candidate

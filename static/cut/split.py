@@ -9,7 +9,7 @@ from functools import cached_property
 from fleetpipe.errors import BoundaryError, ConfigError, PartitionError
 from fleetpipe.schedules import Edge
 from fleetpipe.static.cut.names import Names
-from fleetpipe.static.graph import EVERYWHERE, Graph, Operation, needed
+from fleetpipe.static.graph import EVERYWHERE, Graph, Operation, dependencies
 
 GUARD = 'with paddle.static.device_guard("gpu:0"): .. with paddle.static.device_guard("gpu:1"): ..'
 
@@ -46,7 +46,7 @@ class Split:
         """Returns the operations that a stage computes, with its copies of floating ones."""
         placed = [number for number, at in enumerate(self.stage_of) if at == stage]
         replicated = {number for number, at in enumerate(self.stage_of) if at is None}
-        return sorted({*placed, *needed(self.graph, placed, replicated)})
+        return sorted({*placed, *dependencies(self.graph, placed, replicated)})
 
     @cached_property
     def stage_of_value(self) -> dict[int, int | None]:

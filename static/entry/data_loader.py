@@ -17,7 +17,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import numpy_dtype_name
 from fleetpipe.representation import shows
 from fleetpipe.static.graph import Item
-from fleetpipe.static.run.feeding import merged
+from fleetpipe.static.run.feeding import merge
 
 #: A tuple with a part per feed: numbers, or arrays.
 Sample = Sequence[Any]
@@ -114,7 +114,7 @@ class DataLoader:
         """
         return self.set_batch_generator(
             lambda: (
-                [self._stacked(index, part) for index, part in enumerate(zip(*samples))]
+                [self._stack(index, part) for index, part in enumerate(zip(*samples))]
                 for samples in reader()
             )
         )
@@ -145,7 +145,7 @@ class DataLoader:
         """Stops reading, so that the next :meth:`start` begins a new epoch."""
         self._items = None
 
-    def _stacked(self, index: int, parts: Sample) -> np.ndarray:
+    def _stack(self, index: int, parts: Sample) -> np.ndarray:
         array = np.stack([np.asarray(part) for part in parts]).astype(self._dtypes[index])
         shape = self._shapes[index][1:]
         return array if -1 in shape else array.reshape(len(parts), *shape)
@@ -174,5 +174,5 @@ def items_for(program: Program, feed: object) -> Iterator[Item] | None:
             fix="loader.start() before each epoch, loader.reset() after it; or feed by hand",
         )
     if len(started) > 1:
-        return (merged(parts) for parts in zip(*started))
+        return (merge(parts) for parts in zip(*started))
     return started[0] if started else None

@@ -76,7 +76,7 @@ class StaticOptimizer:
             ConfigError: The strategy or the optimizer asks for something that a static pipeline
                 cannot do.
         """
-        self.wrapped, self._checkpoints = marked(optimizer, strategy)
+        self.wrapped, self._checkpoints = unwrap(optimizer, strategy)
         self._strategy, self._begin, self._world_size = strategy, begin, world_size
         self._config = PipelineConfig.from_strategy(strategy)
         if self._config.guards:
@@ -145,7 +145,7 @@ class StaticOptimizer:
         startup = startup_program or paddle.static.default_startup_program()
         reader = readers.read(program)
         number = reader.number(loss)
-        trained = _trained(self.wrapped, parameters)
+        trained = _names_to_train(self.wrapped, parameters)
         cut = mark(replace(split(reader.graph), trained=trained), reader, self._checkpoints)
         if number is None or cut.stage_of_value[number] is None:
             raise ConfigError(
@@ -242,7 +242,7 @@ def _refuse_split_backward(schedule: Schedule) -> None:
         )
 
 
-def _trained(
+def _names_to_train(
     optimizer: Optimizer, parameters: Iterable[Variable | str] | None
 ) -> frozenset[str] | None:
     """Returns the names of the parameters that an optimizer trains; None if it trains all.
@@ -259,7 +259,7 @@ def _trained(
     return frozenset(one if isinstance(one, str) else one.name for one in chosen) or None
 
 
-def marked(
+def unwrap(
     optimizer: Optimizer, strategy: Strategy
 ) -> tuple[Optimizer, Sequence[Variable | str] | None]:
     """Returns the unwrapped optimizer, and the values marked for recompute.

@@ -109,7 +109,7 @@ def _array(name: str, value: object, declared: Declared) -> np.ndarray:
     elif isinstance(value, np.ndarray):
         array = value
     else:
-        array = _converted(name, value, declared)
+        array = _convert(name, value, declared)
     stored = "uint16" if declared.dtype == "bfloat16" else declared.dtype
     if array.dtype.name != stored:
         raise UsageError(
@@ -121,7 +121,7 @@ def _array(name: str, value: object, declared: Declared) -> np.ndarray:
     return array
 
 
-def _converted(name: str, value: object, declared: Declared) -> np.ndarray:
+def _convert(name: str, value: object, declared: Declared) -> np.ndarray:
     try:
         return np.asarray(value, None if declared.dtype == "bfloat16" else declared.dtype)
     except (TypeError, ValueError) as error:
@@ -169,7 +169,7 @@ def draw(items: Iterator[Item | Sequence[Item]], count: int) -> Item | None:
             item = next(items)
         except StopIteration:
             return None
-        parts = merged([item]) if isinstance(item, Mapping) else merged(item)
+        parts = merge([item]) if isinstance(item, Mapping) else merge(item)
         drawn.append({name: np.asarray(value) for name, value in parts.items()})
         if _rows(drawn[-1]) < _rows(drawn[0]):
             return None
@@ -180,7 +180,7 @@ def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
     return [item[name].shape[:1] for name in sorted(item)]
 
 
-def merged(parts: object) -> Item:
+def merge(parts: object) -> Item:
     """Joins the parts of a micro-batch: the dicts of one or several loaders."""
     if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Mapping) for p in parts):
         raise UsageError(
@@ -249,7 +249,7 @@ def _label(target: Variable | str) -> str:
     return str(target.name) if getattr(target, "has_name", True) else str(target)
 
 
-def combined(fetch: Fetch, values: Sequence[np.ndarray], how: str) -> np.ndarray:
+def combine(fetch: Fetch, values: Sequence[np.ndarray], how: str) -> np.ndarray:
     """Joins the values of all micro-batches into one result.
 
     Args:

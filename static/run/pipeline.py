@@ -25,7 +25,7 @@ from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Item
 from fleetpipe.static.run import reductions
 from fleetpipe.static.run.compiled import Compiled, Recipe
-from fleetpipe.static.run.feeding import FedBatch, Fetch, combined, draw
+from fleetpipe.static.run.feeding import FedBatch, Fetch, combine, draw
 from fleetpipe.static.run.random_streams import Streams
 
 
@@ -269,7 +269,7 @@ class StaticPipeline:
         values = compiled.stage.fetched.get(fetch.number)
         if values is None:
             return None
-        return combined(fetch, [values[k] for k in sorted(values)], self._config.fetch)
+        return combine(fetch, [values[k] for k in sorted(values)], self._config.fetch)
 
     def _everywhere(self, fetch: Fetch, result: np.ndarray | None) -> np.ndarray:
         """Sends a result to every rank of the pipeline. Collective over it."""

@@ -54,7 +54,7 @@ class ProgramParts:
         self._names = _lasting(pipeline.declared, names)
         trained = set(pipeline.parameters)
         tensors = {
-            self._names[name]: Held(self._shared(name), differs=name not in trained)
+            self._names[name]: Held(self._share(name), differs=name not in trained)
             for name in pipeline.declared
             if name in pipeline.persistable
         }
@@ -72,8 +72,8 @@ class ProgramParts:
         _require_expected(self._pipeline)
         return {
             self._names[name]: (
-                {kind: Held(self._shared(variable)) for kind, variable in kept.kinds.items()},
-                None if kept.master is None else Held(self._shared(kept.master)),
+                {kind: Held(self._share(variable)) for kind, variable in kept.kinds.items()},
+                None if kept.master is None else Held(self._share(kept.master)),
             )
             for name, kept in self._pipeline.kept.items()
         }
@@ -90,7 +90,7 @@ class ProgramParts:
         """Restores the last item of :meth:`streams`; the other stages start again."""
         self._pipeline.begin_streams(streams)
 
-    def _shared(self, name: str) -> Any:
+    def _share(self, name: str) -> Any:
         """Returns a dynamic tensor that shares the memory of a variable."""
         return dynamic(tensor_in(self._scope, name))
 

@@ -207,8 +207,8 @@ def test_a_forward_runs_twice_in_each_mode_whatever_cannot_be_opened(
     calls: list[Any] = []
     runs: list[Any] = []
     kinds = [type(f"Reads{number}", (Reads,), {}) for number in range(5)]
-    traced = capturing.traced
-    monkeypatch.setattr(capturing, "traced", lambda *given: runs.append(0) or traced(*given))
+    traced = capturing.record
+    monkeypatch.setattr(capturing, "record", lambda *given: runs.append(0) or traced(*given))
     model = nn.Sequential(nn.Linear(6, 6), *(kind() for kind in kinds))
     fleetpipe.explain(model, X[:2])
     # The first run finds all five, and is made again.

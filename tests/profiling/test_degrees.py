@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.profiling import LayerDegrees, Link, PipelinePlan, Profile, Transfer, plan, recosted
+from fleetpipe.profiling import (
+    LayerDegrees,
+    Link,
+    PipelinePlan,
+    Profile,
+    Transfer,
+    plan,
+    recosted,
+)
 from tests.profiling.models import BLOCK
 
 MIXTURE = replace(

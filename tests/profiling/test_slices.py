@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetpipe.errors import ConfigError
-from fleetpipe.profiling import LayerCost, Link, PipelinePlan, Profile, Transfer, plan, recosted
+from fleetpipe.profiling import (
+    LayerCost,
+    Link,
+    PipelinePlan,
+    Profile,
+    Transfer,
+    plan,
+    recosted,
+)
 from fleetpipe.profiling.estimating import estimates
 from fleetpipe.profiling.memory import peak_bytes
 from fleetpipe.profiling.splits.slice_lengths import balanced

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from fleetpipe.capture.cutting.cuts import AtCall, Border, SplitPoint
-from fleetpipe.capture.cutting.in_place import parted, spans
+from fleetpipe.capture.cutting.in_place import spans, split_state
 from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
@@ -59,7 +59,7 @@ def places(training: Capture, evaluation: Capture) -> tuple[dict[int, Border], d
             refused[number] = "no call of a sublayer is beside it, to name the place"
         elif not _is_in(evaluation, border):
             refused[number] = "in evaluation the forward does not come here"
-        elif name := parted(written, (number, border.start(evaluation))):
+        elif name := split_state(written, (number, border.start(evaluation))):
             refused[number] = f"{name!r} is used on both sides, and the forward writes into it"
         else:
             borders[number] = border
@@ -85,7 +85,7 @@ def _border(trace: Capture, number: int) -> Border | None:
     return None
 
 
-def chosen(
+def choose(
     profile: Profile,
     places: Mapping[int, Border],
     stages: int,
@@ -112,7 +112,7 @@ def chosen(
     )
 
 
-def agreed(job: Job | None, measure: Callable[[], Profile]) -> Profile:
+def measure_once(job: Job | None, measure: Callable[[], Profile]) -> Profile:
     """Measures on one rank and returns the result on every rank. Collective over the job."""
     if job is None or job.local:
         return measure()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fleetpipe.capture.cutting.auto import Choice, agreed, chosen, places
+from fleetpipe.capture.cutting.auto import Choice, choose, measure_once, places
 from fleetpipe.capture.cutting.cuts import Border
-from fleetpipe.capture.cutting.node_meter import measured
+from fleetpipe.capture.cutting.node_meter import measure_nodes
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec, borders_of
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
@@ -61,7 +61,7 @@ def cut_of(
     look = signature_of(capturing.example)
     training = capturing(look, True)
     if isinstance(spec, PipelinePlan):
-        return Cut(_planned(training, capturing(look, False), spec, head))
+        return Cut(_borders_of_plan(training, capturing(look, False), spec, head))
     if not isinstance(spec, str) or spec != AUTO:
         return Cut(tuple(borders_of(spec, capturing.model, training, stages)))
     if stages is None:
@@ -80,12 +80,12 @@ def cut_of(
             fix="call sublayers so, or use fewer ranks or chunks; fleetpipe.explain(model, "
             "example) shows what is called",
         )
-    profile = agreed(current_job(), lambda: measured(capturing, training, named))
-    choice = chosen(profile, named, stages, memory_cap)
+    profile = measure_once(current_job(), lambda: measure_nodes(capturing, training, named))
+    choice = choose(profile, named, stages, memory_cap)
     return Cut(choice.borders, choice)
 
 
-def _planned(
+def _borders_of_plan(
     training: Capture, evaluation: Capture, plan: PipelinePlan, head: Sequence[str]
 ) -> tuple[Border, ...]:
     """Returns the borders of a plan; raises ConfigError for a plan of another model."""

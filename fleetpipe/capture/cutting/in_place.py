@@ -35,7 +35,7 @@ def _span(name: str, nodes: Sequence[Node]) -> Span | None:
     return Span(users[0], users[-1]) if users else None
 
 
-def parted(written: Spans, starts: Sequence[int]) -> str | None:
+def split_state(written: Spans, starts: Sequence[int]) -> str | None:
     """Names a state that is used on both sides of a border; None if there is none.
 
     Args:
@@ -61,7 +61,7 @@ def require_one_stage(runs: Sequence[tuple[Capture, Sequence[int]]]) -> None:
     traces, cuts = zip(*runs)
     for starts in zip(*cuts):
         written = spans(traces)
-        name = parted(written, starts)
+        name = split_state(written, starts)
         if name is not None:
             before, after = _sides(name, runs)
             raise CaptureError(

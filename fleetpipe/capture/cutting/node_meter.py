@@ -32,7 +32,7 @@ MOST_ALIKE = 5
 SECONDS = 1.0
 
 
-def measured(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Profile:
+def measure_nodes(capturing: Capturing, trace: Capture, places: Iterable[int]) -> Profile:
     """Measures each node by itself on the example, and restores the model.
 
     Gradients are cleared.

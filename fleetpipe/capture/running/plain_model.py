@@ -9,7 +9,7 @@ from typing import Any
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing.capturing import switch
-from fleetpipe.capture.tracing.signature import completed
+from fleetpipe.capture.tracing.signature import complete
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.capture.vocabulary import with_logits
 from fleetpipe.dygraph import random_keys
@@ -90,7 +90,7 @@ class Untouched(ModelWithParts):
         """Calls the model."""
         keys = random_keys.current()
         micro_batch = _FIRST if keys is None else keys.micro_batch
-        inputs = completed(inputs, self._example)
+        inputs = complete(inputs, self._example)
         output = called(self._model, inputs, self._unopened, keys, micro_batch)
         return with_logits(self._model, output)
 

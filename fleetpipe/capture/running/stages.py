@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fleetpipe.aliases import Nest
 from fleetpipe.capture.running.replay import LOOK
 from fleetpipe.capture.running.variants import Form, Forms
-from fleetpipe.capture.tracing.signature import Signature, completed, signature_of
+from fleetpipe.capture.tracing.signature import Signature, complete, signature_of
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.engine.stage import Values
 from fleetpipe.schedules import Edge
@@ -45,7 +45,7 @@ class CapturedStages:
         if stage:
             look = value.get(LOOK, forms.first)
         else:
-            value = completed(value, forms.capturing.example)
+            value = complete(value, forms.capturing.example)
             look = signature_of(value)
         return forms.of(look, self._training()), value
 

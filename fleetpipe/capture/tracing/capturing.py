@@ -12,7 +12,7 @@ from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing.model_snapshot import python_state_kept, state_kept
 from fleetpipe.capture.tracing.place import raised_at
 from fleetpipe.capture.tracing.signature import Signature, numbers_like, signature_of
-from fleetpipe.capture.tracing.tracer import traced
+from fleetpipe.capture.tracing.tracer import record
 from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.capture.tracing.walk import Unopened
 from fleetpipe.dygraph.nest import outline
@@ -103,7 +103,7 @@ class Capturing:
         try:
             # As each will run: nothing in evaluation needs a gradient.
             with self.notice_if_slow(), in_mode(model, training), paddle.set_grad_enabled(training):
-                return traced(model, inputs, self.unopened, self.losses)
+                return record(model, inputs, self.unopened, self.losses)
         except FleetPipeError:
             raise
         except Exception as error:

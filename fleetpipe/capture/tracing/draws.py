@@ -86,16 +86,16 @@ class Draws:
             self._last = self._states()
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Watches lines while this context is open."""
         before = sys.gettrace()
-        sys.settrace(self._begun)
+        sys.settrace(self._begin)
         try:
             yield
         finally:
             sys.settrace(before)
 
-    def _begun(self, frame: FrameType, event: str, value: Any) -> _Follow | None:
+    def _begin(self, frame: FrameType, event: str, value: Any) -> _Follow | None:
         module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         follows = not self._inside and is_users(frame) and module not in _DRAWING
         return self._line if follows else None

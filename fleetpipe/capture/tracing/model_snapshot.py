@@ -60,7 +60,7 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
         for layer in layers
         for holder in (parameters_in(layer), buffers_in(layer))
     ]
-    tensors = {id(t): _kept(t) for _, held in places for t in held.values() if t is not None}
+    tensors = {id(t): _copy(t) for _, held in places for t in held.values() if t is not None}
     holders = _restores((vars(layer)[kind] for layer in layers for kind in TABLES), tensors)
     attributes_of_run = nullcontext() if id(model) in _waiting else python_state_kept(model)
     with random_states_kept(), attributes_of_run:
@@ -74,10 +74,10 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
             for now, before in attributes:
                 # It was None, and its place was taken by a tensor.
                 now.update((name, before[name]) for name in before.keys() - now.keys())
-            changed.update(key for key, kept in tensors.items() if _restored(kept))
+            changed.update(key for key, kept in tensors.items() if _restore(kept))
 
 
-def _kept(tensor: Tensor) -> _Kept:
+def _copy(tensor: Tensor) -> _Kept:
     memory = None
     if has_memory(tensor):
         memory = tensor.detach()
@@ -85,7 +85,7 @@ def _kept(tensor: Tensor) -> _Kept:
     return _Kept(tensor, memory, not tensor.stop_gradient)
 
 
-def _restored(kept: _Kept) -> bool:
+def _restore(kept: _Kept) -> bool:
     """Restores a tensor; returns whether it had changed."""
     tensor, memory, trained = kept
     if memory is None:

@@ -63,7 +63,7 @@ UNKNOWN = Obstacle(
 )
 
 
-def kept(name: str) -> Obstacle:
+def keeps_tensor(name: str) -> Obstacle:
     """A tensor becomes an attribute."""
     return Obstacle(
         f"keeps a tensor as {name!r}",
@@ -81,7 +81,7 @@ def kept_by(path: str, name: str) -> Obstacle:
     )
 
 
-def returned(name: str) -> Obstacle:
+def returns_number(name: str) -> Obstacle:
     """A sublayer returns a number that depends on the batch."""
     return Obstacle(
         f"uses a number of Python's that {name} makes of those in a tensor, or of chance",

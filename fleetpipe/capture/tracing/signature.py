@@ -33,7 +33,7 @@ def signature_of(value: Nest) -> Signature:
     Raises:
         CaptureError: They contain something other than tensors and plain values.
     """
-    return json.dumps(_described(value))
+    return json.dumps(_describe(value))
 
 
 def numbers_like(signature: Signature, example: Nest) -> Nest:
@@ -45,13 +45,13 @@ def numbers_like(signature: Signature, example: Nest) -> Nest:
     """
     numbers = tensors_of(example)
 
-    def filled(zeros: Tensor) -> Tensor:
+    def fill(zeros: Tensor) -> Tensor:
         tensor = next(numbers, zeros)
         if tensor.dtype != zeros.dtype or not tensor.size:
             return zeros
         return with_numbers(tensor, lambda numbers: np.resize(numbers, zeros.shape))
 
-    return mapped(filled, _made(json.loads(signature)))
+    return mapped(fill, _build(json.loads(signature)))
 
 
 def with_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
@@ -63,13 +63,13 @@ def with_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
     return paddle.to_tensor(change(numbers)).astype(tensor.dtype)
 
 
-def _described(value: Nest) -> Any:
+def _describe(value: Nest) -> Any:
     if isinstance(value, paddle.Tensor):
         return {"tensor": [str(value.dtype).rpartition(".")[2], list(value.shape)]}
     if isinstance(value, (tuple, list)):
-        return {type(value).__name__: [_described(item) for item in value]}
+        return {type(value).__name__: [_describe(item) for item in value]}
     if isinstance(value, dict):
-        return {"dict": {key: _described(item) for key, item in value.items()}}
+        return {"dict": {key: _describe(item) for key, item in value.items()}}
     if isinstance(value, PLAIN):
         return {"plain": value}
     raise CaptureError(
@@ -80,20 +80,20 @@ def _described(value: Nest) -> Any:
     )
 
 
-def _made(described: Any) -> Nest:
+def _build(described: Any) -> Nest:
     ((kind, content),) = described.items()
     if kind == "tensor":
         dtype, shape = content
         return paddle.zeros(shape, dtype)
     if kind == "dict":
-        return {key: _made(item) for key, item in content.items()}
+        return {key: _build(item) for key, item in content.items()}
     if kind == "plain":
         return content
-    items = [_made(item) for item in content]
+    items = [_build(item) for item in content]
     return items if kind == "list" else tuple(items)
 
 
-def completed(inputs: Nest, example: Nest) -> Nest:
+def complete(inputs: Nest, example: Nest) -> Nest:
     """Adds the plain values of an example to inputs that lack them.
 
     A batch consists of tensors; other arguments of the forward come from the example. Tensors that
@@ -105,15 +105,15 @@ def completed(inputs: Nest, example: Nest) -> Nest:
     """
     if isinstance(example, (tuple, list)) and isinstance(inputs, paddle.Tensor):
         inputs = (inputs,)
-    return _completed(inputs, example)
+    return _complete(inputs, example)
 
 
-def _completed(inputs: Nest, example: Nest) -> Nest:
+def _complete(inputs: Nest, example: Nest) -> Nest:
     if isinstance(example, PLAIN):
         return example if inputs is None else inputs
     if isinstance(example, dict) and isinstance(inputs, dict):
         values = {
-            key: _completed(inputs.get(key), item)
+            key: _complete(inputs.get(key), item)
             for key, item in example.items()
             if key in inputs or not _has_tensors(item)
         }
@@ -124,7 +124,7 @@ def _completed(inputs: Nest, example: Nest) -> Nest:
             inputs = rebuilt(inputs, [*inputs, *missing]) if missing else inputs
         elif any(_has_plain(item) for item in missing if not _has_tensors(item)):
             raise _no_place(inputs, example)
-        pairs = map(_completed, inputs, example)
+        pairs = map(_complete, inputs, example)
         return rebuilt(inputs, [*pairs, *inputs[len(example) :]])
     if inputs is not None and not isinstance(example, paddle.Tensor) and _has_plain(example):
         raise _no_place(inputs, example)

@@ -14,7 +14,7 @@ from typing import Any
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.capture.tracing.place import asked_by_paddle
-from fleetpipe.capture.tracing.value import changed
+from fleetpipe.capture.tracing.value import map_parts
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.operations import Function
 from fleetpipe.paddle_api.random import generator_states
@@ -93,7 +93,7 @@ class Size:
         return size
 
 
-def _computed(function: Function, swapped: bool = False) -> Function:
+def _on_sizes(function: Function, swapped: bool = False) -> Function:
     def compute(*arguments: Any) -> Any:
         size: Size = arguments[0]
         return size.made(function, *(reversed(arguments) if swapped else arguments))
@@ -106,14 +106,14 @@ def _read(function: Function) -> Function:
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Size, f"__{_name}__", _computed(getattr(operator, _name)))
-    setattr(Size, f"__r{_name}__", _computed(getattr(operator, _name), swapped=True))
+    setattr(Size, f"__{_name}__", _on_sizes(getattr(operator, _name)))
+    setattr(Size, f"__r{_name}__", _on_sizes(getattr(operator, _name), swapped=True))
 _OPERATORS: Mapping[str, Function] = {
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")},
     "bool": bool,
 }
 for _name, _function in _OPERATORS.items():
-    setattr(Size, f"__{_name}__", _computed(_function))
+    setattr(Size, f"__{_name}__", _on_sizes(_function))
 _READS: tuple[Any, ...] = (operator.index, int, float, hash, str, repr, format)
 for _function in _READS:
     setattr(Size, f"__{_function.__name__}__", _read(_function))
@@ -121,7 +121,7 @@ for _function in _READS:
 
 def whole(value: Nest) -> Nest:
     """Replaces each :class:`Size` in ``value`` by its number."""
-    return changed(value, lambda leaf: leaf.value if type(leaf) is Size else leaf)
+    return map_parts(value, lambda leaf: leaf.value if type(leaf) is Size else leaf)
 
 
 def tensors_in(value: Nest) -> list[Tensor]:
@@ -259,7 +259,7 @@ class Sizes:
             return self._note(made, None)
         for like in (paddle.ones_like, paddle.zeros_like):
             masked = {id(one): like(selected.get(id(one), one)) for one in masks}
-            tried = _tried(function, arguments, {**selected, **masked})
+            tried = _try(function, arguments, {**selected, **masked})
             if tried is None or [*map(_shape, tried)] != [*map(_shape, made)]:
                 break
         if masks and tried is not None:
@@ -288,11 +288,11 @@ def _longer(tensor: Tensor, other: Sequence[int] | None = None) -> Tensor:
     return paddle.zeros(shape, tensor.dtype)
 
 
-def _tried(
+def _try(
     function: Function, arguments: Nest, replacements: Mapping[int, Tensor]
 ) -> list[Tensor] | None:
     """Runs an operation on tensors of other sizes; returns None if it fails."""
-    args, named = changed(arguments, lambda leaf: replacements.get(id(leaf), leaf))
+    args, named = map_parts(arguments, lambda leaf: replacements.get(id(leaf), leaf))
     try:
         return tensors_in(function(*args, **named))
     except Exception:

@@ -35,7 +35,7 @@ class RunState:
 
     def _find(self, model: Layer) -> None:
         for path, layer in model.named_sublayers(include_self=True):
-            for name, tensor in _held(layer):
+            for name, tensor in _own_tensors(layer):
                 whole = f"{path}.{name}" if path else name
                 if id(tensor) not in self._owned:
                     self._tensors.append((tensor, tensor.inplace_version))
@@ -43,7 +43,7 @@ class RunState:
                 self._places[id(tensor)] += 1
         for layer in model.sublayers(include_self=True):
             parts = layer.sublayers(include_self=True)
-            names = {self._owned[id(t)].path for part in parts for _, t in _held(part)}
+            names = {self._owned[id(t)].path for part in parts for _, t in _own_tensors(part)}
             self._of_layer[id(layer)] = frozenset(names)
 
     def get(self, tensor: Tensor) -> Owned | None:
@@ -171,7 +171,7 @@ class RunState:
         return None
 
 
-def _held(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+def _own_tensors(layer: Layer) -> Iterator[tuple[str, Tensor]]:
     """Yields the parameters and buffers that a layer has itself, by name."""
     for name, tensor in [*parameters_in(layer).items(), *buffers_in(layer).items()]:
         if tensor is not None:

@@ -37,8 +37,8 @@ from fleetpipe.capture.tracing.value import (
     Owned,
     Ref,
     ValueId,
-    changed,
     like,
+    map_parts,
     parts,
 )
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
@@ -69,7 +69,7 @@ class _Refused(BaseException):
         self.error = error
 
 
-def traced(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any] = ()) -> Capture:
+def record(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any] = ()) -> Capture:
     """Runs a model's forward once and returns the capture.
 
     Parameters, buffers, random states and Python attributes of layers are restored.
@@ -153,22 +153,22 @@ class _Tracer(Walk):
         args, named = arguments_of(inputs)
         for tensor in tensors_of(inputs):
             self._number(tensor)
-        noted = self._noted(inputs)
-        with intercepting(self), noting(self.mark), draws.followed() if draws else nullcontext():
+        noted = self._with_placeholders(inputs)
+        with intercepting(self), noting(self.mark), draws.watching() if draws else nullcontext():
             output = self._model(*args, **named)
         _require_tensors(self._model, output)
         nodes, marks = at_makers(self._nodes, self._marks)
         return Capture(
             tuple(nodes),
             noted,
-            self._noted(output),
+            self._with_placeholders(output),
             tuple(self._likes),
             tuple(marks),
             switched=tuple(Mode(layer, layer.training) for layer, _ in self._switched.values()),
             switched_at=next((place for _, place in self._switched.values()), ""),
             unopened=self._whole,
             left_out=tuple(self._left_out),
-            selected=frozenset(self._selected()),
+            selected=frozenset(self._selected_values()),
         )
 
     def drawn(self, place: str) -> None:
@@ -197,7 +197,7 @@ class _Tracer(Walk):
         numbers = tuple(self._state.named(name) for name in self._numbers)
         return replace(trace, nodes=tuple(nodes), changed=changed, numbers=numbers)
 
-    def _selected(self) -> Iterator[ValueId]:
+    def _selected_values(self) -> Iterator[ValueId]:
         """Yields the values whose sizes depend on numbers."""
         return (i for i, tensor in enumerate(self._tensors) if self._sizes.selected(tensor))
 
@@ -219,7 +219,7 @@ class _Tracer(Walk):
 
     def left(self, output: Nest) -> None:
         """Checks that the outputs of an opened layer come from nodes."""
-        self._noted(output)
+        self._with_placeholders(output)
         layer, before = self._opened[-1], self._lengths.pop()
         for name, size in _lengths(layer).items():
             if size != before.get(name, size):
@@ -300,10 +300,10 @@ class _Tracer(Walk):
             if buffer is not None and value is not buffer:
                 if not isinstance(value, paddle.Tensor):
                     what = f"takes the buffer {name!r} away"
-                    self._refuse(obstacles.kept(name)._replace(what=what))
+                    self._refuse(obstacles.keeps_tensor(name)._replace(what=what))
             elif buffer is None and not asked_by_paddle():
                 if isinstance(value, paddle.Tensor):
-                    self._refuse(obstacles.kept(name))
+                    self._refuse(obstacles.keeps_tensor(name))
                 else:
                     self._left_out.setdefault(f"it sets {name!r}, {user_place()}")
         super().assigned(put, layer, name, value)
@@ -320,7 +320,7 @@ class _Tracer(Walk):
             type(x) is Size for _, x in parts((call.args, call.named))
         ):
             call = call._replace(args=whole(call.args), named=whole(call.named))
-        args, named = self._noted(call.args), self._noted(call.named)
+        args, named = self._with_placeholders(call.args), self._with_placeholders(call.named)
         layer: Layer = call.function
         if isinstance(layer, paddle.nn.Layer) and sublayers_in(layer):
             self._whole[call.scopes[-1].path] = self._unopened.reason(layer) or "it has hooks"
@@ -331,7 +331,7 @@ class _Tracer(Walk):
         versions = list(map(_version, tensors))
         modes = _modes_in(layer)
         with lent(_state_of(call.function, tensors)):
-            output = self._done(call)
+            output = self._run_node(call)
         values, function = self._values, call.function
         if is_silent(function) and id(tensors[0]) in values:
             function = raising_version(function)
@@ -364,7 +364,7 @@ class _Tracer(Walk):
         self._sizes.blind = False
         return output
 
-    def _done(self, call: NodeCall) -> Any:
+    def _run_node(self, call: NodeCall) -> Any:
         """Calls a node, and records what its outputs depend on."""
         if not isinstance(call.function, paddle.nn.Layer):
             return self._sizes.done(call.call, call.args, call.named, self._is_constant)
@@ -372,7 +372,7 @@ class _Tracer(Walk):
             output = call.do()
         opaque = self._sizes.blind or drew()
         if opaque and any(isinstance(leaf, _NUMBERS) for _, leaf in parts(output)):
-            self._refuse(obstacles.returned(str(call.scopes[-1])))
+            self._refuse(obstacles.returns_number(str(call.scopes[-1])))
         return output
 
     def _require_writable(self, call: NodeCall, tensors: Sequence[Tensor]) -> None:
@@ -411,9 +411,9 @@ class _Tracer(Walk):
         self._likes.append(like(tensor))
         return number
 
-    def _noted(self, value: Nest) -> Nest:
+    def _with_placeholders(self, value: Nest) -> Nest:
         """Replaces the tensors in ``value`` by their placeholders."""
-        return changed(
+        return map_parts(
             value, lambda leaf: self._stand_in(leaf) if isinstance(leaf, paddle.Tensor) else leaf
         )
 

@@ -172,14 +172,14 @@ def parts(value: Nest, path: nest.Path = ()) -> Iterator[tuple[nest.Path, Nest]]
         yield path, value
 
 
-def changed(value: Nest, change: Callable[[Nest], Nest]) -> Nest:
+def map_parts(value: Nest, change: Callable[[Nest], Nest]) -> Nest:
     """Applies ``change`` to each part of nested arguments."""
     if isinstance(value, slice):
-        return slice(*(changed(part, change) for part in (value.start, value.stop, value.step)))
+        return slice(*(map_parts(part, change) for part in (value.start, value.stop, value.step)))
     if isinstance(value, dict):
-        return {key: changed(item, change) for key, item in value.items()}
+        return {key: map_parts(item, change) for key, item in value.items()}
     if isinstance(value, (tuple, list)) and not isinstance(value, (Ref, Owned)):
-        return nest.rebuilt(value, [changed(item, change) for item in value])
+        return nest.rebuilt(value, [map_parts(item, change) for item in value])
     return change(value)
 
 

@@ -100,7 +100,7 @@ class Cluster:
                 fix=f"add {dtype} to its flops, or choose another dtype for the model",
             )
         multiplications = rows * columns * inner
-        return 2 * multiplications / _interpolated(curve, multiplications ** (1 / 3))
+        return 2 * multiplications / _interpolate(curve, multiplications ** (1 / 3))
 
     def traffic(self, size: float) -> float:
         """Returns the seconds in which a device reads and writes ``size`` bytes."""
@@ -151,7 +151,7 @@ class Cluster:
         return Link(self.between.latency, slowest)
 
 
-def _interpolated(curve: Curve, size: float) -> float:
+def _interpolate(curve: Curve, size: float) -> float:
     """Interpolates a curve in logarithms; beyond its ends the value is constant."""
     if size <= curve[0][0]:
         return curve[0][1]

@@ -12,7 +12,7 @@ from fleetpipe.contrib.clusters.cluster import Cluster
 from fleetpipe.contrib.clusters.estimate import TrainingJob
 from fleetpipe.contrib.clusters.search import CHOICES, search
 from fleetpipe.contrib.clusters.sensitivity import limits
-from fleetpipe.contrib.clusters.showing import as_json, plot, shown
+from fleetpipe.contrib.clusters.showing import as_json, plot, tables
 from fleetpipe.contrib.clusters.transformer import RECOMPUTES, Transformer
 from fleetpipe.contrib.clusters.workload import read_model
 from fleetpipe.errors import ConfigError
@@ -57,7 +57,7 @@ def require_no_cluster(arguments: argparse.Namespace, *, plans: bool = False) ->
         )
 
 
-def estimated(arguments: argparse.Namespace) -> str:
+def estimate(arguments: argparse.Namespace) -> str:
     """Returns the output of ``fleetpipe estimate --cluster``; draws a picture if asked for.
 
     Raises:
@@ -69,14 +69,14 @@ def estimated(arguments: argparse.Namespace) -> str:
         with using("--plot", arguments.plot, "a .png, .svg or .pdf file that can be written"):
             plot(outcome.best, arguments.plot)
     rows = limits(job, outcome.best[0])
-    return (as_json if arguments.format == "json" else shown)(job, outcome, rows)
+    return (as_json if arguments.format == "json" else tables)(job, outcome, rows)
 
 
 def profile_of_fastest(arguments: argparse.Namespace) -> Profile:
     """Returns the profile of a pipeline of the fastest layout, and sets the plan's sizes from it.
 
     Raises:
-        ConfigError: The same errors as :func:`estimated`.
+        ConfigError: The same errors as :func:`estimate`.
     """
     job = _job(arguments)
     best = search(job, _only(arguments), 1).best[0]

@@ -9,7 +9,12 @@ from typing import NamedTuple
 from fleetpipe.contrib.clusters.cluster import Cluster
 from fleetpipe.contrib.clusters.cutting import stages_of
 from fleetpipe.contrib.clusters.layout import JobLayout
-from fleetpipe.contrib.clusters.pipeline_time import built, most_held, pipeline_time, small
+from fleetpipe.contrib.clusters.pipeline_time import (
+    cached_schedule,
+    most_held,
+    pipeline_time,
+    small,
+)
 from fleetpipe.contrib.clusters.workload import Workload
 from fleetpipe.profiling.cost_model import LayerCost, StageCost
 
@@ -96,7 +101,7 @@ class TrainingJob:
         layers = self.model.costs(layout, self.cluster)
         if layout.sharding_stage < 3 or layout.sharding == 1:
             return layers
-        gathered = {id(layer): self._gathered(layer, layout) for layer in layers}
+        gathered = {id(layer): self._with_gathers(layer, layout) for layer in layers}
         return tuple(gathered[id(layer)] for layer in layers)
 
     def stages(self, layout: JobLayout) -> tuple[StageCost, ...] | None:
@@ -130,7 +135,7 @@ class TrainingJob:
         parts = 1 if layout.sequence_parallel else layout.tensor
         return self.cluster.link(layout.neighbour).seconds(size / parts)
 
-    def _gathered(self, layer: LayerCost, layout: JobLayout) -> LayerCost:
+    def _with_gathers(self, layer: LayerCost, layout: JobLayout) -> LayerCost:
         """Adds to a layer's costs the gathers of its parameters and the scatter of gradients.
 
         The share that may be overlapped is hidden as long as the layer computes.
@@ -164,7 +169,7 @@ class TrainingJob:
         An update reads and writes all of the optimizer's state.
         """
         cluster, sharding = self.cluster, layout.sharding
-        owned = _owned(layout)
+        owned = _stages_of_ranks(layout)
         gradients = max(sum(stages[stage].gradients for stage in rank) for rank in owned)
         parameters = max(sum(stages[stage].parameters for stage in rank) for rank in owned)
         seconds = cluster.reduce(gradients / sharding, layout.copies)
@@ -229,7 +234,7 @@ class TrainingJob:
         return micro_batches * slowest + waiting, kept
 
 
-def _owned(layout: JobLayout) -> list[Sequence[int]]:
+def _stages_of_ranks(layout: JobLayout) -> list[Sequence[int]]:
     """Returns the stages of each rank."""
-    schedule = built(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks)
+    schedule = cached_schedule(layout.schedule, layout.pipeline, 2 * layout.pipeline, layout.chunks)
     return [schedule.placement.stages_of(rank) for rank in range(layout.pipeline)]

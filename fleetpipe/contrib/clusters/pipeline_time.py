@@ -24,7 +24,7 @@ HeldStages = tuple[dict[int, int], dict[int, int]]
 
 
 @lru_cache(maxsize=256)
-def built(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
+def cached_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
     """Builds a schedule and caches it, as layouts with many degrees share it.
 
     Raises:
@@ -39,7 +39,7 @@ def small(name: str, chunks: int) -> Schedule:
     Raises:
         ConfigError: The schedule does not take so many chunks.
     """
-    return built(name, 2, 4, chunks)
+    return cached_schedule(name, 2, 4, chunks)
 
 
 def pipeline_time(
@@ -62,9 +62,9 @@ def pipeline_time(
     period = _period(ranks, micro_batches)
     first = 2 * period + micro_batches % period
     if actions <= _MOST_PLAYED or micro_batches <= first + period:
-        return _played(name, ranks, chunks, micro_batches, stages, comm)
-    shorter = _played(name, ranks, chunks, first, stages, comm)
-    longer = _played(name, ranks, chunks, first + period, stages, comm)
+        return _play(name, ranks, chunks, micro_batches, stages, comm)
+    shorter = _play(name, ranks, chunks, first, stages, comm)
+    longer = _play(name, ranks, chunks, first + period, stages, comm)
     rounds = (micro_batches - first) / period
     seconds, busy = (low + rounds * (high - low) for low, high in zip(shorter, longer))
     return seconds, busy
@@ -75,10 +75,10 @@ def _period(ranks: int, micro_batches: int) -> int:
     return max(ranks, 4) if micro_batches >= ranks else micro_batches
 
 
-def _played(
+def _play(
     name: str, ranks: int, chunks: int, micro_batches: int, stages: Sequence[StageCost], comm: float
 ) -> tuple[float, float]:
-    schedule = built(name, ranks, micro_batches, chunks)
+    schedule = cached_schedule(name, ranks, micro_batches, chunks)
     times = replay(schedule, None, costs_of(stages, comm))
     return max(ends[-1] for ends in times.ends), max(times.busy)
 
@@ -94,10 +94,10 @@ def most_held(
     """
     enough = min(micro_batches, 2 * _period(ranks, micro_batches))
     try:
-        held = _most_of_ranks(built(name, ranks, enough, chunks))
+        held = _most_of_ranks(cached_schedule(name, ranks, enough, chunks))
         if any(enough in forwards.values() for forwards, _ in held):
             # A stage that holds all of these may hold all of more.
-            held = _most_of_ranks(built(name, ranks, micro_batches, chunks))
+            held = _most_of_ranks(cached_schedule(name, ranks, micro_batches, chunks))
     except ConfigError:
         return None
     return held

@@ -23,7 +23,7 @@ _PARTS = {
 }
 
 
-def shown(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
+def tables(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
     """Writes tables of the best layouts, of the memory of the best, and of its limits."""
     best = outcome.best[0]
     head = (

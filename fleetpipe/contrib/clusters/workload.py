@@ -56,14 +56,14 @@ class MeasuredModel:
         seconds = cluster.product(self.dtype, edge, edge, edge)
         faster = rows * seconds * cluster.profiled / (2 * edge**3)
         layers = [*self.profile.layers, *filter(None, [self.profile.loss])]
-        return tuple(_scaled(layer, faster, rows, layout.recompute) for layer in layers)
+        return tuple(_scale(layer, faster, rows, layout.recompute) for layer in layers)
 
     def forward_flops(self) -> float:
         """Returns 0: a profile has no FLOPs."""
         return 0.0
 
 
-def _scaled(layer: LayerCost, faster: float, rows: float, recompute: str) -> LayerCost:
+def _scale(layer: LayerCost, faster: float, rows: float, recompute: str) -> LayerCost:
     again = layer.forward if recompute == "full" and layer.saved else 0.0
     # What is recomputed is not held.
     freed, split = (layer.saved, layer.saved_split) if again else (0, 0)

@@ -55,7 +55,7 @@ def one_way_seconds(transport: Transport, nbytes: int, trips: int) -> float:
     return statistics.median(times) if times else 0.0
 
 
-def measured(name: str) -> dict[str, Any]:
+def measure(name: str) -> dict[str, Any]:
     """Returns the seconds of one way for each size in bytes, or the error. Collective."""
     try:
         job = begin(name)
@@ -69,7 +69,7 @@ def measured(name: str) -> dict[str, Any]:
         return {"error": str(error), "refused": isinstance(error, ConfigError)}
 
 
-def compared() -> dict[str, Any]:
+def compare() -> dict[str, Any]:
     """Trains a small model beside its single-device one. Collective."""
     try:
         begin()
@@ -96,8 +96,8 @@ def compared() -> dict[str, Any]:
 def main() -> None:
     """Runs the parts and writes the results after each; a part that hangs is ended from outside."""
     file, results = Path(sys.argv[1]), {}
-    parts = {SOCKETS: lambda: measured(SOCKETS), PROCESS_GROUP: lambda: measured(PROCESS_GROUP)}
-    for part, run in {**parts, "parity": compared}.items():
+    parts = {SOCKETS: lambda: measure(SOCKETS), PROCESS_GROUP: lambda: measure(PROCESS_GROUP)}
+    for part, run in {**parts, "parity": compare}.items():
         results[part] = run()
         if os.environ["PADDLE_TRAINER_ID"] == "0":
             file.write_text(json.dumps(results), encoding="utf-8")

@@ -78,7 +78,7 @@ class Checkpoint:
         return replace(self, tensors=tensors, plain_order=())
 
 
-def shown(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
     """Joins names for an error, at most ten."""
     more = len(names) - MOST_SHOWN
     return ", ".join(names[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")

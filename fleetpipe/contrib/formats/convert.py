@@ -19,8 +19,8 @@ from fleetpipe.contrib.formats import (
     safetensors_folder,
     state_file,
 )
-from fleetpipe.contrib.formats.contents import Checkpoint, paddle_tensor, shown
-from fleetpipe.contrib.formats.name_map import NameMap, read_map, renamed
+from fleetpipe.contrib.formats.contents import Checkpoint, join_names, paddle_tensor
+from fleetpipe.contrib.formats.name_map import NameMap, read_map, rename
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
 
 FLEETPIPE, FLEET, PRETRAINED = "fleetpipe", "fleet", "pretrained"
@@ -132,7 +132,7 @@ def read_checkpoint(
         state = FORMATS[source_format].read(folder)
     if names is not None and state.tensors:
         try:
-            state = renamed(state.with_plain_names(), names)
+            state = rename(state.with_plain_names(), names)
         except FleetPipeError as error:
             error.add_place(names.file)
             raise
@@ -193,7 +193,7 @@ def convert(
         written = f"{target}: {len(state.tensors)} tensors from {read_as} to {write_as}"
     left_out = [str(name) for name in whole.tensors if name not in state.tensors]
     if left_out:
-        written += f"\nleft out, as {write_as} has no place for it: {shown(left_out)}"
+        written += f"\nleft out, as {write_as} has no place for it: {join_names(left_out)}"
     return written
 
 

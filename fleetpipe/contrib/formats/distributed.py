@@ -25,11 +25,11 @@ from fleetpipe.contrib.formats.contents import (
     LazyTensor,
     are_whole,
     bits,
+    join_names,
     lazy_array,
     other_files,
     paddle_tensor,
     scheduler_in,
-    shown,
     stored_tensor,
     write_rest,
 )
@@ -107,16 +107,16 @@ def read_folder(folder: Path) -> Checkpoint:
             TensorName(group, name): tensor
             for group, inner in of_group.items()
             if inner.is_dir()
-            for name, tensor in _renamed(group, _Shards(inner).tensors)
+            for name, tensor in _rename(group, _Shards(inner).tensors)
         }
     else:
         whole = _Shards(folder).tensors
-        contents = {_grouped(name, whole): tensor for name, tensor in whole.items()}
+        contents = {_meaning(name, whole): tensor for name, tensor in whole.items()}
     rest = other_files(folder, f"*{_METADATA}", f"*{_SHARD}", "*.safetensors", SCHEDULER)
     return Checkpoint(contents, None, scheduler_in(folder), rest)
 
 
-def _renamed(group: str, named: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
+def _rename(group: str, named: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
     for name, tensor in named.items():
         parameter, _, kind = name.rpartition(".")
         if group == OPTIMIZER:
@@ -125,7 +125,7 @@ def _renamed(group: str, named: Mapping[str, LazyTensor]) -> Iterator[tuple[str,
             yield (parameter if group == MASTER_WEIGHTS else name), tensor
 
 
-def _grouped(name: str, everything: Mapping[str, LazyTensor]) -> TensorName:
+def _meaning(name: str, everything: Mapping[str, LazyTensor]) -> TensorName:
     """Returns the meaning of a name in a single folder: the optimizer's contain a parameter's."""
     parameter, _, kind = name.rpartition(".")
     if parameter not in everything:
@@ -190,7 +190,7 @@ class _Shards:
             got = ", ".join(dict.fromkeys(piece.described.dtype for piece in pieces))
             raise tensors.damaged(parts[0].file, f"{name!r} has parts of {got}, not of {dtype}")
         if not _are_whole(parts, shape):
-            places = shown([f"{[*part.shape]} at {[*part.begin]}" for part in parts])
+            places = join_names([f"{[*part.shape]} at {[*part.begin]}" for part in parts])
             raise tensors.damaged(
                 self._path, f"parts that are not the whole of {name!r}, {described}: {places}"
             )

@@ -70,7 +70,7 @@ def metadata_of(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> Any:
     return classes.Metadata(described, places, {name: (name,) for name in tensors})
 
 
-def composed(
+def compose(
     statements: Sequence[str], reverse: bool, shapes: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> tuple[dict[str, tuple[Copied, ...]], list[str]]:
     """Applies statements of Paddle's ``aoa_config`` to the tensors of a model.
@@ -113,7 +113,7 @@ def composed(
         if word in engine.input_vars and word not in engine.intermediate_vars:
             unread.append(name)
         outputs[name] = tuple(
-            _copied(source.removeprefix(_NUMBERED), taken, put, steps or ())
+            _copy_of(source.removeprefix(_NUMBERED), taken, put, steps or ())
             for source, taken, put, steps in tensor.slices
         )
     unknown = [name for name in outputs if "$" in name]
@@ -136,7 +136,7 @@ def composed(
     return outputs, unread
 
 
-def _copied(
+def _copy_of(
     source: str, taken: Sequence[slice], put: Sequence[slice], steps: Sequence[str]
 ) -> Copied:
     orders = (ast.literal_eval(step) for step in steps if step.startswith("["))

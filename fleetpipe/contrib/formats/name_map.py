@@ -26,9 +26,9 @@ from fleetpipe.contrib.formats.contents import (
     LazyTensor,
     are_whole,
     bits,
-    shown,
+    join_names,
 )
-from fleetpipe.contrib.formats.flex_checkpoint import Copied, composed
+from fleetpipe.contrib.formats.flex_checkpoint import Copied, compose
 from fleetpipe.errors import CheckpointError, ConfigError, nearest
 from fleetpipe.json_value import JsonValue, Source, read
 from fleetpipe.mesh.parts import Described, Region
@@ -84,7 +84,7 @@ def read_map(name: str, *, reverse: bool) -> NameMap:
     return read(path, _SOURCE, checked)
 
 
-def renamed(state: Checkpoint, names: NameMap) -> Checkpoint:
+def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
     """Returns a checkpoint with renamed tensors.
 
     Raises:
@@ -93,22 +93,22 @@ def renamed(state: Checkpoint, names: NameMap) -> Checkpoint:
     """
     model = state.of(MODEL)
     shapes = {name: tensor.described for name, tensor in model.items()}
-    outputs, unread = composed(_fitting(names, model), names.reverse, shapes)
+    outputs, unread = compose(_fitting(names, model), names.reverse, shapes)
     if unread:
         raise CheckpointError(
             f"the map of names does not speak of {len(unread)} tensors of the checkpoint",
-            got=shown(unread),
+            got=join_names(unread),
             fix="add a statement for each, 'name -> _' leaves one out; or take the map of this "
             "model, --reverse-names if it is for the other direction",
         )
-    contents = {TensorName(MODEL, name): _built(parts, model) for name, parts in outputs.items()}
+    contents = {TensorName(MODEL, name): _build(parts, model) for name, parts in outputs.items()}
     for name, parts in outputs.items():
         for group, kind, sources in _beside(state):
             if all(part.source in sources for part in parts):
                 full = TensorName(group, f"{name}/{kind}" if kind else name)
                 # Powers of beta are one number, whatever the shape of the parameter.
                 uncast = [part._replace(casts=()) for part in parts]
-                one = sources[parts[0].source] if "pow" in kind else _built(uncast, sources)
+                one = sources[parts[0].source] if "pow" in kind else _build(uncast, sources)
                 contents[full] = one
     # The order of a map is that of its statements.
     return replace(state, tensors=contents, plain_order=tuple(outputs))
@@ -139,7 +139,7 @@ def _fitting(names: NameMap, model: Mapping[str, LazyTensor]) -> list[str]:
             missing = [pattern.replace(_LAYER, number) for number in lacking] or [pattern]
             raise CheckpointError(
                 "the checkpoint lacks tensors of which the map of names speaks",
-                got=shown(missing),
+                got=join_names(missing),
                 fix="take the map of this model; copy the checkpoint again if it is cut short",
             )
     for statement in names.optional_statements:
@@ -193,9 +193,9 @@ def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
     return {match[1] for name in model if (match := expression.fullmatch(name))}
 
 
-def _built(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTensor:
+def _build(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTensor:
     """Returns a tensor that is assembled when it is read."""
-    described = _described(parts, sources)
+    described = _describe(parts, sources)
 
     def read(cut: Region | None) -> np.ndarray:
         whole = np.empty(described.shape, bits(described))
@@ -206,7 +206,7 @@ def _built(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> LazyTe
     return LazyTensor(described, read)
 
 
-def _described(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Described:
+def _describe(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> Described:
     """Returns dtype and shape of a tensor assembled from parts, which must fit each other."""
     dtypes = {_dtype_of(part, sources[part.source].described.dtype) for part in parts}
     if len(dtypes) != 1:
@@ -235,7 +235,7 @@ def _described(parts: Sequence[Copied], sources: Mapping[str, LazyTensor]) -> De
     if not are_whole(boxes, shape):
         raise ConfigError(
             "tensors of these shapes cannot be joined",
-            got=shown([f"{p.source} {[*sources[p.source].described.shape]}" for p in parts]),
+            got=join_names([f"{p.source} {[*sources[p.source].described.shape]}" for p in parts]),
             fix="join along the axis in which alone they differ, axis=",
         )
     return Described(dtypes.pop(), shape)

@@ -19,10 +19,10 @@ from fleetpipe.contrib.formats.contents import (
     SCHEDULER,
     Checkpoint,
     LazyTensor,
+    join_names,
     memory_of,
     other_files,
     scheduler_in,
-    shown,
     stored_tensor,
     write_rest,
 )
@@ -106,7 +106,7 @@ def _group(folder: Path, group: str) -> dict[str, LazyTensor]:
         raise CheckpointError(
             f"there is no {index.name}, which says what files of the {group} belong together",
             where=str(folder),
-            got=shown([part.name for part in parts]),
+            got=join_names([part.name for part in parts]),
             fix="copy it too from where it was saved",
         )
     else:
@@ -119,7 +119,7 @@ def _group(folder: Path, group: str) -> dict[str, LazyTensor]:
             )
     unlisted = [n for f, layout in layouts.items() for n in layout.tensors if places.get(n) != f]
     if unlisted:
-        raise tensors.damaged(index, f"no place for {shown(unlisted)}, which its files hold")
+        raise tensors.damaged(index, f"no place for {join_names(unlisted)}, which its files hold")
     return {
         name: stored_tensor(folder / file, layouts[file].tensors[name])
         for name, file in places.items()

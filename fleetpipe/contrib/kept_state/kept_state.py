@@ -41,7 +41,7 @@ class KeptState:
         self._folder = folder
         self._objects = objects
         self._ranks = ranks
-        self._segments = dict(self._left())
+        self._segments = dict(self._earlier())
         self._index: Index = {}
         self._tensors: list[tuple[TensorName, int]] = []
 
@@ -58,7 +58,7 @@ class KeptState:
         Raises:
             CheckpointError: The host has too little memory.
         """
-        held = self._held()
+        held = self._list_tensors()
         state = self._objects.training_state(self._objects.model_part()).taken()
         text = training_state.to_text(state).encode()
         segment = self._segment(text)
@@ -120,7 +120,7 @@ class KeptState:
         training.put_back(state)
         training.put_back_random(state["random"])
 
-    def _held(self) -> list[Held]:
+    def _list_tensors(self) -> list[Held]:
         """Returns the tensors of the present state; describes them again if they have changed."""
         model = self._objects.model_part()
         if model is None:
@@ -162,7 +162,7 @@ class KeptState:
                 del self._segments[file]
                 file.unlink()
 
-    def _left(self) -> Iterator[tuple[Path, Segment]]:
+    def _earlier(self) -> Iterator[tuple[Path, Segment]]:
         """Yields the states that an earlier attempt of this rank left, under the same layout."""
         for file in self._folder.glob(f"rank-{self._ranks.rank}.*"):
             segment = Segment(file)

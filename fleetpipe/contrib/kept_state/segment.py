@@ -47,7 +47,7 @@ class Segment:
         begin = _HEAD.size + about_bytes
         self.index, sizes = json.loads(bytes(self._memory[_HEAD.size : begin]))
         slot_bytes = _slot_bytes(sizes, text_bytes)
-        self._places = [_aligned(begin) + slot * slot_bytes for slot in _SLOTS]
+        self._places = [_align(begin) + slot * slot_bytes for slot in _SLOTS]
         self._blocks = {place: self._blocks_at(place, sizes) for place in self._places}
 
     @classmethod
@@ -64,7 +64,7 @@ class Segment:
             CheckpointError: The host has too little memory for files in memory.
         """
         about = json.dumps([index, [*sizes]]).encode()
-        size = _aligned(_HEAD.size + len(about)) + len(_SLOTS) * _slot_bytes(sizes, text_bytes)
+        size = _align(_HEAD.size + len(about)) + len(_SLOTS) * _slot_bytes(sizes, text_bytes)
         with atomic_file.draft_of(file) as draft, draft.open("w+b") as opened:
             _reserve(opened.fileno(), size, file)
             opened.write(_HEAD.pack(_MAGIC, len(about), text_bytes) + about)
@@ -84,7 +84,7 @@ class Segment:
         self._mark(place, 0, 0)
         for memory, block in zip(self._blocks[place], blocks):
             memory[:] = np.frombuffer(block, np.uint8)
-        begin = place + _aligned(_SLOT.size)
+        begin = place + _align(_SLOT.size)
         self._memory[begin : begin + len(text)] = text
         self._mark(place, 0, len(text))
         self._mark(place, step + 1, len(text))
@@ -92,7 +92,7 @@ class Segment:
     def read(self, step: int) -> tuple[list[memoryview], bytes]:
         """Returns the blocks and the text of a stored state, without a copy."""
         place = self._places[self._counts().index(step + 1)]
-        begin, (_, length) = place + _aligned(_SLOT.size), _SLOT.unpack_from(self._memory, place)
+        begin, (_, length) = place + _align(_SLOT.size), _SLOT.unpack_from(self._memory, place)
         blocks = [block.data for block in self._blocks[place]]
         return blocks, bytes(self._memory[begin : begin + length])
 
@@ -111,18 +111,18 @@ class Segment:
 
     def _blocks_at(self, place: int, sizes: Sequence[int]) -> list[np.ndarray]:
         """Returns the memory of a slot's blocks."""
-        begin, blocks = place + _aligned(_SLOT.size) + _aligned(self._text_bytes), []
+        begin, blocks = place + _align(_SLOT.size) + _align(self._text_bytes), []
         for size in sizes:
             blocks.append(np.frombuffer(self._memory[begin : begin + size], np.uint8))
-            begin += _aligned(size)
+            begin += _align(size)
         return blocks
 
 
 def _slot_bytes(sizes: Sequence[int], text_bytes: int) -> int:
-    return _aligned(_SLOT.size) + _aligned(text_bytes) + sum(map(_aligned, sizes))
+    return _align(_SLOT.size) + _align(text_bytes) + sum(map(_align, sizes))
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     """Rounds a number of bytes up to a multiple of 64."""
     return -(-size // _ALIGNED) * _ALIGNED
 

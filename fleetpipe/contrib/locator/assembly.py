@@ -42,7 +42,7 @@ class WholeTensors:
         """
         if step >= self._job.steps:
             return None
-        return self._assembled(name, [values[step].get(name) for values in self._values], like)
+        return self._assemble(name, [values[step].get(name) for values in self._values], like)
 
     def gradient(self, step: int, name: str, like: np.ndarray) -> np.ndarray | None:
         """Returns the gradient with which a parameter was stepped; None if the job has none."""
@@ -51,9 +51,9 @@ class WholeTensors:
             rank.names(step, "reduction").get(name) if name in rank.listed(rate) else None
             for rank in self._job.ranks
         ]
-        return self._assembled(name, parts, like)
+        return self._assemble(name, parts, like)
 
-    def _assembled(
+    def _assemble(
         self, name: str, parts: Sequence[np.ndarray | None], like: np.ndarray
     ) -> np.ndarray | None:
         wholes = [part for part in parts if part is not None and part.shape == like.shape]
@@ -187,11 +187,11 @@ class WholeTensors:
         ways = list(layouts(shape, ranks[0].tensors[place].shape, self._job.degrees))
         if any(self._in_order(place, ranks, *sample) for sample in (samples or {}).items()):
             ways.sort(key=lambda way: any(cut.zigzag for cut in way))
-        joined = [self._joined(ranks, place, shape, way) for way in ways]
+        joined = [self._join(ranks, place, shape, way) for way in ways]
         # A wrong way gives one place to ranks that have different values there.
         return next((w for w, fits in joined if fits), joined[0][0] if joined else None)
 
-    def _joined(
+    def _join(
         self, ranks: Sequence[RankTensors], place: Meaning, shape: tuple[int, ...], way: Layout
     ) -> tuple[np.ndarray, bool]:
         """Joins the parts of ranks, and returns whether each rank has its own part."""

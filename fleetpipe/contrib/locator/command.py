@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
         return collecting.run(options)
     try:
-        finding, steps = located(options)
+        finding, steps = find_difference(options)
     except FleetPipeError:
         raise
     except Exception:
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if finding is None else 1
 
 
-def located(options: argparse.Namespace) -> tuple[Location | None, int]:
+def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
     """Runs a job and its twin, and compares them.
 
     Returns:
@@ -72,7 +72,7 @@ def located(options: argparse.Namespace) -> tuple[Location | None, int]:
         kept: record.Record | None = None
         if options.against is not None:
             kept = record.read(options.against / TWIN)
-        _emptied(home)
+        _empty_folder(home)
         _start(options, Setting(str(home / JOB), options.steps), "the job")
         job = record.read(home / JOB)
         if kept is not None:
@@ -178,10 +178,10 @@ def locate(
         log_level=log_filter.DEFAULT_LEVEL,
         json=True,
     )
-    return located(options)[0]
+    return find_difference(options)[0]
 
 
-def _emptied(home: Path) -> None:
+def _empty_folder(home: Path) -> None:
     for part in (JOB, TWIN, PERTURBED):
         (home / part).mkdir(parents=True, exist_ok=True)
         for file in (home / part).glob("rank-*.safetensors"):
@@ -210,7 +210,7 @@ def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
     command += [str(options.script), *arguments]
     quiet = alone or options.json
     process = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
-    failure = _ended(process, Path(setting.folder), options.timeout)
+    failure = _await_end(process, Path(setting.folder), options.timeout)
     if failure:
         raise UsageError(
             f"{what} failed before it had {setting.steps} steps",
@@ -223,7 +223,7 @@ def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
         )
 
 
-def _ended(process: subprocess.Popen[bytes], folder: Path, limit: float) -> str:
+def _await_end(process: subprocess.Popen[bytes], folder: Path, limit: float) -> str:
     """Waits until a run ends, and ends it if it finishes no step within a limit.
 
     Returns:

@@ -22,7 +22,7 @@ from fleetpipe.contrib.locator.record import (
     shares_by_place,
     shares_of,
 )
-from fleetpipe.contrib.locator.rows import OTHER, Matched, SampleRows, gathered, is_sample, match
+from fleetpipe.contrib.locator.rows import OTHER, Matched, SampleRows, gather, is_sample, match
 from fleetpipe.contrib.locator.tolerance import Tolerances, gap, largest
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.causes import STREAMS
@@ -126,7 +126,7 @@ class StepBesideTwin:
             # One number is made of all rows that a rank has, and of no others.
             return []
         keys = [self._key(place, n) for n in numbers]
-        wholes = [gathered(rows, self._by_call[key], self._counts) for key in keys]
+        wholes = [gather(rows, self._by_call[key], self._counts) for key in keys]
         return list(itertools.chain.from_iterable(wholes))
 
     def _key(self, place: Meaning, call: int) -> tuple[str, str, str, int]:
@@ -195,9 +195,9 @@ class StepBesideTwin:
 
     def _flow(self, phase: str) -> Location | None:
         wrong = self.wrong(list(self.outcomes(phase)))
-        return None if wrong is None else self._described(wrong)
+        return None if wrong is None else self._describe(wrong)
 
-    def _described(self, wrong: list[Outcome]) -> Location:
+    def _describe(self, wrong: list[Outcome]) -> Location:
         location = causes.of_flow(self.job.degrees, self.step, self.consumer, wrong)
         rank, micro_batch = wrong[0].rank, wrong[0].place.micro_batch
         rows = self._rows_of(rank, micro_batch)
@@ -300,9 +300,9 @@ class StepBesideTwin:
             off = min(abs(ratio / n - 1) for n in self.scales)
             if not off <= tolerance and not self._has_parts(ratio, expected, tolerance):
                 if self._waiting is not None:
-                    return self._described(self._waiting)
+                    return self._describe(self._waiting)
                 return causes.of_loss(self.job, self.step, shares, expected, ratio, off, tolerance)
-        return self._returned()
+        return self._compare_losses()
 
     def _has_parts(self, ratio: float, expected: dict[int, float], tolerance: float) -> bool:
         """Whether each member along mp has the loss of other tokens, which sum to the twin's."""
@@ -312,7 +312,7 @@ class StepBesideTwin:
         ways = (k * n for k in (1, members) for n in self.scales)
         return apart and min(abs(total / n - 1) for n in ways) <= tolerance
 
-    def _returned(self) -> Location | None:
+    def _compare_losses(self) -> Location | None:
         """Compares the losses that ``train_batch`` returned."""
         place = Meaning(self.step, "loss", "", part="returned 0")
         value = self.single.tensors.get(place)
@@ -349,7 +349,7 @@ class StepBesideTwin:
                 o._replace(place=o.place._replace(step=self.step, micro_batch=o.place.step))
                 for o in wrong
             ]
-            return self._described(restored)
+            return self._describe(restored)
         if first is None:
             return None
         finding = first[1]

@@ -75,9 +75,9 @@ class ParameterChecks:
         for name in ordered:
             if unequal := self._unequal(name, self._parts("initial", name), whole.get(name)):
                 return unequal
-        return self._changed(ordered) if self._step else self._drawn(whole)
+        return self._find_changed(ordered) if self._step else self._find_redrawn(whole)
 
-    def _changed(self, names: Sequence[str]) -> Location | None:
+    def _find_changed(self, names: Sequence[str]) -> Location | None:
         """Finds a weight that the script changed after a step."""
         step, rank = self._step, self._single
         if Meaning(step - 1, "data", "", part=READ_ON) in rank.tensors:
@@ -122,9 +122,9 @@ class ParameterChecks:
             return self._finding(name, "initial", axes[0], ranks, causes.SAME_SHARDS, 1.0)
         if whole is None or not axes or self._step:
             return None
-        return self._misplaced(name, parts, whole, axes)
+        return self._find_misplaced(name, parts, whole, axes)
 
-    def _misplaced(
+    def _find_misplaced(
         self, name: str, parts: Parts, whole: np.ndarray, axes: Sequence[str]
     ) -> Location | None:
         """Finds ranks with the shard of other ranks, or with one close to it."""
@@ -143,7 +143,7 @@ class ParameterChecks:
             return self._finding(name, "initial", axes[0], ranks, cause, far)
         return None
 
-    def _drawn(self, whole: Mapping[str, np.ndarray]) -> Location | None:
+    def _find_redrawn(self, whole: Mapping[str, np.ndarray]) -> Location | None:
         """Compares with the twin's initial values, if most weights of a rank equal those."""
         for rank in self._job.ranks:
             held = rank.names(0, "initial")
@@ -165,11 +165,11 @@ class ParameterChecks:
     def cleared(self) -> Location | None:
         """Finds ranks that start backward with old gradients when the twin has none."""
 
-        def left(rank: RankTensors) -> bool:
+        def has_old(rank: RankTensors) -> bool:
             return any(place.part == LEFT for place in rank.of(self._step, "gradient"))
 
-        bad = [rank.rank for rank in self._job.ranks if left(rank)]
-        if not bad or left(self._single):
+        bad = [rank.rank for rank in self._job.ranks if has_old(rank)]
+        if not bad or has_old(self._single):
             return None
         wrong, axis = self._apart_from(bad, self._ranks)
         return self._finding("", "gradient", axis, wrong, causes.NOT_CLEARED)
@@ -243,7 +243,7 @@ class ParameterChecks:
         """Finds the first gradient that is wrong after the reduction over ranks."""
         expected = self._single.names(self._step, "reduction")
         for name in sorted(expected, key=self._position):
-            apart, tolerance = self._compared("reduction", name, expected[name])
+            apart, tolerance = self._compare("reduction", name, expected[name])
             # What an optimizer does not step by may be anything: another rank has the sum.
             stepping = self._stepping(name)
             bad = [n for n in stepping if n in apart and not self._is_right(n, apart, tolerance)]
@@ -328,7 +328,7 @@ class ParameterChecks:
 
     def _first(self, phase: str, cause: str, *axes: str) -> Location | None:
         for name, whole in self._single.names(self._step, phase).items():
-            apart, tolerance = self._compared(phase, name, whole)
+            apart, tolerance = self._compare(phase, name, whole)
             bad = [n for n, far in apart.items() if not far <= tolerance]
             bad = [n for n in bad if phase != "update" or not self._is_sent(n, name)]
             if bad:
@@ -356,7 +356,7 @@ class ParameterChecks:
         places = [Meaning(self._step + later, phase, name, part=kind) for kind in kinds]
         return {r.rank: r.tensors[p] for r in self._job.ranks for p in places if p in r.tensors}
 
-    def _compared(self, phase: str, name: str, whole: np.ndarray) -> tuple[dict[int, float], float]:
+    def _compare(self, phase: str, name: str, whole: np.ndarray) -> tuple[dict[int, float], float]:
         """Returns for each rank the difference of its value, and the allowed difference."""
         parts = self._parts(phase, name)
         apart = {n: self._apart(part, whole, n) for n, part in parts.items()}

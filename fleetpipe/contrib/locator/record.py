@@ -167,7 +167,7 @@ def read(folder: Path) -> Record:
     ranks: dict[int, RankTensors] = {}
     degrees: Mapping[str, int] = {}
     for file in sorted(folder.glob("rank-*.step-*.safetensors")):
-        index, arrays = _opened(file)
+        index, arrays = _open(file)
         degrees = index["degrees"]
         rank = ranks.setdefault(index["rank"], RankTensors(index["rank"], index["coordinate"]))
         places = [Meaning(*fields) for fields in index["places"]]
@@ -185,7 +185,7 @@ def read(folder: Path) -> Record:
     return Record([ranks[rank] for rank in sorted(ranks)], degrees)
 
 
-def _opened(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _open(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     with needed_for("a record of a run"):
         from safetensors import SafetensorError, safe_open
     try:

@@ -72,7 +72,7 @@ def match(job: Record, twin: Record, step: int) -> Matched:
         return Matched({}, (OTHER, missing[0]) if missing and not _split(job) else None)
     if missing:
         return Matched(rows, (OTHER, missing[0]))
-    return Matched(rows, _repeated(samples, expected))
+    return Matched(rows, _find_repeated(samples, expected))
 
 
 def _whole(places: list[Row], expected: dict[int, list[bytes]]) -> int | None:
@@ -85,7 +85,7 @@ def _split(job: Record) -> bool:
     return any(job.degrees.get(axis, 1) > 1 for axis in ("sep", "cp", "mp", "ep"))
 
 
-def _repeated(
+def _find_repeated(
     samples: dict[int, dict[int, list[bytes]]], expected: dict[int, list[bytes]]
 ) -> tuple[str, int] | None:
     """Finds a replica that reads another's samples although the twin reads them only once."""
@@ -126,7 +126,7 @@ def is_sample(label: np.ndarray, wholes: Iterable[np.ndarray]) -> bool:
     return label.dtype.kind != "f" or (label.ndim > 0 and all(r.tobytes() in rows for r in label))
 
 
-def gathered(
+def gather(
     rows: SampleRows, by_micro_batch: dict[int, np.ndarray], counts: int
 ) -> list[np.ndarray]:
     """Returns the possible tensors of the twin for the rows of a replica's micro-batch.

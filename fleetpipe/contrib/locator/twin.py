@@ -96,7 +96,7 @@ class Feed:
         batches = self._union(step, data, pipeline)
         if self._random is None:
             return batches
-        return mapped(self._moved, batches)
+        return mapped(self._perturb, batches)
 
     def _union(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
         wanted = pipeline.accumulate_steps
@@ -104,7 +104,7 @@ class Feed:
         listed = isinstance(data, (list, tuple)) and len(data) == 2
         rows = pipeline.accumulate_steps * pipeline.micro_batch_size
         if listed and all(t.shape[:1] == [rows] for t in tensors_of(list(data))):
-            return [data[0], self._weighed(data[1], labels)] if len(labels) == wanted else data
+            return [data[0], self._copy_weights(data[1], labels)] if len(labels) == wanted else data
         if len(inputs) != wanted or len(labels) != wanted:
             return data
         template = data if listed else next(data)
@@ -112,11 +112,11 @@ class Feed:
             if tensors_by_place(part).keys() != values[0].keys():
                 return data if listed else [template]
         return [
-            [_filled(part, value) for value in values]
+            [_fill(part, value) for value in values]
             for part, values in zip(template, (inputs, labels))
         ]
 
-    def _weighed(self, target: Nest, labels: list[dict[str, np.ndarray]]) -> Nest:
+    def _copy_weights(self, target: Nest, labels: list[dict[str, np.ndarray]]) -> Nest:
         """Copies the job's numbers that belong to equal labels, such as weights, to the twin.
 
         A script may compute them from the samples of all replicas, and multiply them by the number
@@ -133,9 +133,9 @@ class Feed:
             for p, t in here.items()
             if t.dtype.kind == "f"
         ]
-        return _filled(target, joined) if whole and all(whole + near) else target
+        return _fill(target, joined) if whole and all(whole + near) else target
 
-    def _moved(self, tensor: Tensor) -> Tensor:
+    def _perturb(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         copied = tensor.detach().clone()
@@ -151,7 +151,7 @@ class Feed:
             tensor.set_value(paddle.to_tensor(value).astype(tensor.dtype))
 
 
-def _filled(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:
+def _fill(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:
     """Returns a value like ``template`` with other tensors."""
     ordered = (values[place] for place in tensors_by_place(template))
     return mapped(lambda _: paddle.to_tensor(next(ordered)), template)

@@ -27,7 +27,7 @@ def graph(trace: Capture, starts: Sequence[int] = ()) -> str:
         colour = _COLOURS[bisect_right(starts, number) % len(_COLOURS)]
         style = "filled" if node.is_layer else "filled,dashed"
         lines.append(
-            f'  n{number} [label={_quoted(node.name)}, style="{style}", fillcolor="{colour}"];'
+            f'  n{number} [label={_quote(node.name)}, style="{style}", fillcolor="{colour}"];'
         )
     return "\n".join([*lines, *_arrows(trace, starts), "}"])
 
@@ -47,8 +47,8 @@ def _arrows(trace: Capture, starts: Sequence[int]) -> Iterator[str]:
             if made_in != stage and (value, stage) not in crossed:
                 crossed.add((value, stage))
                 label, colour = f"{label}, {like.nbytes:,} bytes", ', color="#b00020"'
-            yield f"  {source} -> {target} [label={_quoted(label)}{colour}];"
+            yield f"  {source} -> {target} [label={_quote(label)}{colour}];"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return '"' + text.replace('"', "'") + '"'

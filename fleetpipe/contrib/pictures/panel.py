@@ -147,11 +147,11 @@ def panel_of(timeline: Timeline, unit: str = "", name: str = "", *, memory: bool
     if not memory:
         return panel
     held_unit = "forwards" if timeline.costs.bytes is None else "bytes"
-    held = tuple(_held(timeline, rank) for rank in range(placement.ranks))
+    held = tuple(_amounts(timeline, rank) for rank in range(placement.ranks))
     return replace(panel, held=held, held_unit=held_unit)
 
 
-def _held(timeline: Timeline, rank: int) -> tuple[tuple[float, float], ...]:
+def _amounts(timeline: Timeline, rank: int) -> tuple[tuple[float, float], ...]:
     in_bytes = timeline.costs.bytes is not None
     around = held_around(timeline.schedule, rank, timeline.costs, in_bytes=in_bytes)
     times = zip(timeline.starts[rank], timeline.ends[rank])

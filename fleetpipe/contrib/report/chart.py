@@ -81,7 +81,7 @@ def chart(title: str, curves: Sequence[Curve], unit: str = "", marks: Sequence[i
         unit: The unit of the figures.
         marks: Steps at which the run continued after a stop.
     """
-    thin = [curve.thinned() for curve in curves]
+    thin = [curve.thin() for curve in curves]
     left, right = span = _span([x for curve in thin for x in curve.xs])
     finite = [y for curve in thin for y in curve.ys if math.isfinite(y)] or [0.0]
     low, high = _range(min(finite), max(finite))
@@ -191,7 +191,7 @@ class Curve:
         """Number of figures that are not finite."""
         return sum(not math.isfinite(y) for y in self.ys)
 
-    def thinned(self) -> Curve:
+    def thin(self) -> Curve:
         """Returns this curve with about as many points as a screen shows, all from the curve."""
         if len(self.xs) <= MOST_POINTS:
             return self

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from fleetpipe.arguments import new_file, using
-from fleetpipe.contrib.report.page import compared, named, page
+from fleetpipe.contrib.report.page import comparison, page, short_names
 from fleetpipe.contrib.report.run import RunFolder, read
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.run_files import ABOUT, ATTEMPTS, METRICS, TRACE
@@ -52,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
         _refuse_file_of_run(folder, options.output)
         with using("FOLDER", folder, "the folder of a run"):
             runs.append(read(folder))
-    names = named(folders)
-    text = page(runs[0]) if len(runs) == 1 else compared(dict(zip(names, runs)))
+    names = short_names(folders)
+    text = page(runs[0]) if len(runs) == 1 else comparison(dict(zip(names, runs)))
     with using("--output", options.output, "a file that can be written"):
         # Half a character of a pair, which JSON may hold, is no text.
         options.output.write_text(text, encoding="utf-8", errors="replace")

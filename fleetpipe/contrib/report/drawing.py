@@ -109,7 +109,7 @@ def laid_out(panels: Sequence[Panel], most_boxes: int = _MOST_BOXES) -> Drawing:
         Track(
             panel.title,
             panel.placement.ranks,
-            _merged(panel, end) if len(panel.bars) > most_boxes else _shapes(panel, end),
+            _merge(panel, end) if len(panel.bars) > most_boxes else _shapes(panel, end),
             [_number(bar, end, panel) for bar in panel.bars if _fits(bar, end, pixels)][
                 :_MOST_BOXES
             ],
@@ -142,7 +142,7 @@ def _shapes(panel: Panel, end: float) -> list[Shape]:
     ]
 
 
-def _merged(panel: Panel, end: float) -> list[Shape]:
+def _merge(panel: Panel, end: float) -> list[Shape]:
     outlines: dict[tuple[str, str], list[str]] = {}
     for bar in panel.bars:
         outlines.setdefault((bar.kind, _opacity(bar)), []).append(_outline(bar, end))

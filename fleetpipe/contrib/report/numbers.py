@@ -20,7 +20,7 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.3e}"
 
 
-def aligned(values: Sequence[float]) -> list[str]:
+def align(values: Sequence[float]) -> list[str]:
     """Formats the figures of a column with equally many decimals, if that shows them all."""
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
     if not sizes or max(sizes) >= 1e9 or min(sizes) < max(sizes) / 1e4 or max(sizes) < 1e-3:

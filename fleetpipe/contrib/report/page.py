@@ -14,7 +14,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from fleetpipe.contrib.report import tables
 from fleetpipe.contrib.report.chart import Chart, Curve, chart, with_mean
 from fleetpipe.contrib.report.drawing import drawings
-from fleetpipe.contrib.report.numbers import aligned, moment, percent, seconds, short, size
+from fleetpipe.contrib.report.numbers import align, moment, percent, seconds, short, size
 from fleetpipe.contrib.report.run import Row, RunFolder
 from fleetpipe.schedules.forms.events import figures_of
 from fleetpipe.version import __version__
@@ -142,7 +142,7 @@ def _settings(run: RunFolder) -> dict[str, list[list[tuple[str, str]]]]:
 _SECTIONS = ("config", "training", "layout", "environment", "versions")
 
 
-def named(folders: Sequence[Path]) -> list[str]:
+def short_names(folders: Sequence[Path]) -> list[str]:
     """Returns a name for each folder: the shortest end of its path that is unique."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
@@ -152,7 +152,7 @@ def named(folders: Sequence[Path]) -> list[str]:
     raise ValueError(folders)
 
 
-def compared(runs: Mapping[str, RunFolder], now: float | None = None) -> str:
+def comparison(runs: Mapping[str, RunFolder], now: float | None = None) -> str:
     """Returns a page that compares some runs as an HTML text that loads no other file.
 
     Args:
@@ -191,7 +191,7 @@ def _figures(runs: Mapping[str, RunFolder], now: float) -> list[tables.Column]:
     names = dict.fromkeys(name for run in runs.values() for name in metrics(run))
     for name in (LOSS, *names, *THROUGHPUT, BUBBLE):
         for phase in ("training", "evaluation"):
-            columns.append(tables.Column(f"{titled(name)}, {phase}", _last(runs, name, phase)))
+            columns.append(tables.Column(f"{title_of(name)}, {phase}", _last(runs, name, phase)))
     return tables.table(columns)
 
 
@@ -203,7 +203,7 @@ def _last(runs: Mapping[str, RunFolder], name: str, phase: str) -> list[str]:
         figures = [row.figures[name] for row in rows if name in row.figures]
         if figures:
             last[title] = figures[-1]
-    texts = dict(zip(last, aligned(list(last.values()))))
+    texts = dict(zip(last, align(list(last.values()))))
     return [texts.get(title, "") for title in runs]
 
 
@@ -250,7 +250,7 @@ _LAST_MOMENT = 1e11
 MOST_COLOURS = 8
 
 
-def titled(name: str) -> str:
+def title_of(name: str) -> str:
     """Returns the page's name for a figure."""
     return _TITLES.get(name, name)
 
@@ -304,7 +304,7 @@ def _charts(runs: Mapping[str, RunFolder], names: Sequence[str]) -> Iterator[Cha
                 curves.append(Curve(titles[1], xs, ys, "points", colours[1], times))
         if curves:
             unit = "%" if name == BUBBLE else THROUGHPUT.get(name, "")
-            yield chart(titled(name), curves, unit, [] if several else _stops(run))
+            yield chart(title_of(name), curves, unit, [] if several else _stops(run))
 
 
 def _points(

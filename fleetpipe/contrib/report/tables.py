@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fleetpipe.contrib.report.numbers import aligned, moment, seconds, short
+from fleetpipe.contrib.report.numbers import align, moment, seconds, short
 from fleetpipe.contrib.report.run import AttemptRecord, Row, RunFolder
 
 #: Letters of the names of a stage's layers.
@@ -37,7 +37,7 @@ def evaluations(rows: Sequence[Row]) -> list[Column]:
     """Returns the figures of each evaluation, the newest last."""
     names = list(dict.fromkeys(name for row in rows for name in row.figures))
     texts = {
-        name: iter(aligned([row.figures[name] for row in rows if name in row.figures]))
+        name: iter(align([row.figures[name] for row in rows if name in row.figures]))
         for name in names
     }
     columns = [
@@ -72,8 +72,8 @@ def ranks(run: RunFolder) -> list[Column]:
             ),
             Column("parameters", [f"{n:,}" if each else "" for n, each in zip(sums, by_rank)]),
             Column("share", [f"{n / total:.1%}" for n in sums] if total else []),
-            Column("forwards held, planned", _filled(peaks, count)),
-            Column("measured", _filled(held, count)),
+            Column("forwards held, planned", _fill(peaks, count)),
+            Column("measured", _fill(held, count)),
         ]
     )
 
@@ -118,7 +118,7 @@ def settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
                 yield path, text
 
 
-def _filled(figures: Sequence[float], count: int) -> list[str]:
+def _fill(figures: Sequence[float], count: int) -> list[str]:
     return [short(figures[rank]) if rank < len(figures) else "" for rank in range(count)]
 
 

@@ -22,7 +22,7 @@ from fleetpipe.contrib.search.list_scheduler import Preference, listed_order
 from fleetpipe.contrib.search.problem import Problem
 from fleetpipe.contrib.search.warm_up import (
     WarmUp,
-    allowed,
+    is_allowed,
     most_forwards,
     warm_up_order,
     warm_ups,
@@ -88,7 +88,7 @@ def auto(
         ConfigError: The cap does not let a single micro-batch pass (the message says what would),
             or the costs do not fit the number of stages.
     """
-    costs = _checked(memory_cap, costs)
+    costs = _check(memory_cap, costs)
     costs.check_stages(placement.stages)
     cap = math.inf if memory_cap is None else memory_cap
     search = _Search()
@@ -129,7 +129,7 @@ def _parts(costs: Costs, slices: int | None) -> list[int]:
     return [number] if 1 < number <= (slices or number) else []
 
 
-def _checked(memory_cap: object, costs: object) -> Costs:
+def _check(memory_cap: object, costs: object) -> Costs:
     number = isinstance(memory_cap, (int, float)) and not isinstance(memory_cap, bool)
     if not number and memory_cap is not None:
         raise ConfigError(
@@ -233,7 +233,7 @@ class _Search:
                 moved = list(best.warm_up)
                 moved[rank] += step
                 warm_up = tuple(moved)
-                if not allowed(warm_up, most):
+                if not is_allowed(warm_up, most):
                     continue
                 order = warm_up_order(problem, warm_up)
                 for patience in dict.fromkeys((best.policy.patience, self._idle(problem))):

@@ -60,7 +60,7 @@ def fill(
         None if the order deadlocks, exceeds the memory cap or takes too long.
     """
     filler = _Filler(problem, order, policy, longest)
-    return filler.filled() if filler.run() else None
+    return filler.result() if filler.run() else None
 
 
 class _Filler:
@@ -160,7 +160,7 @@ class _Filler:
         self.clocks[rank] += self.problem.durations[column]
         self.halves[rank] -= self.problem.amounts[column % self.problem.placement.stages]
 
-    def filled(self) -> Filled:
+    def result(self) -> Filled:
         """Returns the result, with pending W at the end of each rank's row."""
         for rank, pending in enumerate(self.pending):
             while pending:

@@ -101,8 +101,8 @@ class _Lister:
     def _choice(self, rank: int, now: float) -> int | None:
         """Returns the column of the best ready action; None if none is ready."""
         stages, owned = self.problem.placement.stages, self.owned[rank]
-        input_grads = [s + stages for s in owned if self._arrived(s + stages, now)]
-        forwards = [s for s in owned if self._arrived(s, now) and self._fits(rank, s)]
+        input_grads = [s + stages for s in owned if self._has_arrived(s + stages, now)]
+        forwards = [s for s in owned if self._has_arrived(s, now) and self._fits(rank, s)]
         if not input_grads or (forwards and self._forward_first(rank)):
             best = min if self.preference.shallow else max
             return best(forwards, default=None)
@@ -112,7 +112,7 @@ class _Lister:
     def _forward_first(self, rank: int) -> bool:
         return self.preference.alternate and not self.last_was_forward[rank]
 
-    def _arrived(self, column: int, now: float) -> bool:
+    def _has_arrived(self, column: int, now: float) -> bool:
         arrivals, following = self.arrivals[column], self.next[column]
         return following < len(arrivals) and arrivals[following] <= now
 

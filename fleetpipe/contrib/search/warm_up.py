@@ -35,7 +35,7 @@ def most_forwards(problem: Problem) -> list[int]:
     ]
 
 
-def allowed(warm_up: WarmUp, most: list[int]) -> bool:
+def is_allowed(warm_up: WarmUp, most: list[int]) -> bool:
     """Whether each rank warms up within its memory, and no longer than the rank that feeds it."""
     return all(1 <= first <= limit for first, limit in zip(warm_up, most)) and all(
         earlier >= later for earlier, later in itertools.pairwise(warm_up)
@@ -49,12 +49,12 @@ def warm_ups(problem: Problem) -> list[WarmUp]:
     forward that delays it; others are those of 1F1B, ZBH1 and ZBH2.
     """
     ranks, most = problem.placement.ranks, most_forwards(problem)
-    candidates = [_timed(problem, most, slack, late) for slack in _SLACKS for late in (False, True)]
+    candidates = [_fill(problem, most, slack, late) for slack in _SLACKS for late in (False, True)]
     candidates += [tuple(k * (ranks - 1 - rank) + 1 for rank in range(ranks)) for k in (1, 2)]
-    return list(dict.fromkeys(_fitted(warm_up, most) for warm_up in candidates))
+    return list(dict.fromkeys(_fit(warm_up, most) for warm_up in candidates))
 
 
-def _timed(problem: Problem, most: list[int], slack: float, late: bool) -> WarmUp:
+def _fill(problem: Problem, most: list[int], slack: float, late: bool) -> WarmUp:
     """Returns the warm-up that fills the time until the first I comes back.
 
     Args:
@@ -79,7 +79,7 @@ def _timed(problem: Problem, most: list[int], slack: float, late: bool) -> WarmU
     return tuple(warm_up)
 
 
-def _fitted(warm_up: WarmUp, most: list[int]) -> WarmUp:
+def _fit(warm_up: WarmUp, most: list[int]) -> WarmUp:
     """Reduces a warm-up to the allowed one."""
     fitted: list[int] = []
     for first, limit in zip(warm_up, most):

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         ConfigError: The name cannot be used, or the folder is not empty or cannot be written.
     """
     folder: Path = options.folder
-    name = _checked(folder)
+    name = _project_name(folder)
     with using("FOLDER", folder, "a folder that can be written"):
         folder.mkdir(exist_ok=True)
         for target, source in _FILES.items():
@@ -65,7 +65,7 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-def _checked(folder: Path) -> str:
+def _project_name(folder: Path) -> str:
     """Returns the name of a project, or refuses one that cannot be used."""
     name = folder.resolve().name
     if not _USABLE.fullmatch(name) or name.lower() in _TAKEN:

@@ -115,7 +115,7 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
             for track, events in tracks_of(document).items()
             if track != "predicted"
             for event in events
-            for operation in _traced(event)
+            for operation in _operations_of(event)
         ]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(
@@ -127,12 +127,12 @@ def read_trace(path: str | Path) -> list[TracedOperation]:
         ) from error
     if not operations:
         raise ConfigError("the trace has no actions", where=str(path), fix="trace a whole step")
-    stepped = _stepped(_counted(operations))
+    stepped = _number_steps(_number_slices(operations))
     numbers = steps_of(document, 1 + max(one.step for one in stepped), first=0)
     return [one._replace(step=numbers[one.step]) for one in stepped]
 
 
-def _traced(event: Event) -> Iterator[TracedOperation]:
+def _operations_of(event: Event) -> Iterator[TracedOperation]:
     """Yields the operation of an event of a trace, with step 0."""
     rank, times, op = event.rank, (event.start, event.end - event.start), event.op
     if isinstance(op, (Send, Recv)):
@@ -149,7 +149,7 @@ def _traced(event: Event) -> Iterator[TracedOperation]:
         yield TracedOperation(0, 0, rank, first.stage, kind, first.micro_batch, *times)
 
 
-def _counted(operations: list[TracedOperation]) -> list[TracedOperation]:
+def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:
     """Numbers slices of micro-batches by the number that the trace has of them."""
     places = [
         divmod(int(one.micro_batch), one.micro_batch.slices)
@@ -164,7 +164,7 @@ def _counted(operations: list[TracedOperation]) -> list[TracedOperation]:
     ]
 
 
-def _stepped(operations: list[TracedOperation]) -> list[TracedOperation]:
+def _number_steps(operations: list[TracedOperation]) -> list[TracedOperation]:
     """Numbers the steps: a new one begins when a rank repeats a computation.
 
     The time before an operation counts as a part of it: a rank has one thread, and waits in a

@@ -68,7 +68,7 @@ class _Exchanged(NamedTuple):
         return self.messages * each / 2 + self.nbytes * transfer.per_byte
 
 
-def _exchanged(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees) -> _Exchanged:
+def _exchanges_at(layer: LayerCost, measured: LayerDegrees, degrees: LayerDegrees) -> _Exchanged:
     """Returns the exchanges of a layer at other degrees than the measured ones."""
     ep, sep, cp = degrees
     parts = degrees.sequences
@@ -132,7 +132,7 @@ def _cost(
 ) -> LayerCost:
     part = measured.sequences / degrees.sequences
     more = _busiest(layer, degrees.ep) / _busiest(layer, measured.ep)
-    before, after = (_exchanged(layer, measured, one) for one in (measured, degrees))
+    before, after = (_exchanges_at(layer, measured, one) for one in (measured, degrees))
     times: dict[str, Any] = {}
     for name in _TIMES:
         seconds = getattr(layer, name)

@@ -36,7 +36,7 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
             got=f"{slices} slices",
             fix="cut into fewer slices",
         )
-    fitted, seen = _fitted(lengths, ends, times)
+    fitted, seen = _fit(lengths, ends, times)
     whole = fitted * length + seen * length**2 / 2
     lengths_found: list[int] = []
     for index in range(1, slices + 1):
@@ -50,7 +50,7 @@ def balanced(lengths: Sequence[int], times: Sequence[float], slices: int) -> tup
     return tuple(lengths_found)
 
 
-def _fitted(
+def _fit(
     lengths: Sequence[int], ends: Sequence[int], times: Sequence[float]
 ) -> tuple[float, float]:
     """Fits x and y of :func:`balanced`: the costs of a place, and of each place that it sees."""

@@ -19,7 +19,7 @@ from fleetpipe.static.ir.pir.operations import (
     is_constant,
     is_free,
     is_source,
-    taken,
+    operands,
 )
 
 #: Operations that, asked for some of their gradients, give these with the bits that all would have.
@@ -98,12 +98,12 @@ class _Division:
 
     def halves(self) -> Halves:
         ends, wanted = self._ends()
-        inputs = self._needed(ends)
+        inputs = self._dependencies(ends)
         # A list of gradients, such as rnn_grad gives, cannot wait: its parts can.
         inputs |= {index for index in self._backward if self._parts_one_of(index, inputs)}
         weights = {index for index in self._backward if index not in inputs}
         # What has results for both runs in both.
-        divided = {index for index in inputs if self._divided(index, inputs, wanted)}
+        divided = {index for index in inputs if self._is_divided(index, inputs, wanted)}
         weights |= divided
         weights |= self._lists_of(weights)
         crossing = {
@@ -122,12 +122,12 @@ class _Division:
 
     def _operands(self, index: int) -> Iterator[tuple[int, int]]:
         """Yields the results of the backward that an operation takes."""
-        for value in taken(self._ops[index]):
+        for value in operands(self._ops[index]):
             maker = value.get_defining_op()
             if maker is not None and self._index.get(maker.id()) in self._within:
                 yield self._index[maker.id()], value.index()
 
-    def _needed(self, ends: Collection[int]) -> set[int]:
+    def _dependencies(self, ends: Collection[int]) -> set[int]:
         """Returns the operations of the backward on which the given ones depend."""
         needed: set[int] = set()
         waiting = list(ends)
@@ -176,7 +176,7 @@ class _Division:
 
     def _reads_data(self, index: int) -> bool:
         """Whether an operation takes a value computed from data, and not only parameters."""
-        return any(self._from_data(value) for value in taken(self._ops[index]))
+        return any(self._from_data(value) for value in operands(self._ops[index]))
 
     def _from_data(self, value: Variable) -> bool:
         op = value.get_defining_op()
@@ -184,7 +184,7 @@ class _Division:
             return False
         return not (op.name() == PARAMETER or is_free(op))
 
-    def _divided(
+    def _is_divided(
         self, index: int, inputs: Collection[int], wanted: Collection[tuple[int, int]]
     ) -> bool:
         """Whether an operation of I has results for W only that it can leave out."""

@@ -76,7 +76,7 @@ def inside(op: Op) -> Iterator[Op]:
             yield from inside(one)
 
 
-def taken(op: Op) -> Iterator[Variable]:
+def operands(op: Op) -> Iterator[Variable]:
     """Yields the values that an operation and the operations in its blocks take."""
     for one in (op, *inside(op)):
         for operand in one.operands():
@@ -100,7 +100,7 @@ def is_constant(op: Op) -> bool:
     """Whether an operation always has the same result: a parameter, fed data, or given numbers."""
     if op.name() == _ASSIGN_VALUE:
         # paddle.assign and to_tensor of numbers: written over zeros that were made for them.
-        makers = [value.get_defining_op() for value in taken(op)]
+        makers = [value.get_defining_op() for value in operands(op)]
         return all(maker is not None and is_made_up(maker) for maker in makers)
     return not op.operands() and not op.num_regions() and not draws_of(op)
 
@@ -205,7 +205,7 @@ def place_repeated(piece: Program, repeated: Collection[int]) -> None:
             continue
         needed, following = [], [op]
         while following:
-            for value in taken(following.pop()):
+            for value in operands(following.pop()):
                 source = value.get_defining_op()
                 if source is not None and source.id() in waiting:
                     waiting.discard(source.id())

@@ -24,9 +24,9 @@ from fleetpipe.static.ir.pir.operations import (
     is_constant,
     line_of,
     name_of,
+    operands,
     place,
     placeholder,
-    taken,
     to_end,
 )
 from fleetpipe.static.ir.pir.stage import PirStage
@@ -78,7 +78,7 @@ class PirReader:
         self.unclipped = frozenset(n for n, p in parameters.items() if not p.need_clip)
         # Each is put in front of those that were made before it.
         self.declared = {name: tuple(parameters[name].shape) for name in reversed(parameters)}
-        self.data = {name_of(op): _declared(op.result(0)) for op in ops if op.name() == DATA}
+        self.data = {name_of(op): _declaration(op.result(0)) for op in ops if op.name() == DATA}
 
     def number(self, target: Variable | str) -> int | None:
         """Returns the number of a value, given by itself or by name."""
@@ -98,8 +98,8 @@ class PirReader:
         rowwise: set[int] = set()
         written: dict[int, tuple[int, ...]] = {}
         for index, op in enumerate(ops):
-            taken_now = map(self._versions.now, taken(op))
-            reads = tuple(dict.fromkeys(_numbered(self._numbers, taken_now)))
+            taken_now = map(self._versions.now, operands(op))
+            reads = tuple(dict.fromkeys(_numbers(self._numbers, taken_now)))
             writes = []
             for position, value in enumerate(op.results()):
                 number = len(self._places)
@@ -120,8 +120,8 @@ class PirReader:
                     rowwise.add(number)
             changed = [v for v in self._versions.add(op) if self._versions.now(v).is_same(v)]
             if changed:
-                written[index] = tuple(_numbered(self._numbers, changed))
-            operations.append(_described(op, reads, tuple(writes)))
+                written[index] = tuple(_numbers(self._numbers, changed))
+            operations.append(_describe(op, reads, tuple(writes)))
         lasting, trainable = frozenset(persistable), frozenset(differentiable)
         return Graph(operations, names, lasting, trainable, frozenset(rowwise), written)
 
@@ -181,7 +181,7 @@ class PirReader:
         return mine
 
 
-def _described(op: Op, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
+def _describe(op: Op, reads: tuple[int, ...], writes: tuple[int, ...]) -> Operation:
     tag = _tag(op)
     inner = frozenset(
         inner_tag for one in inside(op) if (inner_tag := _tag(one)) is not None and one.operands()
@@ -190,7 +190,7 @@ def _described(op: Op, reads: tuple[int, ...], writes: tuple[int, ...]) -> Opera
     return Operation(op.name(), reads, writes, tag, is_constant(op), line, inner, random)
 
 
-def _numbered(numbers: dict[tuple[int, int], int], values: Iterable[Variable]) -> Iterator[int]:
+def _numbers(numbers: dict[tuple[int, int], int], values: Iterable[Variable]) -> Iterator[int]:
     for value in values:
         number = _find(numbers, value)
         if number is not None:
@@ -224,5 +224,5 @@ def _variable(value: Variable) -> str:
     return name_of(value.get_defining_op())
 
 
-def _declared(value: Variable) -> Declared:
+def _declaration(value: Variable) -> Declared:
     return Declared(tuple(value.shape), str(value.dtype).rpartition(".")[2])

@@ -94,7 +94,7 @@ class PirStage:
         gradient into a variable.
         """
         backwards = (op for op in self._ops() if op.id() not in self._forward)
-        values = (value for op in backwards for value in operations.taken(op))
+        values = (value for op in backwards for value in operations.operands(op))
         return any(v.is_dense_tensor_type() and v.dtype == paddle.bfloat16 for v in values)
 
     def _isolate(self, places: Sequence[tuple[int, int]]) -> None:
@@ -110,7 +110,7 @@ class PirStage:
             if ops[index].name() == operations.DATA:
                 name = operations.name_of(ops[index])
                 self.feeds[name] = self._split.names.fed(name)
-                self._values[number] = self._replaced(self.feeds[name], self._values[number])
+                self._values[number] = self._replace(self.feeds[name], self._values[number])
         for edge, numbers in self._split.crossing.items():
             for number in numbers if edge.target == self._stage else ():
                 index, result = places[number]
@@ -121,7 +121,7 @@ class PirStage:
                         where=str(self._split.graph.operations[index]),
                         fix="build the operation that takes the list under the same guard",
                     )
-                self._values[number] = self._replaced(self.incoming(number), value)
+                self._values[number] = self._replace(self.incoming(number), value)
         for index in reversed(range(len(ops))):
             if index not in mine or ops[index].name() == operations.DATA:
                 ops[index].erase()
@@ -147,7 +147,7 @@ class PirStage:
                         operand.set_source(now)
             versions.add(op)
 
-    def _replaced(self, variable: str, value: Variable) -> Variable:
+    def _replace(self, variable: str, value: Variable) -> Variable:
         """Replaces a value by a variable of the scope."""
         replacement = operations.placeholder(variable, value)
         value.replace_all_uses_with(replacement)
@@ -212,7 +212,7 @@ class PirStage:
         waiting = [op for op in self._ops() if op.id() not in self._forward]
         while waiting:
             user = waiting.pop()
-            for taken in operations.taken(user):
+            for taken in operations.operands(user):
                 value = self._versions.first(taken)
                 op = value.get_defining_op()
                 if op is None or op.id() not in self._forward or op.name() == operations.DATA:
@@ -257,7 +257,7 @@ class PirStage:
             return False
         if any(map(operations.changes, (op, *value.all_used_ops()))):
             return False
-        inputs = (operations.place(self._versions.first(v)) for v in operations.taken(op))
+        inputs = (operations.place(self._versions.first(v)) for v in operations.operands(op))
         return op.name().startswith(operations.NORMS) or self._changed.isdisjoint(inputs)
 
     def _copy(self, program: Program | None = None) -> _Copy:

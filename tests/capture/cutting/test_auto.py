@@ -12,9 +12,9 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.capture.cutting.auto import Choice, chosen, places
+from fleetpipe.capture.cutting.auto import Choice, choose, places
 from fleetpipe.capture.cutting.cuts import AtCall
-from fleetpipe.capture.cutting.node_meter import measured
+from fleetpipe.capture.cutting.node_meter import measure_nodes
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.dygraph.observe.profile import TYPICAL
@@ -47,7 +47,7 @@ def of_linears(seconds: list[float], stages: int, **options: Any) -> Choice:
     named = {number: AtCall(str(number)) for number in range(1, len(seconds))}
     at = tuple(number + 1 for number in named)
     profile = Profile((ends[0], *costs, ends[1]), None, at, transfer=TYPICAL)
-    return chosen(profile, named, stages, **options)
+    return choose(profile, named, stages, **options)
 
 
 def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
@@ -96,7 +96,7 @@ def test_the_same_model_gets_the_same_cut_whatever_the_noise(stages: int) -> Non
         noisy = [numbers.uniform(0.95, 1.1) * s / 1000 for s in seconds]
         block = [LayerCost("", s / 2, s / 2, output=size * 2**14) for s, size in zip(noisy, sizes)]
         profile = Profile((ends[0], *block * 12, ends[1]), None, at, transfer=TYPICAL)
-        found.add(chosen(profile, named, stages).borders)
+        found.add(choose(profile, named, stages).borders)
     assert found == {
         tuple(AtCall(str(len(seconds) * 12 // stages * stage)) for stage in range(1, stages))
     }
@@ -118,7 +118,7 @@ def test_each_node_is_measured_and_the_model_stays_as_it_was() -> None:
     capturing = Capturing(model, images(2, 16)[0])
     training = capturing(signature_of(capturing.example), True)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    costs = measured(capturing, training, []).layers[1:-1]
+    costs = measure_nodes(capturing, training, []).layers[1:-1]
     assert [cost.name for cost in costs] == [node.name for node in training.nodes]
     assert all(cost.forward > 0 for cost in costs)
     held = sum(4 * t.size for t in model.state_dict().values())

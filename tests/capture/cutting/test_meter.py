@@ -9,7 +9,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.capture.cutting.node_meter import measured
+from fleetpipe.capture.cutting.node_meter import measure_nodes
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.errors import CaptureError, PartitionError
@@ -45,7 +45,7 @@ class Stored(nn.Layer):  # type: ignore[misc]
 
 def profile_of(model: nn.Layer, inputs: Any) -> Profile:
     capturing = Capturing(model, inputs)
-    return measured(capturing, capturing(signature_of(capturing.example), True), [])
+    return measure_nodes(capturing, capturing(signature_of(capturing.example), True), [])
 
 
 def test_a_captured_model_is_cut_as_the_same_model_as_a_list_of_layers() -> None:

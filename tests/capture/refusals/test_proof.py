@@ -127,8 +127,8 @@ def removed(trace: Capture) -> Capture:
 def test_a_wrong_capture_is_found_and_its_first_node_named(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Capture], Capture], node: str
 ) -> None:
-    traced = capturing.traced
-    monkeypatch.setattr(capturing, "traced", lambda *given: change(traced(*given)))
+    traced = capturing.record
+    monkeypatch.setattr(capturing, "record", lambda *given: change(traced(*given)))
     with pytest.raises(CaptureError) as caught:
         proof(Sum(), X, ["second"])
     text = str(caught.value)

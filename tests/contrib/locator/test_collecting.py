@@ -16,7 +16,7 @@ from fleetpipe import cli, fleet
 from fleetpipe.contrib.locator import command, record
 from fleetpipe.contrib.locator.assembly import WholeTensors
 from fleetpipe.contrib.locator.collecting import collecting
-from fleetpipe.contrib.locator.command import _ended
+from fleetpipe.contrib.locator.command import _await_end
 from fleetpipe.contrib.locator.options import Setting
 from fleetpipe.contrib.locator.recorder import Finished, Recorder
 from fleetpipe.contrib.locator.twin import Feed
@@ -177,12 +177,12 @@ def test_an_error_of_its_own_is_no_difference(
     def located(_: object) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(command, "located", located)
+    monkeypatch.setattr(command, "find_difference", located)
     assert cli.main(["locate", __file__]) == 2
     assert "KeyError: 'a defect'" in capfd.readouterr().err
 
 
 def test_a_run_without_a_step_is_ended_at_its_limit(tmp_path: Path) -> None:
     waiting = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    assert "within 1 seconds" in _ended(waiting, tmp_path, 1.0)
+    assert "within 1 seconds" in _await_end(waiting, tmp_path, 1.0)
     assert waiting.returncode

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.report.page import compared, named
+from fleetpipe.contrib.report.page import comparison, short_names
 from fleetpipe.contrib.report.run import read
 from tests.contrib.report.runs import EVIL, row, schedule, written
 from tests.contrib.report.test_page import Parsed
@@ -28,7 +28,7 @@ def test_curves_figures_and_settings_of_two_runs(tmp_path: Path) -> None:
         EVIL: read(run(tmp_path / "a", 1.0, "1F1B")),
         "b": read(run(tmp_path / "b", 2.0, "ZBH1", samples_per_second=50.0)),
     }
-    text = compared(runs, now=1.7e9)
+    text = comparison(runs, now=1.7e9)
     parsed = Parsed(text)
     assert parsed.open == []
     assert parsed.scripts == 1
@@ -53,8 +53,8 @@ def test_curves_figures_and_settings_of_two_runs(tmp_path: Path) -> None:
 
 def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     folders = [tmp_path / "first" / "run", tmp_path / "second" / "run"]
-    assert named(folders) == ["first/run", "second/run"]
-    assert named(folders[:1]) == ["run"]
+    assert short_names(folders) == ["first/run", "second/run"]
+    assert short_names(folders[:1]) == ["run"]
 
 
 def test_the_command_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

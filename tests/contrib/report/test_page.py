@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fleetpipe.cli import main
 from fleetpipe.contrib.report.chart import Curve, chart, with_mean
-from fleetpipe.contrib.report.numbers import aligned, clock, labels, seconds, short, size, ticks
+from fleetpipe.contrib.report.numbers import align, clock, labels, seconds, short, size, ticks
 from fleetpipe.contrib.report.page import page, templates_of
 from fleetpipe.contrib.report.run import read
 from tests.contrib.report.runs import EVIL, row, schedule, written
@@ -218,7 +218,7 @@ def test_a_curve_of_many_steps_keeps_its_peaks() -> None:
     ys = [1.0] * 100_000
     ys[77_777], ys[12_345] = 50.0, math.nan
     curve = Curve("training", range(100_000), ys)
-    thin = curve.thinned()
+    thin = curve.thin()
     assert len(thin.xs) < 1200
     assert (77_777, 50.0) in zip(thin.xs, thin.ys)
     assert (thin.xs[0], thin.xs[-1]) == (0, 99_999)
@@ -261,7 +261,7 @@ def test_numbers_are_short_and_stand_below_each_other() -> None:
     assert [short(x) for x in (0, 0.5, 12345.6, 1.5e-7, 2.5e12, math.nan)] == [
         *("0", "0.5", "12,346", "1.500e-07", "2.500e+12", "nan")
     ]
-    assert aligned([12.5, 0.25]) == ["12.50", "0.25"]
+    assert align([12.5, 0.25]) == ["12.50", "0.25"]
     assert [size(x) for x in (12, 1.5e9)] == ["12 B", "1.5 GB"]
     assert [clock(x) for x in (6, 105, 7305)] == ["6.0 s", "1:45", "2:01:45"]
     assert [seconds(x) for x in (0.25, 59.6, 3700, 3e5)] == [

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fleetpipe.contrib.search.fill_weight_grads import Policy, fill
 from fleetpipe.contrib.search.list_scheduler import Preference, listed_order
 from fleetpipe.contrib.search.problem import Problem
-from fleetpipe.contrib.search.warm_up import allowed, most_forwards, warm_up_order, warm_ups
+from fleetpipe.contrib.search.warm_up import is_allowed, most_forwards, warm_up_order, warm_ups
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from tests.schedules.helpers import schedule_of
@@ -86,14 +86,14 @@ def test_warm_ups_keep_within_the_cap(cap: float, m: int) -> None:
     problem = Problem(Placement("loop", 4), m, costs, cap)
     for warm_up in warm_ups(problem):
         assert max(warm_up) <= min(cap, m)
-        assert allowed(warm_up, most_forwards(problem))
+        assert is_allowed(warm_up, most_forwards(problem))
 
 
 def test_what_is_not_allowed() -> None:
-    assert allowed((3, 2, 2, 1), [3, 3, 3, 3])
-    assert not allowed((4, 2, 2, 1), [3, 3, 3, 3])
-    assert not allowed((2, 3, 2, 1), [3, 3, 3, 3])
-    assert not allowed((2, 1, 1, 0), [3, 3, 3, 3])
+    assert is_allowed((3, 2, 2, 1), [3, 3, 3, 3])
+    assert not is_allowed((4, 2, 2, 1), [3, 3, 3, 3])
+    assert not is_allowed((2, 3, 2, 1), [3, 3, 3, 3])
+    assert not is_allowed((2, 1, 1, 0), [3, 3, 3, 3])
 
 
 def tokens(problem: Problem, rows: list[list[int]], rank: int) -> str:
