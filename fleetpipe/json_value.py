@@ -244,7 +244,7 @@ def parse_toml(text: str, source: Source) -> JsonValue:
 def read_text(
     path: str | os.PathLike[str], source: Source, build: Callable[[str], Record]
 ) -> Record:
-    """Reads a file as :func:`read` does, where ``build`` takes the text."""
+    """Reads a file and returns ``build(text)``; errors name the file, as in :func:`read`."""
     if not isinstance(path, (str, os.PathLike)):
         raise source.refused(expected="the path of a file", got=type(path).__name__)
     try:

@@ -45,13 +45,13 @@ class Call(ABC):
         self.hooks = OutputHooks()
 
     def leave(self) -> tuple[Tensor, ...]:
-        """Returns the outputs for the graph around the call; called once, while autograd is off."""
+        """Returns the call's outputs, detached; called once, while autograd is off."""
         leaving, self._leaving = self._leaving, ()
         return tuple(output.detach() for output in leaving)
 
     @abstractmethod
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradient of every input and keeps what the parameters' need.
+        """Returns the gradients of all inputs, and stores what the parameters' gradients need.
 
         Args:
             grads: The gradients of the outputs; None for one that nobody used.

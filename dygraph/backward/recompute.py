@@ -151,7 +151,7 @@ class _Ticket:
 
 
 class _Rerun:
-    """What it takes to run a piece once more, and the tickets that wait for it."""
+    """The state for running a piece of the model again, and the saved tensors that need it."""
 
     def __init__(self, piece: RecomputedPiece, run: Run, value: Nest) -> None:
         self._piece = piece

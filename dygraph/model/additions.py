@@ -16,7 +16,7 @@ def refuse_untied(
     tied: Sequence[SharedLayer],
     rank_of_layer: Callable[[int], int],
 ) -> None:
-    """Refuses what was put into a shared layer of which several ranks have copies.
+    """Refuses new trained parameters in a shared layer that several ranks have copies of.
 
     Args:
         parameters: This process's parameters by lasting name.

@@ -54,7 +54,7 @@ class LayerPlan(Protocol):
         """Refuses a job of other degrees."""
 
     def require_layers(self, names: Sequence[str]) -> None:
-        """Refuses other layers."""
+        """Refuses a model whose layers are not those of the plan."""
 
 
 class Arrangement:

@@ -315,7 +315,7 @@ class _Meter:
 
 
 def _gradients_for(output: Nest, value: Nest) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns what a layer made that needs a gradient, and one for each."""
+    """Returns the outputs of a layer that need a gradient, and a gradient of ones for each."""
     inputs = {id(tensor) for tensor in differentiable(value)}
     made = [t for t in differentiable(output, roots=True) if id(t) not in inputs]
     return made, [paddle.ones_like(tensor) for tensor in made]

@@ -109,7 +109,7 @@ class AttentionBackward:
 
 
 def _scores(queries: Chunk, keys: Chunk, causal: bool) -> Tensor | None:
-    """Returns the scores ``[.., queries, keys]``, -inf for what is not seen; None if nothing is."""
+    """Returns the scores ``[.., queries, keys]``, -inf where masked; None if all are masked."""
     if causal and keys.begin >= queries.end:
         return None
     scores = queries.values.matmul(keys.values[0].unsqueeze(2), transpose_y=True)
@@ -144,7 +144,7 @@ class Ring:
     def __init__(
         self, ranks: SequenceRanks, length: int, documents: Tensor | None, causal: bool
     ) -> None:
-        """Gives all ranks the documents of this one. Collective over cp.
+        """Collects the documents of all ranks along cp. Collective over cp.
 
         Args:
             ranks: The ranks that share the sequences.

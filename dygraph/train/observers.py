@@ -108,7 +108,7 @@ of_all: list[Callable[[Any], Observer]] = []
 
 @contextmanager
 def observing_all(make: Callable[[Any], Observer]) -> Iterator[None]:
-    """Within it ``make(pipeline)`` observes each pipeline that is wrapped, as a script may do."""
+    """While this context is open, ``make(pipeline)`` observes each pipeline that is wrapped."""
     of_all.append(make)
     try:
         yield

@@ -94,7 +94,7 @@ class Saver:
         metrics: Mapping[str, float],
         extra: Mapping[str, Any],
     ) -> Saving:
-        """Saves a step; none is being written. Collective over ``ranks``.
+        """Saves a step; no other save may be running. Collective over ``ranks``.
 
         Raises:
             CheckpointError: Some rank cannot; every rank raises.
@@ -231,7 +231,7 @@ class Saver:
 
 
 def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
-    """Returns the contents of the file of what is no tensor, from what each rank has."""
+    """Returns the text of a checkpoint's state without tensors, merged from all ranks."""
     states = [training_state.from_text(facts["state"]) for facts in everyone]
     places = [Place.from_json(facts["place"]) for facts in everyone]
     steps = [facts["step"] for facts in everyone]

@@ -54,7 +54,7 @@ class Criterion(paddle.nn.Layer):
 
 
 class Counting:
-    """What the metrics see of one batch, and what of that each of them computed."""
+    """The rows of one batch that count for the metrics, and the results of their ``compute``."""
 
     def __init__(self, metrics: Sequence[Metric], micro_batch: Callable[[], int]) -> None:
         """Begins without a batch.

@@ -156,7 +156,7 @@ class Model(paddle.Model):
         return None if optimizer is None else optimizer.gradient_norm
 
     def is_rank(self, place: str) -> bool:
-        """Returns whether this process is a certain one of the job; the same one all the time.
+        """Whether this process is the first rank of the job, or the owner of its loss.
 
         Args:
             place: ``"first"`` for the first rank of the job, which the launcher shows; ``"loss"``

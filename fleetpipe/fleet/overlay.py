@@ -115,7 +115,7 @@ def over(
 
 
 class _Overlay(Loader):
-    """Makes a module of the table."""
+    """Loads a module of Fleet's with fleetpipe's names added."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -91,7 +91,7 @@ class LayerSave(NamedTuple):
 
 
 def keep(folder: Path, writer: Writer, names: Collection[str]) -> None:
-    """Links what a rank is about to replace of older saves, until the new one is complete.
+    """Links the files of older saves that a rank will replace, until the new save is complete.
 
     Args:
         folder: Where the files are; nothing is kept where it is not there.

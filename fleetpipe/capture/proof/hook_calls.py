@@ -41,7 +41,7 @@ def counted(model: Layer) -> Iterator[Calls]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Within it calls are not counted: a proof runs the model once more to measure rounding."""
+    """While this context is open, calls of hooks are not counted: a proof measures rounding."""
     _pauses.append(None)
     try:
         yield

@@ -33,7 +33,7 @@ def bytes_of(held: Held) -> memoryview:
 
 
 def empty_like(held: Held) -> tuple[Tensor | np.ndarray, memoryview]:
-    """Returns something like a tensor, and its bytes, which are to be filled."""
+    """Returns an empty tensor with the shape and dtype of ``held``, and its bytes to fill."""
     if isinstance(held.tensor, np.ndarray):
         array = np.empty_like(held.tensor, order="C")
         return array, _flat(array)

@@ -50,7 +50,7 @@ class JobLayout(NamedTuple):
 
     @property
     def of_layers(self) -> JobLayout:
-        """The layout with default values for all that layers' costs do not depend on."""
+        """The layout reduced to the fields on which layers' costs depend."""
         return JobLayout()._replace(**{name: getattr(self, name) for name in _OF_LAYERS})
 
     @property

@@ -158,7 +158,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
         return ", ".join([*shown, f"{rate:.4g} samples/s", *self._end_of_training()])
 
     def _end_of_training(self) -> list[str]:
-        """Says how much of a training is left, evaluations included as far as there were any."""
+        """Estimates the time that is left of a training, with its evaluations so far."""
         if not self._to_come or not self._trained:
             return []
         left = self._to_come / self._trained * (time.perf_counter() - self._training_since)

@@ -58,7 +58,7 @@ class GlobalContext:
         return None if self._config is None else self._config.get("NUM_CHUNKS")
 
     def load_config(self, config: Config) -> None:
-        """Takes a configuration that was read."""
+        """Sets the configuration of the job."""
         self._config = config
 
     @property
