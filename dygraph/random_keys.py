@@ -210,7 +210,7 @@ class Keys:
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
-        """Within it random numbers come from a stream of ``name``, of this slice if it has one.
+        """While it is open, numbers come from the stream ``name``, of the present slice if any.
 
         Used several times within a call of a layer, it goes on where it ended.
         """
@@ -298,7 +298,9 @@ def enter_loss() -> None:
 
 @contextmanager
 def keyed(keys: Keys | None, group: Group) -> Iterator[None]:
-    """Within it layers run under ``keys``; the generators are put back in the end. Collective.
+    """While it is open, layers run under ``keys``; the generators are put back in the end.
+
+    Collective.
 
     Args:
         keys: What :func:`draw` gave.

@@ -120,7 +120,7 @@ def _write_into(folder: Path) -> None:
 
 @contextmanager
 def using(name: str, path: Path | str, give: str) -> Iterator[None]:
-    """Within it, a file that cannot be read or written is a :class:`ConfigError`.
+    """While it is open, a file that cannot be read or written is a :class:`ConfigError`.
 
     Args:
         name: The argument, as the user types it.

@@ -195,7 +195,7 @@ def _without_help_command(words: list[str]) -> list[str]:
 
 
 def _open_closed_streams() -> None:
-    """Has a stream that was closed, as by ``>&-``, take all and give nothing.
+    """Makes a stream that was closed, as by ``>&-``, take all and give nothing.
 
     Its number would be another file's otherwise, here and in the processes that this one starts.
     """

@@ -86,7 +86,7 @@ def spec_of(second: str, name: str) -> ModuleSpec | None:
 
 @contextmanager
 def needed_for(purpose: str) -> Iterator[None]:
-    """Within it, the import of a package that is not there says what to do.
+    """While it is open, the import of a package that is not there says what to do.
 
     Args:
         purpose: What the package is for, as the subject of a sentence.

@@ -23,7 +23,7 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def prepare() -> bool:
-    """Has glibc keep up to ``TRIM_THRESHOLD`` free bytes at the end of the heap.
+    """Makes glibc keep up to ``TRIM_THRESHOLD`` free bytes at the end of the heap.
 
     The setting of a user stays: ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``, or either
     in ``GLIBC_TUNABLES``. ``FLEETPIPE_HEAP=0`` turns this off.

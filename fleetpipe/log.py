@@ -47,7 +47,7 @@ def once(log: Callable[..., None], text: str, any_rank: bool = False) -> None:
 
 @contextmanager
 def once_if_slow(log: Callable[..., None], text: str) -> Iterator[None]:
-    """Within it :func:`once` logs ``text`` after a few seconds, unless it has ended."""
+    """While it is open, :func:`once` logs ``text`` after a few seconds, unless it has ended."""
     timer = threading.Timer(_PATIENCE, _once_in_turn, [log, text])
     timer.daemon = True
     timer.start()
@@ -113,7 +113,7 @@ _kept_out: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
 
 
 def _keep_out(handler: logging.Handler) -> None:
-    """Has a handler of Paddle's leave out fleetpipe's records, for as long as it is Paddle's."""
+    """Makes a handler of Paddle's leave out fleetpipe's records, for as long as it is Paddle's."""
     if handler not in _kept_out:
         _kept_out.add(handler)
         handler.addFilter(

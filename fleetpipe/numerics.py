@@ -35,7 +35,7 @@ def prepare() -> None:
 
 
 def repeat_bits() -> None:
-    """Has a GPU repeat its bits as far as Paddle can; a CPU does by itself.
+    """Makes a GPU repeat its bits as far as Paddle can; a CPU does by itself.
 
     cuBLAS reads its variable when it is first used.
     """

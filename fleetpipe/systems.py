@@ -243,7 +243,7 @@ def lower_priority(nice: int) -> None:
 
 
 def call_in_forked_child(function: Callable[[], None]) -> None:
-    """Has a forked child call ``function`` first of all; on Windows there are none."""
+    """Makes a forked child call ``function`` first of all; on Windows there are none."""
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=function)
 
@@ -294,7 +294,7 @@ def is_other_user(sock: socket.socket) -> bool:
 
 
 def send_again_soon(sock: socket.socket) -> None:
-    """Has a TCP socket send what was lost again each second, where the kernel can be asked.
+    """Makes a TCP socket send what was lost again each second, where the kernel can be asked.
 
     By itself it waits longer each time, up to as long again as a cable was out: so a limit might
     be passed that the cut itself was below.

@@ -48,7 +48,7 @@ class _Replacement:
 
 @contextmanager
 def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
-    """Within it each layer has another forward."""
+    """While it is open, each layer has another forward."""
     replacement = _Replacement(forwards)
     changes.append(replacement)
     try:

@@ -68,7 +68,7 @@ class LayerStates:
 
     @contextmanager
     def put_back(self, functions: Iterable[object]) -> Iterator[None]:
-        """Within it the layers are what they were, with copies of their buffers.
+        """While it is open, the layers are what they were, with copies of their buffers.
 
         In the end they are what they were before, and so is what else they, and ``functions``,
         leave things in.

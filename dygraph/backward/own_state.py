@@ -19,7 +19,7 @@ class Change(Protocol):
         """Makes the change."""
 
     def end(self) -> None:
-        """Takes it back; it may be made again after that."""
+        """Undoes the change; it may be made again."""
 
 
 #: The changes of now, in the order in which they were made: whoever makes one keeps it here.

@@ -340,7 +340,7 @@ _failure: Exception | None = None
 def _opened(
     pack: Callable[[Tensor], object], unpack: Callable[[Tensor | _Ticket], Tensor]
 ) -> Iterator[None]:
-    """Within it autograd saves by way of ``pack``."""
+    """While it is open, autograd saves by way of ``pack``."""
     before, _here.in_piece = _here.in_piece, True
     saving = SavedBy(pack, unpack, _no_backward)
     try:

@@ -93,7 +93,7 @@ class SplitBackward:
         self._refusals.in_backward = False
 
     def recording(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Has the stage's leaf layers run in their own ways while the context is open.
+        """Makes the stage's leaf layers run in their own ways while the context is open.
 
         Where the backward is split, it cuts their calls out of the graph.
 
@@ -129,7 +129,7 @@ class SplitBackward:
 
     @contextmanager
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
-        """Has autograd leave the leaf layers' weight gradients out while the context is open."""
+        """Makes autograd leave the leaf layers' weight gradients out while the context is open."""
         tape = self._tapes[stage, micro_batch]
         for (of, _), earlier in self._tapes.items():
             if of == stage:

@@ -211,7 +211,7 @@ class DygraphStage:
 
     @contextmanager
     def _refusals_named(self) -> Iterator[None]:
-        """Within it an error says which leaf layer it comes from, where a backward is split."""
+        """While it is open, errors of a split backward name their leaf layer."""
         try:
             yield
         except Exception:
@@ -282,7 +282,7 @@ class DygraphStage:
 
     @contextmanager
     def noting_crossings(self) -> Iterator[dict[int, Crossing]]:
-        """Within it each backward notes how the graph of its stage hangs together.
+        """While it is open, each backward notes how the graph of its stage hangs together.
 
         Yields:
             By stage, its crossing in the last micro-batch.

@@ -165,7 +165,7 @@ class HiddenUses:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Within it errors of stages that looked for what is out of reach say so.
+        """While it is open, errors of stages that looked for what is out of reach say so.
 
         Raises:
             ConfigError: A stage has used a parameter of another rank, be it without its gradient.

@@ -254,7 +254,7 @@ class Runs:
         return meter.samples
 
     def _turns(self) -> Iterable[int]:
-        """Returns which micro-batches layers are run with, for samples enough."""
+        """Returns the micro-batches to run layers with, so that there are enough samples."""
         count = len(self._weights)
         return (turn % count for turn in range(max(LEAST_SAMPLES, count)))
 

@@ -91,7 +91,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 
     @paddle.no_grad()
     def measure(self, params_grads: Pairs) -> None:
-        """Has copies, until the next step, clip by the norm of these gradients. Collective."""
+        """Makes copies, until the next step, clip by the norm of these gradients. Collective."""
         self._measured = [self._norm(params_grads)]
 
     @paddle.no_grad()

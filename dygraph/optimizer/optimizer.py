@@ -39,7 +39,9 @@ from fleetpipe.representation import shows
 
 
 class _NotThere:
-    """Has Python ask ``__getattr__`` instead. Trainers may put a method of their own in its place.
+    """Makes Python ask ``__getattr__`` instead.
+
+    Trainers may put a method of their own in its place.
 
     That is why it is no property: PaddleFormers' sets ``_insert_sync``, which nothing here calls.
     """

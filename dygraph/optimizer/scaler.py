@@ -27,7 +27,7 @@ _log = log.logger(__name__)
 
 
 def agreeing(scaler: Scaler) -> Scaler:
-    """Has a ``GradScaler`` ask all ranks of the job whether to step. It is changed in place.
+    """Makes a ``GradScaler`` ask all ranks of the job whether to step. It is changed in place.
 
     Args:
         scaler: Paddle's ``GradScaler``, or its ``MixPrecisionScaler`` around one.

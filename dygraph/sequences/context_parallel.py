@@ -71,7 +71,7 @@ class PrepareContextParallel(_Plan):
 
 
 class ContextParallel(_Plan):
-    """Has a layer that calls ``scaled_dot_product_attention`` attend to all ranks' places."""
+    """Makes a layer that calls ``scaled_dot_product_attention`` attend to all ranks' places."""
 
     def apply(self, layer: Layer, process_mesh: Any = None, shard_param_list: Any = None) -> None:
         """Replaces the function within the calls of ``layer``, which become collective.
@@ -105,7 +105,7 @@ class ContextParallel(_Plan):
 
 @contextmanager
 def _attention_replaced() -> Iterator[list[None]]:
-    """Within it the function is fleetpipe's; yields a list with an item for each call."""
+    """While it is open, the function is fleetpipe's; yields a list with an item for each call."""
     calls: list[None] = []
 
     def attend(

@@ -30,7 +30,7 @@ class SingleModel(ModelWithParts):
     def changed_before(
         self, layers: Collection[int], change: Callable[[int, Nest], Nest]
     ) -> Iterator[None]:
-        """Within it each of ``layers`` takes ``change(layer, value)`` in the place of ``value``."""
+        """While it is open, ``change(layer, value)`` replaces the input of each of ``layers``."""
         functions = list(self._functions)
         for index in layers:
             self._functions[index] = _after(functools.partial(change, index), functions[index])

@@ -115,7 +115,7 @@ _alone = False
 
 
 def connect(paddle_group: PaddleGroup, group: Members) -> None:
-    """Has every operation among the members of ``paddle_group`` go over ``group`` from now on.
+    """Makes every operation among the members of ``paddle_group`` go over ``group`` from now on.
 
     Args:
         paddle_group: A model-parallel group of Paddle's.
@@ -142,7 +142,7 @@ def disconnect(paddle_group: PaddleGroup) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within it, layers are built whole in this process, whatever the job and their ``mp_group``.
+    """While it is open, layers are built whole in this process, whatever their ``mp_group``.
 
     Their weights are those that the shards of a model-parallel job are cut from, where both are
     drawn under one seed: this is how to build the single-device model of such a job. It runs within

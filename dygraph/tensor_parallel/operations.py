@@ -32,7 +32,7 @@ _raised: list[FleetPipeError] = []
 
 @contextmanager
 def own_errors() -> Iterator[None]:
-    """Within it, a failed collective raises the error that it would have raised outside backward.
+    """While it is open, a failed collective raises the same error as outside of a backward.
 
     Raises:
         PeerFailed: Another member left while a gradient was under way.
@@ -48,7 +48,7 @@ def own_errors() -> Iterator[None]:
 
 
 def noting(function: Noted) -> Noted:
-    """Has :func:`own_errors` know what ``function``, which runs in backward, raises."""
+    """Makes :func:`own_errors` know what ``function``, which runs in backward, raises."""
 
     @wraps(function)
     def noted(*args: Any, **named: Any) -> Any:

@@ -171,7 +171,7 @@ _originals = [{name: getattr(module, name) for name in names} for module, names 
 
 
 def install() -> None:
-    """Has Paddle's modules give these operations, for scripts that take them from there."""
+    """Makes Paddle's modules give these operations, for scripts that take them from there."""
     for module, operations_of in _places:
         for name, operation in operations_of.items():
             setattr(module, name, operation)
@@ -185,7 +185,7 @@ def uninstall() -> None:
 
 
 def connect_shards(job: Job) -> None:
-    """Has tensor-parallel layers reach each other over a job's connections while it lasts."""
+    """Makes tensor-parallel layers reach each other over a job's connections while it lasts."""
     if job.degrees.mp == 1:
         return
     paddle_group = job.hcg.get_model_parallel_group()

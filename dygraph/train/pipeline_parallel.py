@@ -274,7 +274,7 @@ class PipelineParallel(PipelineFace):
         return trace
 
     def observe(self, observer: Observer) -> None:
-        """Has ``observer`` watch later batches, or only their operations.
+        """Makes ``observer`` watch later batches, or only their operations.
 
         Args:
             observer: A :class:`BatchObserver`, for training batches; anything else that has a
@@ -283,7 +283,7 @@ class PipelineParallel(PipelineFace):
         self._runtime.observe(observer)
 
     def accompany(self, companion: BatchObserver | None) -> None:
-        """Has ``companion`` watch each of the next batches; None ends that. There is one at most.
+        """Makes ``companion`` watch each of the next batches; None ends that. There is one at most.
 
         Within its ``step`` the optimizer steps before guards verify what it has done.
         """
@@ -303,7 +303,7 @@ class PipelineParallel(PipelineFace):
         return self._runtime.split.report()
 
     def crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
-        """Within it training notes how the graphs of this process's stages hang together.
+        """While it is open, training notes how the graphs of this process's stages hang together.
 
         Returns:
             A context that gives, by stage, its crossing in the last micro-batch.
@@ -414,7 +414,7 @@ class PipelineParallel(PipelineFace):
         return random_keys.peek(runtime.config.rng, group, python, runtime.sequence.rank)
 
     def key_python_draws(self) -> None:
-        """Has layers draw from Python's and NumPy's generators under keys from now on.
+        """Makes layers draw from Python's and NumPy's generators under keys from now on.
 
         For whoever runs the batches of one process once more beside it. On ranks they always do.
         """

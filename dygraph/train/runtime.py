@@ -144,12 +144,12 @@ class Runtime:
         return split(data, self.cut(any_rows, keeps_graph))
 
     def observe(self, observer: Observer) -> None:
-        """Has ``observer`` watch later batches."""
+        """Makes ``observer`` watch later batches."""
         self._rows["users"].members.append(observer)
         self._compile()
 
     def accompany(self, companion: Observer | None) -> None:
-        """Has ``companion`` watch later batches, and no other companion."""
+        """Makes ``companion`` watch later batches, and no other companion."""
         self._rows["companion"].members[:] = [] if companion is None else [companion]
 
     def observer(self, name: str) -> Any:
@@ -195,7 +195,7 @@ class Runtime:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Within it no other thread may run a batch, nor anybody one of this model.
+        """While it is open, no other thread may run a batch, nor anybody one of this model.
 
         Raises:
             StateError: Some thread, or a batch of this model, runs.
@@ -279,7 +279,7 @@ class Runtime:
 
     @contextmanager
     def running(self, batch: Batch, engine: Engine, training: bool) -> Iterator[None]:
-        """Within it ``engine`` may run ``batch``; a training batch that fails leaves no gradients.
+        """While it is open, ``engine`` may run ``batch``; a failed one leaves no gradients.
 
         A failure elsewhere ends this rank's waits within it, and one here reaches all others.
         """

@@ -98,7 +98,7 @@ class Ranks:
         )
 
     def together(self, what: str, act: Callable[[], Result]) -> list[Result]:
-        """Has every rank do something, and returns what all got, by rank. Collective.
+        """Makes every rank do something, and returns what all got, by rank. Collective.
 
         Args:
             what: What is done, for messages.

@@ -78,7 +78,7 @@ class Counting:
         self._computed = {}
 
     def look(self, columns: Sequence[Nest]) -> None:
-        """Has the metrics compute what they want to count of outputs and labels."""
+        """Makes the metrics compute what they want to count of outputs and labels."""
         if not self._metrics:
             return
         number = self._micro_batch()
@@ -96,7 +96,7 @@ class Counting:
         return [self._computed[number] for number in sorted(self._computed)]
 
     def update(self, computed: Sequence[list[list[list[Tensor]]]]) -> None:
-        """Has the metrics count what all replicas computed.
+        """Makes the metrics count what all replicas computed.
 
         Args:
             computed: What each replica's :meth:`computed` returned, in the order of the replicas.

@@ -89,7 +89,7 @@ class Position:
         self.logs, self._waiting = state["told"], state["callbacks"]
 
     def put_callbacks_back(self) -> None:
-        """Has the callbacks go on where they were, once, after their begin."""
+        """Makes the callbacks go on where they were, once, after their begin."""
         for name, callback in self._named().items():
             if name in self._waiting:
                 set_callback_state(callback, self._waiting[name])

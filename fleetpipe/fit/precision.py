@@ -34,7 +34,7 @@ class Precision(NamedTuple):
     scaler: Scaler = None
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within it, operations compute in this precision."""
+        """While it is open, operations compute in this precision."""
         if self.level == "O0":
             return nullcontext()
         cast: AbstractContextManager[None] = _amp.auto_cast(level=self.level, **self.lists)

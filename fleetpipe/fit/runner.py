@@ -176,7 +176,7 @@ class Runner:
 
     @contextmanager
     def _forward_only(self, rows: int) -> Iterator[int]:
-        """Within it a batch is cut for running forward; gives the rows of its micro-batches.
+        """While it is open, a batch is cut for forward only; yields the rows of its micro-batches.
 
         They are larger than usual where there would be more of them than in training.
         """
@@ -190,7 +190,7 @@ class Runner:
 
     @contextmanager
     def _micro_batches(self, count: int) -> Iterator[None]:
-        """Within it the schedule has so many micro-batches."""
+        """While it is open, the schedule has so many micro-batches."""
         usual = self.pipeline.accumulate_steps
         if count == usual:
             yield

@@ -121,7 +121,7 @@ class BatchSource:
             self.loader.set_state_dict(state)
 
     def next_epoch(self) -> None:
-        """Has a loader that knows its position begin an epoch; others do so by themselves."""
+        """Makes a loader that knows its position begin an epoch; others do so by themselves."""
         if self.state_dict() and isinstance(self.loader, DataLoader):
             self.loader.set_epoch(self.loader.epoch + 1)
 

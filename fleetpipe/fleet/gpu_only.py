@@ -87,7 +87,7 @@ def _engine(stock: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """Within it these raise ``ConfigError`` on a CPU; on a GPU they are Paddle's."""
+    """While it is open, these raise ``ConfigError`` on a CPU; on a GPU they are Paddle's."""
     if device_kind() != "cpu":
         yield
         return

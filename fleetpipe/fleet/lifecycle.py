@@ -297,7 +297,7 @@ def _begin(
 
 
 def _rehearse(config: PipelineConfig) -> None:
-    """Has ``paddle.amp`` work where this is a CPU and the options ask for it."""
+    """Makes ``paddle.amp`` work where this is a CPU and the options ask for it."""
     if config.rehearse is not None and device_kind() != "cpu":
         log.once(_log.warning, f"nothing is rehearsed: this device has {config.rehearse} itself")
     elif config.rehearse is not None:
@@ -327,7 +327,7 @@ def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, n
 
 
 def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Has Paddle make its groups. Collective over the job.
+    """Makes Paddle make its groups. Collective over the job.
 
     Returns:
         Paddle's topology, and its group of those that hold the same parameters where several axes

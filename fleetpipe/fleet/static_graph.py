@@ -32,7 +32,7 @@ _guard: _FirstGuard | None = None
 
 
 def await_guard() -> None:
-    """Has the next ``device_guard`` load static graph; ``fleet.shutdown`` takes that back."""
+    """Makes the next ``device_guard`` load static graph; ``fleet.shutdown`` takes that back."""
     global _guard
     if _guard is None:
         _guard = _FirstGuard()

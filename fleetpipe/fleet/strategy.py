@@ -78,7 +78,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
             ) from error
 
     def _set(self, group: str, configs: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
-        """Has Paddle set some options of a group, and says what it refuses in fleetpipe's words."""
+        """Sets some options of a group in Paddle; its refusals become fleetpipe's errors."""
         keys = {*self._get(group), *also}
         for key in configs:
             if key not in keys:

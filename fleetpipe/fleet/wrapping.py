@@ -161,7 +161,7 @@ def _require_same_options(strategy: Any) -> None:
 
 
 def distributed_scaler(scaler: GradScaler) -> GradScaler:
-    """Has a ``GradScaler`` ask all ranks whether a gradient overflowed: all step, or none.
+    """Makes a ``GradScaler`` ask all ranks whether a gradient overflowed: all step, or none.
 
     Args:
         scaler: A ``paddle.amp.GradScaler``, which is changed in place. One that is switched off, as

@@ -34,7 +34,7 @@ def environment(level: str) -> dict[str, str]:
 
 @contextmanager
 def quiet(level: str) -> Iterator[None]:
-    """Within it, Paddle's lines below ``level`` are left out. Paddle is imported within it.
+    """While it is open, Paddle's lines below ``level`` are left out. Paddle is imported within it.
 
     Another level than the default is fleetpipe's own from here on: jobs end with the process.
     """

@@ -46,7 +46,7 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def in_place_of_paddles() -> Iterator[None]:
-    """Within it, imports of ``paddle.distributed.fleet`` get fleetpipe's modules.
+    """While it is open, imports of ``paddle.distributed.fleet`` get fleetpipe's modules.
 
     So do its attributes, as in ``paddle.distributed.fleet.init``, and every module below it that
     fleetpipe has one for. The others stay Paddle's. On a CPU the schedules of
@@ -78,7 +78,7 @@ def in_place_of_paddles() -> Iterator[None]:
 
 @contextmanager
 def _jobs_beside_groups() -> Iterator[None]:
-    """Within it a script may call ``init_parallel_env`` before what begins a job.
+    """While it is open, a script may call ``init_parallel_env`` before what begins a job.
 
     Paddle's store would take the address of the job's, where the launcher gave it none.
     """
@@ -96,7 +96,7 @@ def _jobs_beside_groups() -> Iterator[None]:
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """Within it nothing asks for a GPU where none is.
+    """While it is open, nothing asks for a GPU where none is.
 
     Paddle 3.3's flexible checkpoints, which PaddleFormers reads and writes, move to a GPU what the
     processes of a job send each other, where Gloo sends from where a value is: they copy values

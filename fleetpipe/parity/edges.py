@@ -127,7 +127,7 @@ def _of(op: Action, kind: str, values: Mapping[MessageKey, Value]) -> list[Value
 
 @contextmanager
 def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeGradients]:
-    """Within it a model works on copies of the values that cross between stages.
+    """While it is open, a model works on copies of the values that cross between stages.
 
     Parameters keep their gradients, and buffers their values, in the end.
 

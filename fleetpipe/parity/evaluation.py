@@ -137,7 +137,7 @@ class Evaluations:
     def _evaluating(
         self, inputs: Sequence[Nest], keys: random_keys.Keys | None
     ) -> Iterator[tuple[Iterator[Nest], Outputs]]:
-        """Within it the reference evaluates, with the running statistics of this replica.
+        """While it is open, the reference evaluates, with the running statistics of this replica.
 
         It gives the inputs of the micro-batches, each when its numbers may be drawn, and the
         outputs that layers return meanwhile.

@@ -27,7 +27,7 @@ _here = _Here()
 
 @contextmanager
 def backward_running() -> Iterator[None]:
-    """Within it no output is recorded: a layer that is recomputed is called a second time."""
+    """While it is open, no output is recorded: a recomputed layer is called a second time."""
     before, _here.backward = _here.backward, True
     try:
         yield

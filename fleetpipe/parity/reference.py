@@ -373,7 +373,7 @@ def _summed(shares: Sequence[Tensor], units: int) -> Tensor:
 
 @contextmanager
 def as_the_next_batch(keys: random_keys.Keys | None) -> Iterator[None]:
-    """Has the reference draw what the pipeline will; the random state is as before then."""
+    """Makes the reference draw what the pipeline will; the random state is as before then."""
     alone = SoleGroup()  # the keys are agreed on already
     keyed = random_keys.keyed(keys, alone)
     with random_keys.random_states_kept(), keyed, tensor_parallel.alone():

@@ -276,7 +276,10 @@ class Orders:
         self._trained: frozenset[str] = frozenset()
 
     def crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
-        """Within it the graphs of the pipeline's stages are followed, if need be. Collective."""
+        """While it is open, the graphs of the pipeline's stages are followed, if need be.
+
+        Collective.
+        """
         parameters = self._pipeline.layers.named_parameters()
         before = self._trained
         self._trained = frozenset(name for name, p in parameters if not p.stop_gradient)

@@ -90,7 +90,7 @@ class Digests:
 
 @contextmanager
 def _beside(model: Layer, start: State) -> Iterator[None]:
-    """Within it a model begins anew; afterwards it has the values and gradients of before."""
+    """While it is open, a model starts afresh; then its values and gradients are restored."""
     # Copies, for to clear a gradient empties it.
     gradients = [(p, copy_of(p.grad)) for p in model.parameters() if p.grad is not None]
     with kept(model), uncounted():

@@ -21,7 +21,7 @@ _pauses: list[None] = []
 
 @contextmanager
 def counted(model: Layer) -> Iterator[Calls]:
-    """Within it the calls of the hooks of all sublayers are counted.
+    """While it is open, the calls of the hooks of all sublayers are counted.
 
     Those of the model itself are around all stages: what they do with tensors is captured.
     """

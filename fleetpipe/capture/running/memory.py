@@ -25,7 +25,7 @@ def without_memory(model: Layer) -> dict[str, Tensor]:
 
 @contextmanager
 def lent(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within it tensors without memory are zeros."""
+    """While it is open, tensors without memory are zeros."""
     borrowers = [tensor for tensor in tensors if not has_memory(tensor)]
     for tensor in borrowers:
         zeros = np.zeros(tensor.shape, str(tensor.dtype).rpartition(".")[2])

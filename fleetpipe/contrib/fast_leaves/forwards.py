@@ -53,7 +53,7 @@ class LookupTable:
 
     @contextmanager
     def adding(self, sums: Sums) -> Iterator[None]:
-        """Within it a backward of the stage runs; what it looked up is added in the end."""
+        """While it is open, a backward of the stage runs; what it looked up is added in the end."""
         weight = self._layer.weight
         if self._alone is False or weight.stop_gradient or is_watched(weight):
             yield
@@ -135,7 +135,7 @@ class FastForwards:
         self._tables = [table for _, table in tables]
 
     def running(self) -> AbstractContextManager[None]:
-        """Within it they have it, but for those whose forward a user has replaced."""
+        """While it is open, the layers use the fast forward, unless a user replaced theirs."""
         linear.try_waiting()
         return with_forwards(
             [

@@ -293,7 +293,7 @@ def name_today(old: str) -> str | None:
 
 @contextmanager
 def provided() -> Iterator[None]:
-    """Within it, the names of the table are there."""
+    """While it is open, the names of the table are there."""
     with ExitStack() as undo:
         finder = _Finder()
         sys.meta_path.insert(0, finder)

@@ -222,7 +222,7 @@ def _refuse(name: str) -> None:
 
 @contextmanager
 def on_engine() -> Iterator[None]:
-    """Within it Paddle's schedules run on the engine, on CPUs."""
+    """While it is open, Paddle's schedules run on the engine, on CPUs."""
     if device_kind() != "cpu":
         yield
         return

@@ -42,7 +42,7 @@ def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator
 
 
 def note_starts() -> list[Callable[[], None]]:
-    """Has Paddle's loaders note on their program whether they are started; returns what undoes it.
+    """Makes Paddle's loaders note on their program whether they are started; returns an undo.
 
     A loader itself cannot be found from its program.
     """

@@ -31,7 +31,7 @@ def line_of(op: Op) -> str:
 
 
 def spare_statistics(block: Block, op: Op) -> None:
-    """Has an operation that is repeated update copies: the forward updated its statistics."""
+    """Makes an operation that is repeated update copies: the forward updated its statistics."""
     for name in set(op.input_arg_names).intersection(op.output_arg_names):
         like = block.var(name)
         copy = block.create_var(name=f"{name}.again", shape=like.shape, dtype=like.dtype)

@@ -189,7 +189,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _end_with_worker() -> None:
-    """Has what a worker forks end with it: it holds the sockets by whose end Ray sees that."""
+    """Makes what a worker forks end with it: it holds the sockets by whose end Ray sees that."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -136,7 +136,7 @@ class ReportCallback(PipelineCheckpoint):
 
     @contextmanager
     def going(self, position: Position, save_dir: str | None, go_on: bool) -> Iterator[None]:
-        """Within it a training is reported, after it went on where it was. Collective."""
+        """While it is open, a training is reported, after it went on where it was. Collective."""
         with super().going(position, save_dir, True):
             yield
 

@@ -41,7 +41,7 @@ _WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 
 @contextlib.contextmanager
 def connected(address: str | None, resources: Mapping[str, float]) -> Iterator[None]:
-    """Within it this process is connected to a Ray cluster.
+    """While it is open, this process is connected to a Ray cluster.
 
     Where it is connected already, that is the cluster. Else the one at ``address``; and without an
     address one of this job's own on this host, whatever else runs here: it listens on the loopback,
@@ -109,7 +109,7 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Within it the environment has ``changes``, for the processes that begin there."""
+    """While it is open, the environment has ``changes``, for the processes that begin there."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -123,7 +123,7 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Within it a cluster listens at 127.0.0.1 alone."""
+    """While it is open, a cluster listens at 127.0.0.1 alone."""
     changed = ray_constants.ENABLE_RAY_CLUSTER
     # On Linux Ray turns a loopback address that it is given into one that others reach.
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -135,7 +135,7 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deaf_to_stop_signals() -> Iterator[None]:
-    """Within it what begins blocks the signals that ask for an end, and handlers stay.
+    """While it is open, what begins blocks the signals that ask for an end, and handlers stay.
 
     Schedulers send them to all processes of a job: a cluster of its own is to outlive the last
     step. Ray's handlers shut down within whatever this process was doing, with the locks of that,
@@ -156,7 +156,7 @@ def _deaf_to_stop_signals() -> Iterator[None]:
 
 
 def _read_settings_again() -> None:
-    """Has Ray read the environment, its token too, as it does once for a process."""
+    """Makes Ray read the environment, its token too, as it does once for a process."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 

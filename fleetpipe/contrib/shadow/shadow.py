@@ -327,7 +327,7 @@ class Shadow(BatchObserver):
         return {name: digest_of(tensor) for name, tensor in buffers if has_memory(tensor)}
 
     def _take_modes(self, copied: Layer) -> None:
-        """Has each layer of the copy be in its mode where it runs. Collective."""
+        """Makes each layer of the copy be in its mode where it runs. Collective."""
         here = set(map(id, self._pipe.sublayers()))
         modes, modes_here = dict[str, bool](), dict[str, bool]()
         for path, layer in self._forms.capturing.model.named_sublayers(include_self=True):

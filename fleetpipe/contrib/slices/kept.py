@@ -104,7 +104,7 @@ def _now() -> _Slice | None:
 
 @contextmanager
 def again() -> Iterator[Mapping[int, Nest]]:
-    """Within it layers run the slice that runs once more, as often as one likes, to be measured.
+    """While it is open, layers may run the present slice again and again, to be measured.
 
     Yields:
         What they keep, by layer; nobody else gets it. Nothing, where sequences are whole.
@@ -130,7 +130,7 @@ class SliceStates(UnitStates):
 
     @contextmanager
     def forward(self, stage: int, number: int) -> Iterator[None]:
-        """Within it the layers of a stage run slice ``number``, counted over the batch."""
+        """While it is open, the layers of a stage run slice ``number``, counted over the batch."""
         done = self._kept.setdefault((stage, number // self._slices), [])
         now = _Slice(done)
         _running.append(now)
@@ -143,7 +143,7 @@ class SliceStates(UnitStates):
 
     @contextmanager
     def backward(self, stage: int, number: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Within it the backward of that slice runs, of which all later ones are done.
+        """While it is open, the backward of that slice runs, of which all later ones are done.
 
         Yields:
             What it begins from besides the output: tensors, and their gradients.

@@ -52,7 +52,7 @@ class AttemptBoard:
 
 @contextmanager
 def serving(address: Address | None) -> Iterator[AttemptBoard]:
-    """Within it, the board of a job is served where that is asked for.
+    """While it is open, the board of a job is served where that is asked for.
 
     Raises:
         ConfigError: Nothing can be served there.

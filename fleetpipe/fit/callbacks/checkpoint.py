@@ -82,7 +82,9 @@ class PipelineCheckpoint(rank_policy.Callback):
 
     @contextmanager
     def going(self, position: Position, save_dir: str | None, go_on: bool) -> Iterator[None]:
-        """Within it a training is saved, after it went on where it was. Collective over the job.
+        """While it is open, a training is saved, after it went on where it was.
+
+        Collective over the job.
 
         Args:
             position: Where it is.
@@ -212,7 +214,7 @@ def added(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[A
 def saved(
     callbacks: Sequence[Any], position: Position, save_dir: str | None, go_on: bool
 ) -> Iterator[PipelineCheckpoint | Nothing]:
-    """Within it what a callback among these says is saved; see :meth:`PipelineCheckpoint.going`."""
+    """While it is open, checkpoints save these callbacks; see :meth:`PipelineCheckpoint.going`."""
     savers = [callback for callback in callbacks if isinstance(callback, PipelineCheckpoint)]
     if not savers:
         yield Nothing()

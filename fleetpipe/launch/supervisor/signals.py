@@ -33,7 +33,7 @@ class Signals:
 
 @contextmanager
 def caught() -> Iterator[Signals]:
-    """Within it the signals above do nothing but come here. For the main thread."""
+    """While it is open, the signals above do nothing but come here. For the main thread."""
     received, sent = socket.socketpair()
     numbers = (*STOP_SIGNALS, *BREAK_SIGNALS)
     before = {number: signal.getsignal(number) for number in numbers}

@@ -98,7 +98,7 @@ class Supervisor:
                 self._local.kill()
 
     def _stop(self, number: int) -> None:
-        """Has the ranks save and end; Ctrl-C after another signal has them end at once."""
+        """Makes the ranks save and end; Ctrl-C after another signal has them end at once."""
         again, self._stopped_by = self._stopped_by, self._stopped_by or number
         if number in BREAK_SIGNALS and again is not None:
             self._deadline = time.monotonic()

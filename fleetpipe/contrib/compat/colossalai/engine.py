@@ -85,7 +85,7 @@ class RecordedLoss(paddle.nn.Layer):
 
     @contextmanager
     def recording(self) -> Iterator[list[Nest]]:
-        """Within it the outputs of the micro-batches are kept, in their order."""
+        """While it is open, the outputs of the micro-batches are kept, in their order."""
         self._outputs = []
         try:
             yield self._outputs
@@ -123,17 +123,17 @@ class Engine:
         return None if self._loss is None else self._loss.criterion
 
     def train(self) -> None:
-        """Has the batches that follow train."""
+        """Makes the batches that follow train."""
         self.training = True
         self.model.train()
 
     def eval(self) -> None:
-        """Has the batches that follow leave parameters, running statistics and gradients alone."""
+        """Makes later batches leave parameters, running statistics and gradients unchanged."""
         self.training = False
         self.model.eval()
 
     def take_back(self) -> None:
-        """Has the model compute the engine's loss, after it had another; batches train again."""
+        """Makes the model compute the engine's loss, after it had another; batches train again."""
         self.model.layers.take_loss(self._loss)
         self.zero_grad()
         self.train()

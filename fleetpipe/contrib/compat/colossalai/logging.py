@@ -46,7 +46,7 @@ def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
 
 
 def disable_existing_loggers(exclude: Collection[str] = ("colossalai",)) -> None:
-    """Has all loggers but these write warnings and worse only."""
+    """Makes all loggers but these write warnings and worse only."""
     for name, logger in logging.root.manager.loggerDict.items():
         if isinstance(logger, logging.Logger) and name.split(".")[0] not in exclude:
             logger.setLevel(logging.WARNING)

@@ -133,7 +133,7 @@ def _explicit(policy: Mapping[int, Parts], count: int, ranks: int, chunks: int) 
 
 
 class PipelinableContext:
-    """Within it a model is made whose parameters have no memory yet; then it is cut.
+    """While it is open, a model is made whose parameters have no memory yet; then it is cut.
 
     Parameters get their values in :meth:`partition`, those of this process's stages only. What is
     drawn to make the model leaves no trace: all random states are put back at the end.
@@ -180,7 +180,7 @@ class PipelinableContext:
         self._policy = policy
 
     def __enter__(self) -> PipelinableContext:
-        """Has layers be made without memory from here on."""
+        """Makes layers be made without memory from here on."""
         self._made = []
         with ExitStack() as entered:
             entered.enter_context(random_states_kept())
@@ -296,7 +296,7 @@ class PipelinableContext:
 
 @contextmanager
 def _noting_layers(made: list[weakref.ref[Layer]]) -> Iterator[None]:
-    """Within it every layer whose constructor runs is added to ``made``, and may be dropped."""
+    """While it is open, adds every layer whose constructor runs to ``made``."""
     constructor: Any = paddle.nn.Layer.__init__
 
     @functools.wraps(constructor)

@@ -132,7 +132,7 @@ class TrainerHookCalls(paddle.callbacks.Callback):
         return {n: hook.state_dict() for n, hook in states if hasattr(hook, "state_dict")}
 
     def set_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the hooks go on with it."""
+        """Makes the hooks go on with it."""
         for number, counted in state.items():
             hook: Any = self._trainer.hooks[int(number)]
             hook.set_state_dict(counted)
@@ -321,7 +321,7 @@ class Trainer:
 
     @contextmanager
     def _prepared(self, return_output_label: bool) -> Iterator[tuple[Model, TrainerHookCalls]]:
-        """Within it ``fit`` has the engine's loss, optimizer and model."""
+        """While it is open, ``fit`` has the engine's loss, optimizer and model."""
         self.engine.zero_grad()
         seen = Seen()
         model = Model(self.engine.model)

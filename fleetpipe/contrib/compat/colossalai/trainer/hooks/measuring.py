@@ -207,7 +207,7 @@ class LogMetricByEpochHook(BaseHook):
 
 
 class LogMetricByStepHook(BaseHook):
-    """Has the progress show what the last batch came to: the trainer's ``step_metrics``."""
+    """Makes the progress show what the last batch came to: the trainer's ``step_metrics``."""
 
     def __init__(self, priority: int = 10) -> None:
         super().__init__(priority)
