@@ -7,6 +7,7 @@ name nothing, and words of an earlier dialect that have a term of the field's to
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,18 @@ TWICE = {
     "Trainer": "ColossalAI's, and the type of one that its hooks see",
 }
 
+#: Packages in which a function says with a verb or a noun what it does or returns.
+VERBS = (
+    *("schedules", "partition", "transport", "engine", "mesh", "job", "paddle_api", "profiling"),
+    *("io", "static", "capture.tracing", "capture.cutting", "contrib.clusters", "contrib.search"),
+    *("contrib.report", "contrib.why", "contrib.pictures", "contrib.starter", "contrib.doctor"),
+    *("contrib.locator", "contrib.kept_state", "contrib.formats"),
+)
+
+#: Bare participles, and those functions of ``VERBS`` that keep one.
+PARTICIPLE = re.compile(r"_?([a-z]+ed|begun|found|held|kept|left|made|shown|taken|told|written)")
+PARTICIPLES = {"_called", "balanced", "recosted", "replaced"}
+
 
 def names(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the names that a file gives, with their lines."""
@@ -56,6 +69,22 @@ def test_names_say_what_they_hold() -> None:
         for name, path in modules().items()
         for line, word in names(path)
         if word.strip("_").lower() in NO_NAMES and (name, word) not in IN_FILES
+    ]
+
+
+def test_functions_are_not_named_by_a_participle() -> None:
+    assert not [
+        f"{path}:{node.lineno}: {node.name}"
+        for name, path in modules().items()
+        if name.startswith(tuple(f"fleetpipe.{package}." for package in VERBS))
+        if name != "fleetpipe.mesh.parts"
+        for body in (
+            tree(path).body,
+            *(c.body for c in tree(path).body if isinstance(c, ast.ClassDef)),
+        )
+        for node in body
+        if isinstance(node, ast.FunctionDef) and PARTICIPLE.fullmatch(node.name)
+        if (body is tree(path).body or node.name.startswith("_")) and node.name not in PARTICIPLES
     ]
 
 
