@@ -67,7 +67,7 @@ def rebuilt(container: Nest, items: Iterable[Nest]) -> Nest:
 
 
 def joined(join: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> Nest:
-    """Returns a value like the first, with ``join(parts)`` of what all have in the same place.
+    """Joins the parts at each place of several nested values; containers are like the first's.
 
     Where they are not containers of one class with as many items or the same keys, they are joined
     as they are.

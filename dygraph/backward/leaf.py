@@ -74,7 +74,7 @@ class CannotWait(Exception):
 
 
 class Nature(NamedTuple):
-    """What is known of the calls of a leaf layer in which the same tensors need a gradient.
+    """The properties of a leaf layer's calls in which the same tensors need a gradient.
 
     Attributes:
         divisible: Whether gradients of inputs and parameters can be computed apart.
@@ -167,7 +167,7 @@ def _class_in(name: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _is_waiting(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
-    """Whether ``forward``, of a library, is that of a layer in ``WAITING``, as it was written."""
+    """Whether ``forward``, of a library, is the unchanged one of a layer in ``WAITING``."""
     if _class_in(forward.__qualname__) not in WAITING:
         return False
     kinds = kind.__mro__

@@ -133,7 +133,7 @@ def _part(error: Exception, layer: Callable[[Nest], Nest], value: Nest) -> _Part
 def _refusal_inside(
     error: Exception, part: _Part, partition: Partition, index: int, value: Nest
 ) -> BoundaryError:
-    """Returns what to raise where a layer made of several handed one of them what does not fit."""
+    """Returns the error of a composite layer whose sublayer got a value that does not fit."""
     return BoundaryError(
         f"{_named(partition, index)}: its {part.path} cannot take what the layer gives it",
         expected=_described(part.layer),

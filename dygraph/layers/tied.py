@@ -380,7 +380,7 @@ def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[Sha
 
 
 def _place(layer: Layer, shared: SharedLayer, built: Built) -> None:
-    """Gives a shared layer its name here: the first of a key is ``shared_layers.<key>``."""
+    """Names a shared layer in this process: the first of a key is ``shared_layers.<key>``."""
     if shared.path in built.shared:
         prefix = str(shared.indices[0])
         built.layers[prefix] = layer

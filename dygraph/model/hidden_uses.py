@@ -73,7 +73,7 @@ def _stray(names: str) -> ConfigError:
 
 
 class HiddenUses:
-    """Keeps the stages of this process to what ranks have."""
+    """Finds layers' uses of parameters and values that other ranks have."""
 
     def __init__(
         self,

@@ -481,7 +481,7 @@ class PipelineLayer(ModelWithParts):
         return self.value_of(self.function(self._owned[chunk_id])(input, None))
 
     def value_of(self, output: Nest) -> Nest:
-        """Returns an output of a layer without what it hands on for a loss function."""
+        """Returns an output of a layer without the values added for a loss function."""
         return output if self._value_of is None else self._value_of(output)
 
     def take_loss(self, loss_fn: Any) -> None:

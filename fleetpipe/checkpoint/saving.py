@@ -69,7 +69,7 @@ class Saver:
     """Saves steps of a run, of which at most one is being written."""
 
     def __init__(self, retention: Retention, in_background: bool) -> None:
-        """Describes how.
+        """Creates a saver for a run's folder.
 
         Args:
             retention: The folder of the run, and which steps are kept there.

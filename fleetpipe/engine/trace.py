@@ -204,11 +204,6 @@ class JobTrace(Trace):
     def __init__(self, folder: str, schedule: Schedule, job: Traced) -> None:
         """Begins to record. Collective over the pipeline.
 
-        Args:
-            folder: ``fleetpipe_configs["trace"]``.
-            schedule: What runs.
-            job: The job.
-
         Raises:
             ConfigError: Nothing can be written into the folder, on rank 0.
         """

@@ -182,7 +182,7 @@ class _Machine(_Python):  # type: ignore[misc]
         return _CALLS[full]
 
     def load_frame(self) -> None:
-        """Passes over what a reader may ask of the file at once."""
+        """Skips the length of a frame, which readers do not need."""
         self.read(8)
 
     def load_reduce(self) -> None:
@@ -292,7 +292,7 @@ def _named_tensor(pair: Pickled) -> _Unbuilt:
 
 
 def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
-    """Does what Paddle asks ``eval`` for: it gives back what it was given."""
+    """Replaces Paddle's ``eval("data", ..)``: returns ``data``, and refuses anything else."""
     if expression != "data" or not isinstance(names["data"], _Unbuilt):
         raise Refused("an expression to evaluate")
     array: _Unbuilt = names["data"]

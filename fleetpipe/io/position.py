@@ -21,11 +21,6 @@ from fleetpipe.paddle_api.loading import closing
 def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
     """Returns the fields of a saved position after checking their types; numbers are at least 0.
 
-    Args:
-        state: The saved position.
-        kinds: The type of each field.
-        of: The owner of the position, for messages.
-
     Raises:
         CheckpointError: A field is missing, foreign or of another type.
     """
@@ -40,15 +35,7 @@ def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:
 
 
 def require_same(name: str, here: object, saved: object, of: str, fix: str) -> None:
-    """Checks that a position was saved for the same data.
-
-    Args:
-        name: The name of the compared fact.
-        here: Its value in this run.
-        saved: Its value in the run that saved.
-        of: The owner of the position, for messages.
-        fix: What to do if they differ.
-    """
+    """Checks that a position was saved for the same data."""
     if here != saved:
         raise CheckpointError(
             f"the saved position of the {of} belongs to other data or another order of them",

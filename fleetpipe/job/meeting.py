@@ -253,12 +253,6 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
     """Serves the job's store on rank 0; other ranks wait until it listens.
 
     Paddle's own client has no limit for that wait.
-
-    Args:
-        host: The host of the store.
-        port: Its port.
-        timeout: Seconds to wait.
-        sign: A key that rank 0 puts into the store, unique to it.
     """
     if own_rank() == 0:
         _refuse_taken(host, port)

@@ -95,11 +95,7 @@ class RunProgress:
         self.flights()
 
     def end_step(self, times: StepTimes) -> None:
-        """Counts a step; the time since the one before counts as its data.
-
-        Args:
-            times: See :class:`fleetpipe.engine.step_meter.StepTimes`.
-        """
+        """Counts a step; the time since the one before counts as its data."""
         cpu, wall, passed, limited, awaited, probe = times
         flights = tuple(
             number

@@ -44,7 +44,7 @@ STOP_SIGNALS = {
 
 
 class State(TypedDict):
-    """What a run consists of, as :class:`fleetpipe.CheckpointManager` takes it."""
+    """The objects of a run that a :class:`fleetpipe.CheckpointManager` saves."""
 
     model: Layer | Program
     optimizer: Optimizer | None

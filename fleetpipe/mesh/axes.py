@@ -123,10 +123,6 @@ class Degrees:
     def refuse_beyond(self, supported: Sequence[str], fix: str) -> None:
         """Refuses degrees that a graph mode does not run.
 
-        Args:
-            supported: The axes that may be split.
-            fix: What to use instead.
-
         Raises:
             ConfigError: Another axis is above 1.
         """

@@ -119,11 +119,6 @@ def nearest_divisor(number: int, wanted: int) -> int:
 def require_degree(name: str, degree: Any, least: int = 1) -> None:
     """Refuses a degree that is not a valid number of ranks.
 
-    Args:
-        name: Its name in ``hybrid_configs``.
-        degree: Its value there.
-        least: The smallest allowed degree.
-
     Raises:
         ConfigError: It is not an int, or below ``least``.
     """

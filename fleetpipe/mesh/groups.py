@@ -242,12 +242,7 @@ class DirectGroup(Group):
         return gathering
 
     def advance(self, wanted: _DirectGathering, wait: bool) -> None:
-        """Takes arrived values for the gatherings up to ``wanted``, in the order of begin.
-
-        Args:
-            wanted: A gathering that is not complete.
-            wait: Whether to wait until it is complete.
-        """
+        """Takes arrived values for the gatherings up to ``wanted``, in the order of begin."""
         while self._begun and not wanted.complete:
             first = self._begun[0]
             for peer in self._peers():

@@ -110,10 +110,6 @@ def state_like(now: Any, described: Sequence[Mapping[str, Any]]) -> Any:
 
     The state of a CPU is an engine of many numbers, that of a card a seed and a count: neither can
     be turned into the other.
-
-    Args:
-        now: A state of the device.
-        described: Results of :func:`generator_state`.
     """
     device = int(str(now).split()[0])
     for one in described:

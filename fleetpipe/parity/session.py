@@ -193,7 +193,7 @@ class Session:
         keys: dygraph.random_keys.Keys | None,
         gradients: list[Difference],
     ) -> list[Difference]:
-        """Compares learning rates and, where gradients differ, what the edges brought."""
+        """Compares learning rates and, if gradients differ, the values on the edges."""
         step, model = self.report.steps, self._reference.model
         differences = rates.used(step)
         wrong = any(not d.relative <= self.report.limit(d) for d in gradients)

@@ -128,11 +128,6 @@ def cheapest(
 
     Exact, except that gains are rounded down to a 256th of ``needed``.
 
-    Args:
-        prices: The price of each item.
-        gains: The gain of each item.
-        needed: The least sum of gains.
-
     Returns:
         The numbers of the items, ascending; None if all of them gain less.
     """

@@ -95,14 +95,6 @@ class Compiled:
     ) -> None:
         """Creates the executors; needs dynamic mode.
 
-        Args:
-            recipe: The pipeline.
-            pieces: The pieces of each stage.
-            streams: The random streams of its stages.
-            fetches: The fetched values of all stages.
-            scope: The scope of the variables.
-            place: The device.
-
         Raises:
             ConfigError: The startup program has not run in ``scope``.
         """

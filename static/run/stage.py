@@ -168,12 +168,7 @@ class StaticStage:
         self.fetched: dict[int, dict[int, np.ndarray]] = {}
 
     def begin(self, feed: Feed, first_micro_batch: int) -> None:
-        """Sets the batch whose actions follow.
-
-        Args:
-            feed: The batch's feed.
-            first_micro_batch: The global number of its micro-batch 0.
-        """
+        """Sets the batch whose actions follow."""
         self._feed, self._first = feed, first_micro_batch
         self._kept.clear()
         self.fetched = {}

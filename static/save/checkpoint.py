@@ -40,10 +40,6 @@ class ProgramParts:
     def __init__(self, pipeline: StaticPipeline, names: _Names) -> None:
         """Finds the variables in the global scope.
 
-        Args:
-            pipeline: The pipeline.
-            names: As for :class:`fleetpipe.CheckpointManager`.
-
         Raises:
             ConfigError: ``names`` does not fit the program.
             CheckpointError: The startup program has not run.

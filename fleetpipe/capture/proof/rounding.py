@@ -27,7 +27,7 @@ class Rounding:
     def __init__(
         self, gradients: Mapping[str, Tensor], moved: Callable[[], Mapping[str, Tensor]]
     ) -> None:
-        """Takes the plain model's gradients.
+        """Stores the plain model's gradients.
 
         Args:
             gradients: By name of the parameter.

@@ -145,7 +145,6 @@ class Sizes:
     """Tracks sizes through the operations of a run, also within layers that are not opened."""
 
     def __init__(self) -> None:
-        """Starts before a run."""
         #: The tensors whose numbers follow from the look, by id, while nothing else is written.
         self._fixed: dict[int, tuple[Tensor, int]] = {}
         #: Those whose sizes do not, each with one of another size where there is one.
@@ -221,14 +220,7 @@ class Sizes:
         return output
 
     def _follow(self, function: Function, arguments: Nest, depending: set[int], made: Nest) -> None:
-        """Records the outputs of an operation whose sizes depend on numbers.
-
-        Args:
-            function: The operation.
-            arguments: Its arguments, and those by name.
-            depending: The ids of the arguments whose numbers depend on the batch.
-            made: The outputs.
-        """
+        """Records the outputs of an operation whose sizes depend on numbers."""
         name = getattr(function, "__name__", "").strip("_")
         args, named = arguments
         says = [

@@ -20,7 +20,6 @@ class RunState:
     """The parameters and buffers of a model, while its forward runs once."""
 
     def __init__(self, model: Layer) -> None:
-        """Starts before the run."""
         self._owned: dict[int, Owned] = {}
         self._tensors: list[tuple[Tensor, int]] = []
         self._places: Counter[int] = Counter()
@@ -66,14 +65,7 @@ class RunState:
         made: Iterable[Tensor],
         written: Iterable[Tensor],
     ) -> None:
-        """Records what a node has written, and which outputs share memory with the state.
-
-        Args:
-            function: The called function.
-            tensors: The input tensors.
-            made: The returned tensors.
-            written: The input tensors whose version has changed.
-        """
+        """Records what a node has written, and which outputs share memory with the state."""
         for tensor in written:
             self._wrote(tensor)
         if is_silent(function):

@@ -178,10 +178,6 @@ class _Tracer(Walk):
     def with_state(self, trace: Capture, ids: set[int]) -> Capture:
         """Adds to a capture the parameters and buffers that the run wrote into.
 
-        Args:
-            trace: The capture.
-            ids: The ids of the parameters and buffers that have changed.
-
         Raises:
             CaptureError: Python code in the model's own forward reads a written value, or no node
                 wrote it.

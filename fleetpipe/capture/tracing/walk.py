@@ -118,7 +118,6 @@ class Walk:
     """Finds the nodes of a run: a listener of :mod:`fleetpipe.paddle_api.operations`."""
 
     def __init__(self, model: Layer, unopened: Unopened) -> None:
-        """Starts before a run."""
         self._model = model
         self._unopened = unopened
         self._paths = {id(part): path for path, part in model.named_sublayers(include_self=True)}

@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _reader(number: signal.Signals) -> Callable[[str], Strike]:
-    """Returns what reads the argument of the option that sends ``number``."""
+    """Returns a function that reads the argument of the option for the signal ``number``."""
 
     def read(text: str) -> Strike:
         match = _FORM.fullmatch(text)

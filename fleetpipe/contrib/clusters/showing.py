@@ -94,7 +94,7 @@ def _limit_lines(best: StepEstimate, rows: Sequence[ResourceLimit]) -> Iterator[
 
 
 def as_json(job: TrainingJob, outcome: FastestLayouts, rows: Sequence[ResourceLimit]) -> str:
-    """Returns the same facts as JSON."""
+    """Returns the layouts, the memory and the limits as JSON."""
     content: dict[str, Any] = {
         "devices": job.cluster.ranks,
         "batch": job.batch,

@@ -133,12 +133,7 @@ class Transformer:
         return self.sequence * (blocks + 2 * self.hidden * self.vocabulary)
 
     def costs(self, layout: JobLayout, cluster: Cluster) -> tuple[LayerCost, ...]:
-        """Returns each layer's costs on a rank for one micro-batch: embedding, blocks, head.
-
-        Args:
-            layout: The layout of the job.
-            cluster: The cluster that it runs on.
-        """
+        """Returns each layer's costs on a rank for one micro-batch: embedding, blocks, head."""
         embedding, block, head = _costs(self, layout.of_layers, cluster)
         return (embedding, *[block] * self.layers, head)
 

@@ -77,11 +77,6 @@ def _reading(reader: StepReader, name: TensorName) -> Callable[[Region | None], 
 def write_step(state: Checkpoint, home: Path, step: int) -> None:
     """Saves a step of a run. The random states are those of this process.
 
-    Args:
-        state: The state to save.
-        home: The folder of the run.
-        step: The number of the step.
-
     Raises:
         CheckpointError: The run has this step, or later ones; or a tensor cannot be read.
         OSError: A file cannot be written.

@@ -356,7 +356,7 @@ def counted(parameters: Iterable[Tensor], layers: PipelineLayer, job: Job) -> li
 
 
 def axis_between(job: Job, differing: Sequence[int], ranks: Sequence[int]) -> str:
-    """Returns an axis on whose place it depends which of some ranks differ from the others."""
+    """Returns an axis whose place decides which of some ranks differ; "" if there is none."""
 
     def places(axis: str, wrong: Iterable[bool]) -> set[int]:
         return {

@@ -54,12 +54,6 @@ class Segment:
     def create(cls, file: Path, index: Any, sizes: Sequence[int], text_bytes: int) -> Segment:
         """Creates a file with empty slots.
 
-        Args:
-            file: The file.
-            index: The description of the blocks.
-            sizes: Bytes of each block.
-            text_bytes: Most bytes of the text beside them.
-
         Raises:
             CheckpointError: The host has too little memory for files in memory.
         """

@@ -171,14 +171,7 @@ class WholeTensors:
         shape: tuple[int, ...],
         samples: Mapping[str, np.ndarray] | None = None,
     ) -> np.ndarray | None:
-        """Joins the parts of the ranks of a replica; None if the result has another shape.
-
-        Args:
-            place: The place of the tensor.
-            replica: The replica.
-            shape: The shape of the whole.
-            samples: Whole samples by a part of them, which show the order of the ranks' pieces.
-        """
+        """Joins the parts of the ranks of a replica; None if the result has another shape."""
         ranks = [
             r for r in self._job.ranks if self._job.replica(r) == replica and place in r.tensors
         ]
@@ -219,12 +212,7 @@ class WholeTensors:
         return bool(fitting) and not any(cut.zigzag for way in fitting for cut in way)
 
     def batches(self, step: int, kind: str) -> list[dict[str, np.ndarray]]:
-        """Returns the inputs or labels of all replicas' micro-batches, one after another.
-
-        Args:
-            step: The step.
-            kind: ``"input"`` or ``"label"``.
-        """
+        """Returns the inputs or labels of all replicas' micro-batches, one after another."""
         batches: dict[tuple[int, int], dict[str, np.ndarray]] = {}
         for rank in self._job.ranks:
             for place, tensor in rank.of(step, "data").items():

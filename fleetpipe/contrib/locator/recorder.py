@@ -45,13 +45,7 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, steps: int, rank: int) -> None:
-        """Creates a recorder that writes into a folder.
-
-        Args:
-            folder: The folder.
-            steps: The number of steps.
-            rank: This process's rank in the job.
-        """
+        """Creates a recorder that writes into a folder."""
         self._folder = folder
         self._steps = steps
         self._record = record.RankTensors(rank, {})

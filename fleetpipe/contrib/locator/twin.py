@@ -162,9 +162,6 @@ def degrees_of_one(replicas: int) -> Iterator[None]:
     """While this context is open, ``fleet.init`` creates a job of one rank with any degrees.
 
     Its pipelines take the micro-batches of all replicas.
-
-    Args:
-        replicas: The number of replicas of the job.
     """
     begin, build = fleet.init, PipelineLayer.__init__
 

@@ -180,11 +180,7 @@ class Slowdown(NamedTuple):
 
 
 def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
-    """Replays a trace, and again with each replica, stage and suspect made ideal.
-
-    Args:
-        steps: The result of :func:`~fleetpipe.contrib.why.replay.steps_of`.
-    """
+    """Replays a trace, and again with each replica, stage and suspect made ideal."""
     everything = [one for step in steps for one in step.operations]
     ideal = ideal_times(steps)
     stages = sorted({one.stage for one in everything})

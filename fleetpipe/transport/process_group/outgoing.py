@@ -47,11 +47,6 @@ class Outgoing:
     def send(self, key: MessageKey, value: Value, timeout: float) -> tuple[int, bool]:
         """Starts to send a value.
 
-        Args:
-            key: The message's key.
-            value: The value to send.
-            timeout: Seconds to wait for the peer's answer.
-
         Returns:
             The bytes of tensor data, and whether the structure had to be announced.
         """

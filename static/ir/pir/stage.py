@@ -318,12 +318,7 @@ class PirStage:
             return input_grad, self._piece(second.program)
 
     def _leave(self, copy: _Copy, mine: Collection[int]) -> None:
-        """Reduces a copy to some operations of its backward and what they need of the forward.
-
-        Args:
-            copy: The copy; operations added to it stay too.
-            mine: The operations to keep, by index.
-        """
+        """Reduces a copy to some operations of its backward and what they need of the forward."""
         for number in self._kept:
             value = copy.values[number]
             value.replace_all_uses_with(operations.placeholder(self.outgoing(number), value))
