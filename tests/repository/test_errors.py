@@ -60,8 +60,8 @@ REASONS = {
     "fleetpipe/schedules/check/plan.py verify_plan": "it repeats an error that says what to do",
     "fleetpipe/schedules/forms/text.py _read_header": "it repeats an error that says what to do",
     "fleetpipe/schedules/forms/text.py _read_edges": "it repeats an error that says what to do",
-    "fleetpipe/schedules/registry.py verified": "it repeats an error that says what to do",
-    "fleetpipe/transport/wire/message.py _unpacked": "the inbox raises another that says it",
+    "fleetpipe/schedules/registry.py verify_rows": "it repeats an error that says what to do",
+    "fleetpipe/transport/wire/message.py _unpack": "the inbox raises another that says it",
     "fleetpipe/transport/wire/seal.py check": "the inbox raises another that says it",
     "static/run/stage.py _nothing_fed": "each batch sets its feed: nothing a user can change",
 }
