@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -128,6 +129,8 @@ class PipelineLayer(ModelWithParts):
             PartitionError: The layers cannot be cut as asked.
         """
         super().__init__()
+        #: How often each folder was written: as often on every rank.
+        self._saves: Counter[str] = Counter()
         job = current_job()
         self._num_stages = number_of_stages(num_stages, topology, job)
         described = entries.checked(layers)
@@ -604,7 +607,8 @@ class PipelineLayer(ModelWithParts):
         Raises:
             ConfigError: Several ranks have parameters of one layer of a captured model.
         """
-        self._layer_files().save(path)
+        self._saves[str(path)] += 1
+        self._layer_files().save(path, self._saves[str(path)])
 
     def set_state_dir(self, path: str | Path) -> None:
         """Reads the files of this process's layers, and makes shared weights equal again.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pkgutil
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -197,12 +196,14 @@ class LayerFiles:
         self._read = read
         self._sources = sources
         self._job = job
-        #: How often each folder was written: as often on every rank.
-        self._saves: Counter[str] = Counter()
 
-    def save(self, folder: str | Path) -> None:
-        """Writes a file for each layer; nothing in replicas other than the first."""
-        self._saves[str(folder)] += 1
+    def save(self, folder: str | Path, number: int) -> None:
+        """Writes a file for each layer; nothing in replicas other than the first.
+
+        Args:
+            folder: Where to.
+            number: How often the model was saved there, this time included: alike on every rank.
+        """
         if self._writes():
             with self._guarded("saving layers"):
                 states = {
@@ -211,7 +212,7 @@ class LayerFiles:
                     else paddle.nn.Layer.state_dict(layer)
                     for place, layer in self._written.items()
                 }
-            writer = self._writer(self._saves[str(folder)])
+            writer = self._writer(number)
             here = {place: state for place, state in states.items() if state is not None}
             save(folder, here, self._tensor_shard()[0], writer)
 

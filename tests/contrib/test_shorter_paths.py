@@ -11,6 +11,9 @@ import pytest
 
 from fleetpipe.contrib import SHORTER
 
+#: Ray is not there beside each Paddle.
+pytestmark = pytest.mark.once
+
 ORDERS = (
     "import fleetpipe.ray, fleetpipe.contrib.ray",
     "import fleetpipe.contrib.ray, fleetpipe.ray",

@@ -84,7 +84,8 @@ def test_flags_of_a_trainer_that_its_layers_do_not_take_are_refused(
     with job(2) as running:
         layers = model(TheirLayers)
         with monkeypatch.context() as patch:
-            patch.setattr(_library_options, "sequence_ranks", lambda: SimpleNamespace(ranks=2))
+            degrees = SimpleNamespace(sep=2, cp=1)
+            patch.setattr(_library_options, "current_job", lambda: SimpleNamespace(degrees=degrees))
             with pytest.raises(ConfigError, match=r"(?s)sep_parallel_degree.*--sequence_parallel"):
                 fleet.distributed_model(layers)
         running.hcg.expert_parallel_group = None

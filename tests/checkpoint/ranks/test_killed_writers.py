@@ -62,10 +62,17 @@ def run(save, found):
 """
 
 DYGRAPH = f"""{KILLS}
+import fleetpipe
+from fleetpipe import fleet
 from tests.pipelines import job, pipeline
 
+def captured():
+    net = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4))
+    pipe = fleetpipe.pipeline(net, paddle.ones([2, 4]), split_spec=["1"], verify=False)
+    return fleet.distributed_model(pipe)
+
 with job(2):
-    model = pipeline()
+    model = captured() if sys.argv[2] == "captured" else pipeline()
 
     def fill(value):
         for parameter in model.parameters():
@@ -111,10 +118,11 @@ with static_mode():
 """
 
 
+@pytest.mark.parametrize("model", ["list", "captured"])
 def test_layer_files_are_of_one_save_after_a_kill(
-    launch: Callable[..., Finished], tmp_path: Path
+    model: str, launch: Callable[..., Finished], tmp_path: Path
 ) -> None:
-    words = launch(DYGRAPH, None, args=[str(tmp_path)]).logs[0].split("kills: ")[1].split()
+    words = launch(DYGRAPH, None, args=[str(tmp_path), model]).logs[0].split("kills: ")[1].split()
     # Until the manifest is renamed every file is old.
     assert int(words[2]) > int(words[0]) / 2
 
