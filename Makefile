@@ -120,7 +120,8 @@ test-262-cpu: .venv-262-cpu/.installed
 # The branches for GPUs, by a CPU that says it is one. What this shows is that they run, not what a
 # card makes of them; tests/gpu/pretending.py names what is left out.
 PRETENDING := -p tests.gpu.pretending -m 'not processes and not libraries and not once' \
-    $(addprefix tests/,gpu dygraph checkpoint parity profiling static capture fit engine contrib/watch contrib/formats contrib/chaos)
+    $(addprefix tests/,gpu dygraph checkpoint parity profiling static capture fit engine \
+    $(addprefix contrib/,chaos clusters experts fast_leaves formats guards shadow slices watch))
 
 test-gpu: .venv/.installed
 	.venv/$(BIN)/python $(PYTEST) $(PRETENDING) $(PYTEST_ARGS)

@@ -21,8 +21,8 @@ core: Any = _core
 #: What is left out of runs with the plugin, by reason: where tests begin so.
 LEFT_OUT = {
     "is of operations of our own that CPUs have, or of what no CPU has a kernel for": (
-        *("dygraph/backward/test_fast_leaves.py", "dygraph/backward/test_lookup.py"),
-        *("fleetpipe/contrib/experts", "dygraph/tensor_parallel", "engine/test_hot_path.py"),
+        *("contrib/fast_leaves/test_fast_leaves.py", "dygraph/backward/test_lookup.py"),
+        *("contrib/experts", "dygraph/tensor_parallel", "engine/test_hot_path.py"),
         "dygraph/layers/test_refusals.py::test_a_layer_that_the_device_has_no_kernel_for",
         "dygraph/observe/test_profile.py::test_tokens_of_experts",
     ),
@@ -32,7 +32,7 @@ LEFT_OUT = {
         "dygraph/optimizer/test_scaler.py::test_a_scaler_on_cpu_trains_as_none",
     ),
     "measures the host's memory or time": (
-        "capture/refusals/test_shadow.py::test_a_model_that_finds_no_room",
+        "contrib/shadow/test_shadow.py::test_a_model_that_finds_no_room",
         *("fit/test_callbacks.py", "engine/test_step_meter.py"),
         "dygraph/observe/test_measuring.py::test_ranks_that_share_processors",
     ),
