@@ -151,7 +151,8 @@ def test_nothing_stays_in_memory(slices: int) -> None:
         before = allocated_bytes()
         model.profile(data)
         gc.collect()
-        assert allocated_bytes() == before
+        # Less, where garbage of an earlier test goes meanwhile.
+        assert allocated_bytes() <= before
 
 
 @pytest.mark.parametrize("slices", [3, (4, 2, 1)])
