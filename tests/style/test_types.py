@@ -32,6 +32,10 @@ PADDLES = (paddle_fleet, paddle_fleet.meta_parallel)
 MISTAKES = [number for number, line in enumerate(SCRIPT.splitlines(), 1) if "# wrong:" in line]
 
 
+#: Imports of fleetpipe's as pages and examples write them.
+IMPORT = re.compile(r"^(?:from fleetpipe\b\S* import [\w ,]+|import fleetpipe\b\S*)$", re.MULTILINE)
+
+
 def said_of(scripts: list[Path], environment: Path) -> list[str]:
     """Returns mypy's lines about scripts of a folder, run with the packages of ``environment``."""
     python = ["--python-executable", str(environment / "bin" / "python")]
@@ -79,7 +83,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A user's script without mistakes, with them, and one of all names that Paddle has."""
+    """A user's script without mistakes and with them, Paddle's names, imports of pages."""
     folder = tmp_path_factory.mktemp("scripts")
     right, wrong, names = (folder / f"{name}.py" for name in ("right", "wrong", "names"))
     right.write_text(SCRIPT)
@@ -88,7 +92,16 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     lines = [f"print({m.__name__.rpartition('.')[2]}.{n})" for m in public for n in public[m]]
     heading = "from fleetpipe import fleet\nfrom fleetpipe.fleet import meta_parallel\n"
     names.write_text(heading + "\n".join(lines))
-    return [right, wrong, names]
+    documented = folder / "documented.py"
+    pages = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.py"), ROOT / "README.md"]
+    found = {line for page in pages for line in IMPORT.findall(page.read_text(encoding="utf-8"))}
+    assert len(found) > 60
+    # Each by itself: two pages may give one name to different things.
+    each = [
+        f"def page_{number}() -> None:\n    {line}" for number, line in enumerate(sorted(found))
+    ]
+    documented.write_text("\n".join(each))
+    return [right, wrong, names, documented]
 
 
 @pytest.fixture(scope="module")

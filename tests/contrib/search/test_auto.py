@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.schedules.search import ROWS, measure
+from fleetpipe.contrib.search.auto import auto
 from fleetpipe.errors import ConfigError, ScheduleError
-from fleetpipe.schedules import Costs, Schedule, build, names
+from fleetpipe.schedules import Costs, Schedule, build, names, registry
+from fleetpipe.schedules.options import names_of
 from fleetpipe.schedules.registry import searched_costs
 
 
@@ -230,3 +232,7 @@ def test_slices_of_a_known_cost_are_the_only_ones_that_are_tried() -> None:
 
 def test_slices_need_one_chunk_on_each_rank() -> None:
     assert build("auto", ranks=2, micro_batches=4, chunks=2, slices=4).slices == 1
+
+
+def test_the_registry_has_its_options_without_loading_it() -> None:
+    assert names_of(registry.auto) == names_of(auto)

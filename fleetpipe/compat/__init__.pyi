@@ -1,0 +1,2 @@
+from fleetpipe.contrib.compat import colossalai as colossalai
+from fleetpipe.contrib.compat import mindspore as mindspore

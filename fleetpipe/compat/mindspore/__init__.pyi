@@ -1,0 +1,2 @@
+from fleetpipe.contrib.compat.mindspore import *
+from fleetpipe.contrib.compat.mindspore import LossMonitor as LossMonitor

@@ -1,0 +1,1 @@
+from fleetpipe.contrib.compat.mindspore.train.callback import *
