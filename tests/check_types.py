@@ -20,9 +20,10 @@ PLATFORMS = ("linux", "darwin", "win32")
 
 
 def sources(root: Path) -> list[Path]:
-    """Lists the package's source files, by the places where they stand in the tree."""
+    """Lists the package's source files and stubs, by the places where they stand in the tree."""
     folders = ("fleetpipe", "dygraph", "static")
-    return [path for name in folders for path in (root / name).rglob("*.py")]
+    kinds = ("*.py", "*.pyi")
+    return [path for name in folders for kind in kinds for path in (root / name).rglob(kind)]
 
 
 @cache
