@@ -102,4 +102,6 @@ class Docstrings(griffe.Extension):
         for shorter, extra in SHORTER.items():
             path, name = shorter.removeprefix(f"{pkg.path}.").split("."), extra.split(".")
             parent = pkg[path[:-1]] if path[1:] else pkg
+            # A stub beside a shorter path tells type checkers only that the path is there.
+            parent.members.pop(path[-1], None)
             parent.set_member(path[-1], griffe.Alias(path[-1], pkg[["contrib", *name]]))
