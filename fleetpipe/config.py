@@ -169,6 +169,7 @@ class PipelineConfig:
     overlap: bool = _option(_switch, True)
     rehearse: str | None = _option(_optional(_choice("bfloat16", "float16")))
     rng: str = _option(_choice("keyed", "fleet"), "keyed")
+    sums: str = _option(_choice("running", "tree"), "running")
     #: A port, or HOST:PORT.
     serve: str | None = _option(_serve)
     timeout: float = field(default=DEFAULT_TIMEOUT, metadata={"check": _timeout, "default": None})

@@ -94,6 +94,8 @@ def init(
         _rehearsal().require_rounding(config.rehearse)
     arguments = (role_maker, is_collective, strategy, log_level)
     dynamic = paddle.in_dynamic_mode()
+    if config.sums == "tree":
+        degrees.require_tree(dynamic)
     if dynamic and degrees.pp > 1:
         scale_strategy(strategy)
     shards = dynamic and is_collective and degrees.state_shards > 1
@@ -254,6 +256,7 @@ def _change_strategy(
     _rehearse(config)
     running.limit_waits(config.timeout)
     running.scatters_gradients = stage == 2
+    running.sums_by_tree = config.sums == "tree"
     topology.install_topology(running.hcg, copy.deepcopy(strategy))
     return _fleet
 
@@ -285,6 +288,7 @@ def _begin(
         groups = functools.partial(_make_groups, mesh, arguments)
         begun = start.begin_together(mesh, facts, config.timeout, number, groups, transport)
     begun.scatters_gradients = stage == 2
+    begun.sums_by_tree = config.sums == "tree"
     job.begin(begun)
     topology.lend_to_role_maker(Workers())
     _rehearse(config)

@@ -124,6 +124,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         ``paddle.amp`` computes in it on a GPU (default none).
         ``compare_rows``: whether the ranks of a pipeline make sure before each batch that they
         were given the same rows (default True).
+        ``sums``: ``"tree"`` makes gradients, norms and losses sums whose bits no degree changes;
+        ``"running"`` (default) adds them up one after another, rank after rank.
         ``guards``: after how many steps the invariants of training are verified again (default 0:
         never).
         ``groups`` and ``warmup_slack``: of Interleaved1F1B, ``groups`` of kFkB too, and likewise

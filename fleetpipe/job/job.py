@@ -67,6 +67,8 @@ class Job:
         keeps_board: Whether this process collects the records of all ranks.
         scatters_gradients: Whether the ranks that share the optimizer's state store the gradients
             of their own share only.
+        sums_by_tree: Whether sums over micro-batches, ranks and shards are those of
+            :mod:`fleetpipe.mesh.sums`' tree, whose bits depend on no degree.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class Job:
         self._agreements = 0
         #: Held by the thread that runs a batch.
         self.turn = threading.RLock()
-        self.keeps_board = self.scatters_gradients = False
+        self.keeps_board = self.scatters_gradients = self.sums_by_tree = False
         self.progress: RunProgress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
         self.progress.synchronize = self._synchronize

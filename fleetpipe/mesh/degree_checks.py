@@ -173,3 +173,37 @@ def _refuse_sharding(got: str) -> None:
 def text_of(degrees: Mapping[str, int]) -> str:
     """Writes degrees with their names in ``hybrid_configs``, for messages."""
     return ", ".join(f"{axis}_degree={degree}" for axis, degree in degrees.items())
+
+
+#: The axes along which sums have no tree, with what is added up there.
+_WITHOUT_TREE = {
+    "sep": "parts of attention",
+    "cp": "parts of attention",
+    "ep": "what experts get from many ranks",
+    "moe_sharding": "what experts get from many ranks",
+}
+
+
+def require_tree(degrees: Mapping[str, int], dynamic: bool) -> None:
+    """Refuses degrees, and a graph mode, that do not go with sums by a tree."""
+    where = "strategy.fleetpipe_configs['sums'] = 'tree'"
+    without = "or leave 'sums' out"
+    if not dynamic:
+        raise ConfigError("sums by a tree are of dynamic graph", where=where, fix=without[3:])
+    for axis, summed in _WITHOUT_TREE.items():
+        if degrees[axis] > 1:
+            raise ConfigError(
+                f"sums by a tree do not go with {axis}_degree (={degrees[axis]})",
+                where=where,
+                cause=f"along {axis} ranks add up {summed}, in an order that depends on the degree",
+                fix=f"set {axis}_degree=1, {without}",
+            )
+    for axis in ("dp", "sharding", "mp"):
+        degree = degrees[axis]
+        if degree & (degree - 1):
+            raise ConfigError(
+                f"with sums by a tree {axis}_degree (={degree}) must be a power of two",
+                where=where,
+                cause="each rank holds whole branches of the tree, as many as any other",
+                fix=f"set {axis}_degree={1 << degree.bit_length() - 1}, {without}",
+            )

@@ -1,12 +1,24 @@
-"""The parts that members of a group exchange, and sums in the members' order."""
+"""The parts that members of a group exchange, and sums: in the members' order, or by a tree.
+
+A tree makes a sum that does not depend on who adds which part of it. Of n values, 2^t is the
+largest power of two that divides n. Each of 2^t blocks of consecutive values is a running sum, and
+the blocks are added in pairs, then the pairs in pairs, up to the whole::
+
+    12 values    (((0+1)+2) + ((3+4)+5)) + (((6+7)+8) + ((9+10)+11))
+
+Ranks that hold equal parts of the values, a power of two of them, hold whole branches of it. So
+they sum their own values by the same rule, and then the ranks' sums by the same rule again.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 from fleetpipe.errors import UsageError
+
+Term = TypeVar("Term")
 
 
 def copies(parts: Sequence[Any], rank: int, ranks: int) -> list[Any]:
@@ -54,3 +66,57 @@ def add(total: Any, part: Any) -> Any:
     if str(dtype).rpartition(".")[2] not in ("float16", "bfloat16"):
         return total + part
     return (total.astype("float32") + part.astype("float32")).astype(dtype)
+
+
+def count_blocks(values: int) -> int:
+    """Returns the largest power of two that divides a number of values."""
+    return values & -values
+
+
+class TreeSum(Generic[Term]):
+    """The sum of values that come one after another, by a tree.
+
+    It holds one partial sum for each level of the tree at most.
+
+    Attributes:
+        count: How many values have come.
+    """
+
+    def __init__(self, values: int, add: Callable[[Term, Term], Term]) -> None:
+        """Begins with none of ``values`` values.
+
+        Args:
+            values: How many will come.
+            add: Returns the sum of two, the earlier one first, which it may change.
+        """
+        self.count = 0
+        self._block = values // count_blocks(values)
+        self._add = add
+        #: The sums of branches whose sister has not come, from the largest to the smallest.
+        self._branches: list[Term] = []
+
+    def add(self, value: Term) -> None:
+        """Adds the next value."""
+        blocks, within = divmod(self.count, self._block)
+        self.count += 1
+        if within:
+            value = self._add(self._branches.pop(), value)
+        if within == self._block - 1:
+            # Each 1 at the end of the number of blocks is a branch that this block completes.
+            while blocks & 1:
+                value = self._add(self._branches.pop(), value)
+                blocks >>= 1
+        self._branches.append(value)
+
+    def total(self) -> Term:
+        """Returns the sum, once all values have come."""
+        (total,) = self._branches
+        return total
+
+
+def tree(values: Sequence[Term], add: Callable[[Term, Term], Term]) -> Term:
+    """Returns the sum of one value or more by a tree; ``add`` as in :class:`TreeSum`."""
+    total = TreeSum(len(values), add)
+    for value in values:
+        total.add(value)
+    return total.total()
