@@ -1,4 +1,4 @@
-"""What users give a ``Model``, looked at before any rank waits for another."""
+"""Checks of what users pass to a ``Model``, made before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAST = {
 def require_prepared(
     optimizer: Optimizer, loss: Callable[..., Nest] | None, metrics: Sequence[Metric]
 ) -> None:
-    """Refuses what is no optimizer, no loss or no metric."""
+    """Checks the types of the arguments of ``Model.prepare``; raises ``ConfigError``."""
     require_functions(loss)
     if optimizer is not None and not hasattr(optimizer, "clear_grad"):
         raise ConfigError(
@@ -50,17 +50,17 @@ def require_prepared(
 
 
 def require_numbers(**numbers: int | None) -> None:
-    """Refuses a number that is none, or too small; None where there may be one or none."""
+    """Checks that each number is a whole one and large enough; ``num_iters`` may be None."""
     for name, value in numbers.items():
         if value is not None or name != "num_iters":
             require_whole(name, value, _LEAST[name])
 
 
 def sizes_of(batch_size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns the rows of batches to train and to evaluate on.
+    """Returns the rows of a training batch and of an evaluation batch.
 
     Raises:
-        ConfigError: They are neither a number nor two.
+        ConfigError: ``batch_size`` is neither a number nor a pair of numbers.
     """
     pair = batch_size if isinstance(batch_size, (list, tuple)) else (batch_size, batch_size)
     if len(pair) != 2:
@@ -74,7 +74,7 @@ def sizes_of(batch_size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def require_data(data: object) -> None:
-    """Refuses what yields no batches."""
+    """Checks that the data are a ``Dataset`` or iterable; raises ``ConfigError``."""
     if not isinstance(data, (paddle.io.Dataset, Iterable)):
         raise ConfigError(
             "the data is a Dataset, or yields batches",
@@ -84,7 +84,7 @@ def require_data(data: object) -> None:
 
 
 def require_callback(callback: Any) -> None:
-    """Refuses what is no callback."""
+    """Checks that a callback is an object with Paddle's methods; raises ``ConfigError``."""
     if isinstance(callback, type) or not hasattr(callback, "on_train_batch_end"):
         raise ConfigError(
             "a callback is an object of paddle.callbacks.Callback",

@@ -1,8 +1,8 @@
-"""What the last stage computes of each micro-batch: the loss, and what the metrics count.
+"""Computes the loss and the metrics' counts of each micro-batch on the last stage.
 
-A metric of ``paddle.metric`` has two halves: ``compute`` takes outputs and labels, ``update`` what
-that gave. The first runs where the outputs are, the second on every rank, of what all replicas
-computed: the metrics of all ranks are equal.
+A metric of ``paddle.metric`` has two halves: ``compute`` takes outputs and labels, ``update`` takes
+the results. The first runs on the last stage, the second on every rank with the results of all
+replicas, so that the metrics of all ranks are equal.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Metric = Layer
 
 
 class Criterion(paddle.nn.Layer):
-    """The loss function of a pipeline, which has the metrics look at outputs and labels."""
+    """The loss function of a pipeline, which also runs the metrics' ``compute``."""
 
     def __init__(
         self, loss: Callable[..., Nest] | None, counting: Counting, in_parts: bool = False
     ) -> None:
-        """Takes the loss, as a sublayer where it is one.
+        """Takes the loss; if it is a Layer it becomes a sublayer.
 
         Args:
-            loss: ``loss(*outputs, *labels)`` gives a Tensor with one element, or several to be
-                added up. None where only metrics are wanted.
-            counting: What the metrics look through.
-            in_parts: Whether the output is that of a vocabulary head, which a loss takes as one.
+            loss: ``loss(*outputs, *labels)`` returns a Tensor with one element, or several to add
+                up. None computes metrics only.
+            counting: Runs the metrics.
+            in_parts: Whether the output is a vocabulary head's, which the loss takes as one.
         """
         super().__init__()
         self._in_parts = in_parts
@@ -43,7 +43,7 @@ class Criterion(paddle.nn.Layer):
     def __call__(self, output: Nest, label: Nest) -> Tensor:
         """Returns the loss of one micro-batch.
 
-        It has no hooks. A Layer's own call looks for them, which takes half as long as a loss.
+        It runs no hooks: a Layer's own call looks for them, which takes half as long as a loss.
         """
         columns = [*([output] if self._in_parts else as_list(output)), *as_list(label)]
         self._counting.look(columns)
@@ -54,13 +54,13 @@ class Criterion(paddle.nn.Layer):
 
 
 class Counting:
-    """The rows of one batch that count for the metrics, and the results of their ``compute``."""
+    """The results of the metrics' ``compute`` for one batch, and which of its rows count."""
 
     def __init__(self, metrics: Sequence[Metric], micro_batch: Callable[[], int]) -> None:
-        """Begins without a batch.
+        """Starts without a batch.
 
         Args:
-            metrics: What ``compute`` is called of.
+            metrics: The metrics of ``Model.prepare``.
             micro_batch: Returns the number of the micro-batch that runs.
         """
         self._metrics = metrics
@@ -69,16 +69,16 @@ class Counting:
         self._computed: dict[int, list[list[Tensor]]] = {}
 
     def begin(self, real: Sequence[int]) -> None:
-        """Forgets the batch before.
+        """Starts a batch, and forgets the one before.
 
         Args:
-            real: The rows of each micro-batch that count in the metrics; its first ones.
+            real: How many rows of each micro-batch count in the metrics, from its first on.
         """
         self._real = real
         self._computed = {}
 
     def look(self, columns: Sequence[Nest]) -> None:
-        """Makes the metrics compute what they want to count of outputs and labels."""
+        """Calls ``compute`` of each metric for the micro-batch that runs."""
         if not self._metrics:
             return
         number = self._micro_batch()
@@ -92,11 +92,11 @@ class Counting:
             ]
 
     def computed(self) -> list[list[list[Tensor]]]:
-        """Returns what the metrics computed: by micro-batch, metric, and value of the metric."""
+        """Returns the results of ``compute``: by micro-batch, metric, and value of the metric."""
         return [self._computed[number] for number in sorted(self._computed)]
 
     def update(self, computed: Sequence[list[list[list[Tensor]]]]) -> None:
-        """Makes the metrics count what all replicas computed.
+        """Calls ``update`` of each metric with the results of all replicas.
 
         Args:
             computed: What each replica's :meth:`computed` returned, in the order of the replicas.
@@ -113,7 +113,7 @@ def names_of(metrics: Sequence[Metric]) -> list[str]:
 
 
 def values_of(metrics: Sequence[Metric]) -> list[Nest]:
-    """Returns the values that the metrics have reached, in the order of their names."""
+    """Returns the current values of the metrics, in the order of :func:`names_of`."""
     return [value for metric in metrics for value in as_list(metric.accumulate())]
 
 

@@ -1,4 +1,4 @@
-"""From what a data loader yields to the micro-batches of one batch, and how much each counts."""
+"""Cuts an item of a data loader into micro-batches with their weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Rows(NamedTuple):
         inputs: Tensors [rows, ..] for the first stage.
         labels: Tensors [rows, ..] for the loss.
         rows: Their number.
-        real: How many of them count; the others fill the last batch up, so that all replicas have
-            one of the same size.
-        everywhere: How many count in all replicas.
+        real: How many of them count; the others fill the last batch up to the size that all
+            replicas have.
+        everywhere: How many rows count in all replicas together.
     """
 
     inputs: Columns
@@ -33,16 +33,16 @@ class Rows(NamedTuple):
     everywhere: int
 
     def copied(self) -> Rows:
-        """Returns the rows in tensors of their own."""
+        """Returns the rows in copies of the tensors."""
         return self._replace(inputs=copied([*self.inputs]), labels=copied([*self.labels]))
 
 
 class RowCut(NamedTuple):
-    """A batch in micro-batches.
+    """A batch that is cut into micro-batches.
 
     Attributes:
-        data: ``[inputs, labels]``, each a list of one value per micro-batch, or not cut yet.
-        rows: The rows of each micro-batch.
+        data: ``[inputs, labels]``, each a list of one value per micro-batch, or still uncut.
+        rows: The number of rows of each micro-batch.
     """
 
     data: list[Nest]
@@ -61,13 +61,13 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
         item: Tensors or arrays, in any nest of lists and tuples; inputs first, then labels.
         inputs: Number of its first columns that are inputs.
         replica: Number of this replica.
-        replicas: Number of replicas, each of which has a like item; in the order of the dataset
-            their rows come after one another.
-        left: Rows of the dataset that this and later batches hold in all replicas together; None
-            where nothing says so, and every row counts.
+        replicas: Number of replicas. Each has an item of this size; the dataset has the items' rows
+            in the order of the replicas.
+        left: Rows of the dataset that this and later batches hold in all replicas together; None if
+            it is unknown, so that every row counts.
 
     Raises:
-        ConfigError: It has fewer columns, or they do not have the same number of rows.
+        ConfigError: The item has fewer columns, or they differ in their number of rows.
     """
     columns = [as_tensor(column) for _, column in leaves(item)]
     counts = {column.shape[0] if column.ndim else -1 for column in columns}
@@ -98,19 +98,19 @@ def in_micro_batches(rows: Rows, count: int) -> RowCut:
 
 
 def whole(columns: Columns, rows: int) -> Nest:
-    """Returns the first rows of each column: of the one, of several in a tuple; None of none."""
+    """Returns the first ``rows`` rows of each column, in the form of :func:`value_of`."""
     return value_of([column if column.shape[0] == rows else column[:rows] for column in columns])
 
 
 def value_of(columns: Columns) -> Nest:
-    """Returns the one column, a tuple of several; None where there are none."""
+    """Returns a single column itself, several as a tuple, and None if there are none."""
     if not columns:
         return None
     return columns[0] if len(columns) == 1 else tuple(columns)
 
 
 def joined(cuts: Iterable[RowCut]) -> RowCut:
-    """Returns the micro-batches of several batches as those of one."""
+    """Returns one cut with the micro-batches of several batches."""
     inputs: list[Nest] = []
     labels: list[Nest] = []
     rows: list[int] = []
@@ -122,7 +122,7 @@ def joined(cuts: Iterable[RowCut]) -> RowCut:
 
 
 def _parts(columns: Columns, sizes: Sequence[int]) -> list[Nest]:
-    """Returns the columns of each part: the one column, a tuple of several, None without any."""
+    """Returns the columns of each part, in the form of :func:`value_of`."""
     parts = list(zip(*(_cut(column, sizes) for column in columns)))
     if not columns:
         return [None] * len(sizes)
@@ -137,12 +137,12 @@ def _cut(column: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
 
 
 def as_list(value: Nest) -> list[Nest]:
-    """Returns the values of a list or tuple, the one value in a list; nothing of None."""
+    """Returns a list or tuple as a list, another value in a list, and None as an empty list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def as_tensor(value: Nest) -> Tensor:
-    """Returns a Tensor as it is, and an array or a number as a Tensor."""
+    """Returns a Tensor unchanged, and an array or a number as a Tensor."""
     return value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)

@@ -1,4 +1,4 @@
-"""The loop of ``fit``, ``evaluate`` and ``predict``: every rank calls the same callbacks alike."""
+"""The loop of ``fit``, ``evaluate`` and ``predict``; every rank makes the same calls."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Loop:
     """Runs batches and calls the callbacks around them. Its methods are collective over the job.
 
     Attributes:
-        left: How many batches may still run; None: any number.
-        logs: What callbacks are given.
+        left: How many batches may still run; None is no limit.
+        logs: The dict that callbacks get.
     """
 
     def __init__(
         self, model: Any, runner: Runner, callbacks: CallbackList, most: int | None = None
     ) -> None:
-        """Runs nothing yet.
+        """Prepares a loop, and runs nothing yet.
 
         Args:
             model: The ``fleetpipe.Model``, whose ``stop_training`` ends a training.
             runner: Runs the batches.
-            callbacks: Called around each batch, each epoch and the whole.
-            most: Most batches to run.
+            callbacks: Are called around each batch, each epoch and the whole.
+            most: The most batches to run; None is no limit.
         """
         self._model = model
         self._runner = runner
@@ -63,15 +63,15 @@ class Loop:
         evaluation: BatchSource | None,
         eval_freq: int,
     ) -> History:
-        """Trains from a position in the data to the end of the epochs; returns what they gave.
+        """Trains from a position in the data to the end of the epochs, and returns their figures.
 
         Args:
-            source: Gives the batches of an epoch.
-            position: Where the training is.
+            source: Yields the batches of an epoch.
+            position: The place in the data, which advances.
             saver: Saves after steps and epochs.
-            epochs: How many there are in all.
-            accumulate: Batches of a step.
-            evaluation: Gives the batches that are evaluated at the end of epochs; None: none.
+            epochs: Number of epochs in all.
+            accumulate: Batches whose gradients make one step.
+            evaluation: Yields the batches to evaluate at the end of epochs; None evaluates none.
             eval_freq: Epochs from one evaluation to the next.
         """
         logs: Logs = {}
@@ -115,7 +115,7 @@ class Loop:
         saver: PipelineCheckpoint | Nothing,
         accumulate: int = 1,
     ) -> Logs:
-        """Trains on the batches that are left of an epoch; see :meth:`train`."""
+        """Trains on the rest of an epoch; see :meth:`train`."""
         self._model.mode = "train"
         self._mean = _Mean()
         waiting: list[tuple[int, Rows]] = []
@@ -146,7 +146,7 @@ class Loop:
         return self._end()
 
     def evaluate(self, source: BatchSource) -> Logs:
-        """Returns the mean loss of all rows and the metrics, which count every batch."""
+        """Returns the mean loss of all rows, and the metrics of all batches."""
         self._model.mode, most = "eval", self.left
         steps = source.steps if most is None else min(most, source.steps or most)
         self._mean = _Mean()
@@ -216,7 +216,7 @@ class Loop:
 
 
 class _Mean:
-    """The mean loss of batches, each counted as often as it has rows."""
+    """The mean loss of batches, weighted by their rows."""
 
     def __init__(self) -> None:
         self._sum, self._rows = 0.0, 0
@@ -227,5 +227,5 @@ class _Mean:
 
     @property
     def value(self) -> float | None:
-        """None where no batch had a loss."""
+        """The mean; None if no batch had a loss."""
         return self._sum / self._rows if self._rows else None

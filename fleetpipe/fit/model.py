@@ -41,7 +41,7 @@ class Model(paddle.Model):
 
     Attributes:
         network: The ``PipelineLayer``.
-        stop_training: Set by callbacks; training ends with the epoch in which any rank set it.
+        stop_training: Callbacks set it; training ends with the epoch in which any rank set it.
         mode: ``"train"``, ``"eval"`` or ``"test"``.
     """
 
@@ -53,16 +53,16 @@ class Model(paddle.Model):
         split_spec: SplitSpec = AUTO,
         num_chunks: int = 1,
     ) -> None:
-        """Takes a network; call after ``fleet.init``, on every rank alike.
+        """Takes a network; every rank makes the Model alike, after ``fleet.init``.
 
         Args:
             network: A ``PipelineLayer``, one that was wrapped, the list of layers of one, or any
                 ``nn.Layer``, which is cut as by ``fleetpipe.pipeline``.
             inputs: An ``InputSpec`` for each column of the data that is an input, or a Tensor as in
-                the first batch; None for one, where the network is a list or an ``nn.Sequential``.
-            labels: Accepted for Paddle's sake: what follows the inputs is a label.
-            split_spec: Where an ``nn.Layer`` is cut.
-            num_chunks: Into how many chunks for each rank.
+                the first batch; None is one input of a list or an ``nn.Sequential``.
+            labels: Is ignored, as in Paddle's signature: the columns after the inputs are labels.
+            split_spec: Where to cut an ``nn.Layer``; see ``fleetpipe.pipeline``.
+            num_chunks: Number of chunks on each rank into which an ``nn.Layer`` is cut.
 
         Raises:
             StateError: ``fleet.init`` was not called.
@@ -90,14 +90,14 @@ class Model(paddle.Model):
         metrics: Metric | Sequence[Metric] | None = None,
         amp_configs: str | dict[str, Any] | None = None,
     ) -> None:
-        """Says what to train with. Collective over the job.
+        """Sets what to train with. Collective over the job.
 
         Args:
             optimizer: Any Paddle optimizer over ``parameters()``, wrapped or not; needed for
                 training.
             loss: ``loss(*outputs, *labels)``, a layer or a function; needed for training.
-            metrics: Objects of ``paddle.metric``, or any with their methods.
-            amp_configs: As Paddle's: a level, or a dict of options. On a CPU nothing comes of it.
+            metrics: Objects of ``paddle.metric``, or others with the same methods.
+            amp_configs: As Paddle's: a level, or a dict of options. On a CPU it has no effect.
 
         Raises:
             ConfigError: One of these does not fit a pipeline.
@@ -117,7 +117,7 @@ class Model(paddle.Model):
 
     @property
     def pipeline(self) -> PipelineParallel:
-        """The wrapped network, for what this class has no method for: schedule, trace, profile.
+        """The wrapped network, which has the schedule, the trace and the profile.
 
         Raises:
             StateError: :meth:`prepare` was not called.
@@ -126,17 +126,17 @@ class Model(paddle.Model):
 
     @property
     def optimizer(self) -> PipelineOptimizer | None:
-        """The optimizer of :meth:`prepare` as it was wrapped; None where it was given none."""
+        """The wrapped optimizer of :meth:`prepare`; None if it got none."""
         return self._prepared().optimizer
 
     @property
     def metric_names(self) -> list[str]:
-        """What logs have under a name of its own: the loss, and each value of the metrics."""
+        """The names that logs have: the loss, and each value of the metrics."""
         return [*(["loss"] if self._criterion is not None else []), *names_of(self._metrics)]
 
     @property
     def micro_batch_losses(self) -> list[float]:
-        """What each micro-batch has in the last training loss; the mean of the replicas."""
+        """The share of each micro-batch in the last training loss; the mean of the replicas."""
         return self._prepared().shares
 
     @property
@@ -146,12 +146,12 @@ class Model(paddle.Model):
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's, as it is now."""
+        """The current learning rate of the optimizer."""
         return float(self._optimizer.get_lr())
 
     @property
     def gradient_norm(self) -> float | None:
-        """The norm of the gradients of the last step before clipping; None where none is known."""
+        """The norm of the last step's gradients before clipping; None if it was not computed."""
         optimizer = self.optimizer
         return None if optimizer is None else optimizer.gradient_norm
 
@@ -168,7 +168,7 @@ class Model(paddle.Model):
         return self._job.leads("pp") and last
 
     def gather(self, value: Nest) -> list[Nest]:
-        """Returns what the ranks of the job pass, by rank, on every rank. Collective.
+        """Returns, on every rank, the values that the ranks of the job pass, by rank. Collective.
 
         Args:
             value: Tensors and plain values in tuples, lists and dicts.
@@ -185,7 +185,7 @@ class Model(paddle.Model):
             update: Must be True: a pipeline steps once for each batch.
 
         Returns:
-            ``[loss]``, an array; with metrics a pair of that and what they have come to.
+            ``[loss]``, an array; with metrics a pair of that and their current values.
 
         Raises:
             ConfigError: There is no optimizer or loss, or the batch does not fit.
@@ -241,16 +241,16 @@ class Model(paddle.Model):
             train_data: A ``Dataset``, of which each replica reads a part, or anything that yields
                 batches of this replica: a ``DataLoader``, a list.
             eval_data: As ``train_data``; evaluated at the end of epochs.
-            batch_size: Rows of a batch of one replica, where the data is a ``Dataset``; a pair for
+            batch_size: Rows of a batch of one replica, if the data is a ``Dataset``; a pair for
                 training and evaluation.
             epochs: Passes over the training data.
             eval_freq: Epochs from one evaluation to the next; the first epoch has one.
             log_freq: Batches from one line of the log to the next.
-            save_dir: Where ``<epoch>.pdparams`` and ``<epoch>.pdopt`` are written, or the
-                checkpoints in their place; None: nowhere.
+            save_dir: The folder for ``<epoch>.pdparams`` and ``<epoch>.pdopt``, or for checkpoints
+                in their place; None writes none.
             save_freq: Epochs from one of these to the next.
-            verbose: 0 for silence; 1 for a bar, or a line every ten seconds where standard error is
-                no terminal; 2 for lines.
+            verbose: 0 shows nothing; 1 a bar, or a line every ten seconds if standard error is no
+                terminal; 2 lines.
             drop_last: Whether a short last batch is left out.
             shuffle: Whether the order of a ``Dataset`` changes from epoch to epoch.
             num_workers: Processes that load a ``Dataset``.
@@ -258,14 +258,15 @@ class Model(paddle.Model):
                 ``"mlflow"`` or ``"tensorboard"`` for a ``MetricsLogger`` with that format.
             accumulate_grad_batches: Batches whose gradients are added up for one step.
             num_iters: Most batches in all epochs together, those of evaluations too, as in Paddle.
-                Where they end within the batches of a step, none is made of these.
+                A step of which they leave out batches is not made.
             save_steps: Batches from one checkpoint to the next within an epoch.
             resume: ``"auto"`` goes on from the newest checkpoint, if there is one; None does so
                 under ``fleetpipe launch``, in the first training of the model.
 
         Returns:
-            By name, a figure for each epoch that this call trained, on every rank: ``"loss"``, the
-            mean over all rows, and the metrics; those of evaluations as ``"eval_loss"`` and so on.
+            A list by name, the same on every rank, with a figure for each epoch that this call
+            trained: ``"loss"``, the mean over all rows, and the metrics; those of evaluations as
+            ``"eval_loss"`` and so on.
 
         Raises:
             ConfigError: There is no optimizer or loss, or the data does not fit; or the folder has
@@ -328,7 +329,7 @@ class Model(paddle.Model):
     def _expect(
         self, position: Position, epochs: int, each: int | None, left: int | None, accumulate: int
     ) -> None:
-        """Says how many steps lie behind and before the training, for whoever watches it."""
+        """Reports the number of steps done and still to do to the board of the job."""
         done, whole = self._prepared().trained, None
         if each is not None:
             ahead = (epochs - position.epoch) * each - position.step
@@ -376,7 +377,7 @@ class Model(paddle.Model):
         """Returns the model's outputs for the whole of the data, on every rank. Collective.
 
         Args:
-            test_data: As for :meth:`fit`; columns behind the inputs are not looked at.
+            test_data: As for :meth:`fit`; columns behind the inputs are ignored.
             batch_size: Rows of a batch of one replica.
             num_workers: Processes that load a ``Dataset``.
             stack_outputs: Whether the arrays of all batches are joined.
@@ -400,9 +401,9 @@ class Model(paddle.Model):
         ``paddle.Model`` reads them, and :meth:`load` on any layout.
 
         Args:
-            path: The files without their endings; folders are made.
-            training: False for what ``paddle.jit.load`` and ``paddle.inference`` read; this needs
-                the ``inputs`` of the constructor.
+            path: The path of the files without their endings; missing folders are made.
+            training: False writes files that ``paddle.jit.load`` and ``paddle.inference`` read;
+                this needs the ``inputs`` of the constructor.
 
         Raises:
             CheckpointError: A file cannot be written; every rank raises.
@@ -422,11 +423,11 @@ class Model(paddle.Model):
         Every rank reads them and takes its part, whatever the layout.
 
         Args:
-            path: The files without their endings.
-            skip_mismatch: Whether parameters that the file has not, or in another shape, stay as
-                they are, with a warning; the optimizer does so as well, then. Without it the
-                names may be others, in the order of the model.
-            reset_optimizer: Whether ``path.pdopt`` is left out.
+            path: The path of the files without their endings.
+            skip_mismatch: Whether parameters that the file lacks, or has in another shape, stay as
+                they are, with a warning; the optimizer's state then stays too. Without it the file
+                may have other names, in the order of the model.
+            reset_optimizer: Whether ``path.pdopt`` is not read.
 
         Raises:
             CheckpointError: A file is missing or damaged, or does not fit.
@@ -448,7 +449,7 @@ class Model(paddle.Model):
         Collective with a batch, else any rank alone may call it.
 
         Args:
-            input_size: Accepted for Paddle's sake: shapes come of a batch.
+            input_size: Is ignored, as in Paddle's signature: ``batch`` has the shapes.
             dtype: Likewise.
             batch: ``(inputs, labels)`` of a batch, to measure how many bytes a forward of one
                 micro-batch leaves allocated in each stage. It is run three times; parameters,
@@ -469,7 +470,7 @@ class Model(paddle.Model):
         return {"total_params": total, "trainable_params": trainable}
 
     def _require_steady(self, accumulate: int) -> None:
-        """Makes sure that nothing counts the actions of a step, where steps are to be longer."""
+        """Refuses to accumulate batches while a trace counts the actions of steps of one length."""
         if accumulate != 1 and self.pipeline.trace is not None:
             raise ConfigError(
                 "a trace counts the actions of steps that are all of one length",
@@ -517,7 +518,7 @@ class Model(paddle.Model):
 
 
 def _goes_on(resume: str | None, trained: int) -> bool:
-    """Returns whether a training goes on from a checkpoint."""
+    """Returns whether a training resumes from a checkpoint."""
     if resume not in (None, "auto"):
         raise ConfigError(
             "resume is 'auto' or None", got=repr(resume), fix='pass resume="auto" to go on'

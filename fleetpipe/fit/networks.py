@@ -1,4 +1,4 @@
-"""What users give a ``Model`` as its network: a pipeline, a list of layers, or any plain model."""
+"""Makes a pipeline of the network of a ``Model``: a list of layers, or any plain model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fleetpipe.paddle_api.layer import has_hooks
 
 
 def required_job() -> Job:
-    """Returns the job."""
+    """Returns the job; raises ``StateError`` before ``fleet.init``."""
     job = current_job()
     if job is None:
         raise StateError(
@@ -35,8 +35,8 @@ def pipeline_of(
 
     Args:
         network: A ``PipelineLayer``, wrapped or not, the list of layers of one, or a plain model.
-        inputs: Of a plain model: an ``InputSpec`` or a Tensor for each of its inputs; an
-            ``nn.Sequential`` needs none.
+        inputs: An ``InputSpec`` or a Tensor for each input of a plain model; an ``nn.Sequential``
+            needs none.
         job: The job.
         split_spec: Where a plain model is cut.
         chunks: Into how many parts for each rank.
@@ -71,17 +71,17 @@ def pipeline_of(
 
 
 def _is_list(network: Layer) -> bool:
-    """Whether a network does what the list of its layers does, under the same names."""
+    """Whether a network is a plain ``nn.Sequential``, which equals the list of its layers."""
     if type(network) is not paddle.nn.Sequential or has_hooks(network):
         return False
     return all(name == str(place) for place, (name, _) in enumerate(network.named_children()))
 
 
 def single_model_of(network: PipelineLayer) -> Layer:
-    """Returns a model of one process like a pipeline, whose values mean nothing.
+    """Returns the whole model in this process, in the pipeline's form but not with its values.
 
     Raises:
-        ConfigError: The pipeline was made of a plain model, of which this rank holds a part alone.
+        ConfigError: The pipeline was cut from a plain model, of which this rank has only a part.
     """
     if not isinstance(network, CapturedPipeline):
         return network.single_model()
@@ -96,10 +96,10 @@ def single_model_of(network: PipelineLayer) -> Layer:
 
 
 def counted_names(network: PipelineLayer) -> dict[str, str]:
-    """Returns Paddle's names of a single model's parameters and buffers, by its own names.
+    """Returns the name that Paddle counts for each parameter and buffer of the single model.
 
-    They are those that a process counts in which the model is the first one that is built. What a
-    vocabulary head has in parts goes by the name of the first.
+    They are the names in a process that builds this model first. A tensor that a vocabulary head
+    has in parts goes by the name of the first part.
     """
     if isinstance(network, CapturedPipeline):
         return {**_counted(network.plain), **network.head_names}

@@ -1,4 +1,4 @@
-"""Where a training is, beside its tensors: epoch, batch, and what metrics and callbacks know."""
+"""The place of a training beside its tensors: epoch, batch, metrics and callbacks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _ARRAY = "dtype"
 
 
 class Position:
-    """The place of ``fit`` in its data, as checkpoints save it: the same on every rank.
+    """The place of ``fit`` in its data, which checkpoints save; the same on every rank.
 
     Attributes:
-        epoch: The epoch that runs, or comes next.
-        step: How many batches of it were trained.
-        taken: How many of all epochs, and of evaluations between them, for ``num_iters``.
+        epoch: The epoch that runs or comes next.
+        step: How many batches of that epoch were trained.
+        taken: How many batches all epochs and their evaluations took, for ``num_iters``.
         stopped: Whether a callback has ended the training.
-        logs: What callbacks were given of the last batch: loss and metrics.
+        logs: The logs of the last batch: loss and metrics.
     """
 
     def __init__(self, runner: Runner, source: BatchSource, callbacks: Sequence[Any]) -> None:
-        """Begins at the start.
+        """Starts at the begin of the data.
 
         Args:
-            runner: Counts the batches of all trainings, and has the metrics.
-            source: Gives the batches.
-            callbacks: Those with ``state_dict`` and ``set_state_dict``, and Paddle's own, go on
-                where they were; on every rank alike, so those of one rank begin anew.
+            runner: Counts the batches of all trainings, and holds the metrics.
+            source: Yields the batches.
+            callbacks: Those with ``state_dict`` and ``set_state_dict``, and Paddle's own, resume.
+                Those that run on one rank alone start anew.
         """
         self._runner = runner
         self._source = source
@@ -46,16 +46,16 @@ class Position:
         self._held: list[dict[str, Any]] | None = None
 
     def hold_metrics(self) -> None:
-        """Keeps what the metrics have come to: they count something else from here on."""
+        """Copies the metrics' counts for the checkpoint: later batches do not belong to it."""
         self._held = self._counts()
 
     def advance(self, batches: int) -> None:
-        """Counts batches that were trained."""
+        """Counts trained batches."""
         self.step += batches
         self.taken += batches
 
     def next_epoch(self) -> None:
-        """Goes to the begin of the next epoch."""
+        """Moves to the begin of the next epoch."""
         self.epoch, self.step = self.epoch + 1, 0
         self._source.next_epoch()
 
@@ -75,10 +75,10 @@ class Position:
         }
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position; that of the callbacks waits for :meth:`put_callbacks_back`.
+        """Moves to a saved position; :meth:`put_callbacks_back` restores the callbacks.
 
         Raises:
-            CheckpointError: It was saved for other data; nothing has changed.
+            CheckpointError: The position belongs to other data; nothing has changed.
         """
         self._source.set_state_dict(state["loader"])
         self.epoch, self.step, self.taken = state["epoch"], state["step"], state["taken"]
@@ -89,7 +89,7 @@ class Position:
         self.logs, self._waiting = state["told"], state["callbacks"]
 
     def put_callbacks_back(self) -> None:
-        """Makes the callbacks go on where they were, once, after their begin."""
+        """Gives the callbacks their saved states, once, after their own begin."""
         for name, callback in self._named().items():
             if name in self._waiting:
                 set_callback_state(callback, self._waiting[name])
@@ -99,7 +99,7 @@ class Position:
         return [_counted(metric) for metric in self._runner.metrics]
 
     def _named(self) -> dict[str, Any]:
-        """Returns the callbacks of all ranks by name."""
+        """Returns the callbacks that run on all ranks, by name."""
         named: dict[str, Any] = {}
         for callback in self._callbacks:
             if getattr(callback, "on_rank", "all") == "all":
@@ -109,7 +109,7 @@ class Position:
 
 
 def _counted(metric: Metric) -> dict[str, Any]:
-    """Returns what a metric has counted: numbers and arrays among its attributes."""
+    """Returns the state of a metric: its attributes that are numbers, arrays or lists of these."""
     return {
         name: _plain(value)
         for name, value in vars(metric).items()
@@ -146,14 +146,14 @@ _KEPT: dict[type, tuple[str, ...]] = {
 
 
 def callback_state(callback: Any) -> dict[str, Any]:
-    """Returns what a callback knows of the training so far; nothing of one that says nothing."""
+    """Returns the state of a callback; empty if it has none."""
     if hasattr(callback, "state_dict"):
         return dict(callback.state_dict())
     return {name: getattr(callback, name) for name in _names_of(callback)}
 
 
 def set_callback_state(callback: Any, state: Mapping[str, Any]) -> None:
-    """Gives a callback what :func:`callback_state` returned."""
+    """Restores what :func:`callback_state` returned."""
     if hasattr(callback, "set_state_dict"):
         callback.set_state_dict(state)
     for name in _names_of(callback):
@@ -161,5 +161,5 @@ def set_callback_state(callback: Any, state: Mapping[str, Any]) -> None:
 
 
 def _names_of(callback: Any) -> tuple[str, ...]:
-    """Returns the attributes in which one of Paddle's callbacks keeps what it knows."""
+    """Returns the attributes that are the state of one of Paddle's callbacks."""
     return next((names for kind, names in _KEPT.items() if isinstance(callback, kind)), ())

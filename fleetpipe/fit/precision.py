@@ -1,4 +1,4 @@
-"""Mixed precision, as ``paddle.Model.prepare`` takes it."""
+"""Mixed precision from the ``amp_configs`` of ``Model.prepare``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _amp: Any = paddle.amp
 
 
 class Precision(NamedTuple):
-    """In which precision a model computes.
+    """The precision in which a model computes.
 
     Attributes:
         level: ``"O0"`` for full precision, ``"O1"`` or ``"O2"``.
         lists: The options of ``auto_cast``.
-        scaler: Scales the losses; None in full precision.
+        scaler: The ``GradScaler`` of the losses; None in full precision.
     """
 
     level: str = "O0"
@@ -44,7 +44,7 @@ class Precision(NamedTuple):
 def precision_of(
     configs: str | dict[str, Any] | None, network: Layer, optimizer: Optimizer
 ) -> Precision:
-    """Returns what ``amp_configs`` means; with ``"O2"`` the parameters become such.
+    """Returns the precision that ``amp_configs`` asks for; ``"O2"`` casts the parameters to it.
 
     Args:
         configs: A level, or a dict with ``level`` and the options of ``auto_cast`` and

@@ -1,4 +1,4 @@
-"""Runs batches of any number of rows on a pipeline; every rank gets their losses and metrics."""
+"""Runs batches of any number of rows on a pipeline; every rank gets losses and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fleetpipe.paddle_api import paddle
 class Runner:
     """A wrapped model with the loss and the metrics of ``prepare``.
 
-    Its methods that take rows are collective over the job.
+    The methods that take rows are collective over the job.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Runner:
         optimizer: PipelineOptimizer | None,
         precision: Precision,
     ) -> None:
-        """Puts the loss and the metrics into the model.
+        """Makes the loss and the metrics part of the pipeline's last stage.
 
         Args:
             pipeline: The wrapped model.
             job: The job it is in.
-            loss: ``loss(*outputs, *labels)``; None where nothing is trained.
-            metrics: They see the outputs of every batch that has labels.
-            optimizer: None where nothing is trained.
-            precision: In which it computes.
+            loss: ``loss(*outputs, *labels)``; None if there is no training.
+            metrics: They count the outputs of every batch that has labels.
+            optimizer: The wrapped optimizer; None if there is no training.
+            precision: The precision in which it computes.
         """
         self.pipeline = pipeline
         self._job = job
@@ -68,11 +68,11 @@ class Runner:
         self.trained = 0
 
     def train(self, batches: Sequence[Rows], step: bool = True) -> Iterator[float]:
-        """Trains on some batches with one step, before it yields the loss of the first.
+        """Trains on some batches with one step, then yields the loss of each.
 
-        Before it yields the loss of a batch, the metrics count that batch. Each batch counts as a
-        mean over its rows, and the gradients of all are added up, as Paddle's
-        ``accumulate_grad_batches`` has it. Without ``step`` these are left on the parameters.
+        The metrics count a batch just before its loss is yielded. A batch's loss is a mean over its
+        rows, and the gradients of all batches are added up, as Paddle's ``accumulate_grad_batches``
+        does. Without ``step`` the gradients stay on the parameters.
         """
         alone = len(batches) == 1
         cuts = [self._cut(rows, alone) for rows in batches]
@@ -101,14 +101,14 @@ class Runner:
             begin = part.stop
 
     def _cut(self, rows: Rows, alone: bool) -> RowCut:
-        """Returns the micro-batches of a batch; one of the usual size, alone, is cut later."""
+        """Cuts a batch into micro-batches; the pipeline cuts a single one of the usual size."""
         if not alone or rows.rows != self._steps * self.pipeline.micro_batch_size:
             return in_micro_batches(rows, self._steps)
         labels = value_of(rows.labels) if rows.labels else [None] * self._steps
         return RowCut([value_of(rows.inputs), labels], self._usual_rows)
 
     def _weights(self, cuts: Sequence[RowCut]) -> list[Fraction] | None:
-        """Returns the weight of each micro-batch; None where all count as they always do."""
+        """Returns the weight of each micro-batch in the loss; None if it is the usual one."""
         if len(cuts) == 1 and len(cuts[0].rows) == self._steps and len(set(cuts[0].rows)) == 1:
             return None
         if self._undivided != 1:
@@ -123,7 +123,7 @@ class Runner:
         return [w * (len(one.rows) if summed else 1) for one in cuts for w in one.weights]
 
     def evaluate(self, rows: Rows) -> float:
-        """Returns the mean loss over the rows that count in all replicas, and has these counted."""
+        """Returns the mean loss over the rows that count in all replicas; updates the metrics."""
         # One row, which does not count, where this replica has none that does.
         kept = max(rows.real, 1)
         with self._forward_only(kept) as size:
@@ -142,10 +142,10 @@ class Runner:
         return float(sum(share for (share,) in everyone) / rows.everywhere)
 
     def predict(self, rows: Rows) -> list[np.ndarray]:
-        """Returns the outputs for the rows that count in all replicas, in their order.
+        """Returns the outputs for the rows that count in all replicas, in the dataset's order.
 
         Raises:
-            ConfigError: Several micro-batches have outputs that do not begin with their rows.
+            ConfigError: There are several micro-batches, and an output is not [rows, ..].
         """
         kept = max(rows.real, 1)
         with self._forward_only(kept) as size:
@@ -157,28 +157,28 @@ class Runner:
         return [np.concatenate([part.numpy() for part in parts]) for parts in zip(*everyone)]
 
     def measured_bytes(self, rows: Rows) -> list[float]:
-        """Returns what a forward of one micro-batch leaves allocated in each stage."""
+        """Returns the bytes that a forward of one micro-batch leaves allocated in each stage."""
         cut = in_micro_batches(rows, self._steps)
         self._counting.begin([0] * len(cut.rows))
         with self._micro_batches(len(cut.rows)):
             return list(self.pipeline.profile(cut.data)["bytes"])
 
     def any_rank(self, wish: bool) -> bool:
-        """Returns whether any rank of the job has this wish."""
+        """Returns whether ``wish`` is true on any rank of the job. Collective."""
         with self._job.guarded(lambda: "asking all ranks whether to stop"):
             return any(self._job.everyone().all_gather(wish))
 
     def _computed(self) -> list[Nest]:
-        """Returns what the metrics computed of a batch, by replica. Collective if there are any."""
+        """Returns the results of the metrics' ``compute``, by replica. Collective with metrics."""
         if not self.metrics:
             return []
         return self.pipeline.from_last_stage(self._counting.computed())
 
     @contextmanager
     def _forward_only(self, rows: int) -> Iterator[int]:
-        """While it is open, a batch is cut for forward only; yields the rows of its micro-batches.
+        """While it is open, batches are cut for forward only; yields the rows of a micro-batch.
 
-        They are larger than usual where there would be more of them than in training.
+        It is larger than in training if there would be more micro-batches than in training.
         """
         usual = self.pipeline.micro_batch_size
         size = self.pipeline.micro_batch_size = max(usual, -(-rows // self._steps))
@@ -190,7 +190,7 @@ class Runner:
 
     @contextmanager
     def _micro_batches(self, count: int) -> Iterator[None]:
-        """While it is open, the schedule has so many micro-batches."""
+        """While it is open, the schedule has ``count`` micro-batches."""
         usual = self.pipeline.accumulate_steps
         if count == usual:
             yield
@@ -203,15 +203,15 @@ class Runner:
 
 
 def _on_host(shares: Tensor) -> Nest:
-    """Returns an array with the shares, or the Tensor itself where NumPy has no such dtype."""
+    """Returns the shares as a NumPy array, or the Tensor itself if NumPy lacks its dtype."""
     return shares.numpy() if shares.dtype in (paddle.float32, paddle.float64) else shares
 
 
 def _total(shares: Nest) -> Nest:
-    """Adds up the shares [micro-batches] one after another, as the loss of a batch is made.
+    """Adds up the shares [micro-batches] one after another, in the order of a batch's loss.
 
     Returns:
-        One value, in what the shares are in.
+        One value: of NumPy for an array, else a Tensor.
     """
     if isinstance(shares, np.ndarray):
         return np.add.accumulate(shares)[-1:]
@@ -227,7 +227,7 @@ def _number(value: Nest) -> float:
 
 
 def _require_rows(outputs: Sequence[Tensor], rows: int) -> None:
-    """Refuses to join what is no output [rows, ..], nor [rows x positions, ..]."""
+    """Refuses outputs that are neither [rows, ..] nor [rows x positions, ..]."""
     for output in outputs:
         if not output.ndim or output.shape[0] % rows:
             raise ConfigError(
@@ -242,7 +242,7 @@ def _require_rows(outputs: Sequence[Tensor], rows: int) -> None:
 def _require_parts(
     pipeline: PipelineParallel, loss: Callable[..., Nest] | None, metrics: Sequence[Metric]
 ) -> None:
-    """Refuses what needs the whole logits of a model with a vocabulary head."""
+    """Refuses a loss and metrics that need the whole logits of a vocabulary head."""
     if metrics:
         raise ConfigError(
             "metrics count outputs, and no rank has the whole logits of a vocabulary head",

@@ -1,8 +1,8 @@
-"""The files of ``Model.save``: those that ``paddle.Model`` of the single model writes and reads.
+"""The files of ``Model.save``, which ``paddle.Model`` of the single model writes and reads too.
 
 ``.pdparams`` is the state dict of the whole model, ``.pdopt`` the state of its optimizer, by names
-that Paddle counts: ``linear_0.w_0_moment1_0``. Which parameter of the model that is, stands in the
-other file, so that it is found on any layout, and in a process that has counted otherwise.
+that Paddle counts: ``linear_0.w_0_moment1_0``. ``.pdparams`` says which parameter has which counted
+name, so that any layout, and a process that counts otherwise, can load the state.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _COPIED = re.compile(r"(_deepcopy_\d+)+$")
 
 
 class Paths(NamedTuple):
-    """The two files of a path without an ending."""
+    """The two files of ``Model.save``."""
 
     parameters: Path
     state: Path
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Paths:
-        """Returns the files of a path, which may have the ending of one of them."""
+        """Returns the files of a path, which may have the ending of either."""
         name = os.fspath(path)
         for ending in (PARAMETERS, STATE):
             name = name.removesuffix(ending)
@@ -63,13 +63,13 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
 
     Args:
         job: The job.
-        path: The files without their endings.
+        path: The path of the files without their endings.
         pipeline: The wrapped model.
-        optimizer: Its optimizer as it was wrapped; None where there is none.
+        optimizer: Its wrapped optimizer; None if there is none.
 
     Raises:
         CheckpointError: A file cannot be written; every rank raises.
-        PipelineTimeout: Some rank did not come within the limit.
+        PipelineTimeout: A rank did not arrive within the limit.
     """
     whole = gathered(job, pipeline, optimizer)
 
@@ -98,7 +98,7 @@ def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: 
 
     Args:
         job: The job.
-        path: The files without their endings.
+        path: The path of the files without their endings.
         pipeline: The wrapped model.
         inputs: An ``InputSpec`` for each input.
 
@@ -133,15 +133,15 @@ def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: 
 
 
 def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> bool:
-    """Gives a model the parameters of a file.
+    """Loads a model's parameters from a file.
 
-    Collective over the pipeline where something is left out.
+    It is collective over the pipeline if something is left out.
 
     Args:
-        path: The files without their endings.
+        path: The path of the files without their endings.
         network: The model.
-        skip_mismatch: Whether what the file has not, or in another shape, stays as it is; else the
-            file may have other names, in the order of the model.
+        skip_mismatch: Whether parameters that the file lacks, or has in another shape, stay as they
+            are; else the file may have other names, in the order of the model.
 
     Returns:
         Whether the file had everything.
@@ -164,7 +164,7 @@ def load_parameters(path: str, network: PipelineLayer, skip_mismatch: bool) -> b
 
 
 def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> None:
-    """Gives an optimizer the state of a file; where there is none, it stays as it is.
+    """Loads an optimizer's state from a file; without the file it stays as it is.
 
     Raises:
         CheckpointError: A file is missing or damaged, or of another optimizer or model; nothing has
@@ -196,7 +196,7 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
 def _state_to_save(
     whole: Mapping[parts.TensorName, Tensor], names: Mapping[str, str], optimizer: Optimizer
 ) -> dict[str, Nest]:
-    """Returns the optimizer's state dict for a process that counts names in this way."""
+    """Returns the optimizer's state dict with the counted names of :func:`counted_names`."""
     if optimizer is None:
         return {}
     base = unwrapped(optimizer)
@@ -218,7 +218,7 @@ def _state_to_save(
 
 
 def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
-    """Returns the lasting name of each parameter by the name that Paddle counted for the file."""
+    """Returns a parameter's path in the model for each name that Paddle counted in the file."""
     names = [slot.name for slot in network.state.whole_slots()]
     # A weight that the model has under two names counts once.
     counted = {name: lasting for lasting, name in reversed(fleet_files.counted_names(path))}
@@ -229,7 +229,7 @@ def _names_in_file(path: Path, network: PipelineLayer) -> dict[str, str]:
 def _by_lasting_name(
     contents: Mapping[str, Nest], names: Mapping[str, str], prefix: str
 ) -> dict[parts.TensorName, np.ndarray]:
-    """Returns the arrays of a file by the names that checkpoints give them."""
+    """Returns the arrays of an optimizer's file by their names in checkpoints."""
     values: dict[parts.TensorName, np.ndarray] = {}
     for counted, array in contents.get(_MASTERS, {}).items():
         values[parts.TensorName(parts.MASTER_WEIGHTS, names[counted])] = array
@@ -261,18 +261,18 @@ _WHAT = "gathering the model"
 
 
 def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, Tensor]:
-    """Returns copies of all tensors, whole, on the first rank of the job; nothing elsewhere.
+    """Returns copies of all tensors, whole, on the first rank of the job; none on the others.
 
     Collective, as :func:`joined_on_first` is.
 
     Args:
         job: The job.
         model: The wrapped model.
-        optimizer: Its optimizer; None where there is none.
+        optimizer: Its optimizer; None if there is none.
 
     Raises:
         CheckpointError: The ranks do not have the same model.
-        PipelineTimeout: Some rank did not come within the limit.
+        PipelineTimeout: A rank did not arrive within the limit.
     """
     objects = Objects(model, optimizer)
     part = NamedTensors(model.layers.state.checkpoint_part())
@@ -288,5 +288,5 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, T
 
 
 def of_group(whole: Mapping[TensorName, Tensor], group: str) -> dict[str, Tensor]:
-    """Returns the tensors of one group by name."""
+    """Returns the tensors of one of checkpoints' groups, by name."""
     return {name.name: tensor for name, tensor in whole.items() if name.group == group}

@@ -1,4 +1,4 @@
-"""Where batches come from: what users give ``fit``, read from any position of a pass."""
+"""Yields batches from the data that users pass to ``fit``, from any position of a pass."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from fleetpipe.paddle_api.loading import batches_of, closing
 
 @dataclass(frozen=True)
 class BatchSource:
-    """What gives batches.
+    """A source of batches.
 
     Attributes:
-        loader: Gives items; a list, a generator or a loader.
-        samples: Rows of the whole dataset, in its order; None where each row of an item counts.
-        together: Rows that an item has in all replicas together, where ``samples`` is known.
+        loader: Yields items; a list, a generator or a loader.
+        samples: Rows of the whole dataset, if read in order; None if every row of an item counts.
+        together: Rows of an item in all replicas together, if ``samples`` is known.
         inputs: Number of columns of an item that are inputs.
         job: The job.
-        loads: Whether items have the samples, or their numbers alone.
+        loads: Whether items hold the samples, not their numbers alone.
     """
 
     loader: Iterable[Nest]
@@ -41,7 +41,7 @@ class BatchSource:
 
     @property
     def steps(self) -> int | None:
-        """Number of batches of a pass; None where the loader does not know."""
+        """Number of batches of a pass; None if the loader has no length."""
         try:
             return len(self.loader)  # type: ignore[arg-type]
         except (TypeError, ValueError):  # the latter by Paddle's, of an IterableDataset
@@ -51,8 +51,8 @@ class BatchSource:
         """Yields the batches of one pass. Collective over the job, batch by batch.
 
         Args:
-            taken: Those that were taken before, in an earlier life of the job. A loader that knows
-                its position is there already; others give them once more, and they are dropped.
+            taken: Number of batches that an earlier attempt of the job took. A loader with a
+                position is already behind them; others yield them once more, and they are dropped.
 
         Raises:
             ConfigError: Some ranks have more batches than others.
@@ -83,7 +83,7 @@ class BatchSource:
         return rows if self.loads else rows._replace(inputs=(), labels=())
 
     def _begin(self) -> None:
-        """Compares the lengths of all ranks' data, and has the ranks of a replica draw alike."""
+        """Checks that all ranks have equally many batches, and synchronizes random states."""
         with self.job.guarded(lambda: "beginning to read data"):
             lengths = self.job.everyone().all_gather(self.steps)
             if None not in lengths and len({*lengths}) > 1:
@@ -96,7 +96,7 @@ class BatchSource:
                 states.put_back()
 
     def _in_step(self, rows: Rows | None, number: int) -> Rows | None:
-        """Makes sure that all ranks have a batch, or none; counts the rows of all replicas."""
+        """Checks that all ranks have a batch, or none; counts the rows of all replicas."""
         with self.job.guarded(lambda: "asking all ranks whether the data go on"):
             counts = self.job.everyone().all_gather(None if rows is None else rows.rows)
             if None in counts and {*counts} != {None}:
@@ -109,19 +109,19 @@ class BatchSource:
         return rows._replace(everywhere=sum(counts) * self.job.degrees.replicas // len(counts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of a loader that has one; else nothing."""
+        """Returns the position of a loader that has one; else an empty dict."""
         try:
             return self.loader.state_dict() if isinstance(self.loader, DataLoader) else {}
         except UsageError:
             return {}
 
     def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position."""
+        """Moves the loader to a saved position, if it has one."""
         if state and isinstance(self.loader, DataLoader):
             self.loader.set_state_dict(state)
 
     def next_epoch(self) -> None:
-        """Makes a loader that knows its position begin an epoch; others do so by themselves."""
+        """Starts the next epoch of a loader with a position; others start it by themselves."""
         if self.state_dict() and isinstance(self.loader, DataLoader):
             self.loader.set_epoch(self.loader.epoch + 1)
 
@@ -137,7 +137,7 @@ def source_of(
     workers: int = 0,
     loads: bool = True,
 ) -> BatchSource:
-    """Returns where batches come from.
+    """Returns the source of batches for users' data.
 
     Args:
         data: A ``Dataset``, of which each replica reads a part, an ``IterableDataset``, of which
@@ -148,9 +148,9 @@ def source_of(
         shuffle: Whether the order of a ``Dataset`` changes from epoch to epoch.
         drop_last: Whether a short last batch of a dataset is left out.
         workers: Processes that load a dataset.
-        loads: Whether this rank needs what is in the data. One that needs nothing draws the numbers
-            of the samples of a ``Dataset`` alone, and is at the same place in it as the others;
-            all other data are read by every rank, for nothing else says how many rows there are.
+        loads: Whether this rank needs the samples. A rank that does not draws only their numbers
+            from a ``Dataset``, to be at the same place in it; every rank reads all other data,
+            because only reading them shows how many rows there are.
 
     Raises:
         ConfigError: The data is neither a ``Dataset`` nor iterable, or has no batch.
@@ -194,7 +194,7 @@ def _unequal(got: str) -> ConfigError:
 
 
 class Numbers(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6.2 takes no argument
-    """Stands for a dataset of which nothing but the number of samples matters."""
+    """A dataset whose samples are their own numbers."""
 
     def __init__(self, count: int) -> None:
         self._count = count

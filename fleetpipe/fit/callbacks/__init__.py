@@ -1,4 +1,4 @@
 """Callbacks for ``Model.fit`` on ranks; ``fleetpipe.callbacks`` is their public name.
 
-``rank_policy.py`` says which rank runs a callback. The others are one callback each.
+``rank_policy.py`` decides which rank runs a callback. Each other module is one callback.
 """

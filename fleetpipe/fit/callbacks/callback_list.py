@@ -31,20 +31,20 @@ def configured(
     save_dir: str | None = None,
     verbose: int = 0,
 ) -> CallbackList:
-    """Returns what is called on this rank.
+    """Returns Paddle's ``CallbackList`` of the callbacks that run on this rank.
 
     Args:
-        model: The ``fleetpipe.Model`` that calls.
-        callbacks: The user's: None, one, or several; a word is a format of ``MetricsLogger``.
-        epochs: Passed on to the callbacks.
-        steps: Likewise.
+        model: The ``fleetpipe.Model`` whose loop calls them.
+        callbacks: The user's: None, one, or several; a string is a format of ``MetricsLogger``.
+        epochs: The number of epochs, which the callbacks get in ``params``.
+        steps: Batches of an epoch, which they get there too.
         log_freq: Batches from one line of the progress to the next.
         save_freq: Epochs from one saved model to the next.
-        save_dir: Where models are saved; None: nowhere.
+        save_dir: The folder in which models are saved; None saves none.
         verbose: See ``fit``.
 
     Raises:
-        ConfigError: One is no callback, or a number does not fit.
+        ConfigError: An argument is no callback, or a number is out of range.
     """
     arguments.require_numbers(log_freq=log_freq)
     chosen = rank_policy.chosen(_with_trackers(callbacks, save_dir), model.is_rank)
@@ -69,10 +69,10 @@ def configured(
 
 
 def _require_steps(model: Any, callbacks: list[Any]) -> None:
-    """Refuses a rate that goes by a figure, which Paddle's callback does not hand to it.
+    """Refuses a ``ReduceOnPlateau`` rate: its step needs a loss, which Paddle's callback lacks.
 
     Raises:
-        ConfigError: It would end in a TypeError behind the first step.
+        ConfigError: The rate is one; Paddle would end with a TypeError after the first step.
     """
     rate = None if model.optimizer is None else learning_rate_of(model.optimizer.wrapped)
     if isinstance(rate, paddle.optimizer.lr.ReduceOnPlateau) and any(
@@ -87,7 +87,7 @@ def _require_steps(model: Any, callbacks: list[Any]) -> None:
 
 
 def _with_trackers(callbacks: Nest, save_dir: str | None) -> Nest:
-    """Returns the callbacks with one ``MetricsLogger`` in the place of the words among them."""
+    """Returns the callbacks with one ``MetricsLogger`` in place of all strings among them."""
     listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     words = [callback for callback in listed if isinstance(callback, str)]
     if not words:

@@ -1,4 +1,4 @@
-"""``PipelineCheckpoint``: saves a training so that it goes on with the bits that it would have."""
+"""``PipelineCheckpoint``: saves a training so that it resumes with the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _USUAL_FOLDER = "checkpoints"
 
 
 class StepManager(CheckpointManager):
-    """Saves when the callback says so, and keeps which evaluation is the best."""
+    """A manager that saves when ``due`` is set, and ranks each save by ``metrics``."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         super().__init__(folder, save_interval=sys.maxsize, **options)
@@ -31,7 +31,7 @@ class StepManager(CheckpointManager):
         self.metrics: Mapping[str, float] = {}
 
     def save(self, step: int, *, force: bool = False, **state: Any) -> Saving | None:
-        """Saves a step that is due, or any one that is asked for."""
+        """Saves a step if it is due or forced."""
         return super().save(step, force=force or self.due, metrics=self.metrics, **state)
 
 
@@ -39,9 +39,9 @@ class PipelineCheckpoint(rank_policy.Callback):
     """Saves model, optimizer, random states and the position of ``fit``, on all ranks together.
 
     With ``fit(.., resume="auto")`` a training goes on from the newest of these checkpoints, under
-    any layout, in the middle of an epoch too. What it saves is that of
-    :class:`fleetpipe.CheckpointManager`. From the begin of ``fit`` to its end SIGTERM and SIGUSR1
-    have all ranks finish a step, save, and end.
+    any layout, in the middle of an epoch too. The files are those of
+    :class:`fleetpipe.CheckpointManager`. While ``fit`` runs, SIGTERM and SIGUSR1 make all ranks
+    finish a step, save, and end.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class PipelineCheckpoint(rank_policy.Callback):
         async_save: bool = False,
         best: tuple[str, str] | None = None,
     ) -> None:
-        """Takes where and how often to save.
+        """Configures where and how often to save.
 
         Args:
             folder: A folder that every rank sees. None: the ``save_dir`` of ``fit``, else the
                 ``--checkpoint_dir`` of ``fleetpipe launch``, else ``checkpoints``. Each training of
-                a script has one of its own.
-            every_steps: Batches from one save to the next; None for none within an epoch.
-            every_epochs: Epochs from one save to the next, after their evaluation; None for none.
+                a script needs a folder of its own.
+            every_steps: Batches from one save to the next; None saves none within an epoch.
+            every_epochs: Epochs from one save to the next, after their evaluation; None saves none.
                 The end of ``fit`` is saved in any case.
             max_to_keep: How many of the newest are kept; None keeps all.
             async_save: Whether a thread writes while the training goes on.
-            best: A name of the evaluation's logs and ``"min"`` or ``"max"``, as
-                ``("acc", "max")``: the epoch that was best at it is kept beside the newest.
+            best: A name of the evaluation's logs and ``"min"`` or ``"max"``, as ``("acc", "max")``:
+                the epoch that was best by it is kept beside the newest.
 
         Raises:
             ConfigError: A number is below 1.
@@ -82,19 +82,19 @@ class PipelineCheckpoint(rank_policy.Callback):
 
     @contextmanager
     def going(self, position: Position, save_dir: str | None, go_on: bool) -> Iterator[None]:
-        """While it is open, a training is saved, after it went on where it was.
+        """Resumes a training, and saves it while the context is open.
 
         Collective over the job.
 
         Args:
-            position: Where it is.
-            save_dir: The folder, where the constructor was given none.
-            go_on: Whether to go on from what the folder holds.
+            position: The place of the training in its data, which a checkpoint sets.
+            save_dir: The folder to use if the constructor got none.
+            go_on: Whether to resume from the newest checkpoint of the folder.
 
         Raises:
             CheckpointError: The newest checkpoint is damaged, or does not fit.
             ConfigError: The folder has checkpoints and the training is to begin anew, or ``best``
-                names nothing that an evaluation tells.
+                is no name of a figure that an evaluation has.
         """
         self._require_metric()
         home = Path(self._folder or save_dir or os.environ.get(FOLDER, _USUAL_FOLDER))
@@ -126,10 +126,10 @@ class PipelineCheckpoint(rank_policy.Callback):
         return StepManager(home, best=self._best, **self._options)
 
     def step_done(self) -> None:
-        """Saves where this is a step to save. Collective.
+        """Saves if ``every_steps`` makes this step due. Collective.
 
         Raises:
-            CheckpointError: It cannot be saved.
+            CheckpointError: The checkpoint cannot be written.
             SystemExit: The job was asked to stop, and has saved.
         """
         step = self.model.global_step
@@ -143,23 +143,23 @@ class PipelineCheckpoint(rank_policy.Callback):
         self._run.done()
 
     def epoch_done(self, epoch: int, evaluated: Mapping[str, Any]) -> None:
-        """Saves where the epoch is one to save. Collective.
+        """Saves if ``every_epochs`` makes this epoch due. Collective.
 
         Args:
-            epoch: Its number.
-            evaluated: What its evaluation has told; empty where there was none.
+            epoch: Its number, from 0.
+            evaluated: The logs of its evaluation; empty if there was none.
 
         Raises:
-            CheckpointError: It cannot be saved.
+            CheckpointError: The checkpoint cannot be written.
         """
         if self._epochs is not None and (epoch + 1) % self._epochs == 0:
             self._save(evaluated)
 
     def cut_short(self) -> None:
-        """Saves within an epoch, behind whose last batch the training ends. Collective.
+        """Saves a training that ends within an epoch, unless its last step is saved. Collective.
 
         Raises:
-            CheckpointError: It cannot be saved.
+            CheckpointError: The checkpoint cannot be written.
         """
         if self._saved != self.model.global_step:
             self._save({})
@@ -170,7 +170,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         self._manager.save(self._saved, force=True, **self._state)
 
     def _figures(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
-        """Returns what the best step is chosen by; without an evaluation the worst there is."""
+        """Returns the figure that ``best`` compares; without an evaluation the worst possible."""
         if self._best is None:
             return {}
         name, mode = self._best
@@ -189,7 +189,7 @@ class PipelineCheckpoint(rank_policy.Callback):
 
 
 class Nothing:
-    """Stands where nothing is saved."""
+    """Stands for a ``PipelineCheckpoint`` if nothing is to be saved."""
 
     def step_done(self) -> None:
         """Does nothing."""
@@ -202,7 +202,7 @@ class Nothing:
 
 
 def added(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[Any]:
-    """Returns the user's callbacks with one that saves, unless they have it."""
+    """Returns the user's callbacks, with a ``PipelineCheckpoint`` if they have none."""
     listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
     usable = [callback for callback in listed if callback]
     if not any(isinstance(callback, PipelineCheckpoint) for callback in usable):
@@ -214,7 +214,7 @@ def added(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[A
 def saved(
     callbacks: Sequence[Any], position: Position, save_dir: str | None, go_on: bool
 ) -> Iterator[PipelineCheckpoint | Nothing]:
-    """While it is open, checkpoints save these callbacks; see :meth:`PipelineCheckpoint.going`."""
+    """While it is open, the ``PipelineCheckpoint`` among the callbacks saves, if there is one."""
     savers = [callback for callback in callbacks if isinstance(callback, PipelineCheckpoint)]
     if not savers:
         yield Nothing()

@@ -1,6 +1,6 @@
-"""``MetricsLogger``: what a run shows, in files that a resumed run goes on with.
+"""``MetricsLogger``: writes a run's metrics to files, which a resumed run continues.
 
-Beside the rows are ``run.json``, what runs, and ``lives.jsonl``, its attempts.
+Beside the rows it writes ``run.json``, which describes the run, and ``lives.jsonl``, its attempts.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from fleetpipe.paddle_api.optimizer import base_optimizer
 
 
 class Sink(Protocol):
-    """Where rows go: a dict for each line, with ``step`` and ``phase`` in it."""
+    """An output of rows: each is a dict that has ``step`` and ``phase``."""
 
     def write(self, row: dict[str, Any]) -> None:
-        """Takes a row."""
+        """Writes a row."""
 
     def close(self) -> None:
-        """Takes no more."""
+        """Ends the output."""
 
 
 class MetricsLogger(rank_policy.Callback):
-    """Writes losses, metrics and learning rate to ``metrics.jsonl`` and ``metrics.csv``.
+    """Writes losses, metrics, learning rate and gradient norm to files.
 
-    And the norm of the gradients, where the optimizer clips by it.
+    They are ``metrics.jsonl`` and ``metrics.csv``; the norm is there if the optimizer clips by it.
 
-    Beside them stand ``run.json``, what runs (layout, stages, schedule, versions), and
-    ``lives.jsonl``, when it began and how that ended: ``fleetpipe report`` draws them.
+    Beside them stand ``run.json``, with layout, stages, schedule and versions, and ``lives.jsonl``,
+    with the begin and the end of each attempt: ``fleetpipe report`` draws them.
 
-    The first rank of the job writes. A run that goes on from a checkpoint goes on in the
-    same files: rows of steps beyond the checkpoint are dropped.
+    The first rank of the job writes. A run that resumes from a checkpoint continues the same files,
+    without the rows of steps after the checkpoint.
     """
 
     on_rank = "first"
@@ -64,17 +64,17 @@ class MetricsLogger(rank_policy.Callback):
         formats: str | Iterable[str] = ("jsonl", "csv"),
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes where to write.
+        """Configures where and what to write.
 
         Args:
-            folder: Made where it does not exist.
+            folder: Is made if it does not exist.
             log_freq: Training batches from one row to the next.
             formats: One or several of ``"jsonl"``, ``"csv"``, ``"tensorboard"``, ``"wandb"`` and
                 ``"mlflow"``; the last three need their packages.
-            config: What you chose, for the record: kept in ``run.json``.
+            config: Settings of yours for the record, which ``run.json`` gets.
 
         Raises:
-            ConfigError: A format is none of these, or what it needs is not installed.
+            ConfigError: A format is none of these, or its package is not installed.
         """
         super().__init__()
         self._folder = Path(folder).absolute()
@@ -98,7 +98,7 @@ class MetricsLogger(rank_policy.Callback):
         self._sinks = [sinks[name](self._folder, step, self._config) for name in self._formats]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes the epoch."""
+        """Stores the epoch's number for the rows."""
         self._epoch = epoch
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
@@ -147,7 +147,7 @@ class _JsonLines:
 
 
 class _Csv:
-    """A table with a row for each value: columns would change where an evaluation has others."""
+    """A CSV table with a row for each figure, as evaluations and batches have different figures."""
 
     _COLUMNS = ("step", "epoch", "phase", "time", "name", "value")
 
@@ -163,7 +163,7 @@ class _Csv:
 
     @staticmethod
     def _rows_up_to(path: Path, step: int) -> list[dict[str, str]]:
-        """Returns the rows up to a step; a last line that has no end is left out."""
+        """Returns the rows up to a step; an unfinished last line is left out."""
         if not path.exists():
             return []
         whole = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
@@ -182,18 +182,18 @@ class _Csv:
 
 
 def _sinks() -> dict[str, Any]:
-    """Returns what writes rows, by the name of its format."""
+    """Returns the class of :class:`Sink` for each format."""
     return {"jsonl": _JsonLines, "csv": _Csv, **extra("callbacks.trackers").TRACKERS}
 
 
 def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """Returns the rows of a ``metrics.jsonl`` up to a step; what is no row is left out."""
+    """Returns the rows of a ``metrics.jsonl`` up to a step; lines that are no rows are left out."""
     rows = run_files.read_lines(path).values
     return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
 
 
 def _plain(name: str, value: Any) -> float | list[float]:
-    """Returns a figure for JSON: a number, or a list where there is one for each rank."""
+    """Returns a figure as JSON takes it: a number, or a list if there is one for each rank."""
     if isinstance(value, list):
         return list(map(float, value)) if name in PER_RANK else float(value[0])
     return float(value)
@@ -213,8 +213,8 @@ def write_about(
     Args:
         folder: Of the run.
         model: The :class:`fleetpipe.Model`, prepared.
-        params: What Paddle tells callbacks: epochs, batches of an epoch, names of metrics.
-        config: What the user wants to have written; what is no value of JSON as its text.
+        params: Paddle's ``params`` of callbacks: epochs, batches of an epoch, names of metrics.
+        config: The user's settings; values that JSON does not have are written as their ``str``.
 
     Raises:
         OSError: It cannot be written.
@@ -255,12 +255,12 @@ def write_about(
 
 
 def begin_attempt(folder: Path, step: int) -> None:
-    """Writes that the run begins, or goes on.
+    """Writes the line of ``lives.jsonl`` that says that an attempt begins.
 
     Args:
         folder: Of the run.
-        step: How many steps it has behind it. Where that is none, and no earlier attempt of the
-            job began it, what the folder has of another run's attempts is dropped.
+        step: The number of steps done so far. If it is 0 in the first attempt of the job, the lines
+            of another run's attempts are dropped.
 
     Raises:
         OSError: It cannot be written.
@@ -273,7 +273,7 @@ def begin_attempt(folder: Path, step: int) -> None:
 
 
 def end_attempt(folder: Path, step: int) -> None:
-    """Writes that the training came to its end; raises as :func:`begin_attempt` does."""
+    """Writes the line that says that the training ended; raises as :func:`begin_attempt` does."""
     _tell(folder, "end", step, code=0)
 
 

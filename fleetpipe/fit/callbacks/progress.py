@@ -1,4 +1,4 @@
-"""How far a run is: one bar in a terminal, a line every so often in a file."""
+"""Shows the progress of a run: a bar in a terminal, lines in a file."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _SECONDS_OF_A_LINE = 10.0
 
 @shows("verbose", "log_freq")
 class Progress(paddle.callbacks.ProgBarLogger):
-    """What :class:`fleetpipe.Model` has in the place of Paddle's ``ProgBarLogger``.
+    """The progress of a ``Model``'s loops, in place of Paddle's ``ProgBarLogger``.
 
-    The first rank of the job shows it: loss and metrics, samples a second of all replicas together,
-    the time that is left of the whole training, and when it ends. With ``verbose=1`` it is a bar
-    where standard error is a terminal, and a line every ten seconds elsewhere, as under a launcher;
-    with ``verbose=2`` a line every ``log_freq`` batches; both with one at the end.
+    The first rank of the job shows loss and metrics, samples a second of all replicas together, the
+    time that is left of the whole training, and when it ends. With ``verbose=1`` it shows a bar if
+    standard error is a terminal, else a line every ten seconds, as under a launcher; with
+    ``verbose=2`` a line every ``log_freq`` batches. The end of an epoch has a line too.
     """
 
     model: Any
 
     def __init__(self, log_freq: int = 10, verbose: int = 1) -> None:
-        """Takes how often to tell.
+        """Configures how often to show progress.
 
         Args:
             log_freq: Batches from one line to the next.
-            verbose: 0 for silence, 1 for a bar, 2 for lines.
+            verbose: 0 shows nothing, 1 a bar, 2 lines.
         """
         super().__init__(log_freq, verbose)
         self._with_bar = verbose == 1 and sys.stderr.isatty()
@@ -51,38 +51,38 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._training_since = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins."""
+        """Starts the clock that estimates the end of the training."""
         self._trained, self._training_since = 0, time.perf_counter()
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
-        """Tells nothing before a batch."""
+        """Shows nothing before a batch."""
 
     on_eval_batch_begin = on_predict_batch_begin = on_train_batch_begin
 
     def on_epoch_begin(self, epoch: int | None = None, logs: Any = None) -> None:
-        """Begins an epoch."""
+        """Starts the bar of an epoch."""
         number, epochs, steps = epoch or 0, self.params["epochs"], self.params["steps"]
         done = logs.get("step", 0)
         self._to_come = None if steps is None else (epochs - number) * steps - done
         self._begin(f"epoch {number + 1}/{epochs}", steps, done)
 
     def on_eval_begin(self, logs: Any = None) -> None:
-        """Begins an evaluation."""
+        """Starts the bar of an evaluation."""
         self._begin("evaluation", logs.get("steps"))
 
     def on_predict_begin(self, logs: Any = None) -> None:
-        """Begins a prediction."""
+        """Starts the bar of a prediction."""
         self._begin("prediction", logs.get("steps"))
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Tells of a training batch."""
+        """Counts a training batch, and shows a line if one is due."""
         self._trained += 1
         if self._to_come is not None:
             self._to_come -= 1
         self._batch_end(logs)
 
     def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
-        """Tells of another batch."""
+        """Counts another batch, and shows a line if one is due."""
         self._batch_end(logs)
 
     on_predict_batch_end = on_eval_batch_end
@@ -107,20 +107,20 @@ class Progress(paddle.callbacks.ProgBarLogger):
         return bool(self._done % self.log_freq == 0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Tells how the epoch, or what else ended, came out."""
+        """Shows the epoch's last figures, and ends its bar."""
         self._end(logs)
 
     def on_eval_end(self, logs: Any = None) -> None:
-        """Tells how the evaluation came out."""
+        """Shows the last figures of an evaluation or a prediction, and ends its bar."""
         self._end(logs)
 
     on_predict_end = on_eval_end
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Has told everything."""
+        """Shows nothing: the end of the last epoch has shown it."""
 
     def close(self) -> None:
-        """Ends the line of a bar that stands in the terminal."""
+        """Ends the line of the bar in the terminal, if there is one."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -158,7 +158,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
         return ", ".join([*shown, f"{rate:.4g} samples/s", *self._end_of_training()])
 
     def _end_of_training(self) -> list[str]:
-        """Estimates the time that is left of a training, with its evaluations so far."""
+        """Estimates the time that is left of a training; empty if its length is unknown."""
         if not self._to_come or not self._trained:
             return []
         left = self._to_come / self._trained * (time.perf_counter() - self._training_since)
@@ -168,7 +168,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
 
 @contextmanager
 def closed(callbacks: Sequence[Any]) -> Iterator[None]:
-    """Ends the lines of bars when it is left, by Ctrl-C or an error too."""
+    """Closes the bars of the callbacks when it is left, after Ctrl-C or an error too."""
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""Which ranks run a callback, and what Paddle's own need to run on all of them.
+"""Decides which ranks run a callback, and adapts Paddle's own callbacks to many ranks.
 
-A callback runs on every rank, with the same losses and metrics, unless it says where: a class or an
-object with ``on_rank = "first"`` runs on the first rank of the job, ``"loss"`` on the rank that
-owns the last stage of the first replica. Such a callback must call nothing collective.
+A callback runs on every rank, with the same losses and metrics, unless its attribute ``on_rank``
+says otherwise: ``"first"`` runs it on the first rank of the job, ``"loss"`` on the rank that owns
+the last stage of the first replica. Such a callback must call nothing collective.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _PLACES = ("all", "first", "loss")
 
 @shows("on_rank", every="_every", folder="_folder")
 class Callback(paddle.callbacks.Callback):
-    """Paddle's, of a :class:`fleetpipe.Model`."""
+    """Paddle's ``Callback`` with a ``fleetpipe.Model`` as its ``model``."""
 
     model: Any
 
 
 class ModelCheckpoint(paddle.callbacks.ModelCheckpoint):
-    """Paddle's, on every rank: to save is collective, and rank 0 alone would wait for ever."""
+    """Paddle's ``ModelCheckpoint`` on every rank, because ``Model.save`` is collective."""
 
     def _is_save(self) -> bool:
         return bool(self.model and self.save_dir)
 
 
 class LRScheduler(paddle.callbacks.LRScheduler):
-    """Paddle's, where callbacks hear of several batches after the one step that they make.
+    """Paddle's ``LRScheduler`` for steps that accumulate the gradients of several batches.
 
-    Between the batches of a step it goes on when the next of them begins: the optimizer steps with
-    the learning rate that it has under Paddle, where each batch ends before the next begins.
+    Within a step it advances the rate when the next batch begins, not when one ends: the optimizer
+    then steps with the rate of Paddle, where each batch ends before the next begins.
     """
 
     def __init__(self, by_step: bool = True, by_epoch: bool = False) -> None:
@@ -48,31 +48,31 @@ class LRScheduler(paddle.callbacks.LRScheduler):
         self._begun = 0
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
-        """Goes on for the batch before, where that is one of the same step."""
+        """Advances the rate for the batch before, if it belongs to the same step."""
         if self._begun:
             super().on_train_batch_end(step, logs)
         self._begun += 1
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Goes on for the last batch of a step."""
+        """Advances the rate for the last batch of a step."""
         self._begun -= 1
         if not self._begun:
             super().on_train_batch_end(step, logs)
 
 
 class Elsewhere(Callback):
-    """Stands for a callback on the ranks that do not run it."""
+    """A callback that does nothing, for the ranks that do not run the user's."""
 
 
 def chosen(callbacks: Nest, is_place: Callable[[str], bool]) -> list[Any]:
-    """Returns what this rank runs in the place of each of the user's callbacks.
+    """Returns, for each of the user's callbacks, the callback to run on this rank.
 
     Args:
-        callbacks: What the user gave: None, one, or several.
-        is_place: Whether this rank is ``"first"`` or ``"loss"``.
+        callbacks: The user's: None, one, or several.
+        is_place: Returns whether this rank is the one that ``"first"`` or ``"loss"`` names.
 
     Raises:
-        ConfigError: One is no callback, or its ``on_rank`` is none of the places.
+        ConfigError: An item is no callback, or its ``on_rank`` has another value.
     """
     listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
     return [_here(callback, is_place) for callback in listed if callback]
@@ -98,9 +98,9 @@ def _here(callback: Any, is_place: Callable[[str], bool]) -> Any:
 
 
 def say(text: str) -> None:
-    """Writes a line to standard output at once: of a log file it can be read while training.
+    """Writes a line to standard output and flushes it, so that a log file has it at once.
 
-    A bar that stands in the terminal is moved below it.
+    A bar in the terminal moves below it.
     """
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()

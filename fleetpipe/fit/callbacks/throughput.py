@@ -1,4 +1,4 @@
-"""``ThroughputMonitor``: samples and tokens a second, the share of the bubble, memory."""
+"""``ThroughputMonitor``: measures samples and tokens a second, bubble rate and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PER_RANK = ("held_by_rank", "busy_share_by_rank", "peak_memory_by_process")
 
 
 class Busy:
-    """An observer of the engine that adds up what actions take, by the rank that it plays."""
+    """An observer of the engine that adds up the time that actions take on each rank."""
 
     def __init__(self) -> None:
         self._begun: dict[int, float] = {}
@@ -40,13 +40,13 @@ class Busy:
         return Stopwatch(instruction, add)
 
     def end_step(self) -> None:
-        """Adds the span of a step to the others."""
+        """Adds the span of a step to the sum."""
         for rank, start in self._begun.items():
             self._spans[rank] += self._ended[rank] - start
         self._begun.clear()
 
     def take(self) -> list[tuple[int, float, float]]:
-        """Returns each rank, and its seconds of span and of work since this was last called."""
+        """Returns (rank, seconds of span, seconds of work) of each rank since the last call."""
         times = [(rank, span, self._busy[rank]) for rank, span in self._spans.items()]
         self._spans.clear()
         self._busy.clear()
@@ -54,28 +54,28 @@ class Busy:
 
 
 class ThroughputMonitor(rank_policy.Callback):
-    """Adds ``samples_per_second`` and its like to the logs of each batch, for other callbacks.
+    """Adds ``samples_per_second`` and similar figures to the logs, for other callbacks.
 
-    Put it before the callbacks that shall see them. A figure is that of ``log_freq`` batches.
+    Put it before the callbacks that shall see them. A figure is measured over ``log_freq`` batches.
 
     Attributes:
         figures: The last figures: ``samples_per_second``, ``tokens_per_second`` (with
-            ``tokens_per_sample``), ``bubble_rate`` (where there is a busy share) and ``peak_held``.
-        by_rank: Likewise, in lists: ``held_by_rank``, the most forwards that each rank of the
-            pipeline held; ``busy_share_by_rank``, the share of the step in which each computed (on
-            several ranks; of replicas the busiest; not on a GPU, where a trace has it); and
-            ``peak_memory_by_process``, bytes of each process of the job: on a GPU what Paddle
-            allocated at most, else the most resident memory, libraries included.
+            ``tokens_per_sample``), ``bubble_rate`` (if there is a busy share) and ``peak_held``.
+        by_rank: The last figures that are lists: ``held_by_rank``, the most activations that each
+            rank of the pipeline held; ``busy_share_by_rank``, the share of the step in which each
+            computed (only on several ranks; of replicas the busiest; not on a GPU, where a trace
+            has it); and ``peak_memory_by_process``, bytes of each process of the job: on a GPU the
+            most that Paddle allocated, else the most resident memory, libraries included.
     """
 
     def __init__(
         self, log_freq: int = 10, tokens_per_sample: int | None = None, verbose: int = 1
     ) -> None:
-        """Takes how often to measure.
+        """Configures how often to measure.
 
         Args:
             log_freq: Batches from one figure to the next.
-            tokens_per_sample: Length of a sample, where it is text.
+            tokens_per_sample: Length of a sample of text; None measures no tokens.
             verbose: Whether the first rank prints the figures.
         """
         super().__init__()
@@ -92,18 +92,18 @@ class ThroughputMonitor(rank_policy.Callback):
         self.by_rank: dict[str, list[float]] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins to watch the engine."""
+        """Makes the engine report actions, on a CPU."""
         if not self._watching and device_kind() == "cpu":
             self.model.pipeline.observe(self._busy)
             self._watching = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begins to count."""
+        """Resets the counts."""
         self._samples = self._batches = 0
         self._since = self._now()
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Counts the batch. Collective over the job every ``log_freq`` batches."""
+        """Counts the batch; measures every ``log_freq`` batches. Collective over the job then."""
         self._busy.end_step()
         self._samples += logs["batch_size"]
         self._batches += 1
@@ -144,9 +144,9 @@ class ThroughputMonitor(rank_policy.Callback):
 
 
 def peak_memory() -> int:
-    """Returns the most bytes that this process had: of the GPU's memory where it has one.
+    """Returns the peak memory of this process in bytes: of the GPU if there is one.
 
-    Else what the system counts as resident; 0 where that is not told, as on Windows.
+    Else the most resident memory; 0 if the system does not report it, as on Windows.
     """
     if device_kind() == "gpu":
         return int(paddle.device.cuda.max_memory_allocated())

@@ -1,4 +1,4 @@
-"""``TraceSteps``: what really ran in a few steps, beside what was predicted."""
+"""``TraceSteps``: records what runs in a few steps, and draws it beside the prediction."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from fleetpipe.fit.networks import required_job
 
 
 class TraceSteps(rank_policy.Callback):
-    """Records every action and transfer of some batches; those of the first replica.
+    """Records every action and transfer of some batches in the first replica.
 
     After the last of them the first rank writes ``trace.json`` for Perfetto and, with matplotlib,
-    ``predicted.png`` and ``measured.png``, and says what the bubble is.
+    ``predicted.png`` and ``measured.png``, and prints the bubble rate.
     """
 
     def __init__(
         self, steps: Collection[int] = (10, 11), folder: str | os.PathLike[str] = "trace"
     ) -> None:
-        """Takes which batches.
+        """Configures which batches to record.
 
         Args:
-            steps: Their numbers in all epochs together, from 1; the first of a run is slower than
-                others.
-            folder: Where the first rank writes.
+            steps: Their numbers, counted from 1 through all epochs; the first of a run is slower
+                than others.
+            folder: The folder in which the first rank writes.
 
         Raises:
-            ConfigError: There is none, or one below 1.
+            ConfigError: ``steps`` is empty, or has one below 1.
         """
         super().__init__()
         if not steps or not all(map(is_whole_number, steps)):
@@ -45,7 +45,7 @@ class TraceSteps(rank_policy.Callback):
         self._trace: Trace | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins to watch the engine. Collective over the pipeline."""
+        """Makes the engine report to the trace. Collective over the pipeline."""
         job = required_job()
         if self._trace is None and job.leads("pp"):
             schedule = self.model.pipeline.schedule
@@ -53,12 +53,12 @@ class TraceSteps(rank_policy.Callback):
             self.model.pipeline.observe(self._trace)
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
-        """Records the batch, where it is wanted."""
+        """Starts to record if the batch is one of ``steps``."""
         if self._trace is not None and self.model.global_step + 1 in self._steps:
             self._trace.begin_step()
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Keeps what was recorded, where it is wanted. Collective over the pipeline then."""
+        """Ends the record of a batch of ``steps``, which is collective over the pipeline."""
         number = self.model.global_step
         if self._trace is None or number not in self._steps:
             return
