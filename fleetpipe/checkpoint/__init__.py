@@ -1,9 +1,9 @@
-"""Checkpoints of no layout, written and read by all ranks of a job.
+"""Checkpoints that any layout can restore, written and read by all ranks of a job.
 
-Start with ``manager.py``, what users call. ``contents/`` has what is saved: a model and an
-optimizer are :mod:`parts <fleetpipe.checkpoint.contents.parts>`, tensors under lasting names, of
-which each rank holds some: :mod:`fleetpipe.mesh.parts` says how. ``files/`` has what is written:
-``plan.py`` says which of them stands where and who writes it, ``tensors.py`` is the format of one
-file, ``manifest.py`` what makes a folder whole, and ``run_folder.py`` how it appears at once, and
-which are kept. ``commands.py`` looks at checkpoints without a job, compares and converts them.
+Start with ``manager.py``, which users call. ``contents/`` describes the state to save: a model and
+an optimizer are :mod:`parts <fleetpipe.checkpoint.contents.parts>`, tensors under lasting names, of
+which each rank holds some, as :mod:`fleetpipe.mesh.parts` describes. ``files/`` writes and reads:
+``plan.py`` chooses the place and the writer of each tensor, ``tensors.py`` is the format of one
+file, ``manifest.py`` makes a folder a checkpoint, and ``run_folder.py`` publishes and removes
+steps. ``commands.py`` shows, compares and converts checkpoints without a job.
 """

@@ -1,6 +1,6 @@
-"""The command ``fleetpipe checkpoint``: looks at the folder of a run, and makes other files of it.
+"""The command ``fleetpipe checkpoint``: shows, compares and converts checkpoints.
 
-Only what reads or writes Paddle's own files loads Paddle.
+It loads Paddle only to read or write Paddle's own files.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs ``fleetpipe checkpoint``.
 
     Returns:
-        0; 1 where ``verify`` finds damage or ``diff`` a difference.
+        0; 1 if ``verify`` finds damage or ``diff`` a difference.
 
     Raises:
         CheckpointError: There is no such step, or it cannot be read.
-        ConfigError: An argument is missing, or one too many.
+        ConfigError: An argument is missing, or there is one too many.
     """
     action = _ACTIONS[arguments.action]
     if (arguments.other is None) != (arguments.action in _ALONE):
@@ -229,7 +229,7 @@ _ALONE = ("list", "ls", "show", "verify")
 
 
 def _converting() -> Any:
-    """Returns the module that loads Paddle."""
+    """Returns the module of conversions, which loads Paddle."""
     return importlib.import_module("fleetpipe.contrib.formats.convert")
 
 
@@ -238,14 +238,14 @@ def _is_step(path: Path) -> bool:
 
 
 def _folder(path: Path, step: int | None) -> Path:
-    """Returns the folder of a step: itself, or that of a run."""
+    """Returns the folder of a step; ``path`` is that folder, or the folder of a run."""
     if step is None and _is_step(path):
         return path
     return Retention(path).chosen(LATEST if step is None else step)
 
 
 def _model_of(arguments: argparse.Namespace) -> StepReader:
-    """Returns a step of which the model has been compared with its checksums."""
+    """Returns the reader of a step, after it compared the model with its checksums."""
     reader = StepReader(_folder(arguments.path, arguments.step))
     reader.check((MODEL,))
     return reader
@@ -264,16 +264,16 @@ def _size(count: float) -> str:
 
 
 def _say(text: object) -> None:
-    """Prints what may have names of a file in it."""
+    """Prints text that may hold names from a file, with control characters escaped."""
     print(printable(str(text)))
 
 
 def merge(reader: StepReader, target: Path) -> None:
-    """Writes the parameters and buffers of the model under their names, one tensor at a time.
+    """Writes the model's parameters and buffers into one file, one tensor at a time.
 
     Args:
         reader: The checkpoint.
-        target: The file, which is new or whole at any moment.
+        target: The file; it appears only when it is whole.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -300,7 +300,7 @@ _MOST_SHOWN = 5
 
 
 def differences(one: StepReader, other: StepReader) -> list[str]:
-    """Returns lines about what is not the same: none where all tensors have the same bits."""
+    """Returns lines about the differences of two steps; none if all tensors have equal bits."""
     left, right = one.manifest.tensors, other.manifest.tensors
     lines = []
     for mine, beside, which in ((left, right, "first"), (right, left, "second")):
@@ -347,7 +347,7 @@ def _first_difference(one: StepReader, other: StepReader, name: TensorName) -> s
 
 
 def _number(bits: np.generic, tensor: Described) -> float | str:
-    """Returns the value of an element; the bits of one that NumPy has no dtype for."""
+    """Returns the value of an element; its bits as text if NumPy lacks the dtype."""
     if tensor.dtype == "bfloat16":
         return float(np.array(int(bits) << 16, "uint32").view("float32"))
     code = CODES[tensor.dtype]

@@ -1,4 +1,4 @@
-"""The older path of :mod:`fleetpipe.fleet_files`."""
+"""The older import path of :mod:`fleetpipe.fleet_files`."""
 
 from fleetpipe.fleet_files import arrays, counted_names, load, save, save_all
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved every so many steps, kept as asked, restored under any layout."""
+"""Checkpoints of a run: saved at intervals, and restored under any layout."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Manager = TypeVar("Manager", bound="CheckpointManager")
 class CheckpointManager:
     """Saves and restores a run in a folder that every rank of the job sees, or rank 0 alone.
 
-    Ranks that do not see it send rank 0 what they hold; to restore, each needs a copy of it.
+    Ranks that do not see it send rank 0 their tensors; to restore, each needs a copy of it.
 
     Every method that takes objects is collective: all ranks of the job call it alike. A process
-    that knows of no job is one rank.
+    outside of a job is one rank.
     """
 
     def __init__(
@@ -45,26 +45,26 @@ class CheckpointManager:
         best: tuple[str, str] | None = None,
         names: Names = None,
     ) -> None:
-        """Describes how a run is saved; touches nothing.
+        """Configures how a run is saved; touches no file.
 
-        At the end of ``with CheckpointManager(..) as manager:`` it waits for what was saved, as
-        :meth:`wait` does. Where an error passes through, this rank waits for itself alone.
+        The end of ``with CheckpointManager(..) as manager:`` waits for the last save, as
+        :meth:`wait` does. If an error leaves the block, this rank waits for its own part alone.
 
         Args:
-            folder: The folder of the run, the same for every rank. Made by the first save.
-            save_interval: :meth:`save` does nothing at steps that are no multiple of it.
+            folder: The folder of the run, the same for every rank. The first save makes it.
+            save_interval: :meth:`save` does nothing at steps that are not a multiple of it.
             max_to_keep: How many of the newest steps are kept; None keeps all.
             async_save: Whether :meth:`save` returns as soon as the state has been copied to host
                 memory; a thread writes it.
             best: A metric of ``metrics=`` and ``"min"`` or ``"max"``, as ``("loss", "min")``: the
                 best step is kept beside the newest, and is ``restore("best")``.
             names: For a model that is a static program: the name in the checkpoint of each of its
-                parameters and statistics, as ``{"linear_0.w_0": "0.weight"}``; what is left out
-                keeps its own. ``"order"``: they are found in the order in which the program and
-                the model that was saved declare them, every shape is compared.
+                parameters and statistics, as ``{"linear_0.w_0": "0.weight"}``; those left out keep
+                their own. ``"order"`` matches them in the order in which the program and the saved
+                model declare them, and compares every shape.
 
         Raises:
-            ConfigError: A value that cannot be meant.
+            ConfigError: A value is out of range.
         """
         self._home = Path(folder).absolute()
         self._names = names
@@ -88,8 +88,8 @@ class CheckpointManager:
     ) -> Saving | None:
         """Saves a step. Collective over the job.
 
-        Call it after every step: where the step is not saved it costs nothing, unless an
-        asynchronous save is under way, of which the ranks then tell each other.
+        Call it after every step: a step that is not saved costs nothing, unless an asynchronous
+        save is under way, about which the ranks then exchange a message.
 
         Args:
             step: Its number, 0 or more. One that is there already is replaced. Later ones are set
@@ -102,21 +102,20 @@ class CheckpointManager:
             optimizer: What ``fleet.distributed_optimizer`` returned, or any optimizer of Paddle's.
             lr_scheduler: An ``LRScheduler``; that of the optimizer is saved without being named.
             scaler: A ``GradScaler``.
-            data: What says where the run is in its data: ``state_dict()`` returns values of JSON.
+            data: The loader or sampler that is read; its ``state_dict()`` returns values of JSON.
             metrics: Numbers by name; rank 0's are kept.
             extra: Anything else, as values of JSON; rank 0's is kept.
-            force: Saves whatever ``save_interval`` says.
+            force: Whether to save in spite of ``save_interval``.
 
         Returns:
-            A handle: ``wait()`` waits until the step is on the disk. None where the step is not
+            A handle, whose ``wait()`` waits until the step is on the disk. None if the step is not
             saved.
 
         Raises:
-            ConfigError: ``step`` is no such number, or an object is of another kind.
-            CheckpointError: Some rank cannot write this step, or could not write the one before
-                that was saved asynchronously. Every rank raises. What is in the folder is as it
-                was, and training may go on.
-            PipelineTimeout: Some rank did not come within the limit.
+            ConfigError: ``step`` is no number of this kind, or an object has another type.
+            CheckpointError: A rank cannot write this step, or could not write the one before in the
+                background. Every rank raises. The folder is unchanged, and training may go on.
+            PipelineTimeout: A rank did not arrive within the limit.
         """
         rule, fix = "a step is saved under its number, 0 or more", "count the steps from 0"
         step = require_whole("step", step, 0, rule=rule, fix=fix)
@@ -144,7 +143,7 @@ class CheckpointManager:
     ) -> Restored:
         """Restores a step into objects that were built anew, under any layout. Collective.
 
-        Everything is read and compared before the first value changes. The random states are
+        All files are read and compared before the first value changes. The random states are
         restored, too.
 
         Args:
@@ -154,16 +153,16 @@ class CheckpointManager:
             lr_scheduler: As for :meth:`save`.
             scaler: As for :meth:`save`.
             data: As for :meth:`save`: ``set_state_dict`` gets what ``state_dict`` returned.
-            only: What is restored of the objects, as ``("model",)``; any of ``model``,
-                ``optimizer``, ``lr_scheduler``, ``scaler``, ``data``, ``random``. None: all.
+            only: The objects to restore, as ``("model",)``; any of ``model``, ``optimizer``,
+                ``lr_scheduler``, ``scaler``, ``data``, ``random``. None restores all.
 
         Returns:
-            The step, and what was saved with it as ``extra`` and ``metrics``.
+            The step, and its ``extra`` and ``metrics``.
 
         Raises:
             CheckpointError: There is no such step, it is damaged, or it does not fit. Every rank
                 raises, and nothing has changed on any.
-            PipelineTimeout: Some rank did not come within the limit.
+            PipelineTimeout: A rank did not arrive within the limit.
         """
         self._saver.settle(wait=True)
         objects = Objects(model, optimizer, lr_scheduler, scaler, data, names=self._names)
@@ -173,10 +172,10 @@ class CheckpointManager:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Waits for what was saved. Collective, unless an error passes through.
+        """Waits for the last save. Collective, unless an error leaves the block.
 
         Raises:
-            CheckpointError: Some rank could not write; every rank raises.
+            CheckpointError: A rank could not write; every rank raises.
         """
         if error is None:
             self.wait()
@@ -187,7 +186,7 @@ class CheckpointManager:
         """Makes the folder, before the first step that is to be saved. Not collective.
 
         Raises:
-            ConfigError: It cannot be made, or nothing can be written into it.
+            ConfigError: The folder cannot be made, or not be written to.
         """
         require_folder("the folder of checkpoints", self._home)
 
@@ -196,9 +195,9 @@ class CheckpointManager:
         return [*run_folder.complete_steps(self._home)]
 
     def wait(self) -> None:
-        """Waits until what was saved is on the disk. Collective where a save is under way.
+        """Waits until the last save is on the disk. Collective if a save is under way.
 
         Raises:
-            CheckpointError: Some rank could not write; every rank raises.
+            CheckpointError: A rank could not write; every rank raises.
         """
         self._saver.settle(wait=True)

@@ -1,4 +1,4 @@
-"""All ranks of the job, as saving and restoring meet them: what one cannot do, none does."""
+"""The ranks of a job for saving and restoring: if one fails, all raise."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _PART = MessageKey("H", 0, 0, "part of a checkpoint", 0)
 
 
 class Part(NamedTuple):
-    """One of several parts."""
+    """The number of a part, and the number of all parts."""
 
     number: int = 0
     total: int = 1
 
 
 class Place(NamedTuple):
-    """A rank's part of the model and of the data, as a checkpoint's ``state.json`` has it.
+    """The part of the model and of the data that a rank has, as ``state.json`` stores it.
 
-    What is named first weighs most where the ranks were split otherwise.
+    If the ranks were split otherwise, a field that comes first weighs most.
     """
 
     shard: Part = Part()
@@ -40,11 +40,11 @@ class Place(NamedTuple):
 
     @classmethod
     def from_json(cls, parts: Iterable[Sequence[int]]) -> Place:
-        """Returns the place that was written as a list of lists."""
+        """Returns the place that :meth:`to_json` wrote."""
         return cls(*(Part(*part) for part in parts))
 
     def to_json(self) -> list[list[int]]:
-        """Returns what :meth:`from_json` reads."""
+        """Returns the place as a list of lists."""
         return [[*part] for part in self]
 
 
@@ -52,8 +52,8 @@ class Ranks:
     """The ranks of a job, of which this process is one.
 
     Args:
-        group: All of them.
-        job: The job; None for one process, and in tests.
+        group: The group of all ranks.
+        job: The job; None for a single process, and in tests.
     """
 
     def __init__(self, group: Group, job: Job | None = None) -> None:
@@ -67,7 +67,7 @@ class Ranks:
         """Returns the ranks of the current job; this process alone outside of one.
 
         Raises:
-            StateError: There is no job yet, and other processes have been launched.
+            StateError: Several processes were launched, and there is no job yet.
         """
         job = current_job()
         if job is None and meeting.world_size() > 1:
@@ -80,13 +80,13 @@ class Ranks:
 
     @property
     def layout(self) -> dict[str, int]:
-        """How the ranks are split."""
+        """The number of ranks along each axis of the mesh."""
         degrees = None if self.job is None else self.job.degrees
         return {axis: 1 if degrees is None else degrees.split(axis) for axis in AXES}
 
     @property
     def place(self) -> Place:
-        """This rank's part of the model and of the data."""
+        """The part of the model and of the data that this rank has."""
         job = self.job
         if job is None or job.local:
             return Place()
@@ -98,17 +98,17 @@ class Ranks:
         )
 
     def together(self, what: str, act: Callable[[], Result]) -> list[Result]:
-        """Makes every rank do something, and returns what all got, by rank. Collective.
+        """Calls ``act`` on every rank, and returns all results, by rank. Collective.
 
         Args:
-            what: What is done, for messages.
+            what: A phrase for messages, as ``saving step 3``.
             act: Returns texts, numbers, None, or lists and dicts of these.
 
         Raises:
-            CheckpointError: Some rank could not; every rank raises the same.
-            ConfigError: No rank could, each for what its script says.
-            PeerFailed: Some rank died.
-            PipelineTimeout: Some rank did not come within the limit.
+            CheckpointError: ``act`` failed on a rank; every rank raises the same.
+            ConfigError: ``act`` raised it on every rank, because of the script.
+            PeerFailed: A rank died.
+            PipelineTimeout: A rank did not arrive within the limit.
         """
         if self.job is not None and self.job is not current_job():
             return [act()]  # the job has ended: what is left to do each rank does for itself
@@ -133,13 +133,13 @@ class Ranks:
             transport.flush(limit)
 
     def take(self, rank: int) -> Tensor:
-        """Returns the next part that ``rank`` sends here: bytes, on the CPU; as :meth:`give`."""
+        """Returns the bytes of the next part from ``rank``, as a Tensor; raises as :meth:`give`."""
         transport, limit = self._direct
         return transport.receive(rank, _PART, limit)
 
     @property
     def _direct(self) -> tuple[Transport, float]:
-        """What reaches other ranks, of which there are some, and the limit of waits for them."""
+        """The transport to the other ranks, and the time limit of waits."""
         return cast(DirectGroup, self._group).transport, cast(Job, self.job).timeout
 
     def _raise_first(self, failures: list[str | None], what: str, cause: Exception | None) -> None:
@@ -161,7 +161,7 @@ class Ranks:
 
 
 def _tried(act: Callable[[], Result]) -> tuple[Result | None, str | None, Exception | None]:
-    """Returns what a function returns, or the text of its error and the error."""
+    """Returns the result of a function, or the text of its error and the error."""
     try:
         return act(), None, None
     except (FleetPipeError, OSError, EOFError) as error:

@@ -1,4 +1,4 @@
-"""Restores a step: all ranks read and compare, agree, and only then change anything."""
+"""Restores a step: all ranks read, compare and agree before any changes a value."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fleetpipe.paddle_types import Layer, Optimizer
 
 
 class Restored(NamedTuple):
-    """What came back beside the objects.
+    """The result of a restore.
 
     Attributes:
         step: The step that was restored.
-        extra: What was saved with it.
-        metrics: Likewise.
+        extra: The ``extra`` that was saved with it.
+        metrics: The ``metrics`` that were saved with it.
     """
 
     step: int
@@ -37,7 +37,7 @@ class Restored(NamedTuple):
 
 
 def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Objects) -> Restored:
-    """Restores a step into some objects. Collective over ``ranks``.
+    """Restores a step into objects. Collective over ``ranks``.
 
     Raises:
         CheckpointError: There is no such step, it is damaged, or it does not fit. Every rank
@@ -56,12 +56,12 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
 def restore_from(
     ranks: Ranks, what: str, begin: Callable[[], tuple[SavedStep, Objects]]
 ) -> Restored:
-    """Restores what each rank opens. Collective over ``ranks``.
+    """Restores from the files that each rank opens. Collective over ``ranks``.
 
     Args:
-        ranks: All of them.
-        what: What is done, for messages.
-        begin: Opens the files, and says what is restored from them.
+        ranks: All ranks of the job.
+        what: A phrase for messages, as ``restoring step 3``.
+        begin: Opens the files; returns them, and the objects to restore.
 
     Raises:
         CheckpointError: As for :func:`restore`.
@@ -84,12 +84,12 @@ def load_single(
     step: int | str = LATEST,
     optimizer: Optimizer | None = None,
 ) -> int:
-    """Loads what any job has saved into a model of one process. Not collective.
+    """Loads a checkpoint of any job into a model of one process. Not collective.
 
     Args:
-        model: Any Layer, whole in this process: with the names of the model that was saved, as
-            ``nn.Sequential`` of the list of layers has them, or with the same parameters and
-            buffers in the same order.
+        model: Any Layer, whole in this process. It has the names of the saved model, as an
+            ``nn.Sequential`` of the list of layers does, or the same parameters and buffers in the
+            same order.
         folder: The folder of the run.
         step: A number, or ``"latest"``.
         optimizer: An optimizer of Paddle's on the model's parameters, which gets its state too.
@@ -98,7 +98,7 @@ def load_single(
         The step.
 
     Raises:
-        CheckpointError: There is no such step, it is damaged, or it does not fit; nothing was
+        CheckpointError: There is no such step, it is damaged, or it does not fit; nothing has
             changed.
     """
     objects = Objects(model, optimizer, random=False)
@@ -106,7 +106,7 @@ def load_single(
 
 
 class _Attempt:
-    """One rank's part of restoring a step, of which the first half changes nothing."""
+    """One rank's part of a restore, whose first half changes nothing."""
 
     reader: SavedStep
     state: dict[str, Any]
@@ -119,7 +119,7 @@ class _Attempt:
         self._wanted: Mapping[TensorName, Held] = {}
 
     def prepare(self, ranks: Ranks) -> None:
-        """Reads and compares, this rank its share of all tensors."""
+        """Reads and compares this rank's share of all tensors, and checks that all fit."""
         self.reader, self._objects = self._begin()
         self.state = self.reader.text(training_state.FILE)
         self.reader.check_texts()
@@ -146,12 +146,12 @@ class _Attempt:
         return bytes(memory)
 
     def abandon(self) -> None:
-        """Makes it as if nothing had been tried."""
+        """Undoes :meth:`prepare`."""
         for part in self._parts:
             part.abandon()
 
     def fill(self) -> None:
-        """Gives all tensors their values."""
+        """Reads the values of all tensors."""
         with self.reader.opened() as read:
             for name, held in self._wanted.items():
                 value, memory = host_memory.empty_like(held)
@@ -159,7 +159,7 @@ class _Attempt:
                 host_memory.assign(held, value)
 
     def finish(self, place: Place) -> None:
-        """Sets what is no tensor."""
+        """Restores the state that is no tensor."""
         for part in self._parts:
             part.settle()
         self._training.put_back(self.state)
@@ -170,14 +170,14 @@ class _Attempt:
 def _with_statistics(
     ranks: Ranks, wanted: Mapping[TensorName, Held], saved: Saved
 ) -> Mapping[TensorName, Held]:
-    """Returns what is to be filled, of which this replica's running statistics come from its own.
+    """Returns the tensors to fill; this replica's running statistics come from its own.
 
-    They do where there are as many replicas as there were.
+    They do if there are as many replicas as the checkpoint has.
 
     Args:
         ranks: All ranks of the job.
-        wanted: What is to be filled, by the names of the first replica's.
-        saved: What the checkpoint has.
+        wanted: The tensors to fill, by the names that the first replica's have.
+        saved: The description of the checkpoint.
     """
     replica, replicas = ranks.place.replica
     if replicas != saved.replicas:

@@ -1,4 +1,4 @@
-"""One save after another: agreed on by all ranks, written by each, at once or by a thread."""
+"""Saves one step after another: all ranks agree on each, and write at once or in a thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Json = Any
 
 
 class Saving:
-    """A save that has begun.
+    """The handle of a save.
 
     Attributes:
         step: The step that is saved.
@@ -46,18 +46,18 @@ class Saving:
         self.step = step
 
     def wait(self) -> None:
-        """Waits until the step is on the disk. Collective over the job where it is not yet known.
+        """Waits until the step is on the disk. Collective over the job until it is known to be.
 
         Raises:
-            CheckpointError: Some rank could not write it; every rank raises.
+            CheckpointError: A rank could not write it; every rank raises.
         """
         self._saver.settle(wait=True)
 
 
 class _Prepared(NamedTuple):
-    """What follows from the names and shapes that the ranks hold: a plan, its indexes' texts.
+    """The plan and the texts of index files for the names and shapes that the ranks hold.
 
-    And a manifest without what belongs to a step.
+    And the manifest, without the fields that belong to one step.
     """
 
     plan: FilePlan
@@ -97,7 +97,7 @@ class Saver:
         """Saves a step; no other save may be running. Collective over ``ranks``.
 
         Raises:
-            CheckpointError: Some rank cannot; every rank raises.
+            CheckpointError: A rank cannot save; every rank raises.
         """
         model = objects.required_model()
         optimizer = objects.optimizer_part(model)
@@ -137,10 +137,10 @@ class Saver:
         """Ends the save that is being written, if there is one. Collective over its ranks.
 
         Args:
-            wait: Whether to wait for it; else nothing happens as long as some rank writes.
+            wait: Whether to wait for it; else it returns at once while a rank is writing.
 
         Raises:
-            CheckpointError: Some rank could not write; every rank raises.
+            CheckpointError: A rank could not write; every rank raises.
         """
         if self._writing is None:
             return
@@ -157,7 +157,7 @@ class Saver:
             raise
 
     def finish(self) -> None:
-        """Waits for what this rank writes, without the others; a failure is logged alone."""
+        """Waits for this rank's own writing alone; a failure is only logged."""
         if self._writing is not None:
             try:
                 self._writing[1].end()
@@ -168,7 +168,7 @@ class Saver:
     def _facts(
         self, ranks: Ranks, step: int, described: str, state: Mapping[str, Json]
     ) -> dict[str, Json]:
-        """Returns what a rank says of itself, and rank 0 of the draft that it makes."""
+        """Returns a rank's description and state; rank 0 also makes the draft."""
         return {
             "step": step,
             "digest": hashlib.sha256(described.encode()).hexdigest(),
@@ -195,7 +195,7 @@ class Saver:
         model: NamedTensors,
         optimizer: str | None,
     ) -> _Prepared:
-        """Returns what is made once for as long as no rank holds something else."""
+        """Returns the plan of a save, which is kept until a rank holds other tensors."""
         key = (ranks.job, *(facts["digest"] for facts in everyone))
         if key not in self._plans:
             texts = ranks.together(what, lambda: Inventory.of(held).to_json())
@@ -231,7 +231,7 @@ class Saver:
 
 
 def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
-    """Returns the text of a checkpoint's state without tensors, merged from all ranks."""
+    """Returns the text of ``state.json``, merged from the states of all ranks."""
     states = [training_state.from_text(facts["state"]) for facts in everyone]
     places = [Place.from_json(facts["place"]) for facts in everyone]
     steps = [facts["step"] for facts in everyone]
@@ -249,14 +249,14 @@ def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
 def _with_statistics(
     ranks: Ranks, what: str, held: Mapping[TensorName, Held]
 ) -> Mapping[TensorName, Held]:
-    """Returns what this rank holds, and what its replica has otherwise than the first one.
+    """Returns this rank's tensors, with its replica's running statistics that differ.
 
-    Those are running statistics: each replica has those of its own part of the data. The first
-    replica's are the model's; another one's stand in a group of their own, as ``1/model/3._mean``.
-    Collective where there are replicas.
+    Each replica has the running statistics of its own part of the data. The first replica's belong
+    to the model; those of another get a group of their own, as ``1/model/3._mean``. Collective if
+    there are replicas.
 
     Raises:
-        CheckpointError: Some rank cannot read its memory; every rank raises.
+        CheckpointError: A rank cannot read its memory; every rank raises.
     """
     member, (replica, replicas) = ranks.place.shard.number, ranks.place.replica
     if replicas == 1:

@@ -1,7 +1,7 @@
-"""The names of the files of Fleet's folder, one for each layer.
+"""The names of the files in a folder that Fleet saves, one for each layer.
 
-That of layer 3 is ``layer_03-tensor_00-model_states.pdparams``, where ``tensor_00`` is the
-tensor-parallel shard; with several chunks on a rank ``layer_03-virtual_pp_stage_01-tensor_00-..``.
+Layer 3 is in ``layer_03-tensor_00-model_states.pdparams``; ``tensor_00`` is the tensor-parallel
+shard. With several chunks on a rank it is ``layer_03-virtual_pp_stage_01-tensor_00-..``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class LayerFile(NamedTuple):
     """The file of a layer.
 
     Attributes:
-        number: That of the layer in the whole list.
-        chunk: The number of its chunk on its rank; None where each rank has one.
+        number: The number of the layer in the whole list.
+        chunk: The number of its chunk on its rank; None if each rank has one.
         shard: The tensor-parallel shard.
     """
 
@@ -30,18 +30,18 @@ class LayerFile(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """The beginning of its name, which the files of all shards share."""
+        """The begin of the file's name, which all shards have in common."""
         chunk = "" if self.chunk is None else f"-virtual_pp_stage_{self.chunk:02d}"
         return f"layer_{self.number:02d}{chunk}"
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The file's name."""
         return f"{self.stem}-tensor_{self.shard:02d}-model_states.pdparams"
 
     @classmethod
     def named(cls, name: str) -> LayerFile | None:
-        """Returns the file of some name; None if it is no layer's."""
+        """Parses the name of a file; returns None if it is not the file of a layer."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None

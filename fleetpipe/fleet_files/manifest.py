@@ -1,9 +1,9 @@
-"""Of which save the files in a folder of layers are: a digest of each, by the rank that wrote it.
+"""Records which save the files in a folder of layers belong to, by digests.
 
-Before a rank replaces files of an older save it links them, and the manifests that name them, below
-``replaced``; the rank that completes the new save removes these. So wherever a rank is killed, one
-of the two saves can be read whole. A folder without a manifest, such as Fleet writes, is taken as
-it is.
+Each rank writes a manifest of its files. Before it replaces files of an older save it links them,
+and the manifests that name them, below ``replaced``; the rank that completes the new save removes
+these. So wherever a rank is killed, one of the two saves can be read whole. A folder without a
+manifest, such as Fleet writes, is read unchecked.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _UNKNOWN = 1 << 30
 
 
 class Writer(NamedTuple):
-    """Who writes a part of a save.
+    """A rank that writes a part of a save.
 
     Attributes:
-        save: Names the save, on all ranks alike.
-        number: Of this rank among those that write layers.
-        writers: The number of these.
+        save: The key of the save, the same on all ranks.
+        number: The number of this rank among those that write layers.
+        writers: The number of these ranks.
     """
 
     save: str
@@ -45,7 +45,7 @@ class Writer(NamedTuple):
 
 
 class _Manifest(NamedTuple):
-    """What a rank says of its part: itself, where it says so, and a digest of each file by name."""
+    """The manifest of one rank: its writer, its path, and a digest of each file by name."""
 
     writer: Writer
     path: Path
@@ -56,18 +56,18 @@ class LayerSave(NamedTuple):
     """The files of one save.
 
     Attributes:
-        paths: The file of each name.
-        digests: What manifests say of some of them.
+        paths: The path of each file by its name.
+        digests: The digests of those files that manifests name.
     """
 
     paths: Mapping[str, Path]
     digests: Mapping[str, str]
 
     def path(self, name: str) -> Path:
-        """Returns where a file is.
+        """Returns the path of a file.
 
         Raises:
-            CheckpointError: It is missing.
+            CheckpointError: The file is missing.
         """
         path = self.paths[name]
         if not path.exists():
@@ -80,10 +80,10 @@ class LayerSave(NamedTuple):
         return path
 
     def require(self, name: str) -> None:
-        """Compares a file with the digest that stands in its folder, if one does.
+        """Compares a file with its digest, if a manifest has one.
 
         Raises:
-            CheckpointError: It is of another save.
+            CheckpointError: The file belongs to another save.
         """
         path = self.paths[name]
         if name in self.digests and _digest(path) != self.digests[name]:
@@ -94,7 +94,7 @@ def keep(folder: Path, writer: Writer, names: Collection[str]) -> None:
     """Links the files of older saves that a rank will replace, until the new save is complete.
 
     Args:
-        folder: Where the files are; nothing is kept where it is not there.
+        folder: The folder of the files; if it does not exist there is nothing to link.
         writer: The rank.
         names: The files that it will replace.
 
@@ -115,7 +115,7 @@ def keep(folder: Path, writer: Writer, names: Collection[str]) -> None:
 
 
 def write(folder: Path, writer: Writer, names: Iterable[str]) -> None:
-    """Says what this rank has written; removes what was kept of older saves once all have.
+    """Writes this rank's manifest; removes links to older saves once all ranks have written.
 
     Raises:
         OSError: It cannot be written.
@@ -139,10 +139,10 @@ def write(folder: Path, writer: Writer, names: Iterable[str]) -> None:
 
 
 def save_in(folder: Path) -> LayerSave:
-    """Returns the files of the newest save of a folder that is whole, and all files beside them.
+    """Returns the files of the newest whole save in a folder, and files that no manifest names.
 
     Raises:
-        CheckpointError: A manifest cannot be read, or those that there are be of different saves.
+        CheckpointError: A manifest cannot be read, or no save is whole.
     """
     paths = {path.name: path for path in folder.iterdir() if path.is_file()}
     here = _manifests(folder)
@@ -174,7 +174,7 @@ def _kept(folder: Path, save: str) -> Path:
 
 
 def _link(file: Path, kept: Path) -> None:
-    """Links a file, or copies it where the disk has no links; the first that was kept stays."""
+    """Links a file, or copies it if the disk has no links; an existing link stays."""
     with suppress(FileExistsError, FileNotFoundError):
         try:
             os.link(file, kept)

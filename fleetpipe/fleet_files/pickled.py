@@ -1,10 +1,10 @@
-"""Reads the pickles that ``paddle.save`` writes without running what a file names.
+"""Reads the pickles that ``paddle.save`` writes, and runs no function that a file names.
 
-A pickle is a program for a small stack machine, in which any function of any module may be called.
-Here Python's own machine runs the operations of Paddle's files alone, and calls the functions of
-:data:`_CALLS` alone, which build arrays and plain containers. Memory is taken for bytes that are
-there. It is the machine in Python: the one in C takes memory for as many values as a file says that
-it remembers, and overflows the stack as it hashes a key of many tuples in each other.
+A pickle is a program for a small stack machine, which may call any function of any module. Here
+Python's own machine runs only the operations that Paddle's files have, and calls only the functions
+of :data:`_CALLS`, which build arrays and plain containers. It allocates no more memory than the
+file has bytes. It is the machine written in Python: the one in C allocates memory for as many
+values as a file announces, and overflows the stack when it hashes a deeply nested key.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _PLAIN = (bool, int, float, str, bytes, np.generic)
 
 
 class Refused(ValueError):
-    """A pickle holds what ``paddle.save`` does not write; the message says what."""
+    """A pickle holds something that ``paddle.save`` does not write; the message names it."""
 
 
 class Placed(NamedTuple):
-    """An array that was left in its file.
+    """The place of an array that was left in its file.
 
     Attributes:
-        dtype: Of its elements, as they stand there.
+        dtype: The dtype of its elements in the file.
         shape: Its shape.
-        order: ``"C"`` or ``"F"``: how they are ordered.
-        begin: Where they begin in the file.
+        order: ``"C"`` or ``"F"``, the order of the elements.
+        begin: The offset of the first element in the file.
     """
 
     dtype: np.dtype
@@ -59,17 +59,17 @@ class Placed(NamedTuple):
 
 
 def read(file: BinaryIO, records: Collection[str] = (), *, placed: bool = False) -> Pickled:
-    """Returns what a file of ``paddle.save`` holds.
+    """Returns the contents of a file of ``paddle.save``.
 
     Args:
-        file: Open for reading, at its begin.
-        records: Names of classes, with their modules, of which it may hold objects, as a
-            :class:`PickledObject` each.
-        placed: Whether large arrays are left where they are, as :class:`Placed`.
+        file: The file, open for reading, at its begin.
+        records: Full names of classes of which the file may hold objects; each is read as a
+            :class:`PickledObject`.
+        placed: Whether large arrays are left in the file, as :class:`Placed`.
 
     Returns:
-        Dicts, lists, tuples, numbers, strings, and arrays in the place of tensors, which may share
-        the file's bytes and not be writable; bfloat16 is its bits as uint16.
+        Dicts, lists, tuples, numbers, strings, and arrays in place of tensors. An array may share
+        the file's bytes and be read-only; bfloat16 is read as uint16 with its bits.
 
     Raises:
         Refused: It holds something else.
@@ -88,7 +88,7 @@ def read(file: BinaryIO, records: Collection[str] = (), *, placed: bool = False)
 
 
 class _Bytes:
-    """A file of which no more is read at once than there is."""
+    """A file that refuses to read more bytes than it has."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -102,7 +102,7 @@ class _Bytes:
         return data
 
     def passed(self, count: int) -> _Place:
-        """Passes over bytes, which are there, and returns where they are."""
+        """Skips bytes, after a check that they exist, and returns their place."""
         begin = self._file.tell()
         if begin + count > self._size:
             raise ValueError(f"{count} bytes are announced, and {self._size - begin} left")
@@ -111,17 +111,17 @@ class _Bytes:
 
 
 class _Place(NamedTuple):
-    """Bytes of a file that are not read."""
+    """The place of bytes in a file that were not read."""
 
     begin: int
     nbytes: int
 
 
 class _Unbuilt:
-    """An array or a dtype whose state follows.
+    """An array or a dtype whose state comes later in the pickle.
 
     Attributes:
-        value: It, once the state is there.
+        value: The array or dtype, once the state has come.
     """
 
     def __init__(self, build: Callable[[Pickled], Pickled]) -> None:
@@ -129,7 +129,7 @@ class _Unbuilt:
         self.value: Pickled = None
 
     def build(self, state: Pickled) -> None:
-        """Makes it from its state."""
+        """Builds the value from its state."""
         self.value = self._build(state)
 
 
@@ -138,11 +138,11 @@ class _Kind(str):
 
 
 class PickledObject(_Unbuilt):
-    """An object of a class that is not called: what its state says.
+    """The attributes of an object in a pickle, whose class is not called.
 
     Attributes:
         kind: The name of its class, without the module.
-        fields: Its attributes by name.
+        fields: The attributes by name.
     """
 
     def __init__(self, kind: str) -> None:
@@ -166,7 +166,7 @@ _Python: Any = pickle._Unpickler
 
 
 class _Machine(_Python):  # type: ignore[misc]
-    """Python's own, with fewer operations."""
+    """Python's unpickler, restricted to the operations of Paddle's files."""
 
     def __init__(self, file: _Bytes, records: Collection[str], placed: bool) -> None:
         super().__init__(file)
@@ -182,7 +182,7 @@ class _Machine(_Python):  # type: ignore[misc]
         return _CALLS[full]
 
     def load_frame(self) -> None:
-        """Skips the length of a frame, which readers do not need."""
+        """Skips the length of a frame, which is a hint for buffered readers."""
         self.read(8)
 
     def load_reduce(self) -> None:
@@ -251,7 +251,7 @@ def _array(*_: object) -> _Unbuilt:
 
 
 def _array_of(state: Pickled) -> np.ndarray | Placed:
-    """Makes an array of ``(version, shape, dtype, whether in Fortran's order, bytes)``."""
+    """Builds an array from ``(version, shape, dtype, whether in Fortran's order, bytes)``."""
     _, shape, unbuilt, in_fortrans_order, data = state
     dtype = unbuilt.value
     if not isinstance(dtype, np.dtype) or not isinstance(data, (bytes, _Place)):
@@ -292,7 +292,7 @@ def _named_tensor(pair: Pickled) -> _Unbuilt:
 
 
 def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
-    """Replaces Paddle's ``eval("data", ..)``: returns ``data``, and refuses anything else."""
+    """Stands for Paddle's ``eval("data", ..)``: returns ``data``, and refuses anything else."""
     if expression != "data" or not isinstance(names["data"], _Unbuilt):
         raise Refused("an expression to evaluate")
     array: _Unbuilt = names["data"]
@@ -300,7 +300,7 @@ def _static_tensor(expression: Pickled, names: Pickled) -> _Unbuilt:
 
 
 def _array_type(*_: object) -> Pickled:
-    """Is the first argument of what makes arrays, and is not called itself."""
+    """Stands for the class of arrays, which a pickle names as an argument and may not call."""
     raise Refused("a call of the type of arrays")
 
 
@@ -325,12 +325,12 @@ _CALLS: Mapping[str, Callable[..., Pickled]] = {
 def _finished(
     value: Pickled, made: dict[int, tuple[Pickled, int]], depth: int
 ) -> tuple[Pickled, int]:
-    """Returns a value with arrays for what was unbuilt, and how many containers it is deep.
+    """Replaces unbuilt arrays in a value by arrays; also returns the depth of its containers.
 
     Args:
-        value: A value of the machine's; what it holds twice is made once.
-        made: What has been returned for each container, by its identity.
-        depth: Containers around it.
+        value: A value of the machine; an item that it holds twice is converted once.
+        made: The result for each container, by its identity.
+        depth: The number of containers around it.
     """
     if isinstance(value, _Unbuilt) and isinstance(value.value, (np.ndarray, Placed)):
         return value.value, 0

@@ -1,7 +1,7 @@
 """Files of saved parameters and optimizer states as Paddle has them: written whole, read safely.
 
-Paddle's ``.pdparams`` and ``.pdopt`` are pickles, in which ``pickled.py`` finds values alone. What
-cannot be read is a ``CheckpointError`` that says what the file seems to be.
+Paddle's ``.pdparams`` and ``.pdopt`` are pickles, from which ``pickled.py`` reads values alone. A
+file that cannot be read raises a ``CheckpointError`` that says what it seems to be.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _BEGINNINGS = (
 
 
 def save(path: str | os.PathLike[str], contents: Nest, protocol: int = 4) -> None:
-    """Writes a file as ``paddle.save`` does: at any moment it is the old one, or the new one whole.
+    """Writes a file as ``paddle.save`` does, and replaces an older one only when it is whole.
 
     Args:
         path: The file.
         contents: A dict of tensors or arrays.
-        protocol: Of the pickle, 2 to 4.
+        protocol: The pickle protocol, 2 to 4.
 
     Raises:
-        OSError: It cannot be written; the file that was there stays.
+        OSError: The file cannot be written; the older one stays.
     """
     target = Path(path)
     save_all(target.parent, {target.name: contents}, protocol)
 
 
 def save_all(folder: str | os.PathLike[str], files: Mapping[str, Nest], protocol: int = 4) -> None:
-    """Does what :func:`save` does for several files of a folder, which is made where it is not.
+    """Saves several files into a folder as :func:`save` does; makes a folder that is missing.
 
     Args:
         folder: The folder.
@@ -60,7 +60,7 @@ def save_all(folder: str | os.PathLike[str], files: Mapping[str, Nest], protocol
         protocol: As for :func:`save`.
 
     Raises:
-        OSError: One cannot be written; all files that were there stay.
+        OSError: A file cannot be written; all older ones stay.
     """
     with replacing(Path(folder)) as draft:
         for name, contents in files.items():
@@ -68,30 +68,30 @@ def save_all(folder: str | os.PathLike[str], files: Mapping[str, Nest], protocol
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Nest]:
-    """Reads a file of ``paddle.save``, as ``paddle.load`` does, without running what it names.
+    """Reads a file of ``paddle.save`` as ``paddle.load`` does, without running its functions.
 
     Args:
         path: A ``.pdparams`` or ``.pdopt`` file of Fleet's, of Paddle's or of fleetpipe's.
 
     Returns:
-        What was saved, with tensors on the current device.
+        The saved values, with tensors on the current device.
 
     Raises:
-        CheckpointError: There is no such file, it cannot be read, or it holds something else.
+        CheckpointError: The file is missing, unreadable, or holds something else.
     """
     contents: dict[str, Nest] = _with_tensors(arrays(path), {})
     return contents
 
 
 def arrays(path: str | os.PathLike[str]) -> dict[str, Nest]:
-    """Does what :func:`load` does, with arrays in the place of tensors; bfloat16 is uint16."""
+    """Reads a file as :func:`load` does, with arrays in place of tensors; bfloat16 as uint16."""
     return _read(path)[0]
 
 
 def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
-    """Returns the name of each tensor of a state dict, and that which Paddle had counted for it.
+    """Returns the pairs (name in the state dict, name that Paddle counted) of a file's tensors.
 
-    ``linear_0.w_0`` is one of the latter; the file of an optimizer goes by them.
+    ``linear_0.w_0`` is a counted name; an optimizer's file uses those.
 
     Args:
         path: A ``.pdparams`` file.
@@ -103,7 +103,7 @@ def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
 
 
 def mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
-    """Does what :func:`arrays` does; what an array has is read from the file when it is used."""
+    """Reads a file as :func:`arrays` does, but the values of an array only when they are used."""
     contents = _guarded(path, lambda file: _pickled_dict(file, placed=True))[0]
     memory = np.memmap(path, np.uint8, "r")
     return {
@@ -115,11 +115,11 @@ def mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
 
 
 def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.PickledObject:
-    """Reads an object that ``paddle.save`` wrote, without making or running any.
+    """Reads an object that ``paddle.save`` wrote, without calling its class.
 
     Args:
         path: The file.
-        kinds: Names of classes, with their modules, of which it may hold objects.
+        kinds: Full names of the classes of which the file may hold objects.
 
     Raises:
         CheckpointError: As for :func:`load`.
@@ -139,7 +139,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Nest], dict[str, str]
 
 
 def _guarded(path: str | os.PathLike[str], read: Callable[[BinaryIO], Contents]) -> Contents:
-    """Returns what ``read`` makes of a file; what it stumbles over is one error of the file."""
+    """Returns the result of ``read`` on a file; turns its errors into a ``CheckpointError``."""
     name = os.fspath(path)
     if not os.path.exists(name):
         raise CheckpointError(f"there is no {name}", fix="check the path, and which ranks saved")
@@ -190,7 +190,7 @@ def _pickled_dict(
 
 
 def _with_tensors(value: Nest, made: dict[int, Nest]) -> Nest:
-    """Returns ``value`` with tensors for its arrays; what it holds twice is made once."""
+    """Returns ``value`` with tensors for its arrays; a repeated item is converted once."""
     if id(value) not in made:
         if isinstance(value, np.ndarray):
             made[id(value)] = paddle.to_tensor(value)

@@ -1,1 +1,1 @@
-"""What a checkpoint holds of a run, and whose it is: model, optimizer, schedules, random states."""
+"""The state that a checkpoint holds: model, optimizer, schedules, random states."""

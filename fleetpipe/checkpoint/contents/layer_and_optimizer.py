@@ -1,7 +1,7 @@
 """A model and an optimizer of Paddle's in a checkpoint: tensors under lasting names.
 
-Paddle knows an accumulator by a name that it counts as it makes one. Here it is found by the
-parameter that it belongs to, and called ``3.weight/moment1_0``, as PaddleNLP calls it.
+Paddle numbers an accumulator's name when it creates it. A checkpoint names it after its parameter,
+``3.weight/moment1_0``, as PaddleNLP does.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NamedTensors(SavedPart):
     """A model as tensors under lasting names.
 
     Args:
-        parts: What this process holds of it.
+        parts: The tensors that this process holds.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -61,12 +61,9 @@ class NamedTensors(SavedPart):
 
     @classmethod
     def of_layer(cls, layer: Layer) -> NamedTensors:
-        """Describes a model of which this process holds all layers, by its own names.
+        """Describes a model that this process holds whole, by the model's own names.
 
-        A tensor that it has under several names counts under the first.
-
-        Args:
-            layer: The model.
+        A tensor with several names counts under the first.
         """
         state = layer.state_dict()
         names: dict[int, str] = {}
@@ -86,10 +83,10 @@ class NamedTensors(SavedPart):
         return tuple(self._parts.outline)
 
     def require_outline(self) -> None:
-        """Refuses to save a model that is no longer the one that would be built to restore it.
+        """Refuses to save a model whose tensors differ from those that it was built with.
 
         Raises:
-            CheckpointError: It has got other parameters and buffers, or other shapes of them.
+            CheckpointError: The model has parameters that a model built anew would lack.
         """
         added = [
             name for name in self._parts.tensors if self.whole_name(name) not in self._parts.outline
@@ -116,7 +113,7 @@ class NamedTensors(SavedPart):
                 yield TensorName(group, name), held
 
     def whole_name(self, name: str) -> str:
-        """Returns the name of the whole of a parameter or buffer; mostly it is its own."""
+        """Returns the name of the whole tensor of which ``name`` is a part; mostly ``name``."""
         held = self._parts.tensors.get(name)
         return name if held is None else whole_name(name, held.tensor)
 
@@ -131,7 +128,7 @@ class NamedTensors(SavedPart):
         yield from late.items()
 
     def _late(self, saved: Saved) -> dict[TensorName, Held]:
-        """Returns what the saved buffers fill that forwards make, or give another shape."""
+        """Returns targets for saved buffers that forwards create or resize."""
         targets: dict[TensorName, Held] = {}
         for name, described in saved.tensors.items():
             late = name.group == LATE_BUFFERS
@@ -147,18 +144,18 @@ class NamedTensors(SavedPart):
         return targets
 
     def settle(self) -> None:
-        """Gives parts of one tensor their values, and puts buffers in the place of others."""
+        """Sets parts from the tensor that was filled for them, and replaces resized buffers."""
         super().settle()
         for name, tensor in self._made.items():
             put_buffer(self._parts.root, name, tensor)
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
-        """Returns the saved name of each tensor of the whole model."""
+        """Returns the name in the checkpoint of each tensor of the whole model."""
         return saved_names(self._parts.outline, self.plain_names, saved)
 
 
 def _has_grown(held: Held | None, saved: Described) -> bool:
-    """Whether a buffer was saved in another shape."""
+    """Whether a buffer has another shape in the checkpoint."""
     return (
         held is not None
         and not _is_parameter(held.tensor)
@@ -172,19 +169,19 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def without_wrappers(layer: Layer) -> Layer:
-    """Returns the model in the wrappers of all kinds of parallelism, whose names it lends."""
+    """Returns the model inside the wrappers of all kinds of parallelism."""
     while (wrapped := wrapped_layer(layer)) is not None:
         layer = wrapped
     return layer
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer of Paddle's that does the arithmetic."""
+    """Returns Paddle's optimizer inside fleetpipe's and Fleet's wrappers."""
     return base_optimizer(getattr(optimizer, "wrapped", optimizer))
 
 
 class OptimizerState(SavedPart):
-    """The accumulators and master weights that this process keeps.
+    """The accumulators and master weights of the parameters whose state this process has.
 
     Attributes:
         kind: The type of the optimizer.
@@ -216,18 +213,18 @@ class OptimizerState(SavedPart):
                 yield from state.items()
 
     def settle(self) -> None:
-        """Forgets the state of parameters that had none when the checkpoint was saved."""
+        """Removes the state of parameters that had none when the checkpoint was saved."""
         super().settle()
         for parameter in self._unsaved:
             forget_state(self._optimizer, parameter)
 
     def abandon(self) -> None:
-        """Forgets the state that was made to be filled."""
+        """Removes the state that was created to be filled."""
         for parameter in self._created:
             forget_state(self._optimizer, parameter)
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yields the lasting name of each parameter with state here, and what the rest takes."""
+        """Yields the lasting name of each parameter with state here, with its group and value."""
         named = {id(held.tensor): (name, held) for name, held in self._model.parameters().items()}
         for group, parameters in enumerate(groups_of(self._optimizer)):
             for parameter in parameters:
@@ -237,19 +234,19 @@ class OptimizerState(SavedPart):
                     yield path, (group, held)
 
     def _leave_out(self, parameter: Any, name: str) -> None:
-        """Handles a parameter whose state was not saved."""
+        """Marks a parameter that has no state in the checkpoint."""
         _, held = parameter
         self._unsaved.append(held.tensor)
 
     def _create(self, parameter: Any) -> None:
-        """Makes the state that is to be filled, where there is none."""
+        """Creates the state of a parameter that has none yet."""
         group, held = parameter
         if not state_of(self._optimizer, held.tensor.name):
             self._created.append(held.tensor)
             create_state(self._optimizer, group, [held.tensor])
 
     def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, Held]]:
-        """Yields the state of a parameter of some saved name."""
+        """Yields the state of a parameter, by its names in the checkpoint."""
         _, held = parameter
         for kind, tensor in state_of(self._optimizer, held.tensor.name).items():
             # Powers of beta are one number, whatever a shard of the parameter has.
@@ -261,7 +258,7 @@ class OptimizerState(SavedPart):
 
 
 def _require_kind(kind: str, saved: Saved) -> None:
-    """Raises a ``CheckpointError`` where the saved state is of another type of optimizer."""
+    """Raises ``CheckpointError`` if the saved state is of another type of optimizer."""
     # AdamW is Adam with another decay; their states are alike.
     if saved.optimizer is None or saved.optimizer.rstrip("W") != kind.rstrip("W"):
         raise CheckpointError(
@@ -273,12 +270,12 @@ def _require_kind(kind: str, saved: Saved) -> None:
 
 
 def state_name(path: str, kind: str) -> TensorName:
-    """Returns the name of the state of a kind that belongs to the parameter ``path``."""
+    """Returns the name of one kind of state, as ``moment1``, of the parameter ``path``."""
     return TensorName(OPTIMIZER, f"{path}/{kind}{_FIRST}")
 
 
 def _by_parameter(saved: Saved) -> dict[str, set[TensorName]]:
-    """Returns the names of the saved state by the name of the parameter that it belongs to."""
+    """Returns the names of the saved state of each parameter."""
     kinds: dict[str, set[TensorName]] = {}
     for name in saved.tensors:
         if name.group == OPTIMIZER:
@@ -289,7 +286,7 @@ def _by_parameter(saved: Saved) -> dict[str, set[TensorName]]:
 
 
 def _require_kinds(path: str, kinds: set[TensorName], saved: set[TensorName]) -> None:
-    """Raises a ``CheckpointError`` where the saved state of a parameter has other kinds."""
+    """Raises ``CheckpointError`` if the saved state of a parameter has other kinds."""
     if kinds != saved:
         raise CheckpointError(
             f"the saved state of {path!r} is of an optimizer with other options",

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint is which of a model: by name, or in the order of both."""
+"""Matches the tensors of a checkpoint with those of a model: by name, or by order."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def saved_names(outline: _Shapes, plain_names: Mapping[str, str], saved: Saved) -> dict[str, str]:
-    """Returns the saved name of each tensor of a model: its own, its plain one, or by the order.
+    """Returns the saved name of each tensor of a model: by name, by plain name, or by order.
 
     Args:
         outline: The lasting names and whole shapes of the whole model, in its order.
         plain_names: See :class:`ModelParts`.
-        saved: What the checkpoint has.
+        saved: The description of the checkpoint.
 
     Raises:
-        CheckpointError: It is of another model, or has other names in an order of its own.
+        CheckpointError: The checkpoint has other tensors, or other names in an unknown order.
     """
     if set(saved.order) == set(outline):
         return {name: name for name in outline}
@@ -34,7 +34,7 @@ def saved_names(outline: _Shapes, plain_names: Mapping[str, str], saved: Saved) 
 
 
 def plain_order(order: tuple[str, ...], plain_names: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the first plain name of each lasting name; nothing where they are the same."""
+    """Returns the first plain name of each lasting name; nothing if the names are the same."""
     first = {lasting: plain for plain, lasting in reversed([*plain_names.items()])}
     plain = tuple(first.get(name, name) for name in order)
     return () if plain == order else plain
@@ -46,10 +46,10 @@ def without_copies(
     plain_names: Mapping[str, str],
     read: Callable[[str], bytes],
 ) -> Saved:
-    """Leaves out the further names of tied weights, of which a checkpoint may have copies.
+    """Removes further names of tied weights, of which other programs save copies.
 
     Args:
-        saved: What the checkpoint has.
+        saved: The description of the checkpoint.
         order: The names of the model's tensors in its order, each once.
         plain_names: See :class:`ModelParts`.
         read: Returns the bytes of a saved tensor of the model.

@@ -1,4 +1,4 @@
-"""The objects of a script that one save or restore is about."""
+"""The objects of a script that one save or restore handles."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ RANDOM = "random"
 
 @dataclass(frozen=True)
 class Objects:
-    """What to save or to restore; None for what is not there.
+    """The objects to save or to restore; None for those that are not passed.
 
     Attributes:
         model: A model.
         optimizer: Its optimizer.
-        lr_scheduler: Its learning rate.
+        lr_scheduler: The scheduler of its learning rate.
         scaler: Its ``GradScaler``.
-        data: Where the run is in its data.
-        random: Whether the random states belong to it.
+        data: Holds the position of the run in its data.
+        random: Whether the random states are restored too.
         names_from: The model that names the optimizer's parameters, if it is not restored itself.
-        rate: Whether the optimizer's own learning rate belongs to it.
-        names: The lasting names of the variables of a model that is a static program.
+        rate: Whether the optimizer's own learning rate is restored too.
+        names: The lasting names of the variables, if the model is a static program.
     """
 
     model: Layer = None
@@ -58,7 +58,7 @@ class Objects:
             )
 
     def only(self, names: Sequence[str] | None) -> Objects:
-        """Returns the objects that are named; all for None.
+        """Returns the objects with these names alone; all of them for None.
 
         Raises:
             ConfigError: There is no such name, or an object of that name was not passed.
@@ -78,7 +78,7 @@ class Objects:
         return replace(self, **left_out, random=random, names_from=self.model, rate=rate)
 
     def model_part(self) -> NamedTensors | None:
-        """Returns the model as it names its parameters."""
+        """Returns the tensors of the model under lasting names; None without a model."""
         model = self.names_from if self.model is None else self.model
         if model is None:
             return None
@@ -106,7 +106,7 @@ class Objects:
         return NamedTensors.of_layer(model)
 
     def require_losses_without_state(self) -> None:
-        """Refuses to save a model whose loss function has trained parameters: no file has them."""
+        """Refuses to save a model whose loss has trained parameters: no file would have them."""
         model = self.model
         if isinstance(model, paddle.nn.Layer):
             model = without_wrappers(model)
@@ -121,7 +121,7 @@ class Objects:
             )
 
     def required_model(self) -> NamedTensors:
-        """Returns what :meth:`model_part` does."""
+        """Returns what :meth:`model_part` does; raises ``ConfigError`` without a model."""
         part = self.model_part()
         if part is None:
             raise ConfigError(
@@ -132,7 +132,7 @@ class Objects:
         return part
 
     def optimizer_part(self, model: NamedTensors | None) -> OptimizerState | None:
-        """Returns the optimizer by the names of the model's parameters."""
+        """Returns the optimizer's state, named after the model's parameters."""
         if self.optimizer is None:
             return None
         if model is None:
@@ -145,14 +145,14 @@ class Objects:
         return OptimizerState(self.optimizer, model)
 
     def groups(self) -> tuple[str, ...]:
-        """Returns the groups of files that are read, the same on every rank."""
+        """Returns the groups of files to read, which are the same on every rank."""
         groups = (parts.MODEL, parts.BUFFERS, parts.LATE_BUFFERS, parts.REPLICAS)
         of_model = () if self.model is None else groups
         of_optimizer = () if self.optimizer is None else (parts.OPTIMIZER, parts.MASTER_WEIGHTS)
         return (*of_model, *of_optimizer)
 
     def training_state(self, model: NamedTensors | None) -> TrainingState:
-        """Returns the rest; ``model`` is what :meth:`model_part` returned."""
+        """Returns the state that is no tensor; ``model`` comes from :meth:`model_part`."""
         optimizer = None if self.optimizer is None else unwrapped(self.optimizer)
         rate_of = optimizer if self.rate else None
         program = model.program if isinstance(model, ProgramState) else None

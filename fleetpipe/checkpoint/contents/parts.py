@@ -1,7 +1,7 @@
-"""What can be saved: the tensors of a model, or of an optimizer, as one rank holds them.
+"""The tensors of a model or of an optimizer that one rank saves and restores.
 
-Nothing below knows what a pipeline is: a model and an optimizer say by themselves, through the
-protocols here, what they hold of which whole tensor, and under which lasting name.
+The other modules know nothing of pipelines: through the protocols here a model and an optimizer
+describe which part of which whole tensor they hold, and its lasting name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TensorName(NamedTuple):
     name: str
 
     def of_replica(self, replica: int) -> TensorName:
-        """Returns the name of what a replica has otherwise than the first one."""
+        """Returns the name for the value of a replica that differs from the first one's."""
         return TensorName(REPLICAS, f"{replica}/{self.group}/{self.name}")
 
     def __str__(self) -> str:
@@ -36,15 +36,15 @@ class TensorName(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a checkpoint has for a part.
+    """The description of a checkpoint that is given to a :class:`SavedPart`.
 
     Attributes:
-        tensors: All tensors by name.
+        tensors: The dtype and shape of all tensors by name.
         order: The names of the model's parameters and buffers in the order of the model.
-        optimizer: The type of the optimizer that was saved; None where there was none.
+        optimizer: The type of the optimizer that was saved; None if there was none.
         replicas: How many replicas saved it.
-        plain_order: What the plain model calls each of ``order``; empty where that is not known,
-            and ``order`` itself where that is no model's order, but one of names or of a map.
+        plain_order: The plain model's name of each of ``order``; empty if it is unknown, and
+            ``order`` itself if ``order`` is not a model's, but sorted by name or by a map.
     """
 
     tensors: Mapping[TensorName, Described]
@@ -55,18 +55,18 @@ class Saved(NamedTuple):
 
 
 class SavedPart:
-    """A model or an optimizer, as one rank holds it. No method of it is collective."""
+    """The part of a model or of an optimizer that one rank holds. No method is collective."""
 
     _joined: JoinedParts[TensorName]
 
     def held(self) -> Mapping[TensorName, Held]:
-        """Returns what this rank holds, each tensor once."""
+        """Returns the tensors that this rank holds, each once."""
         return JoinedParts(self._tensors()).held
 
     def wanted(self, saved: Saved) -> Mapping[TensorName, Held]:
-        """Returns what is to be filled with the saved tensors of these names.
+        """Returns the tensors to fill, by their names in the checkpoint.
 
-        Memory may be made for it; nothing that exists changes. One of the two calls below follows.
+        It may allocate memory, but changes nothing that exists. One of the two calls below follows.
 
         Raises:
             CheckpointError: The checkpoint does not fit.
@@ -77,18 +77,18 @@ class SavedPart:
         return self._joined.held
 
     def settle(self) -> None:
-        """Ends a :meth:`wanted`: everything has been filled."""
+        """Ends a :meth:`wanted` whose tensors have been filled."""
         self._joined.hand_out()
 
     def abandon(self) -> None:
-        """Undoes a :meth:`wanted`: nothing has been filled."""
+        """Undoes a :meth:`wanted` whose tensors have not been filled."""
 
     def _tensors(self) -> Iterable[tuple[TensorName, Held]]:
-        """Returns what this rank holds, in parts where it has parts."""
+        """Returns the tensors that this rank holds; a tensor in parts has an item for each part."""
         raise NotImplementedError
 
     def _targets(self, saved: Saved) -> Iterable[tuple[TensorName, Held]]:
-        """Returns :meth:`wanted`, in parts where this rank has parts."""
+        """Returns the tensors to fill; a tensor in parts has an item for each part."""
         raise NotImplementedError
 
 
@@ -109,11 +109,11 @@ StageStreams = tuple[int, bool, Mapping[int, Any]]
 
 
 class ProgramSource(Protocol):
-    """What a static program says of itself to a checkpoint.
+    """The description that a static program gives of itself to a checkpoint.
 
     Attributes:
-        parts: Its parameters and running statistics that this process has.
-        by_order: Whether the names of a checkpoint are those of the same place in its order.
+        parts: The parameters and running statistics that this process has.
+        by_order: Whether names of a checkpoint are matched by their place in the order.
         minimized_by: The optimizer of its ``minimize``.
     """
 
@@ -125,14 +125,14 @@ class ProgramSource(Protocol):
         """Returns the optimizer's variables by kind, and the master weight, of each parameter.
 
         Raises:
-            ConfigError: The optimizer keeps what belongs to no parameter.
+            ConfigError: The optimizer has state that belongs to no parameter.
         """
 
     def streams(self) -> StageStreams:
         """Returns the random streams of this process's stages."""
 
     def set_streams(self, streams: Mapping[int, Any]) -> None:
-        """Sets those of the later stages; a stage without one begins anew.
+        """Sets the streams of the later stages; a stage without one starts anew.
 
         The default generator has its state already.
         """
@@ -140,18 +140,18 @@ class ProgramSource(Protocol):
 
 @runtime_checkable
 class SavedModel(Protocol):
-    """A model that knows its lasting names by itself."""
+    """A model that gives its tensors lasting names by itself."""
 
     def checkpoint_part(self) -> ModelParts:
-        """Returns what this process holds of it."""
+        """Returns the tensors that this process holds."""
 
 
 @runtime_checkable
 class SavedProgram(Protocol):
-    """A static program that is run as a pipeline."""
+    """A static program that runs as a pipeline."""
 
     def checkpoint_part_of_program(self, names: Names) -> ProgramSource:
-        """Returns what this process holds of it.
+        """Returns the description of the part that this process holds.
 
         Args:
             names: The lasting names of its variables; see :class:`fleetpipe.CheckpointManager`.
@@ -164,11 +164,11 @@ class SavedProgram(Protocol):
 
 @runtime_checkable
 class SavedOptimizer(Protocol):
-    """An optimizer that is more than one of Paddle's."""
+    """An optimizer that wraps one of Paddle's."""
 
     def owns_state(self, parameter: Tensor) -> bool:
-        """Whether this process keeps the state of a parameter."""
+        """Whether this process has the state of a parameter."""
 
     @property
     def wrapped(self) -> Optimizer:
-        """The optimizer of Paddle's that does the arithmetic."""
+        """Paddle's optimizer inside it."""

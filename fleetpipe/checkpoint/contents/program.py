@@ -1,4 +1,4 @@
-"""A static program and its optimizer in a checkpoint, as the program describes itself."""
+"""The state of a static program and its optimizer in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ProgramState(layer_and_optimizer.NamedTensors):
     """The parameters and running statistics of a program's stages.
 
     Attributes:
-        program: The program.
+        program: The program's description of itself.
     """
 
     def __init__(self, program: ProgramSource) -> None:
@@ -46,10 +46,10 @@ class ProgramState(layer_and_optimizer.NamedTensors):
         return super().saved_names(saved)
 
     def optimizer(self, optimizer: Optimizer) -> ProgramOptimizer:
-        """Returns the state of the optimizer that the program was minimized by.
+        """Returns the state of the optimizer of the program's ``minimize``.
 
         Raises:
-            ConfigError: It is another one.
+            ConfigError: ``optimizer`` is another one.
         """
         minimized_by = layer_and_optimizer.unwrapped(self.program.minimized_by)
         if layer_and_optimizer.unwrapped(optimizer) is not minimized_by:
@@ -64,7 +64,7 @@ class ProgramState(layer_and_optimizer.NamedTensors):
 
 
 class ProgramOptimizer(layer_and_optimizer.OptimizerState):
-    """The optimizer's variables of this process's parameters."""
+    """The optimizer's variables for the parameters of this process."""
 
     def __init__(self, program: ProgramSource, model: ProgramState) -> None:
         super().__init__(program.minimized_by, model)
@@ -83,7 +83,7 @@ class ProgramOptimizer(layer_and_optimizer.OptimizerState):
             )
 
     def _create(self, parameter: Any) -> None:
-        """Does nothing: memory was there before."""
+        """Does nothing: the startup program has allocated the variables."""
 
     def _state(self, parameter: Any, path: str) -> Iterator[tuple[TensorName, Held]]:
         kinds, master = parameter

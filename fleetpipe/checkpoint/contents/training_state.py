@@ -1,11 +1,11 @@
-"""What a run consists of beside tensors, as JSON: schedules, scaler, random states, position.
+"""The state of a run beside its tensors, as JSON: schedules, scaler, random states, position.
 
-It is ``state.json`` in the folder of a step. Everything is looked at before anything is set.
+It is ``state.json`` in the folder of a step. All of it is checked before any of it is set.
 
-Of the random states a rank takes those of the rank that had its place: its shard, its replica, its
-stages, as far as these were split alike. Layers in a pipeline are keyed by batch, layer and
-micro-batch; what is saved is where the next batch's number, and what the script itself draws,
-comes from.
+A rank restores the random states of the rank that had its place: its shard, its replica, its
+stages, as far as these were split alike. Random numbers of layers in a pipeline follow from batch,
+layer and micro-batch; the saved generators draw the next batch's number and the script's own
+numbers.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ Json = Any
 
 @runtime_checkable
 class SavedData(Protocol):
-    """Where a run is in its data: a sampler, or what reads through one."""
+    """An object that holds the position in the data, such as a sampler or a loader."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns the position as values of JSON, the same on every rank."""
 
     def set_state_dict(self, state: Mapping[str, Any]) -> object:
-        """Goes to a position of :meth:`state_dict`."""
+        """Moves to a position that :meth:`state_dict` returned."""
 
 
 def plain(value: Any, where: str) -> Json:
-    """Returns a state as JSON: numbers of NumPy's and Paddle's become Python's.
+    """Converts a state to values of JSON: NumPy's and Paddle's numbers become Python's.
 
     Args:
         value: Nested dicts, lists and tuples of numbers, texts, None, and tensors.
-        where: What the error calls it.
+        where: The name of the value for the error.
 
     Raises:
-        CheckpointError: It holds something else.
+        CheckpointError: It holds a value of another type.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -78,7 +78,7 @@ def plain(value: Any, where: str) -> Json:
 
 
 class TrainingState:
-    """The objects of a script whose states decide the next bit, beside model and optimizer."""
+    """The states of the objects beside model and optimizer that decide the next step's bits."""
 
     def __init__(
         self,
@@ -91,11 +91,11 @@ class TrainingState:
         """Takes the objects.
 
         Args:
-            lr_scheduler: None for that of the optimizer, if it has one.
+            lr_scheduler: None takes the optimizer's, if it has one.
             scaler: A ``GradScaler``.
-            data: Where the run is in its data.
-            optimizer: Has a learning rate that may have been set by hand.
-            program: The model, where it is a static program with random streams of its own.
+            data: Holds the position in the data.
+            optimizer: The optimizer whose learning rate a script may have set by hand.
+            program: The model, if it is a static program, which has random streams of its own.
         """
         self._scheduler = lr_scheduler
         rate = None if optimizer is None else learning_rate_of(optimizer)
@@ -107,7 +107,7 @@ class TrainingState:
         self._program = program
 
     def taken(self) -> dict[str, Json]:
-        """Returns all states, those of objects that are there."""
+        """Returns the states of all objects that were passed, as JSON."""
         streams = None if self._program is None else self._program.streams()
         state: dict[str, Json] = {"random": random_states(streams)}
         if self._scheduler is not None:
@@ -122,7 +122,7 @@ class TrainingState:
         return state
 
     def require(self, state: Mapping[str, Json]) -> None:
-        """Makes sure that a saved state has what is to be restored."""
+        """Checks that a saved state has an entry for each object that was passed."""
         for name, thing in (
             ("lr_scheduler", self._scheduler),
             ("scaler", self._scaler),
@@ -140,7 +140,7 @@ class TrainingState:
             _require_keys("scaler", self._scaler.state_dict(), state["scaler"])
 
     def put_back(self, state: Mapping[str, Json]) -> None:
-        """Sets the states of all objects."""
+        """Restores the states of all objects."""
         if self._data is not None:
             self._data.set_state_dict(state["data"])
         if self._scheduler is not None:
@@ -153,20 +153,20 @@ class TrainingState:
             self._scaler.load_state_dict(state["scaler"])
 
     def put_back_random(self, states: Json) -> None:
-        """Makes the random states those of one rank."""
+        """Restores the random states of one rank."""
         set_random_states(states)
         if self._program is not None:
             stages, *_ = self._program.streams()
             self._program.set_streams(_streams_in(states, stages))
 
     def put_back_random_of(self, place: Place, saved: Json) -> None:
-        """Makes the random states those of a rank with some place, of all that were saved."""
+        """Restores the random states of the saved rank whose place is most like ``place``."""
         leads = self._program is None or self._program.streams()[1]
         self.put_back_random(_random_of_place(saved, place, leads))
 
 
 def _nested(scheduler: Scheduler) -> list[Scheduler]:
-    """Returns a scheduler and those that take over from it, as behind a warm-up."""
+    """Returns a scheduler and those inside it, as a warm-up has one that follows it."""
     schedulers = [scheduler]
     while hasattr(after := vars(schedulers[-1]).get("learning_rate"), "set_state_dict"):
         schedulers.append(after)
@@ -174,7 +174,7 @@ def _nested(scheduler: Scheduler) -> list[Scheduler]:
 
 
 def _restarts(scheduler: Scheduler) -> dict[str, Json]:
-    """Returns what the state of a ``CosineAnnealingWarmRestarts`` lacks, and decides its rates."""
+    """Returns the counters that ``CosineAnnealingWarmRestarts.state_dict()`` lacks."""
     return {name: vars(scheduler)[name] for name in ("T_cur", "T_i") if name in vars(scheduler)}
 
 
@@ -189,7 +189,7 @@ def _require_keys(what: str, state: Mapping[str, Any], saved: Mapping[str, Json]
 
 
 def to_text(state: Mapping[str, Json]) -> str:
-    """Returns the contents of the file. Numbers come back with the bits that they have."""
+    """Returns the JSON text of a state; numbers keep their bits."""
     return json.dumps(state, indent=None, sort_keys=True) + "\n"
 
 
@@ -200,9 +200,9 @@ def from_text(text: str) -> dict[str, Json]:
 
 
 def merged(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dict[str, Json]:
-    """Returns one state for the states that the ranks of a job have.
+    """Merges the states of all ranks of a job into one.
 
-    What only some ranks have is theirs; random states are kept for each rank.
+    An entry may come from some ranks alone; random states are kept for each rank.
     """
     whole: dict[str, Json] = {"extra": states[0]["extra"]}
     owners: dict[str, int] = {}
@@ -223,7 +223,7 @@ def merged(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dic
 
 
 def random_states(streams: StageStreams | None = None) -> Json:
-    """Returns the states of now, and ``streams``, those of the stages of a static program."""
+    """Returns the current random states; ``streams`` are those of a static program's stages."""
     numpy_state: Any = np.random.get_state()
     name, keys, *rest = numpy_state
     version, numbers, next_gauss = random.getstate()
@@ -241,7 +241,7 @@ def random_states(streams: StageStreams | None = None) -> Json:
 
 
 def set_random_states(states: Json) -> None:
-    """Makes states of :func:`random_states` those of now; of streams, the ones that are here."""
+    """Restores the result of :func:`random_states`, for the streams that exist here."""
     set_generator_states(states["paddle"])
     tracker, card = paddle_fleet.meta_parallel.get_rng_state_tracker(), device_id()
     streams = tracker.get_states_tracker()
@@ -255,11 +255,11 @@ def set_random_states(states: Json) -> None:
 
 
 def _streams_in(states: Json, stages: int) -> dict[int, Any]:
-    """Returns the streams of a static program's stages in some states.
+    """Returns the saved random streams of a static program's stages.
 
     Args:
-        states: Those of a rank.
-        stages: Those of the program. The streams of a program of others do not fit.
+        states: The random states of a rank.
+        stages: Number of stages of the program; streams of another number do not fit.
     """
     saved = states.get("program")
     if saved is None or saved["stages"] != stages:
@@ -270,7 +270,7 @@ def _streams_in(states: Json, stages: int) -> dict[int, Any]:
 
 
 def _merged_random(states: Sequence[Json], places: Sequence[Place]) -> Json:
-    """Returns the states of all ranks as one value, equal ones once."""
+    """Merges the random states of all ranks, equal ones once."""
     texts = [json.dumps(state, sort_keys=True) for state in states]
     distinct = list(dict.fromkeys(texts))
     return {
@@ -281,13 +281,13 @@ def _merged_random(states: Sequence[Json], places: Sequence[Place]) -> Json:
 
 
 def _random_of_place(saved: Json, place: Place, leads: bool = True) -> Json:
-    """Returns the states in a value of :func:`_merged_random` for a rank with some place.
+    """Returns the random states for a rank from a value of :func:`_merged_random`.
 
     Args:
         saved: The value.
-        place: The place.
-        leads: Whether Paddle's generator is to go on as the stream of the first stage that draws,
-            where a static program was saved: on the rank that has it, and in dynamic graph.
+        place: The place of the rank.
+        leads: Whether this rank's default generator continues the stream of the first stage that
+            draws, if a static program was saved; true in dynamic graph.
     """
     places = [Place.from_json(parts) for parts in saved["places"]]
     # Of equals the first rank's.

@@ -1,4 +1,4 @@
-"""The bytes of tensors in host memory: read where they lie, copied once, filled and assigned."""
+"""Reads, copies, allocates and assigns the bytes of tensors in host memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALIGNED = 64
 
 
 def bytes_of(held: Held) -> memoryview:
-    """Returns the bytes of a tensor, without a copy where it is contiguous and on the CPU."""
+    """Returns the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
     tensor = held.tensor
     if isinstance(tensor, np.ndarray):
         return _flat(np.ascontiguousarray(tensor))
@@ -33,7 +33,7 @@ def bytes_of(held: Held) -> memoryview:
 
 
 def empty_like(held: Held) -> tuple[Tensor | np.ndarray, memoryview]:
-    """Returns an empty tensor with the shape and dtype of ``held``, and its bytes to fill."""
+    """Returns an empty tensor with the shape and dtype of ``held``, and its memory to fill."""
     if isinstance(held.tensor, np.ndarray):
         array = np.empty_like(held.tensor, order="C")
         return array, _flat(array)
@@ -41,13 +41,13 @@ def empty_like(held: Held) -> tuple[Tensor | np.ndarray, memoryview]:
 
 
 def empty(described: Described) -> tuple[Tensor, memoryview]:
-    """Returns a tensor, and its bytes, which are to be filled."""
+    """Returns an empty tensor, and its memory to fill."""
     (tensor,), memories = bridge.allocate([_leaf(described)])
     return tensor, memories[0] if memories else memoryview(b"")
 
 
 def assign(held: Held, value: Tensor | np.ndarray) -> None:
-    """Gives a tensor a value of :func:`empty_like`."""
+    """Copies a filled tensor of :func:`empty_like` into the tensor itself."""
     if isinstance(held.tensor, np.ndarray):
         held.tensor[...] = value
     else:
@@ -56,13 +56,13 @@ def assign(held: Held, value: Tensor | np.ndarray) -> None:
 
 
 class Snapshot:
-    """The bytes of tensors as they were at one moment."""
+    """Copies of tensors' bytes at one moment."""
 
     def __init__(self) -> None:
         self._places: dict[TensorName, np.ndarray] = {}
 
     def take(self, tensors: Mapping[TensorName, Held]) -> Mapping[TensorName, memoryview]:
-        """Copies tensors, in the place of what was copied before; returns the copies' bytes."""
+        """Copies tensors over the previous copies, and returns the copies' bytes."""
         memories = {name: bytes_of(held) for name, held in tensors.items()}
         sizes = {name: len(memory) for name, memory in memories.items()}
         if {name: len(place) for name, place in self._places.items()} != sizes:
@@ -73,7 +73,7 @@ class Snapshot:
 
 
 def _part_of(held: Held) -> Described:
-    """Returns dtype and shape of what is here: a part may be smaller than the whole."""
+    """Returns dtype and shape of the part that is here."""
     return Described(held.described.dtype, tuple(int(size) for size in held.tensor.shape))
 
 
@@ -86,7 +86,7 @@ def _flat(array: np.ndarray) -> memoryview:
 
 
 def _allocated(sizes: Mapping[TensorName, int]) -> dict[TensorName, np.ndarray]:
-    """Returns memory for tensors: one piece, which the system can make of few large pages."""
+    """Allocates memory for tensors in one piece, for which the system can use large pages."""
     ends, end = {}, 0
     for name, size in sizes.items():
         ends[name] = end = end + size

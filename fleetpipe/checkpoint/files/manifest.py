@@ -1,7 +1,7 @@
-"""``manifest.json``: what makes a folder a checkpoint. It is written last, and says what is whole.
+"""``manifest.json``, the last file to be written: it makes a folder a checkpoint.
 
-A file of tensors is its header and its tensors, without a gap: the checksums of the header and of
-the parts in which each tensor was written cover every byte. All checksums are CRC-32.
+A file of tensors has its header and its tensors, without a gap: the checksums of the header and of
+the written parts of each tensor cover every byte. All checksums are CRC-32.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Json = Any
 
 
 class Whole(NamedTuple):
-    """A file: its bytes, and the checksum of all of them; of tensors, of the header alone."""
+    """The size of a file, and its checksum; for a file of tensors that of the header alone."""
 
     size: int
     crc32: int
 
 
 class WrittenPart(NamedTuple):
-    """A part of a tensor that was written at once, with its checksum."""
+    """A part of a tensor that one rank wrote, with its checksum."""
 
     cut: Region | None
     crc32: int
@@ -53,7 +53,7 @@ class Entry:
     """A tensor of a checkpoint.
 
     Attributes:
-        file: The file that it stands in.
+        file: The name of the file that has it.
         tensor: Its dtype and shape.
         pieces: The parts in which it was written.
     """
@@ -65,17 +65,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint without its tensors.
+    """All facts about a checkpoint except the values of its tensors.
 
     Attributes:
         step: The step after which it was saved.
         files: Every other file of the folder, by name.
         tensors: Every tensor, by group and name.
         order: The names of the model's parameters and buffers, in its order.
-        optimizer: The type of the optimizer; None where none was saved.
-        metrics: What ``best`` compares.
-        layout: How the ranks were split that wrote it; only the number of replicas counts.
-        versions: Of fleetpipe and Paddle; nothing depends on them.
+        optimizer: The type of the optimizer; None if none was saved.
+        metrics: The figures that ``best`` compares.
+        layout: Ranks along each axis of the job that wrote it; only the number of replicas matters.
+        versions: Those of fleetpipe and Paddle; nothing depends on them.
         plain_order: As in :class:`Saved`.
     """
 
@@ -91,13 +91,13 @@ class Manifest:
 
     @property
     def saved(self) -> Saved:
-        """What a part is shown of it."""
+        """The description for a :class:`SavedPart`."""
         described = {name: entry.tensor for name, entry in self.tensors.items()}
         replicas = math.prod(self.layout.get(axis, 1) for axis in COPIES)
         return Saved(described, self.order, self.optimizer, replicas, self.plain_order)
 
     def to_text(self) -> str:
-        """Returns the contents of the file, its own checksum among them."""
+        """Returns the text of the file, with its own checksum."""
         groups: dict[str, dict[str, Json]] = {group: {} for group in GROUPS}
         for name, entry in self.tensors.items():
             groups[name.group][name.name] = {
@@ -126,7 +126,7 @@ def read(folder: Path) -> Manifest:
     """Reads the manifest of a step's folder.
 
     Raises:
-        CheckpointError: There is none, it is damaged, of another program or of a newer version.
+        CheckpointError: The manifest is missing, damaged, of another program or of a newer version.
     """
     return read_text(folder / MANIFEST, _SOURCE, _checked)
 
@@ -142,7 +142,7 @@ def _checked(text: str) -> Manifest:
 
 
 def sealed(contents: Mapping[str, Json]) -> str:
-    """Returns a manifest's text: its contents, and last the checksum of all that stands before."""
+    """Returns the text of a manifest that ends with the checksum of the text before it."""
     return _with_checksum(json.dumps(contents, sort_keys=True)[:-1])
 
 
@@ -183,7 +183,7 @@ def _parsed(content: JsonValue) -> Manifest:
 
 
 def _entry(content: JsonValue, files: Collection[str]) -> Entry:
-    """Reads what is said of a tensor, of which every part must have been written."""
+    """Reads the entry of a tensor, and checks that its parts are the whole of it."""
     file, dtype, shape = content["file"].text(), content["dtype"].text(), content["shape"].counts()
     if file not in files:
         raise content["file"].refused("one of the files")

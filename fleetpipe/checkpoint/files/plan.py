@@ -1,7 +1,7 @@
-"""Which file every tensor of a checkpoint stands in, and which rank writes what of it.
+"""Plans a checkpoint: the file of each tensor, and the rank that writes each part.
 
-The files follow from the whole tensors alone: any layout of ranks writes the same bytes. What the
-ranks hold decides who writes: each part once, by the holder that has least to write so far.
+The files follow from the whole tensors alone: any layout of ranks writes the same bytes. Each part
+is written once, by the holder that has the least to write so far.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FilePlan(NamedTuple):
     """All files of tensors of a checkpoint.
 
     Attributes:
-        files: What stands where in each file, by its name.
+        files: The layout of each file, by its name.
         groups: The names of the files of each group.
         shares: The parts of each tensor, by file and name, in their order along the axis.
     """
@@ -61,7 +61,7 @@ class FilePlan(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What one rank holds of a tensor, without the values; see :class:`Held`."""
+    """The part that one rank holds of a tensor, without values; see :class:`Held`."""
 
     tensor: Described
     cut: Region | None
@@ -69,16 +69,16 @@ class Holding(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """All that one rank holds."""
+    """The parts that one rank holds of all tensors."""
 
     tensors: Mapping[TensorName, Holding]
 
     @classmethod
     def of(cls, held: Mapping[TensorName, Held]) -> Inventory:
-        """Describes what a rank holds.
+        """Describes the tensors that a rank holds.
 
         Raises:
-            CheckpointError: A dtype has no place in a safetensors file.
+            CheckpointError: safetensors lacks the dtype of a tensor.
         """
         holdings = {
             name: Holding(one.described, one.cut, one.differs) for name, one in held.items()
@@ -98,7 +98,7 @@ class Inventory(NamedTuple):
 
     @classmethod
     def from_json(cls, text: str) -> Inventory:
-        """Returns the inventory that a rank of this job has described."""
+        """Returns the inventory in a text of :meth:`to_json`."""
         return cls(
             {
                 TensorName(group, name): Holding(
@@ -110,10 +110,10 @@ class Inventory(NamedTuple):
 
 
 def planned(inventories: Sequence[Inventory]) -> FilePlan:
-    """Returns the plan for what all ranks of a job hold, by rank.
+    """Plans the files for the inventories of all ranks, in the ranks' order.
 
     Raises:
-        CheckpointError: Ranks hold something else under one name, or no rank holds some part.
+        CheckpointError: Ranks have different tensors under one name, or no rank holds some part.
     """
     whole: dict[TensorName, Described] = {}
     holders: dict[TensorName, dict[Region | None, list[int]]] = {}
@@ -150,7 +150,7 @@ def planned(inventories: Sequence[Inventory]) -> FilePlan:
 
 
 def _in_order(name: TensorName) -> list[str | int]:
-    """Numbers in a name count as such, so that layer 10 comes after layer 9."""
+    """Returns a sort key that puts layer 10 after layer 9."""
     return [int(part) if part.isdigit() else part for part in _NUMBER.split(name.name)]
 
 
@@ -175,7 +175,7 @@ def _shares(
     holders: Mapping[TensorName, Mapping[Region | None, Sequence[int]]],
     ranks: int,
 ) -> dict[TensorName, tuple[Share, ...]]:
-    """Gives each part of each tensor a writer, the largest parts first."""
+    """Chooses the writer of each part of each tensor, the largest parts first."""
     load = [0] * ranks
     shares: dict[TensorName, list[Share]] = {name: [] for name in whole}
     parts = [
@@ -195,7 +195,7 @@ def _shares(
 
 
 def _tiling(name: TensorName, tensor: Described, cuts: list[Region | None]) -> list[Region | None]:
-    """Returns parts that together are the whole tensor, each of which some rank holds."""
+    """Returns parts that ranks hold and that make up the whole tensor."""
     everything = [cut for cut in cuts if cut is None or cut.stop - cut.start == cut.size]
     if everything:
         return everything[:1]
@@ -211,9 +211,9 @@ def _tiling(name: TensorName, tensor: Described, cuts: list[Region | None]) -> l
 
 
 def indexes(plan: FilePlan) -> dict[str, str]:
-    """Returns the index of each group of files by its name: which file has which tensor.
+    """Returns the text of the index file of each group, which maps tensors to files.
 
-    They are those of Hugging Face, which PaddleNLP's unified checkpoint has for each group.
+    The format is Hugging Face's; PaddleNLP's unified checkpoint has such a file for each group.
     """
     indexes_by_file = {}
     for group, files in plan.groups.items():

@@ -1,6 +1,6 @@
 """Reads the files of a checkpoint, and compares them with the checksums of its manifest.
 
-The ranks share the comparing, each a part of all files. Needs no Paddle.
+Each rank compares a part of the files. It needs no Paddle.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ Json = Any
 
 
 class SavedStep(Protocol):
-    """What a step is restored from: see :class:`StepReader`, or files of another program."""
+    """A source to restore from: a :class:`StepReader`, or the files of another program."""
 
     @property
     def manifest(self) -> Manifest:
-        """All but the tensors."""
+        """The manifest, which describes all but the tensors' values."""
 
     def text(self, name: str) -> Json:
-        """Returns the contents of a JSON file."""
+        """Returns the parsed contents of a JSON file."""
 
     def check_texts(self) -> None:
-        """Compares the files that are no tensors."""
+        """Checks the files that hold no tensors."""
 
     def check(self, groups: Collection[str], share: int, shares: int) -> None:
-        """Compares a share of the tensors."""
+        """Checks one of ``shares`` shares of the tensors."""
 
     def opened(
         self,
     ) -> AbstractContextManager[Callable[[TensorName, Region | None, memoryview], None]]:
-        """Gives what reads a part of a tensor into memory."""
+        """Opens the files, and yields a function that reads a part of a tensor into memory."""
 
 
 class StepReader:
-    """The files of one step, of which no byte is used that was not checked."""
+    """The files of one step, whose bytes are checked before they are used."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the manifest and the headers.
 
         Raises:
-            CheckpointError: There is no manifest, it is damaged, or of a newer version; a file is
-                missing, or its header or its size is not what was written.
+            CheckpointError: The manifest is missing, damaged or of a newer version; a file is
+                missing, or its header or its size is wrong.
         """
         self.folder = folder
         self.manifest = manifest.read(folder)
@@ -73,10 +73,10 @@ class StepReader:
                 raise damaged(folder / entry.file, f"{name} is not what the manifest says")
 
     def text(self, name: str) -> Json:
-        """Returns the contents of a JSON file of the folder, checked.
+        """Returns the parsed contents of a JSON file of the folder, after a check of its checksum.
 
         Raises:
-            CheckpointError: It is damaged.
+            CheckpointError: The file is damaged.
         """
         path = self.folder / name
         with _damage_named(path):
@@ -86,10 +86,10 @@ class StepReader:
         return json.loads(data)
 
     def check_texts(self) -> None:
-        """Compares the files that are no tensors with their checksums.
+        """Compares the files that hold no tensors with their checksums.
 
         Raises:
-            CheckpointError: One is damaged.
+            CheckpointError: A file is damaged.
         """
         for name in self.manifest.files.keys() - self._layouts.keys():
             self.text(name)
@@ -98,12 +98,12 @@ class StepReader:
         """Compares tensors with their checksums.
 
         Args:
-            groups: The groups of files to look at.
-            share: Which of ``shares`` is compared here: ranks do it together.
-            shares: How many there are.
+            groups: The groups of files to check.
+            share: The number of the share that this rank checks.
+            shares: Number of shares, one for each rank.
 
         Raises:
-            CheckpointError: One is damaged; the message names it.
+            CheckpointError: A tensor is damaged; the message names it.
         """
         load = [0] * shares
         chosen = []
@@ -122,9 +122,9 @@ class StepReader:
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
-        """Gives what reads a part of a tensor into memory: its name, the part (None: all), memory.
+        """Yields ``read(name, part, memory)``, which reads a part of a tensor; None is all of it.
 
-        It raises a ``CheckpointError`` where a file cannot be read any more.
+        That raises ``CheckpointError`` if a file cannot be read any more.
         """
         with self._opened() as opened:
 
@@ -143,7 +143,7 @@ class StepReader:
     def _compared(
         self, pieces: Iterable[tuple[TensorName, WrittenPart]]
     ) -> Iterator[CheckpointError]:
-        """Yields an error for each piece that does not have its checksum."""
+        """Yields an error for each piece whose checksum is wrong."""
         with self._opened() as opened:
             for name, piece in pieces:
                 file, stored = opened(name)
@@ -159,7 +159,7 @@ class StepReader:
 
     @contextmanager
     def _opened(self) -> Iterator[Callable[[TensorName], tuple[FileIO, Stored]]]:
-        """Gives what returns the open file of a tensor, and its place there."""
+        """Yields a function that returns the open file of a tensor, and its place there."""
         with ExitStack() as files:
 
             @cache
@@ -175,7 +175,7 @@ class StepReader:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Makes one error of what the system says within it."""
+    """Turns errors of the system into one that says that the file is damaged."""
     try:
         yield
     except (OSError, EOFError) as error:

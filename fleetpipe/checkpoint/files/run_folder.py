@@ -1,11 +1,11 @@
-"""The folder of a run: its steps appear at once and whole, and some of them are kept.
+"""The folder of a run: publishes whole steps at once, and removes old ones.
 
 A step is written as a draft, synced, then renamed.
 
-``step-00000500`` is a step. A draft begins with a dot, ``.draft-00000500-<key>``, and is nothing to
-a reader; what a step of the same number replaces is ``step-00000500.old`` while it is, and counts
-as that step as long as there is no other. ``step-00000500.aside`` is no step of the run any more,
-nor is ``step-00000500.aside-2``, which was set aside after it.
+``step-00000500`` is a step. Readers ignore a draft, ``.draft-00000500-<key>``. While a step is
+replaced by another of the same number, the old one is ``step-00000500.old``, and counts as that
+step until the new one is there. ``step-00000500.aside`` is no step of the run any more, nor is
+``step-00000500.aside-2``, which was set aside after it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SET_ASIDE = re.compile(rf"step-(\d{{8,}}){re.escape(_ASIDE)}(-\d+)?")
 
 
 def folder_of(home: Path, step: int) -> Path:
-    """Returns where a step of this number belongs in the folder of a run."""
+    """Returns the path of a step's folder."""
     return home / f"step-{step:08d}"
 
 
 def draft_of(home: Path, step: int, key: str) -> Path:
-    """Returns where a step is written before it is whole; ``key`` keeps attempts apart."""
+    """Returns the path of a step's draft; ``key`` differs from attempt to attempt."""
     return home / f"{_DRAFT}{step:08d}-{key}"
 
 
@@ -56,10 +56,10 @@ def complete_steps(home: Path) -> dict[int, Path]:
 
 
 def publish(draft: Path, home: Path, step: int) -> None:
-    """Makes a draft, whose files are on the disk, the step. It replaces one of the same number.
+    """Renames a draft, whose files are on the disk, to the step, and replaces an older one.
 
     Raises:
-        OSError: It cannot; the draft and earlier steps are as they were.
+        OSError: It cannot be renamed; the draft and earlier steps are unchanged.
     """
     systems.sync_folder(draft)
     final = folder_of(home, step)
@@ -73,10 +73,10 @@ def publish(draft: Path, home: Path, step: int) -> None:
 
 
 def set_aside(home: Path, step: int) -> dict[int, Path]:
-    """Makes steps after ``step`` none of the run's: it went back, and goes on from there.
+    """Renames the steps after ``step``, which a run that went back has left.
 
     Returns:
-        Where each is now.
+        The new folder of each.
 
     Raises:
         OSError: One cannot be renamed.
@@ -94,13 +94,13 @@ def set_aside(home: Path, step: int) -> dict[int, Path]:
 
 
 def aside_steps(home: Path) -> list[tuple[int, Path]]:
-    """Returns the steps that :func:`set_aside` has moved, in ascending order, and their folders."""
+    """Returns number and folder of the steps that :func:`set_aside` renamed, in ascending order."""
     matches = [(_SET_ASIDE.fullmatch(path.name), path) for path in sorted(home.iterdir())]
     return [(int(match[1]), path) for match, path in matches if match]
 
 
 def remove_step(home: Path, step: int) -> None:
-    """Removes a complete step, and what it has replaced before that.
+    """Removes a complete step, and first the older one that it replaced.
 
     Raises:
         OSError: It cannot be removed.
@@ -111,7 +111,7 @@ def remove_step(home: Path, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a folder, if it is there; a crash on the way leaves a draft, and no half of a step.
+    """Removes a folder if it exists; a crash on the way leaves a draft, never half a step.
 
     Raises:
         OSError: It cannot be removed.
@@ -123,14 +123,14 @@ def remove(path: Path) -> None:
 
 
 def remove_drafts(home: Path) -> None:
-    """Removes what writers that have ended left behind."""
+    """Removes drafts that earlier attempts left."""
     for path in home.iterdir():
         if path.name.startswith(_DRAFT):
             shutil.rmtree(path)
 
 
 def remove_draft(draft: Path) -> None:
-    """Removes a draft, as far as the file system lets it."""
+    """Removes a draft, and ignores errors of the file system."""
     shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -146,15 +146,15 @@ def write_file(path: Path, text: str) -> None:
 
 @dataclass
 class Retention:
-    """The rule of a run.
+    """The folder of a run, and the rule that says which steps are kept.
 
     Args:
         home: The folder of the run.
         max_to_keep: How many of the newest steps are kept; None keeps all.
-        best: A metric and ``"min"`` or ``"max"``: the best step by it is kept besides.
+        best: A metric and ``"min"`` or ``"max"``: the best step by it is kept as well.
 
     Raises:
-        ConfigError: A number below 1, or another word.
+        ConfigError: ``max_to_keep`` is below 1, or ``best`` has another word.
     """
 
     home: Path
@@ -173,7 +173,7 @@ class Retention:
             )
 
     def require(self, metrics: Mapping[str, float] | None) -> None:
-        """Makes sure that a step that is saved can be compared with others."""
+        """Checks that the metrics of a step have the one that ``best`` compares."""
         if self.best is not None and self.best[0] not in (metrics or {}):
             raise ConfigError(
                 f"best={self.best!r} needs the metric {self.best[0]!r} with each step",
@@ -182,9 +182,9 @@ class Retention:
             )
 
     def best_step(self) -> int | None:
-        """Returns the best complete step, the newest of equals; None where none has the metric.
+        """Returns the best complete step, the newest of equals; None if none has the metric.
 
-        What is not a number is not the best of anything.
+        A NaN is never the best.
         """
         if self.best is None:
             return None
@@ -206,7 +206,7 @@ class Retention:
             step: A number, ``"latest"`` or ``"best"``.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is no such step.
         """
         steps = complete_steps(self.home)
         number: int | str | None = step
@@ -227,7 +227,7 @@ class Retention:
         return steps[number]
 
     def apply(self) -> None:
-        """Removes what is not to be kept.
+        """Removes the steps that the rule does not keep.
 
         Raises:
             OSError: It cannot be removed.
@@ -241,7 +241,7 @@ class Retention:
                 remove_step(self.home, step)
 
     def _metrics_of(self, step: int, path: Path) -> Mapping[str, float]:
-        """Returns a step's metrics; of one that cannot be read, none."""
+        """Returns a step's metrics; none if they cannot be read."""
         try:
             written = (step, (path / manifest.MANIFEST).stat().st_mtime_ns)
             if written not in self._metrics:

@@ -1,8 +1,8 @@
 """A file of tensors in the safetensors format, which several ranks write and read in parts.
 
 The library's own functions write a whole file from one process, and those for Paddle do not import
-on 2.6.2; the format is 8 bytes, a JSON header, and the tensors one behind another.
-Source: https://github.com/huggingface/safetensors#format.
+on 2.6.2. The format is 8 bytes, a JSON header, and the tensors one after another. Source:
+https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BLOCK = 1 << 20
 
 
 class ByteRun(NamedTuple):
-    """Neighbouring bytes: where they begin in the whole tensor, in the part, and how many."""
+    """A run of bytes: its place in the whole tensor, its place in the part, and its length."""
 
     whole: int
     part: int
@@ -52,10 +52,10 @@ class ByteRun(NamedTuple):
 
 
 def runs(shape: tuple[int, ...], itemsize: int, cut: Region | None) -> Iterator[ByteRun]:
-    """Yields the bytes of a part in their order.
+    """Yields the byte ranges of a part in their order.
 
     Args:
-        shape: Of the whole tensor.
+        shape: The shape of the whole tensor.
         itemsize: Bytes of one element.
         cut: The part; None for the whole tensor.
     """
@@ -69,7 +69,7 @@ def runs(shape: tuple[int, ...], itemsize: int, cut: Region | None) -> Iterator[
 
 
 def is_whole(cuts: Sequence[Region | None], shape: tuple[int, ...]) -> bool:
-    """Whether parts, in their order, are together the whole of a tensor, and none of it twice."""
+    """Whether parts, in their order, make up the whole of a tensor without overlap."""
     if list(cuts) == [None]:
         return True
     end, axes = 0, set()
@@ -84,18 +84,18 @@ def is_whole(cuts: Sequence[Region | None], shape: tuple[int, ...]) -> bool:
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, and the place in the file where it begins."""
+    """A tensor, and the offset in its file."""
 
     tensor: Described
     begin: int
 
 
 class Layout(NamedTuple):
-    """A file before anything is written.
+    """The header and the offsets of a file.
 
     Attributes:
         header: Its first bytes, up to the first tensor.
-        tensors: What stands where, by name.
+        tensors: The tensors with their offsets, by name.
         size: Bytes of the file.
     """
 
@@ -105,11 +105,11 @@ class Layout(NamedTuple):
 
 
 def laid_out(tensors: Mapping[str, Described], made_for: str = "pd") -> Layout:
-    """Returns the file that holds ``tensors``, those with the largest elements first.
+    """Returns the layout of a file for ``tensors``, those with the largest elements first.
 
     Args:
-        tensors: What it is to hold, by name.
-        made_for: The library that its tensors are of, which some readers ask for.
+        tensors: Dtype and shape of each tensor, by name.
+        made_for: The code of the library, ``"pd"`` for Paddle, which some readers ask for.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     entries: dict[str, object] = {"__metadata__": {"format": made_for}}
@@ -126,7 +126,7 @@ def laid_out(tensors: Mapping[str, Described], made_for: str = "pd") -> Layout:
 
 
 def read_layout(path: Path) -> Layout:
-    """Reads what a file says that it holds, and makes sure that it has room for that.
+    """Reads the header of a file, and checks that its tensors fill the file exactly.
 
     Raises:
         CheckpointError: It is no safetensors file, it ends early, or its tensors do not fill it.
@@ -184,7 +184,7 @@ def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def damaged(path: Path, got: str) -> CheckpointError:
-    """Returns the error of a file that is not as it was written."""
+    """Returns the error that says that a file is damaged."""
     return CheckpointError(
         f"{path.name} is damaged",
         where=str(path),
@@ -194,10 +194,10 @@ def damaged(path: Path, got: str) -> CheckpointError:
 
 
 def write(file: FileIO, stored: Stored, cut: Region | None, values: memoryview) -> None:
-    """Writes a part of a tensor where it belongs in an open file.
+    """Writes a part of a tensor to its place in an open file.
 
     Args:
-        file: Open for writing, without a buffer.
+        file: The file, open for writing without a buffer.
         stored: The whole tensor.
         cut: The part; None for the whole tensor.
         values: Its bytes.
@@ -208,7 +208,7 @@ def write(file: FileIO, stored: Stored, cut: Region | None, values: memoryview) 
 
 
 def write_at(file: FileIO, offset: int, values: memoryview | bytes) -> None:
-    """Writes all of ``values``: the system may take less at a time."""
+    """Writes all of ``values``, also if the system takes less at a time."""
     file.seek(offset)
     rest = memoryview(values)
     while rest:
@@ -216,10 +216,10 @@ def write_at(file: FileIO, offset: int, values: memoryview | bytes) -> None:
 
 
 def read(file: FileIO, stored: Stored, cut: Region | None, memory: memoryview) -> None:
-    """Reads a part of a tensor into ``memory``, and no other bytes; as :func:`write`.
+    """Reads a part of a tensor into ``memory``; the arguments are those of :func:`write`.
 
     Raises:
-        EOFError: The file ends before.
+        EOFError: The file ends too early.
     """
     tensor, begin = stored
     for run in runs(tensor.shape, tensor.itemsize, cut):
@@ -236,7 +236,7 @@ def _read_at(file: FileIO, offset: int, memory: memoryview) -> None:
 
 
 def checksum(values: Iterable[memoryview | bytes]) -> int:
-    """Returns the CRC-32 of some bytes, one behind another."""
+    """Returns the CRC-32 of blocks of bytes, one after another."""
     value = 0
     for block in values:
         value = zlib.crc32(block, value)
@@ -244,10 +244,10 @@ def checksum(values: Iterable[memoryview | bytes]) -> int:
 
 
 def stored_checksum(file: FileIO, stored: Stored, cut: Region | None) -> int:
-    """Returns the CRC-32 of a part of a tensor as it stands in an open file.
+    """Returns the CRC-32 of a part of a tensor in an open file.
 
     Raises:
-        EOFError: The file ends before.
+        EOFError: The file ends too early.
     """
     tensor, begin = stored
     buffer, value = memoryview(bytearray(_BLOCK)), 0

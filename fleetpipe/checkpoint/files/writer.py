@@ -1,7 +1,7 @@
-"""Writes what one rank writes of a checkpoint, and ends the draft when all ranks have.
+"""Writes one rank's parts of a checkpoint; the last rank publishes it.
 
-Each rank writes its parts and then a report, of checksums. Whoever finds all reports there, the
-last one, writes the manifest and publishes the draft: nobody has to wait for anybody.
+Each rank writes its parts and then a report of their checksums. The rank that finds all reports
+there is the last one: it writes the manifest and publishes the draft, so that no rank waits.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ BytesOf = Callable[[TensorName], memoryview]
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one rank has to do for a checkpoint.
+    """The task of one rank for a checkpoint.
 
     Attributes:
         retention: The folder of the run, and which steps are kept there.
-        draft: Where this step is written.
-        plan: What stands where, and who writes it.
-        rank: This rank of the job.
-        ranks: Ranks of the job.
-        manifest: The manifest, as far as it is known before anything is written.
+        draft: The folder in which this step is written.
+        plan: The files, and the writer of each part.
+        rank: The number of this rank in the job.
+        ranks: Number of ranks of the job.
+        manifest: The manifest, still without tensors.
         texts: Further files by name; rank 0 writes them.
     """
 
@@ -58,10 +58,10 @@ class Assignment:
 
 
 class Writing:
-    """What this rank writes of a step, in a thread or at once."""
+    """The writing of one rank's task, in a thread or at once."""
 
     def __init__(self, task: Assignment, bytes_of: BytesOf) -> None:
-        """Describes it.
+        """Prepares the task, and writes nothing yet.
 
         Args:
             task: What to write.
@@ -74,37 +74,37 @@ class Writing:
 
     @property
     def running(self) -> bool:
-        """Whether the thread has not come to its end."""
+        """Whether the thread is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Writes in a thread, which the process waits for before it ends."""
+        """Writes in a thread, which the process waits for before it exits."""
         self._thread = threading.Thread(target=self._run_aside, name="fleetpipe checkpoint writer")
         self._thread.start()
 
     def _run_aside(self) -> None:
-        """Writes while those who train have nothing to compute, as far as they leave time."""
+        """Writes at low priority, while the training leaves processor time."""
         systems.lower_priority(_NICE)
         self.run()
 
     def run(self) -> None:
-        """Writes."""
+        """Writes, and stores an error for :meth:`end`."""
         try:
             write(self.task, self._bytes_of)
         except Exception as error:  # told to all ranks by settle
             self._error = error
 
     def run_with(self, ranks: Ranks, elsewhere: Sequence[int]) -> None:
-        """Writes, and rank 0 what the ranks hold that do not see its folder. Collective.
+        """Writes; rank 0 also writes the parts of ranks that do not see its folder. Collective.
 
         Args:
-            ranks: All of them.
-            elsewhere: Those, as on storage that hosts do not share. They send rank 0 their parts,
-                of which it has one rank's in memory at a time.
+            ranks: All ranks of the job.
+            elsewhere: The ranks that do not see it, as hosts without shared storage. They send rank
+                0 their parts, of which it has one rank's in memory at a time.
 
         Raises:
-            PeerFailed: Some rank died.
-            PipelineTimeout: Some rank did not come within the limit.
+            PeerFailed: A rank died.
+            PipelineTimeout: A rank did not arrive within the limit.
         """
         if ranks.rank in elsewhere:
             ranks.give(self._bytes_of(name) for name, _, _ in self.task.plan.parts_of(ranks.rank))
@@ -117,7 +117,7 @@ class Writing:
             self._error = self._error or of_rank._error
 
     def end(self) -> None:
-        """Waits for the thread, as long as the disk takes, and raises what it could not do."""
+        """Waits for the thread without a limit, and raises the error that it had."""
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -125,7 +125,7 @@ class Writing:
 
 
 def bytes_in(held: Mapping[TensorName, Held]) -> BytesOf:
-    """Returns what reads tensors where they lie, by name."""
+    """Returns a function that returns a tensor's bytes by its name."""
     return lambda name: host_memory.bytes_of(held[name])
 
 
@@ -137,7 +137,7 @@ def write(task: Assignment, bytes_of: BytesOf) -> None:
         bytes_of: Returns the bytes of this rank's part of a tensor, by its name.
 
     Raises:
-        OSError: The disk is full, or fails otherwise; the draft stays, and is nothing to readers.
+        OSError: The disk is full, or fails otherwise; the draft stays, which readers ignore.
     """
     checksums: dict[str, dict[str, list[Any]]] = {}
     with ExitStack() as files:
@@ -172,7 +172,7 @@ def _report(draft: Path, rank: int) -> Path:
 
 
 def _end(task: Assignment) -> None:
-    """Publishes the step, where this rank is the one that finds everything there."""
+    """Publishes the step if all ranks' reports are there."""
     reports = [_report(task.draft, rank) for rank in range(task.ranks)]
     try:
         if not all(report.exists() for report in reports):
@@ -218,7 +218,7 @@ def _entries(
 
 
 def described_files(plan: FilePlan, texts: Mapping[str, str]) -> dict[str, Whole]:
-    """Returns what the manifest says of each file."""
+    """Returns size and checksum of each file for the manifest."""
     files = {
         name: Whole(layout.size, tensors.checksum([layout.header]))
         for name, layout in plan.files.items()
