@@ -1,4 +1,4 @@
-"""What happens between a forward and the last gradient: recompute, and backward split into I and W.
+"""The work between a forward and the last gradient: recompute, and backward split into I and W.
 
 Start with ``recompute.py`` for the first and ``split.py`` for the second.
 """

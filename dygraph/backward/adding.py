@@ -1,7 +1,7 @@
-"""Adds gradients that waited to those that the parameters have.
+"""Adds delayed gradients to the gradients that the parameters have.
 
-The first of a batch goes through autograd, and so does every one that a hook wants to see; the rest
-is added where the sum lies, which saves autograd's round for each layer and micro-batch.
+The first gradient of a batch goes through autograd, and so does every one that a hook watches. The
+others are added to the sum in place, which saves a run of autograd for each layer and micro-batch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS, number_of_hook, ru
 
 
 class Sums:
-    """The gradients of parameters, as they grow in one batch."""
+    """Adds up the gradients of parameters over one batch."""
 
     def __init__(self) -> None:
         #: The parameters that have one, by id.
         self.begun: set[int] = set()
 
     def end(self) -> None:
-        """Forgets the batch: Paddle's ``clear_grad`` leaves zeros that it replaces, not adds to."""
+        """Ends the batch: the next gradients must replace zeros that ``clear_grad`` may leave."""
         self.begun.clear()
 
     def add(self, grads: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Adds gradients to their parameters, hooks included; autograd is off meanwhile.
+        """Adds gradients to their parameters and runs hooks; autograd must be off.
 
         Args:
             grads: Parameters and gradients, each parameter once.
@@ -56,10 +56,10 @@ class Sums:
 
 @cache
 def token(stop_gradient: bool = True) -> Tensor:
-    """Returns what crosses autograd where no value does.
+    """Returns the tensor that crosses autograd in the place of a value.
 
-    It is made when a backward needs it: with the first operation of a process Paddle takes some
-    hundreds of megabytes of a GPU, and commands that only import this need none.
+    It is made only when a backward needs it: the first operation of a process allocates some
+    hundreds of megabytes on a GPU, and commands that only import this module need none.
     """
     made = paddle.zeros([1], "float32")
     made.stop_gradient = stop_gradient
@@ -67,7 +67,7 @@ def token(stop_gradient: bool = True) -> Tensor:
 
 
 class _Sum(paddle.autograd.PyLayer):
-    """Adds gradients to parameters as autograd does, which copies those that it is started with."""
+    """Adds gradients to parameters by autograd, without the copies that ``backward()`` makes."""
 
     @staticmethod
     def forward(ctx: Context, handed: _Handed, *_parameters: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class _Sum(paddle.autograd.PyLayer):
 
 
 class _Handed:
-    """Gradients, where Paddle does not see them: of a list it would take each for an input."""
+    """Holds gradients out of Paddle's sight, which would take each in a list for an input."""
 
     def __init__(self, grads: list[Tensor]) -> None:
         self.grads = grads
@@ -100,16 +100,16 @@ _own_hooks: dict[int, int] = {}
 
 
 def count_own_hook(parameter: Tensor) -> None:
-    """Says that a hook on the gradient of ``parameter`` is gone, which fleetpipe had put there."""
+    """Counts a hook of fleetpipe's on the gradient of ``parameter`` that is removed again."""
     if id(parameter) not in _own_hooks:
         weakref.finalize(parameter, _own_hooks.pop, id(parameter), None)
     _own_hooks[id(parameter)] = _own_hooks.get(id(parameter), 0) + 1
 
 
 def is_watched(parameter: Tensor) -> bool:
-    """Whether anybody but fleetpipe ever put a hook on the gradient of ``parameter``.
+    """Whether a hook was ever put on the gradient of ``parameter`` by other code than fleetpipe's.
 
-    Paddle numbers the hooks of a parameter and tells nothing else of them.
+    Paddle only numbers the hooks of a parameter, and fleetpipe counts its own.
     """
     count_own_hook(parameter)
     return number_of_hook(parameter) != _own_hooks[id(parameter)] - 1

@@ -1,4 +1,4 @@
-"""What layers leave things in beside their output: lists, dicts, sets and objects."""
+"""Containers in which layers may leave values besides their output: lists, dicts, sets, objects."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CONTAINERS = (list, dict, set, deque)
 
 
 def content_of(container: Any) -> Any:
-    """Returns what a container holds, for :func:`refill`."""
+    """Returns a copy of a container's content, for :func:`refill`."""
     return container.copy() if container else ()
 
 
 def refill(container: Any, content: Any) -> None:
-    """Has a container hold what it held."""
+    """Replaces a container's content, in place, if it has changed."""
     same = len(container) == len(content) and all(map(is_, container, content))
     if same and isinstance(container, dict) and content:
         same = all(map(is_, container.values(), content.values()))
@@ -34,10 +34,10 @@ def refill(container: Any, content: Any) -> None:
 
 
 def holders(layers: Collection[Layer], functions: Iterable[object]) -> Iterator[Any]:
-    """Yields containers that layers and functions name, and the attributes of objects.
+    """Yields containers that layers and functions name, and the attribute dicts of objects.
 
-    Those that their forwards, hooks, methods and helpers name are meant, and what helpers call
-    is not: a walk through all that code can reach would have no end.
+    Names in forwards, hooks, methods and helper functions count; functions that helpers call are
+    not searched, since a walk through all that code can reach would have no end.
     """
     classes = {type(layer) for layer in layers if not is_of_library(type(layer))}
     hooks = (hook for layer in layers for table in forward_hooks(layer) for hook in table.values())
@@ -57,7 +57,7 @@ def holders(layers: Collection[Layer], functions: Iterable[object]) -> Iterator[
 
 
 def _in(value: Any, names: frozenset[str]) -> Iterator[Any]:
-    """Yields a container itself, or what there is of an object or a class of the user's."""
+    """Yields a container itself, or the containers in a user's object or class."""
     if isinstance(value, CONTAINERS):
         yield value
         return

@@ -1,9 +1,9 @@
-"""Where a pipeline adds gradients up in another order than one graph of the whole model does.
+"""Finds stages in which a pipeline adds gradients in another order than one graph of the model.
 
-Autograd adds the gradients of a tensor up as they arrive. A stage that hands on one tensor gets its
-gradient whole, as it would be there. A stage that hands on several gets those all at once, while in
-one graph they come one after another, and others that do not cross come between: where three or
-more meet, the sum may have another last bit.
+Autograd adds the gradients of a tensor up as they arrive. A stage that sends one tensor gets its
+gradient as one sum, equal to that in one graph. A stage that sends several tensors gets all their
+gradients at once, while in one graph they come one after another, with gradients from within the
+stage in between. If three or more gradients meet in a tensor, the sum may differ in its last bit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Plain = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Meeting(NamedTuple):
-    """A tensor of a stage, and where its gradients come from.
+    """A tensor of a stage, and the origins of the gradients that are added in it.
 
     Attributes:
-        edges: Gradients from operations of the stage.
-        outputs: Which of the stage's outputs it is itself.
-        ways: Which of the outputs lead to it.
+        edges: The number of gradients from operations of the stage.
+        outputs: The numbers of the stage's outputs that are this tensor.
+        ways: The numbers of the outputs whose backward reaches this tensor.
     """
 
     edges: int
@@ -34,33 +34,33 @@ class Meeting(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """The graph of a stage, as far as the order of sums depends on other stages.
+    """The parts of a stage's graph in which the order of sums depends on other stages.
 
     Attributes:
-        received: The tensors that it received and that need a gradient.
-        joined: The tensors and parameters to which several outputs lead and in which three
-            gradients may meet; of several alike one.
+        received: The received tensors that need a gradient.
+        joined: The tensors and parameters that the backward of several outputs reaches and in which
+            three gradients may meet; equal ones appear once.
     """
 
     received: tuple[Meeting, ...]
     joined: tuple[Meeting, ...]
 
     def plain(self) -> list[list[Plain]]:
-        """Returns it in a form that crosses between ranks."""
+        """Returns the crossing as lists and tuples, to send to other ranks."""
         return [[(part.edges, part.outputs, part.ways) for part in parts] for parts in self]
 
     @classmethod
     def from_plain(cls, parts: list[list[Plain]]) -> Crossing:
-        """Reads what :meth:`plain` returned."""
+        """Builds a crossing from the result of :meth:`plain`."""
         return cls(*(tuple(Meeting(*part) for part in some) for some in parts))
 
 
 def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossing:
-    """Follows the graph of a stage whose backward has run.
+    """Walks the graph of a stage whose backward has run, and returns its crossing.
 
     Args:
-        received: The tensors that the stage received and that need a gradient.
-        outputs: Those that it handed on, or its loss.
+        received: The received tensors that need a gradient.
+        outputs: The tensors that the stage sent, or its loss.
     """
     roots = [tensor.grad_fn for tensor in outputs]
     # Paddle never lets go of a node that Python has asked for: backward has emptied these.
@@ -91,10 +91,10 @@ def crossing_of(received: Sequence[Tensor], outputs: Sequence[Tensor]) -> Crossi
 
 
 def reordered(crossings: Mapping[int, Crossing]) -> list[int]:
-    """Returns the stages that may add gradients up in another order than one graph does.
+    """Returns the stages that may add gradients in another order than one graph of the model.
 
     Args:
-        crossings: Of all stages of a chain.
+        crossings: The crossings of all stages of a chain, by stage.
     """
     stages = []
     # By output of the stage: how many gradients of one graph its own is the sum of.

@@ -1,4 +1,4 @@
-"""What a split backward did: which gradients waited for W, which did not, and why."""
+"""Reports which gradients a split backward delayed until W, which not, and why."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LayersOf = Callable[[int], Mapping[int, Layer]]
 
 
 class Deferral(NamedTuple):
-    """Where a parameter got its gradient.
+    """In which actions a parameter's gradient was computed and added.
 
     Attributes:
         name: The parameter's name in the whole model.
-        computed: "W", or "I" where all or part of the gradient was computed with the inputs'.
-        added: "W", or "I" where all or part of it was added to the parameter's ``grad`` there.
-        reason: Why anything was done in I; "" where nothing was.
+        computed: "W", or "I" if all or part of the gradient was computed with those of inputs.
+        added: "W", or "I" if all or part of it was added to the parameter's ``grad`` in I.
+        reason: Why any part was done in I; "" if none was.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Deferral(NamedTuple):
 
 @dataclass(frozen=True)
 class DeferralReport:
-    """What the split backward of this process's stages did; ``str()`` is a table.
+    """What the split backward of this process's stages delayed; ``str()`` is a table.
 
     Attributes:
-        schedule: Name of the schedule.
-        parameters: The trainable parameters of the stages, as found in the first batch. Empty
-            where the schedule splits no backward, and before the first batch.
+        schedule: The name of the schedule.
+        parameters: The trainable parameters of the stages, as observed in the first batch. Empty
+            before the first batch, and if the schedule splits no backward.
     """
 
     schedule: str
@@ -71,7 +71,7 @@ class DeferralReport:
 
 
 class GradientArrivals:
-    """In which action each parameter gets its gradient, by hooks that the first batch has."""
+    """Records by hooks, in the first batch, in which action each parameter gets its gradient."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, set[str]] = {}
@@ -82,7 +82,7 @@ class GradientArrivals:
         self._open = True
 
     def stop(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         self._open = False
         for parameter, handle in self._handles:
             handle.remove()
@@ -90,7 +90,7 @@ class GradientArrivals:
         self._handles.clear()
 
     def during(self, stage: int, kind: str, layers_of: LayersOf) -> AbstractContextManager[None]:
-        """Notes the gradients that arrive while the context is open as those of an action."""
+        """While it is open, gradients that arrive are recorded for an action of a stage."""
         return self._noting(stage, kind, layers_of) if self._open else nullcontext()
 
     @contextmanager
@@ -109,7 +109,7 @@ class GradientArrivals:
             self._kind = ""
 
     def deferrals(self, leaves: Mapping[int, Iterable[Leaf]]) -> tuple[Deferral, ...]:
-        """Returns what was seen, in the order of the model."""
+        """Returns the records, in the order of the model."""
         owners = {
             id(p): leaf for stage in leaves.values() for leaf in stage for p in leaf.parameters
         }
@@ -119,7 +119,7 @@ class GradientArrivals:
         )
 
     def halves(self) -> set[int]:
-        """Returns the ids of the parameters that got a part of their gradient in I and one in W."""
+        """Returns the ids of the parameters that got part of their gradient in I and part in W."""
         return {id(self._parameters[name]) for name, kinds in self._kinds.items() if len(kinds) > 1}
 
     def _hook(self, name: str, parameter: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Other forwards of some layers while a stage runs."""
+"""Replaces the forwards of some layers while a stage runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MISSING = object()
 
 
 class _Replacement:
-    """Other forwards of some layers, for a while."""
+    """Replaces the forwards of some layers, and restores them."""
 
     def __init__(self, forwards: Iterable[tuple[Layer, Forward]]) -> None:
         self._forwards = list(forwards)
@@ -29,7 +29,7 @@ class _Replacement:
             layer.__dict__["forward"] = forward
 
     def require_in_place(self) -> None:
-        """Refuses another forward of a layer that came meanwhile, and would be gone."""
+        """Refuses a forward that the user has set meanwhile, since restoring would remove it."""
         for layer, forward in self._forwards:
             if layer.__dict__.get("forward", forward) is not forward:
                 raise ConfigError(
@@ -48,7 +48,7 @@ class _Replacement:
 
 @contextmanager
 def with_forwards(forwards: Iterable[tuple[Layer, Forward]]) -> Iterator[None]:
-    """While it is open, each layer has another forward."""
+    """While it is open, each layer runs the given forward."""
     replacement = _Replacement(forwards)
     changes.append(replacement)
     try:

@@ -1,4 +1,4 @@
-"""What layers are before a call, and how they become so again for a second one."""
+"""Stores the state of layers before a call, and restores it for a second one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Copies = MutableMapping[tuple[int, str], Tensor]
 
 
 class _Slot(NamedTuple):
-    """A buffer, or a statistic among the parameters: a layer's table, the name in it, a copy."""
+    """A copy of a buffer, or of a statistic among the parameters, and its place in a layer."""
 
     table: dict[str, Any]
     name: str
@@ -35,17 +35,17 @@ class _Slot(NamedTuple):
 
 
 class LayerStates:
-    """The attributes, buffers and statistics of layers as they are at one time.
+    """The attributes, buffers and statistics of layers at one moment.
 
-    Lists, dicts and sets among the attributes get back what they held, but no deeper ones.
+    The content of lists, dicts and sets among the attributes is restored, but not of nested ones.
     """
 
     def __init__(self, layers: Collection[Layer], copies: Copies) -> None:
-        """Takes them down.
+        """Stores the current state.
 
         Args:
             layers: The layers.
-            copies: Those of earlier calls, which gets more.
+            copies: Buffer copies of earlier calls, to share; new ones are added.
         """
         self._layers = layers
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -68,10 +68,10 @@ class LayerStates:
 
     @contextmanager
     def put_back(self, functions: Iterable[object]) -> Iterator[None]:
-        """While it is open, the layers are what they were, with copies of their buffers.
+        """While it is open, the layers have the stored state, with copies of their buffers.
 
-        In the end they are what they were before, and so is what else they, and ``functions``,
-        leave things in.
+        At the end they get back the state from before, and so do the containers that they, or
+        ``functions``, may write to.
         """
         now = [table.copy() for table, _ in self._tables]
         held = (*(container for container, _ in self._contents), *holders(self._layers, functions))
@@ -99,7 +99,7 @@ class LayerStates:
 def model_kept(
     layers: Collection[Layer], parameters: Collection[Tensor], functions: Iterable[object] = ()
 ) -> Iterator[None]:
-    """Puts gradients, and what there is in layers beside their weights, back in the end."""
+    """At its end, restores gradients and the state of layers, but not their weights."""
     gradients = [(p, copy_of(g)) for p in parameters if (g := gradient_of(p)) is not None]
     try:
         with LayerStates(layers, {}).put_back(functions):
@@ -129,5 +129,5 @@ def _is_same(copy: Tensor, tensor: Tensor) -> bool:
 
 
 def _is_computed(value: object) -> bool:
-    """Whether it is a tensor of a graph, as the weight that ``weight_norm`` computes."""
+    """Whether a value is a tensor of a graph, like the weight that ``weight_norm`` computes."""
     return isinstance(value, paddle.Tensor) and not value.stop_gradient

@@ -1,18 +1,18 @@
-"""The layers whose weight gradients can wait, and how their graphs are found out.
+"""Leaf layers: which have weight gradients that can wait, and how this is found out.
 
-A leaf layer owns parameters, and none of its sublayers does. Those of Paddle's in ``WAITING`` can
-wait: what they compute depends on their arguments and parameters alone, and they keep nothing. Any
-other forward may take another way in each call, by a flag, by its data or by a draw, and may keep a
-tensor beside what it returns. So it runs as it is, once, and all of its gradients come in I.
+A leaf layer owns parameters, and none of its sublayers does. The leaf layers of Paddle in
+``WAITING`` can wait: they compute from their arguments and parameters alone, and store nothing. Any
+other forward may do something different in each call, depending on a flag, on data or on a random
+draw, and may store a tensor besides its output. So it runs unchanged, once, and all of its
+gradients are computed in I.
 
-How the graph of a layer that can wait looks is found out in a call whose result is thrown away,
-once for each situation: which tensors need a gradient decides which operations Paddle runs
-backward.
+The graph of a layer that can wait is inspected in a call whose result is thrown away, once for each
+situation: which tensors need a gradient decides which operations Paddle runs backward.
 
-Some of Paddle's kernels cannot give a part of their gradients: asked for the input's alone,
-layer_norm forgets its weight on CPU, batch_norm computes something else where a channel has one
-value, and prelu crashes. A layer that uses any but the kernels in ``DIVISIBLE``, as one may on a
-GPU, stays as it is too.
+Some of Paddle's kernels cannot compute only a part of their gradients: for the input's alone,
+layer_norm forgets its weight on CPU, batch_norm computes something else if a channel has one
+value, and prelu crashes. A layer that uses a kernel outside of ``DIVISIBLE``, as may happen on a
+GPU, runs unchanged, too.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ Situation = tuple[int, tuple[bool, ...]]
 
 
 class CannotWait(Exception):
-    """Why the weight gradients of a call cannot wait."""
+    """Says why the weight gradients of a call cannot wait."""
 
 
 class Nature(NamedTuple):
     """The properties of a leaf layer's calls in which the same tensors need a gradient.
 
     Attributes:
-        divisible: Whether gradients of inputs and parameters can be computed apart.
+        divisible: Whether the gradients of inputs and parameters can be computed separately.
         reached: For each input that needs a gradient, in order, whether the outputs depend on it.
-        depth: Operations one after another from the outputs to the inputs, at most.
-        straight: Whether these are all that lie between one output and one input.
+        depth: The number of operations on the longest path from the outputs to the inputs.
+        straight: Whether there is only one path, from one output to one input.
     """
 
     divisible: bool = True
@@ -90,19 +90,21 @@ class Nature(NamedTuple):
 
 
 class Leaf:
-    """A leaf layer and what is known of it.
+    """A leaf layer and the facts about its calls.
 
     Attributes:
         layer: The layer.
         name: Its path in the whole model.
-        natures: What was found out about its calls, by their :func:`situation`.
-        uncut: Why some of its calls could not wait, where that was plain without looking.
-        divisible: Whether gradients of inputs and parameters could be computed apart in every call.
-        static: Whether its forward becomes a part of a static graph, as all around it would.
+        natures: The properties of its calls, by their :func:`situation`.
+        uncut: Why some of its calls could not wait, if this was clear without an inspection.
+        divisible: Whether the gradients of inputs and parameters can be computed separately in all
+            calls so far.
+        static: Whether its forward becomes a part of a static graph, in which it must not be
+            replaced.
     """
 
     def __init__(self, layer: Layer, name: str) -> None:
-        """Describes ``layer`` under its path in the whole model."""
+        """Creates a leaf; ``name`` is the layer's path in the whole model."""
         self.layer = layer
         self.name = name
         self.natures: dict[Situation, Nature] = {}
@@ -112,17 +114,17 @@ class Leaf:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that the layer has now, each once."""
+        """The layer's current parameters, each once."""
         owned = parameters_in(self.layer).values()
         return list({id(tensor): tensor for tensor in owned if tensor is not None}.values())
 
     @property
     def waits(self) -> bool:
-        """Whether the gradients of calls can wait, as far as the layer and earlier calls show."""
+        """Whether the gradients of calls can wait, judging by the layer and earlier calls."""
         return self.divisible and not self.static and can_wait(self.layer)
 
     def learn(self, key: Situation, nature: Nature) -> None:
-        """Notes what was found out about the calls of a :func:`situation`."""
+        """Stores the properties of the calls of a :func:`situation`."""
         self.natures[key] = nature
         self.divisible &= nature.divisible
 
@@ -138,24 +140,19 @@ class Leaf:
 
 
 def situation(taken: Sequence[Tensor], parameters: Sequence[Tensor]) -> Situation:
-    """Returns what decides which operations Paddle runs backward.
-
-    Args:
-        taken: The tensors that a call takes.
-        parameters: Those of the layer.
-    """
+    """Returns the facts about a call that decide which operations Paddle runs backward."""
     return len(taken), tuple([not tensor.stop_gradient for tensor in (*taken, *parameters)])
 
 
 def is_of_a_library(forward: Callable[..., Nest]) -> bool:
-    """Whether a forward was written in Paddle, or here."""
+    """Whether a forward was written in Paddle or in fleetpipe."""
     # Not __module__: a function that wraps another has the other's.
     module: str = getattr(forward, "__globals__", {}).get("__name__", "")
     return module.partition(".")[0] in ("paddle", "fleetpipe")
 
 
 def can_wait(layer: Layer) -> bool:
-    """Whether ``layer`` computes what a layer in ``WAITING`` does."""
+    """Whether ``layer`` computes the same as a layer in ``WAITING``."""
     kind: Any = type(layer)
     plain = "forward" not in vars(layer) and is_of_a_library(kind.forward)
     return plain and _is_waiting(kind, kind.forward)
@@ -181,13 +178,9 @@ def _is_waiting(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
 
 
 def has_parameters_alone(layer: Layer, parameters: Iterable[Tensor]) -> bool:
-    """Whether a layer that can wait uses nothing now but its parameters, and these end the graph.
+    """Whether a layer that can wait uses no tensor but its parameters, and these are graph leaves.
 
-    The weights of others are computed of these, as ``weight_norm`` does before each call.
-
-    Args:
-        layer: The layer.
-        parameters: Its own.
+    Otherwise its weight may be computed from others, as ``weight_norm`` does before each call.
     """
     plain = not buffers_in(layer) and _TENSORS.isdisjoint(map(type, vars(layer).values()))
     return plain and all(parameter.is_leaf for parameter in parameters)
@@ -215,16 +208,10 @@ def examine(
     args: tuple[Nest, ...],
     named: dict[str, Nest],
 ) -> Nature:
-    """Finds out about the calls of a layer that can wait and that are like this one.
-
-    Args:
-        parameters: Those of the layer.
-        forward: Its forward.
-        args: Positional arguments of the call.
-        named: Keyword arguments of it.
+    """Finds out the properties of calls like this one of a layer that can wait.
 
     Raises:
-        Exception: What the call raises.
+        Exception: The call itself raises it.
     """
     # Paddle never lets go of a node that Python has asked for: it must hold no tensors.
     unsaved = paddle.autograd.saved_tensors_hooks(_nothing, _nothing)
@@ -251,11 +238,11 @@ def examine(
 def _ways_to(
     ends: set[GradNode], below: Mapping[GradNode, Sequence[GradNode]]
 ) -> dict[GradNode, tuple[int, int]]:
-    """Returns, for each node that leads to ``ends``, the longest way there and how many there are.
+    """Returns the longest path to ``ends`` from each node, and the number of such paths.
 
     Args:
-        ends: Nodes.
-        below: What each of the other nodes leads to.
+        ends: The nodes at which paths end.
+        below: The successors of each of the other nodes.
     """
     ways = dict.fromkeys(ends, (0, 1))
     waiting = list(below)
@@ -275,7 +262,7 @@ def _ways_to(
 
 
 def nodes_of(roots: Iterable[GradNode], ends: set[GradNode]) -> set[GradNode]:
-    """Returns the nodes of a graph from ``roots`` to ``ends``, or to where it begins."""
+    """Returns the nodes of a graph from ``roots`` back to ``ends``, or to its leaves."""
     seen: set[GradNode] = set()
     stack = list(roots)
     while stack:
@@ -288,7 +275,7 @@ def nodes_of(roots: Iterable[GradNode], ends: set[GradNode]) -> set[GradNode]:
 
 
 def operands(node: GradNode) -> list[GradNode]:
-    """Returns the nodes to which a node of a graph hands gradients on."""
+    """Returns the nodes to which a node of a graph passes gradients."""
     # None stands for an operand that needs no gradient.
     return [other for other in node.next_functions if other is not None]
 
@@ -301,7 +288,7 @@ def tensors_in(value: Nest) -> list[Tensor]:
     """Returns the distinct tensors in nested tuples, lists and dicts, in order.
 
     Raises:
-        CannotWait: There is another object, which may hold tensors where they cannot be seen.
+        CannotWait: Another object is among them, which may hold tensors out of sight.
     """
     tensors: dict[int, Tensor] = {}
     for _, leaf in leaves(value, exact=True):

@@ -1,9 +1,9 @@
 """One call of a leaf layer, cut out of the graph around it, so that its weight gradient can wait.
 
-What the layer returns goes on through ``_Border``, whose backward asks the call for the gradients
-of the inputs alone and leaves the gradients of the outputs with it; W asks the call for the rest.
-This is the split of backward in Zero Bubble Pipeline Parallelism (arXiv:2401.10241; its B and W are
-I and W here) with nothing but ``PyLayer``.
+The output of the layer passes through ``_Border``. In backward, this asks the call for the
+gradients of its inputs alone, and the call keeps the gradients of its outputs; W asks the call for
+the weight gradients. This is the split of backward in Zero Bubble Pipeline Parallelism
+(arXiv:2401.10241; its B and W are I and W here) with nothing but ``PyLayer``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Call(ABC):
     """One call of a leaf layer."""
 
     def __init__(self, leaf: Leaf, parameters: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Begins where the forward has ended.
+        """Creates a call whose forward has run.
 
         Args:
             leaf: The layer.
@@ -51,23 +51,23 @@ class Call(ABC):
 
     @abstractmethod
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradients of all inputs, and stores what the parameters' gradients need.
+        """Returns the gradients of all inputs, and keeps what the weight gradients need.
 
         Args:
-            grads: The gradients of the outputs; None for one that nobody used.
+            grads: The gradients of the outputs; None for an unused one.
         """
 
     @abstractmethod
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the parameters that have a gradient, with it; lets go of what they needed."""
+        """Returns the parameters that have a gradient, each with it; frees what these needed."""
 
     def add_weight_grads(self, sums: Sums) -> None:
-        """Adds the gradients of the parameters to ``sums``; lets go of what they needed."""
+        """Adds the gradients of the parameters to ``sums``; frees what these needed."""
         sums.add(self.weight_grads())
 
 
 class Refusals:
-    """Why a backward failed in a border: Paddle wraps what a PyLayer raises."""
+    """Stores the error of a backward that failed in a border, since Paddle wraps such errors."""
 
     def __init__(self) -> None:
         self.error: FleetPipeError | None = None
@@ -76,7 +76,7 @@ class Refusals:
 
 
 class Tape:
-    """One micro-batch in a stage, from its forward to W."""
+    """The calls of one micro-batch in a stage, from its forward to W."""
 
     def __init__(self, refusals: Refusals) -> None:
         #: The calls whose input gradients have been computed.
@@ -89,7 +89,7 @@ class Tape:
 
 
 class _Border(paddle.autograd.PyLayer):
-    """Stands for a call of at most one operation in the graph around it."""
+    """Replaces the graph of a call of at most one operation, in the graph around it."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class _Border(paddle.autograd.PyLayer):
 
 
 class _Entry(paddle.autograd.PyLayer):
-    """The border of a longer call on the side of its inputs."""
+    """The border of a longer call at its inputs."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, tape: Tape, *_inputs: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class _Entry(paddle.autograd.PyLayer):
 
 
 class _Exit(paddle.autograd.PyLayer):
-    """The border of a longer call on the side of its outputs."""
+    """The border of a longer call at its outputs."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, _token: Tensor) -> Tensor:
@@ -131,11 +131,11 @@ class _Exit(paddle.autograd.PyLayer):
 
 
 def _entered(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
-    """Returns the gradients of a call's inputs, and notes that the rest can be asked for.
+    """Returns the gradients of a call's inputs, and records that W can compute the others.
 
     Raises:
-        ConfigError: It is the user who asks for them, in a forward or in the loss.
-        BoundaryError: The backward of another stage or micro-batch has come here.
+        ConfigError: The user's own code runs this backward, in a forward or in the loss.
+        BoundaryError: The backward of another stage or micro-batch has reached this call.
     """
     if not tape.in_backward:
         # Paddle leaves gradients off where a backward fails.
@@ -158,17 +158,17 @@ def _computed_within(leaf: Leaf) -> ConfigError:
 
 
 def bordered(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Puts a call into the graph around it, as far from its outputs to its inputs as ``depth``.
+    """Puts a call into the graph around it, as ``depth`` nodes between its outputs and inputs.
 
-    Autograd runs the operations that are ready in the order in which they became so, and adds up
-    gradients as they arrive. With as many nodes in its place as a call has operations, what others
-    add to the gradients of its inputs comes before or after its own as it would without a border.
+    Autograd runs operations in the order in which they become ready, and adds up gradients as they
+    arrive. If a call has as many nodes as it has operations, its gradients and those of other
+    operations are added to the gradients of its inputs in the same order as without a border.
 
     Args:
         call: The call.
-        tape: Takes it when its input gradients have been computed.
-        depth: Operations one after another from the outputs to the inputs.
-        entries: The tensors that it took whose gradients it has.
+        tape: Gets the call when its input gradients have been computed.
+        depth: The number of operations on the longest path from the outputs to the inputs.
+        entries: The tensors among its arguments whose gradients it computes.
 
     Returns:
         The outputs, connected to ``entries``.
@@ -194,12 +194,12 @@ _LARGE = 2**20
 
 
 class CallGraph(NamedTuple):
-    """What one call of a layer computes.
+    """The graph of one call of a layer.
 
     Attributes:
-        inputs: The stand-ins that the outputs depend on.
-        roots: Where backward starts: the outputs that have a gradient, or one tensor that stands
-            for the only one of them.
+        inputs: The stand-ins for arguments on which the outputs depend.
+        roots: The tensors that backward starts from: the outputs that have a gradient, or one
+            tensor that stands for a single large output.
     """
 
     inputs: list[Tensor]
@@ -207,7 +207,7 @@ class CallGraph(NamedTuple):
 
 
 class GraphCall(Call):
-    """A call as a little graph, from its inputs to its outputs."""
+    """A call that keeps a small graph of its own, from its inputs to its outputs."""
 
     def __init__(
         self,
@@ -216,14 +216,6 @@ class GraphCall(Call):
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        """Keeps the ends of the call's graph.
-
-        Args:
-            leaf: The layer.
-            parameters: The layer's trainable parameters.
-            inputs: The stand-ins that the outputs depend on.
-            outputs: The outputs that have a gradient.
-        """
         super().__init__(leaf, parameters, outputs)
         roots = list(outputs)
         self._stands = len(roots) == 1 and tensor_bytes(roots[0]) >= _LARGE
@@ -236,10 +228,10 @@ class GraphCall(Call):
         self._computed: Sequence[Tensor] | None = None
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradient of every input and keeps what the parameters' need.
+        """Returns the gradient of every input, and keeps what the weight gradients need.
 
         Args:
-            grads: The gradients of the outputs; None for one that nobody used.
+            grads: The gradients of the outputs; None for an unused one.
         """
         if self._graph is None:
             raise RuntimeError("backward ran twice through a call of a leaf layer")
@@ -257,7 +249,7 @@ class GraphCall(Call):
         ]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the parameters that have a gradient, with it; frees the graph."""
+        """Returns the parameters that have a gradient, each with it; frees the graph."""
         gradients = self._computed
         if gradients is None:
             gradients = self._gradients(self.parameters, retain_graph=False)
@@ -265,7 +257,7 @@ class GraphCall(Call):
         return [(p, grad) for p, grad in zip(self.parameters, gradients) if grad is not None]
 
     def _gradients(self, wanted: Sequence[Tensor], retain_graph: bool) -> list[Tensor]:
-        """Returns the gradient of each of ``wanted``, or None, from those of the outputs."""
+        """Computes the gradient of each of ``wanted``, or None, from the outputs' gradients."""
         roots = [] if self._graph is None else self._graph.roots
         used = [(root, grad) for root, grad in zip(roots, self.arrived) if grad is not None]
         if not used or not wanted:
@@ -283,7 +275,7 @@ class GraphCall(Call):
 
 
 class _Root(paddle.autograd.PyLayer):
-    """Stands at the end of a call's graph, and gives it the gradient that has arrived."""
+    """Replaces a large output at the end of a call's graph, and starts its backward."""
 
     @staticmethod
     def forward(ctx: Context, call: Call, _output: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Embeddings with large tables, whose gradients are added row by row, with the bits of the whole.
+"""Embeddings with large tables, whose gradients are added row by row, with the same bits.
 
-Paddle makes a gradient of the size of the table for each micro-batch and adds all of it: with
-50,000 rows of 256 numbers that takes longer than a block, for some hundred rows that are no zeros.
-What a micro-batch has of a row is summed as Paddle sums it, in a table of these rows alone, and
-added where the sum lies. To add zeros to the other rows changes no bit of them: the first gradient
-of a batch is added as a whole, and after that no number of the sum is -0.
+Paddle makes a gradient of the size of the table for each micro-batch and adds all of it. With
+50,000 rows of 256 numbers that takes longer than a block, though only some hundred rows are not
+zero. Here a micro-batch's gradients of a row are summed as Paddle sums them, in a table of these
+rows alone, and added to these rows of the sum. Adding zeros to the other rows would change no bit
+of them: the first gradient of a batch is added as a whole, and after that no number of the sum is
+-0.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _distinct: Callable[..., tuple[Tensor, Tensor]] = paddle.unique
 
 
 def has_large_table(layer: Layer) -> bool:
-    """Returns whether rows of the table of an Embedding take less time than all of it."""
+    """Whether single rows of an Embedding's table can be added, and faster than the whole."""
     # 2.6.2 has the first two alone.
     options = ("_padding_idx", "_sparse", "_max_norm", "_scale_grad_by_freq")
     values = [getattr(layer, name, None) for name in options]
@@ -43,13 +44,13 @@ def has_large_table(layer: Layer) -> bool:
 
 
 def summed(ids: Tensor, grad: Tensor, table: Tensor) -> Tensor:
-    """Returns the gradient of a table, which can be differentiated by ``grad``.
+    """Returns the gradient of a table, which can be differentiated with respect to ``grad``.
 
-    The rows are added to zeros one after another, as Paddle's kernel does, which is not called:
-    ``paddle.grad`` within a ``paddle.grad`` ends the process (3.3.1).
+    The rows are added to zeros one after another, as Paddle's kernel does. That is not called,
+    because ``paddle.grad`` within a ``paddle.grad`` ends the process (3.3.1).
 
     Args:
-        ids: Rows of it.
+        ids: The ids of rows.
         grad: The gradient of these rows, [.., width].
         table: The table, or one of its shape and dtype.
     """
@@ -58,12 +59,12 @@ def summed(ids: Tensor, grad: Tensor, table: Tensor) -> Tensor:
 
 
 def add_gradient(sums: Sums, weight: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """Adds the gradient of a table, in the rows that have one once there is a sum.
+    """Adds the gradient of a table; once there is a sum, only in the rows that have one.
 
     Args:
         sums: The gradients of the batch; autograd is off.
         weight: The table.
-        ids: Rows of it.
+        ids: The ids of rows.
         grad: The gradient of these rows, [.., width].
     """
     total = sums.total(weight)
@@ -81,15 +82,9 @@ def _add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
 
 
 class LookupCall(Call):
-    """A call of Embedding without a graph: it keeps the ids, and then the output's gradient."""
+    """A call of Embedding without a graph: it keeps the ids, and later the output's gradient."""
 
     def __init__(self, leaf: Leaf, ids: Tensor) -> None:
-        """Keeps what W needs.
-
-        Args:
-            leaf: The layer.
-            ids: What it is called with.
-        """
         self._weight = leaf.layer.weight
         super().__init__(leaf, [self._weight], ())
         # A copy: whoever has the ids may write into them before W.
@@ -100,10 +95,10 @@ class LookupCall(Call):
         return (look_up(self._ids, self._weight),)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Keeps the gradient of the output; ids have none.
+        """Stores the gradient of the output, and returns nothing: ids have no gradient.
 
         Args:
-            grads: The gradient of the output; None if nobody used it.
+            grads: The gradient of the output; None if it was unused.
         """
         self.arrived = grads
         return []
@@ -121,12 +116,6 @@ class LookupCall(Call):
 
 
 def looks_up(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]) -> bool:
-    """Returns whether a call of ``leaf`` can be a :class:`LookupCall`.
-
-    Args:
-        leaf: The layer.
-        forward: Its forward.
-        taken: The tensors that the call takes.
-    """
+    """Whether a call of ``leaf`` can be a :class:`LookupCall`."""
     plain = getattr(forward, "__func__", None) is paddle.nn.Embedding.forward
     return plain and has_large_table(leaf.layer) and bool(taken[0].size)

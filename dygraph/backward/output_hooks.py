@@ -1,7 +1,7 @@
-"""Hooks on the gradients of what a ``PyLayer`` returned: Paddle runs them and drops their results.
+"""Hooks on gradients of a ``PyLayer``'s outputs: Paddle runs them, but drops their results.
 
-So every hook that is put on a tensor comes by here. One on what a leaf layer's call returned is
-kept for the call's border to run; all others are Paddle's own.
+So every hook that is put on a tensor passes through here. A hook on the output of a leaf layer's
+call is stored, and the call's border runs it; all others go to Paddle.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class OutputHooks:
         self._hooks: dict[int, dict[int, Hook]] = {}
 
     def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Has hooks that are put on ``outputs`` from now on be kept here."""
+        """From now on, stores hooks that are put on ``outputs``."""
         for number, output in enumerate(outputs):
             _route(output, _Output(self._hooks, number, output.inplace_version))
 
     def changed(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns what the hooks make of the gradients of all outputs.
+        """Returns the gradients of all outputs after the hooks have changed them.
 
         Args:
-            grads: One for each output; None where nobody used it.
+            grads: One for each output; None for an unused one.
         """
         if not self._hooks:
             return grads
@@ -55,7 +55,7 @@ class OutputHooks:
 
 
 class _Output:
-    """The route of a call's output."""
+    """Stores the hooks of one output of a call."""
 
     def __init__(self, hooks: dict[int, dict[int, Hook]], number: int, version: int) -> None:
         self._all, self._number, self._version = hooks, number, version
@@ -74,7 +74,7 @@ class _Output:
         return self._all.get(self._number, {}).pop(number, None) is not None
 
     def _is_another(self, tensor: Tensor) -> bool:
-        """Whether it stands for what an operation in place made of it, whose hooks Paddle heeds."""
+        """Whether an operation in place has changed the tensor; then Paddle obeys its hooks."""
         return tensor.inplace_version != self._version and not is_made_by_pylayer(tensor)
 
 

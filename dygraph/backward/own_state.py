@@ -1,4 +1,4 @@
-"""What a forward and a backward that take turns have for themselves in their process."""
+"""The process state that a forward and a backward have to themselves if they run in turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleetpipe.paddle_api.device import used_here
 
 
 class Change(Protocol):
-    """Something of the process that is changed for a while."""
+    """A change of process-wide state that lasts for a while."""
 
     def begin(self) -> None:
         """Makes the change."""
@@ -27,13 +27,13 @@ changes: list[Change] = []
 
 
 class OwnState:
-    """Changes and random states; see :mod:`fleetpipe.mesh.turns`.
+    """Saves and restores changes and random states; see :mod:`fleetpipe.mesh.turns`.
 
-    Paddle has a thread's casts, device and switch of gradients for that thread alone.
+    Paddle keeps automatic casts, device and the gradient switch per thread.
     """
 
     def suspend(self) -> Callable[[], None]:
-        """Takes changes back, the last first; returns what makes them again, and draws on."""
+        """Undoes all changes, the last first; returns a function that resumes them."""
         made, states = changes[:], random_keys.suspend()
         changes.clear()
         for change in reversed(made):
@@ -48,7 +48,7 @@ class OwnState:
         return resume
 
     def inherited(self) -> AbstractContextManager[None]:
-        """Returns a context, of another thread, with the casts, device and gradients of here."""
+        """Returns a context to give another thread this one's casts, device, gradient switch."""
         return _inherited(automatic_casts(), used_here(), paddle.is_grad_enabled())
 
 

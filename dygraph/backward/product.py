@@ -1,9 +1,9 @@
-"""A call of Linear as three products: of the input's gradient in I, of weight's and bias's in W.
+"""Calls of Linear as three products: input gradient in I, gradients of weight and bias in W.
 
-The bias's, as a product with ones, takes a tenth of the time of the sum that Paddle's kernels make
-on a CPU. Whether any of them has the bits of autograd depends on the sizes, as products are made in
-blocks, and on the dtypes; it is tried out once for each, and where the product with ones alone has
-others, the sum is made.
+On a CPU the bias gradient takes a tenth of the time as a product with ones, compared with the sum
+in Paddle's kernels. Whether a product has the bits of autograd depends on the sizes, as products
+are computed in blocks, and on the dtypes. It is tried out once for each; if only the product with
+ones has other bits, the bias gradient is a sum.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _ENOUGH = 2**8
 
 
 class Way(NamedTuple):
-    """How products have the bits of autograd.
+    """Options with which products have the bits of autograd.
 
     Attributes:
-        dtype: To which automatic casts bring the operands; None: they stay.
-        ones: [rows]; the factor that makes the bias's gradient a product. None: it is a sum.
+        dtype: The dtype to which automatic casts convert the operands; None if they do not.
+        ones: [rows]; the factor that makes the bias gradient a product; None if it is a sum.
     """
 
     dtype: DType
@@ -57,7 +57,7 @@ class Product(NamedTuple):
         weight: [inputs, outputs].
         bias: [outputs], or None.
         trained: The parameters that need a gradient, the weight among them.
-        way: How.
+        way: The options of the products.
     """
 
     weight: Tensor
@@ -67,16 +67,9 @@ class Product(NamedTuple):
 
 
 class ProductCall(Call):
-    """A call of Linear without a graph: it keeps the input, and then the output's gradient."""
+    """A call of Linear without a graph: it keeps the input, and later the output's gradient."""
 
     def __init__(self, leaf: Leaf, product: Product, taken: Tensor) -> None:
-        """Keeps what I and W need.
-
-        Args:
-            leaf: The layer.
-            product: What its calls need.
-            taken: What it is called with, [.., inputs].
-        """
         super().__init__(leaf, product.trained, ())
         self._product = product
         # A forward may give the parameter other memory before I.
@@ -95,10 +88,10 @@ class ProductCall(Call):
         return (linear(self._taken, self._product.weight, self._product.bias),)
 
     def input_grads(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradient of the input, if it needs one, and keeps that of the output.
+        """Returns the gradient of the input, if it needs one, and keeps the output's.
 
         Args:
-            grads: The gradient of the output; None if nobody used it.
+            grads: The gradient of the output; None if it was unused.
         """
         taken = self._unchanged()
         self.arrived, (grad,) = grads, grads
@@ -111,7 +104,7 @@ class ProductCall(Call):
             return [_restored(_back(grad, self._then, way), self._dtype, way)]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns the parameters that have a gradient, with it."""
+        """Returns the parameters that have a gradient, each with it."""
         taken, self._taken = self._unchanged(), None
         (grad,), self.arrived = self.arrived, ()
         if grad is None:
@@ -124,7 +117,7 @@ class ProductCall(Call):
             return [(bias, _restored(_column_sums(grad, way), bias.dtype, way)), of_weight]
 
     def _unchanged(self) -> Tensor:
-        """Returns the input, which is what it was in the forward."""
+        """Returns the input, after a check that it is unchanged since the forward."""
         taken = self._taken
         if taken is None:
             raise RuntimeError("backward ran twice through a call of a leaf layer")
@@ -134,13 +127,7 @@ class ProductCall(Call):
 
 
 def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]) -> Product | None:
-    """Returns what a :class:`ProductCall` needs if a call of ``leaf`` can be one, else None.
-
-    Args:
-        leaf: The layer.
-        forward: Its forward.
-        taken: The tensors that the call takes.
-    """
+    """Returns the product for a :class:`ProductCall` of ``leaf``; None if there can be none."""
     layer = leaf.layer
     if getattr(forward, "__func__", None) is not paddle.nn.Linear.forward:
         return None
@@ -171,12 +158,12 @@ def product_of(leaf: Leaf, forward: Callable[..., Nest], taken: Sequence[Tensor]
 
 
 def _way(operands: Sequence[Tensor], dtype: DType, casts: Hashable) -> Way | None:
-    """Returns how a call is made of products, from the one time that it is tried; None for no way.
+    """Returns options with which products have autograd's bits, from one trial; None for none.
 
     Args:
-        operands: Input, weight, and bias if there is one.
-        dtype: In which the call is to compute.
-        casts: The automatic casts of now.
+        operands: The input, the weight, and the bias if there is one.
+        dtype: The dtype in which the call computes.
+        casts: The current automatic casts.
     """
     shape = tuple(operands[0].shape)
     kinds = [operand.dtype for operand in operands] if casts else [dtype] * len(operands)
@@ -195,12 +182,12 @@ def _way(operands: Sequence[Tensor], dtype: DType, casts: Hashable) -> Way | Non
 
 
 def _try(operands: Sequence[Tensor], way: Way, seed: int = 0) -> bool:
-    """Tries out whether products have autograd's bits, on random numbers.
+    """Tests on random numbers whether products have autograd's bits.
 
     Args:
-        operands: Tensors of the shapes and dtypes of the call's, under its automatic casts.
-        way: How they are made.
-        seed: Of the random numbers.
+        operands: Tensors with the shapes and dtypes of the call's operands.
+        way: The options of the products.
+        seed: The seed of the random numbers.
     """
     generator = np.random.default_rng(seed)
 

@@ -1,10 +1,10 @@
-"""Runs a piece of a stage so that what autograd saves is dropped, and computed again in backward.
+"""Runs a piece of a stage without keeping activations, and computes them again in backward.
 
-A piece runs as ever, but each tensor that autograd would save is let go; the graph has a ticket in
-its place. The first ticket that backward hands in runs the piece once more, from the same inputs,
-random states and buffers, and fills all tickets. So backward itself, and with it every bit and the
-order of every sum, is that of a model without recompute. (Chen et al.: Training Deep Nets with
-Sublinear Memory Cost, arXiv:1604.06174.)
+A piece runs as usual, but each tensor that autograd would save is dropped, and a ticket replaces it
+in the graph. The first ticket that backward needs runs the piece once more, from the same inputs,
+random states and buffers, and fills all tickets. So backward itself, with every bit and the order
+of every sum, is that of a model without recompute. (Chen et al.: Training Deep Nets with Sublinear
+Memory Cost, arXiv:1604.06174.)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NUMBERS, _ROUGHLY = 4096, 0.1
 
 
 class RecomputedPiece:
-    """Neighbouring layers of a stage."""
+    """Consecutive layers of a stage that are recomputed together."""
 
     def __init__(self, name: str, functions: Iterable[Callable[[Nest], Nest]]) -> None:
         functions = list(functions)
@@ -70,7 +70,7 @@ class RecomputedPiece:
         self._calls = 0
 
     def needs_recompute(self, value: Nest) -> bool:
-        """Whether Fleet would recompute it: it has parameters, and an input needs a gradient."""
+        """Whether the piece has parameters and an input needs a gradient: Fleet's condition."""
         return (
             self.has_parameters
             and paddle.is_grad_enabled()
@@ -78,11 +78,11 @@ class RecomputedPiece:
         )
 
     def states(self) -> LayerStates:
-        """Takes down what its layers are before a call."""
+        """Stores the current state of the piece's layers."""
         return LayerStates(self.layers, self._copies)
 
     def compares(self) -> bool:
-        """Counts a call, and says whether its second run is compared with its first."""
+        """Counts a call, and returns whether to compare its second run with the first."""
         self._calls += 1
         # On a card each comparison has the host wait for all that is queued.
         later = device_kind() == "cpu" and not self._calls % _COMPARED
@@ -90,19 +90,19 @@ class RecomputedPiece:
 
 
 class HeldInputs:
-    """What the pieces of a stage are given, as it was: held until they run again.
+    """The inputs of the pieces of a stage, stored unchanged until the pieces run again.
 
-    A tensor that one piece hands on as it is, as it does a mask, is held once.
+    A tensor that a piece returns unchanged, such as a mask, is stored once.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """Takes tensors, each with another of the same numbers that nobody writes into."""
+        """Stores pairs of a tensor and another with the same numbers, which nobody writes to."""
         self._held: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         for tensor, same in pairs:
             self._hold(tensor, leaf_like(same))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns a leaf with the numbers that a tensor has now."""
+        """Returns a leaf with the current numbers of a tensor."""
         reference, version, leaf = self._held.get(id(tensor), (_lost, 0, None))
         if version == tensor.inplace_version and reference() is tensor:
             return leaf
@@ -114,19 +114,19 @@ class HeldInputs:
 
 
 def call(piece: RecomputedPiece, run: Run, value: Nest, held: HeldInputs) -> Nest:
-    """Runs a piece so that it holds its inputs, and nothing else, until backward.
+    """Runs a piece so that it keeps only its inputs until backward.
 
     Args:
         piece: The piece.
-        run: Runs its layers; gives the same whenever it is called under the same states.
-        value: What the first of them takes, and may write into.
-        held: Holds it for the second run, as for the other pieces of the stage.
+        run: Runs its layers; returns the same whenever it is called under the same states.
+        value: The argument of the first layer, which may write to it.
+        held: Stores the inputs of all pieces of the stage for their second runs.
 
     Returns:
-        What ``run(value)`` returns, with its graph.
+        The result of ``run(value)``, with its graph.
 
     Raises:
-        ConfigError: A layer asked for gradients, and in its first call did not, or ran a backward.
+        ConfigError: A layer computed gradients, but not in its first call, or it ran a backward.
     """
     global _failure
     # One that nobody asked for, of a backward of the user's own.
@@ -142,7 +142,7 @@ def call(piece: RecomputedPiece, run: Run, value: Nest, held: HeldInputs) -> Nes
 
 
 class _Ticket:
-    """Stands in the graph for a saved tensor."""
+    """Replaces a saved tensor in the graph."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -151,7 +151,7 @@ class _Ticket:
 
 
 class _Rerun:
-    """The state for running a piece of the model again, and the saved tensors that need it."""
+    """Stores what is needed to run a piece again, and the tickets to fill then."""
 
     def __init__(self, piece: RecomputedPiece, run: Run, value: Nest) -> None:
         self._piece = piece
@@ -192,7 +192,7 @@ class _Rerun:
         return tensor
 
     def _saved(self, ticket: _Ticket, for_pylayer: bool) -> Tensor:
-        """Returns what a layer's own ``paddle.grad`` needs, which may need it again."""
+        """Returns a saved tensor to a layer's own ``paddle.grad``, and keeps it for another one."""
         self._differentiates = True
         if ticket.tensor is None:
             raise ConfigError(
@@ -203,7 +203,7 @@ class _Rerun:
         return ticket.tensor if for_pylayer else same_memory(ticket.tensor)
 
     def settle(self, output: Nest) -> None:
-        """Ends the forward; a first one shows what the next ones need not hold."""
+        """Ends the forward. The first one shows whether later ones must keep saved tensors."""
         piece = self._piece
         self._in_forward = False
         if piece.differentiates is not False:
@@ -241,7 +241,7 @@ class _Rerun:
         self._check(filled, next(tickets, None) is None, output)
 
     def _check(self, filled: Sequence[tuple[Tensor, int]], all_filled: bool, output: Nest) -> None:
-        """Refuses a second run that was not like the first."""
+        """Refuses a second run that differs from the first."""
         if not all_filled or (self._bits is not None and not _alike(self._bits, _bits(output))):
             raise ConfigError(
                 "a recomputed piece gave other numbers when backward ran it again"
@@ -268,20 +268,20 @@ def _is_layer(function: object) -> bool:
 
 
 def layers_in(function: Callable[[Nest], Nest]) -> list[Layer]:
-    """Returns a layer itself, or the layer that a shared layer's ``forward_func`` is given."""
+    """Returns a layer itself, or the layers among the arguments of a ``functools.partial``."""
     if isinstance(function, functools.partial):
         return [part for part in (*function.args, *function.keywords.values()) if _is_layer(part)]
     return [function] if _is_layer(function) else []
 
 
 def _stays(saved: Tensor | _Ticket) -> bool:
-    """Whether the graph keeps what it would save: a PyLayer saves None, and parameters as such."""
+    """Whether the graph keeps a saved value: a parameter, or None, which a PyLayer may save."""
     # In backward it may look for a parameter's main_grad.
     return saved is None or is_parameter(saved)
 
 
 def _bits(value: Nest) -> list[int | np.ndarray]:
-    """Returns what is compared of each tensor in a value: a checksum; on a card first numbers."""
+    """Returns a checksum of each tensor in a value; on a GPU its first numbers."""
     tensors = [tensor.detach() for tensor in tensors_of(value) if 0 not in tensor.shape]
     if device_kind() != "cpu":
         return [to_host(one.flatten()[:_NUMBERS].astype("float32")).numpy() for one in tensors]
@@ -289,7 +289,7 @@ def _bits(value: Nest) -> list[int | np.ndarray]:
 
 
 def _alike(first: Sequence[int | np.ndarray], again: Sequence[int | np.ndarray]) -> bool:
-    """Whether two runs agree: in all bits, or, as an operation of a card may not, roughly."""
+    """Whether two runs agree: in all bits, or roughly on a GPU, whose operations may vary."""
     return len(first) == len(again) and all(
         one == other
         if isinstance(one, int)
@@ -299,7 +299,7 @@ def _alike(first: Sequence[int | np.ndarray], again: Sequence[int | np.ndarray])
 
 
 def _lost() -> None:
-    """Stands for a ticket that there is no more, or never was."""
+    """Replaces the reference to a ticket that does not exist."""
 
 
 def _kept(packed: Tensor) -> Tensor:
@@ -326,7 +326,7 @@ def _refuse(_packed: object) -> None:
 
 
 class _Here(threading.local):
-    """What runs in a thread."""
+    """The flags of a thread that runs pieces."""
 
     in_piece = False
     rerunning = False
@@ -340,7 +340,7 @@ _failure: Exception | None = None
 def _opened(
     pack: Callable[[Tensor], object], unpack: Callable[[Tensor | _Ticket], Tensor]
 ) -> Iterator[None]:
-    """While it is open, autograd saves by way of ``pack``."""
+    """While it is open, autograd saves tensors by ``pack`` and reads them by ``unpack``."""
     before, _here.in_piece = _here.in_piece, True
     saving = SavedBy(pack, unpack, _no_backward)
     try:
@@ -356,17 +356,17 @@ def _opened(
 
 
 def in_piece() -> bool:
-    """Whether layers run just now whose activations are not kept."""
+    """Whether this thread runs layers whose activations are not kept."""
     return _here.in_piece
 
 
 def rerunning() -> bool:
-    """Whether layers run just now only to get their activations back."""
+    """Whether this thread runs layers again only to compute their activations."""
     return _here.rerunning
 
 
 def cause_of(error: Exception) -> Exception:
-    """Returns what really went wrong where backward failed because a piece could not run again."""
+    """Returns the original error of a backward that failed because a piece could not run again."""
     global _failure
     cause, _failure = _failure, None
     return error if cause is None else cause

@@ -1,12 +1,12 @@
 """Splits the backward of stages into I and W: keeps a tape of leaf calls for each micro-batch.
 
-Where nothing is split, leaf layers with a faster way to the same bits go that: those of
-``contrib/fast_leaves``.
-
 While a stage whose backward is split runs forward, the ``forward`` of its leaf layers is replaced
-by :func:`run_leaf`; outside of that nothing is changed, so evaluation and the user's own calls
-run as ever. I runs autograd as B does, and finds at each leaf only the way to its inputs; W empties
-the tape.
+by :func:`run_leaf`. Outside of that nothing is changed, so evaluation and the user's own calls run
+as usual. I runs autograd as B does, but each leaf returns only the gradients of its inputs; W
+computes those of the weights and empties the tape.
+
+If a backward is not split, leaf layers may run faster with the same bits, by
+``contrib/fast_leaves``.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class SplitBackward:
     """The tapes of all stages and micro-batches whose backward a schedule splits."""
 
     def __init__(self, schedule: Schedule, layers_of: LayersOf, fast_leaves: bool = True) -> None:
-        """Finds out what is split.
+        """Collects the stages and micro-batches whose backward is split.
 
         Args:
-            schedule: Actions I and W name the stages and micro-batches that are split.
-            layers_of: The layers of a stage of this process.
-            fast_leaves: Whether leaf layers may take another way to the same bits where a
-                backward is not split.
+            schedule: Its actions I and W name the stages and micro-batches that are split.
+            layers_of: Returns the layers of a stage of this process.
+            fast_leaves: Whether leaf layers may run faster, with the same bits, if a backward is
+                not split.
         """
         self._split = {
             (action.stage, MicroBatch(action.micro_batch))
@@ -75,13 +75,13 @@ class SplitBackward:
         self._arrivals: GradientArrivals | None = None
 
     def forget_layers(self) -> None:
-        """Looks at the stages' layers anew, in which there are others between two batches."""
+        """Forgets the stages' layers, because some were replaced between two batches."""
         self._leaves.clear()
         self._fast.clear()
         self._arrivals = None
 
     def end(self) -> None:
-        """Takes the hooks away after the first batch, and forgets what an unfinished one left."""
+        """Removes the hooks after the first batch, and drops the rest of an unfinished one."""
         if self._sums.begun:
             self._sums.end()
         if self._arrivals is not None:
@@ -93,13 +93,13 @@ class SplitBackward:
         self._refusals.in_backward = False
 
     def recording(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Makes the stage's leaf layers run in their own ways while the context is open.
+        """While it is open, the stage's leaf layers run with replaced forwards.
 
-        Where the backward is split, it cuts their calls out of the graph.
+        If the backward is split, these cut the calls out of the graph.
 
         Args:
-            stage: Global stage of this process.
-            micro_batch: Number within the batch.
+            stage: The global number of a stage of this process.
+            micro_batch: The number within the batch.
         """
         if (stage, micro_batch) not in self._split:
             return self._fast_of(stage).running() if self._fast_leaves else _NOTHING
@@ -114,7 +114,7 @@ class SplitBackward:
         return with_forwards(forwards)
 
     def in_backward(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """As :meth:`recording` for a backward that is not split, and what runs again in it."""
+        """Does the same for the reruns of layers in a backward that is not split."""
         if (stage, micro_batch) in self._split or not self._fast_leaves:
             return _NOTHING
         fast: AbstractContextManager[None] = self._fast_of(stage).in_backward(self._sums)
@@ -129,7 +129,7 @@ class SplitBackward:
 
     @contextmanager
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
-        """Makes autograd leave the leaf layers' weight gradients out while the context is open."""
+        """While it is open, autograd computes no weight gradients of leaf layers."""
         tape = self._tapes[stage, micro_batch]
         for (of, _), earlier in self._tapes.items():
             if of == stage:
@@ -143,14 +143,14 @@ class SplitBackward:
         self._add_now(tape, tape.uncut)
 
     def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
-        """Adds to the parameters' gradients what I left over, as autograd would have."""
+        """Adds the gradients that I has delayed to those of the parameters, as autograd would."""
         tape = self._tapes[stage, micro_batch]
         with self._noted(stage, "W"), paddle.no_grad():
             self._add(tape.calls)
             tape.calls.clear()
 
     def _add_now(self, tape: Tape, leaves: Collection[Leaf]) -> None:
-        """Adds what waits of some leaf layers."""
+        """Adds the delayed gradients of some leaf layers."""
         calls = [call for call in tape.calls if call.leaf in leaves]
         if calls:
             with paddle.no_grad():
@@ -158,7 +158,7 @@ class SplitBackward:
             tape.calls[:] = [call for call in tape.calls if call.leaf not in leaves]
 
     def _add(self, calls: Sequence[Call]) -> None:
-        """Adds the weight gradients of calls of one micro-batch; autograd is off meanwhile."""
+        """Adds the weight gradients of calls of one micro-batch; autograd must be off."""
         uses = Counter(id(parameter) for call in calls for parameter in call.parameters)
         shared: dict[int, tuple[Tensor, Tensor]] = {}
         for call in calls:
@@ -178,20 +178,20 @@ class SplitBackward:
         self._tapes.pop((stage, micro_batch), None)
 
     def refusal(self) -> FleetPipeError | None:
-        """Returns why a forward or a backward failed, if that is known here; once."""
+        """Returns why a forward or a backward failed, or None; forgets it."""
         refusal, self._refusals.error = self._refusals.error, None
         return refusal
 
     def report(self) -> DeferralReport:
-        """Returns which parameters' gradients waited for W."""
+        """Returns a report on which parameters' gradients waited for W."""
         deferrals = () if self._arrivals is None else self._arrivals.deferrals(self._leaves)
         return DeferralReport(self._name, deferrals)
 
     def reordered(self) -> list[str]:
-        """Returns the leaf layers whose gradients may be added up in another order than in B.
+        """Returns the leaf layers whose gradients may be added in another order than in B.
 
-        These are the ones whose inputs and outputs are connected in more than one way, and those
-        whose parameters are also used around them.
+        The inputs and outputs of such a layer are connected by several paths, or its parameters are
+        also used outside of it.
         """
         both = set() if self._arrivals is None else self._arrivals.halves()
         return [
@@ -213,7 +213,7 @@ class SplitBackward:
         return self._leaves[stage]
 
     def _noted(self, stage: int, kind: str) -> AbstractContextManager[None]:
-        """Notes which parameters of the first batch get their gradient in an action."""
+        """While it is open, records which gradients an action of the first batch adds."""
         if self._arrivals is None:
             self._arrivals = GradientArrivals()
         return self._arrivals.during(stage, kind, self._layers_of)
@@ -226,13 +226,13 @@ def run_leaf(
 
     Args:
         leaf: The layer.
-        forward: Its forward.
-        tape: Takes the call when its input gradients have been computed.
-        args: Positional arguments.
-        named: Keyword arguments.
+        forward: The layer's forward.
+        tape: Gets the call when its input gradients have been computed.
+        args: The positional arguments.
+        named: The keyword arguments.
 
     Returns:
-        What ``forward`` returned, connected to the graph around it.
+        The result of ``forward``, connected to the graph around it.
     """
     parameters = leaf.parameters
     trained = any(not parameter.stop_gradient for parameter in parameters)
@@ -294,7 +294,7 @@ def _cut_out(
     args: tuple[Nest, ...],
     named: dict[str, Nest],
 ) -> Nest:
-    """Runs ``forward`` on stand-ins and puts a border in the place of its graph."""
+    """Runs ``forward`` on stand-ins, and replaces its graph by a border."""
     tensors = list(filter(has_gradient, taken))
     stand_ins = leaves_like(tensors)
     output = forward(*replace(args, stand_ins), **replace(named, stand_ins))

@@ -1,4 +1,4 @@
-"""One batch: cut into micro-batches, run by a stage, weighed into a loss, put together again.
+"""One batch: cuts it into micro-batches, runs them in a stage, weights their losses, joins outputs.
 
 Start with ``stage.py``, which the engine runs.
 """

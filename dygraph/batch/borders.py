@@ -1,4 +1,4 @@
-"""What crosses between the stages of a model: a table, whose modules are loaded by placements."""
+"""The values that cross between stages. A table names the modules that special placements need."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from fleetpipe.schedules import Edge, Placement
 
 
 class Borders(Protocol):
-    """What crosses between the stages of a model."""
+    """Translates between the values of edges and those that a stage's layers take and return."""
 
     def joined(self, values: Values) -> Nest:
-        """Returns what the layers of a stage take, of the value of each edge into it."""
+        """Returns the value that the layers of a stage take, from those of all edges into it."""
 
     def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns what leaves a stage on each edge, in order.
+        """Returns the value of each edge out of a stage, in order.
 
         Args:
             stage: The stage, any but the last.
-            output: What its layers returned.
-            labels: Those of the micro-batch; None if this process was given none.
+            output: The value that its layers returned.
+            labels: The labels of the micro-batch; None if this process has none.
 
         Raises:
-            BoundaryError: Something is to leave it that it does not have.
+            BoundaryError: The stage does not have the value of some edge.
         """
 
 
 class Chain:
-    """The borders of a list of layers: what one stage returns is what the next takes."""
+    """The borders of a list of layers: each stage takes the value that the one before returns."""
 
     def __init__(self, placement: Placement) -> None:
         self._edges: dict[int, list[Edge]] = {}
@@ -54,7 +54,7 @@ BORDERS: Mapping[str, Callable[[Placement], bool]] = {
 
 
 def borders_of(placement: Placement) -> Borders:
-    """Returns the borders of a list of layers."""
+    """Returns the borders that the stages of a placement have."""
     for make, wanted in BORDERS.items():
         if wanted(placement):
             borders: Borders = pkgutil.resolve_name(make)(placement)

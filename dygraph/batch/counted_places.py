@@ -1,14 +1,14 @@
-"""How many places a loss is the mean of, as its function says it.
+"""The number of places that a loss is the mean of, as the loss function declares it.
 
-It does with one of these attributes, of which the first holds:
+The first of these attributes that a function has decides:
 
 - ``counted(labels)`` returns how many places of some labels its mean is over;
-- ``reduction == "sum"``: it is a sum, and so are those of parts of a micro-batch;
-- ``ignore_index``: it leaves out places with that label; ``weight``, if it is not None, has the
-  weight of each class. (Paddle 3.3's ``CrossEntropyLoss`` divides by all places where that label
-  is below 0 and there are no weights; it is taken as it is.)
+- ``reduction == "sum"``: the loss is a sum, and so are the losses of parts of a micro-batch;
+- ``ignore_index``: places with that label are left out; ``weight``, if it is not None, has the
+  weight of each class. (Paddle 3.3's ``CrossEntropyLoss`` divides by all places if that label is
+  below 0 and there are no weights; the count follows it.)
 
-Any other is taken to be a mean over all places.
+A function without any of them counts as a mean over all places.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _FINEST = 1 << 20
 
 
 def is_sum(function: Criterion) -> bool:
-    """Whether a loss function says that it adds up the losses of its places."""
+    """Whether a loss function declares that it adds up the losses of its places."""
     return not hasattr(function, "counted") and getattr(function, "reduction", None) == "sum"
 
 
 def counted(function: Any, label: Nest) -> Fraction | None:
-    """Returns how many places of a slice a loss is the mean of; None for all of them.
+    """Returns how many places of some labels a loss is the mean of; None for all of them.
 
     Raises:
-        ConfigError: Labels are below 0, and the function does not say whether it counts them.
+        ConfigError: Labels are below 0, and the function does not declare whether it counts them.
     """
     if hasattr(function, "counted"):
         return Fraction(float(function.counted(label))).limit_denominator(_FINEST)
@@ -58,7 +58,7 @@ def counted(function: Any, label: Nest) -> Fraction | None:
 
 
 def _has_negative(label: Tensor) -> bool:
-    """Whether labels are of classes, some of which cannot be."""
+    """Whether labels are class numbers, and some of them are below 0."""
     return "int" in str(label.dtype) and bool((label < 0).any())
 
 

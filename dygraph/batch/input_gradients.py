@@ -1,7 +1,8 @@
-"""Gradients of a batch's inputs: of a trained prompt, say, or for an adversary.
+"""Gradients of a batch's inputs, for example of a trained prompt or for adversarial examples.
 
-Inputs that need a gradient are cut into micro-batches, or drawn, with their graph, which ends at a
-stand-in of each. What these have got in the end is handed back to the script's tensors.
+A detached copy, the stand-in, replaces each input that needs a gradient. Cutting the batch, or
+drawing from it, keeps the graph back to the stand-ins. At the end of the batch the gradients of the
+stand-ins are passed on to the script's tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ Sources = list[tuple[Tensor, Tensor]]
 
 
 def with_gradients(data: Nest) -> tuple[Nest, Sources]:
-    """Returns a batch with stand-ins for the inputs that need a gradient, and these.
+    """Returns a batch in which stand-ins replace inputs that need a gradient, and these stand-ins.
 
-    Those of an iterator come as it is drawn from.
+    With an iterator, each stand-in is added when its micro-batch is drawn.
     """
     sources: Sources = []
 
@@ -42,7 +43,7 @@ def with_gradients(data: Nest) -> tuple[Nest, Sources]:
 
 
 def _each(change: Callable[[Nest], Nest], iterator: Nest) -> Iterator[Nest]:
-    """Yields what an iterator does, changed; it may have ``__next__`` and no ``__iter__``."""
+    """Yields ``change(item)`` for each item; the iterator needs only ``__next__``."""
     while True:
         try:
             item = next(iterator)
@@ -52,7 +53,7 @@ def _each(change: Callable[[Nest], Nest], iterator: Nest) -> Iterator[Nest]:
 
 
 def without_gradients(batches: MicroBatches) -> MicroBatches:
-    """Returns the micro-batches cut off from their stand-ins."""
+    """Returns micro-batches whose inputs are detached from their stand-ins."""
     inputs = batches.inputs and [mapped(_cut_off, value) for value in batches.inputs]
     return batches._replace(inputs=inputs)
 
@@ -62,7 +63,7 @@ def _cut_off(tensor: Tensor) -> Tensor:
 
 
 def hand_back(sources: Sources, divisor: int) -> None:
-    """Gives the script's tensors the gradients that their stand-ins have got."""
+    """Runs backward from the stand-ins' gradients into the script's tensors."""
     reached: Sequence[tuple[Tensor, Tensor]] = [s for s in sources if s[1].grad is not None]
     if reached:
         gradients = [copy.grad if divisor == 1 else copy.grad / divisor for _, copy in reached]

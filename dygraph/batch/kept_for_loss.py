@@ -1,7 +1,8 @@
-"""Refuses tensors that a layer leaves where the loss function reads them, on a rank without it.
+"""Refuses tensors that a layer stores for the loss function if that runs on another rank.
 
-Auxiliary losses that layers append to a list of their module, say, and that the loss adds up: where
-the loss runs in another process it never sees those of this one, and trains without them.
+An example is a list in a module, to which layers append auxiliary losses and whose sum the loss
+adds. If the loss runs in another process, it never sees the list of this process, and the auxiliary
+losses are silently not trained.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _MOST = 1000
 
 
 def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
-    """Refuses what a stage has kept for a loss that another process computes.
+    """Refuses tensors that a stage has stored for a loss that another process computes.
 
     Args:
         functions: The loss functions.
         stage: The stage whose forward has run.
 
     Raises:
-        BoundaryError: One of them reads a tensor that has a graph here.
+        BoundaryError: One of the functions reads a tensor that has a graph in this process.
     """
     for function in functions:
         path, tensor = next(kept_for(function), ("", None))
@@ -52,7 +53,7 @@ def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
 
 
 def kept_for(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the tensors with a graph that the code of a function can reach, and their paths."""
+    """Yields the path and value of each tensor with a graph that a function's code can reach."""
     if str(getattr(function, "__module__", "")).startswith("paddle."):
         return
     names: set[str] = set()
@@ -66,7 +67,7 @@ def kept_for(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _reached(function: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yields what a function can reach; adds to ``names`` those in the code of functions."""
+    """Yields all objects that a function can reach; adds the names in its code to ``names``."""
     seen: set[int] = set()
     waiting = [(_LOSS, function)]
     while waiting:
@@ -118,6 +119,6 @@ def _parts(path: str, value: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _words_in(code: CodeType) -> frozenset[str]:
-    """Returns the names in code, and the texts by which it may ask for attributes."""
+    """Returns the names in code, and the strings that may name an attribute for ``getattr``."""
     constants = chain.from_iterable(one.co_consts for one in codes_in(code))
     return names_in(code).union(one for one in constants if isinstance(one, str))

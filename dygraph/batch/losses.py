@@ -1,6 +1,6 @@
-"""The losses of a batch: every loss function on every micro-batch, weighted, summed, by number.
+"""The losses of a batch: each loss function on each micro-batch, weighted and summed.
 
-And the loss functions as a model's user gives them: one, several in a list, or none.
+Also the loss functions in the forms that a user may give: one, a list, or none.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Criterion = Callable[[Nest, Nest], Tensor]
 
 
 def functions_in(loss_fn: Any) -> list[Any]:
-    """Returns the loss functions of ``loss_fn``; None stands for none."""
+    """Returns the loss functions of ``loss_fn`` as a list; None in it stands for no function."""
     return list(loss_fn) if isinstance(loss_fn, (list, tuple)) else [loss_fn]
 
 
 def require_functions(loss_fn: Any) -> None:
-    """Refuses a loss that would fail in the first batch, on the last rank alone.
+    """Refuses a loss function that would fail in the first batch, and only on the last rank.
 
     Raises:
         ConfigError: One of the functions is a class, or cannot be called.
@@ -44,7 +44,7 @@ def require_functions(loss_fn: Any) -> None:
 
 
 def required_functions(loss_fn: Any) -> list[Criterion]:
-    """Returns the loss functions."""
+    """Returns the loss functions, or raises a ``ConfigError`` if there is none."""
     functions = functions_in(loss_fn)
     if not functions or None in functions:
         raise ConfigError(
@@ -54,17 +54,17 @@ def required_functions(loss_fn: Any) -> list[Criterion]:
 
 
 def carried_in(loss_fn: Any) -> Any:
-    """Returns the first loss function for which layers hand on more than an output; or None.
+    """Returns the first loss function that needs more from the layers than an output; or None.
 
-    Its ``carrying`` takes the layers by number, and all loss functions, and returns the layers such
-    that they do; its ``value_of`` returns an output without that.
+    Its ``carrying`` takes the layers by number and all loss functions, and returns layers that add
+    the extra values to their output; its ``value_of`` removes these from an output.
     """
     carried = (one for one in functions_in(loss_fn) if hasattr(type(one), "carrying"))
     return next(carried, None)
 
 
 class Losses:
-    """What the loss functions gave for the micro-batches of one batch."""
+    """Computes the losses of the micro-batches of one batch, and stores them."""
 
     def __init__(
         self,
@@ -75,18 +75,18 @@ class Losses:
         weight_of: Callable[[int, int], Fraction] | None = None,
         units: int = 1,
     ) -> None:
-        """Begins with no micro-batch.
+        """Starts without a loss.
 
         Args:
             functions: Each ``function(output, label)`` gives a Tensor with one element.
-            weights: The weight of each micro-batch in the loss of the batch.
-            chosen: The function whose loss backward starts from.
-            delayed: Whether backward starts from the loss as it is; the gradients are then to be
-                weighted afterwards, all at once (``delay_scale_loss``).
-            weight_of: Returns the weight of a micro-batch, or a unit of one, by the numbers of the
-                function and of it; None: that of ``weights``.
-            units: Units of a micro-batch. More than 1: all that is called a micro-batch below is a
-                unit of one, and counted so.
+            weights: The weight of each micro-batch in the batch's loss.
+            chosen: The number of the function whose loss backward starts from.
+            delayed: Whether backward starts from the loss without its weight, and the caller
+                weights all gradients afterwards (``delay_scale_loss``).
+            weight_of: Returns the weight of a micro-batch, or of a unit, from the numbers of the
+                function and of the micro-batch; None to use ``weights``.
+            units: The number of units of a micro-batch. If it is more than 1, methods take the
+                number of a unit wherever they say micro-batch.
         """
         self._units = units
         self._functions = functions
@@ -99,7 +99,7 @@ class Losses:
         self._shares: list[dict[int, Tensor]] = [{} for _ in functions]
 
     def take(self, index: int, output: Nest, label: Nest) -> Tensor:
-        """Computes all losses of micro-batch ``index``; returns the one to start backward from.
+        """Computes all losses of micro-batch ``index``; returns the one that backward starts from.
 
         Raises:
             BoundaryError: A loss function cannot take the values, or returns something else.
@@ -118,9 +118,9 @@ class Losses:
         return start
 
     def totals(self) -> list[Tensor]:
-        """Returns the loss of the batch by each function, detached, with its own shape and dtype.
+        """Returns the batch's loss by each function, detached, with that loss's shape and dtype.
 
-        The micro-batches are added in their order, whatever order they ran in.
+        They are sums in the order of the micro-batches, whatever order these ran in.
         """
         totals = []
         for shares in self._shares:
@@ -145,7 +145,7 @@ class Losses:
 
 
 def weighted(loss: Tensor, weight: Fraction) -> Tensor:
-    """Returns a micro-batch's share of the loss of the batch."""
+    """Returns a micro-batch's share of the batch's loss."""
     # A quotient, not a product with 1/m: this is what a hand-written accumulation loop does,
     # and the two differ in the last bit where m is not a power of two.
     if weight.numerator != 1:

@@ -1,9 +1,9 @@
 """Cuts a user's batch into the micro-batches of a step, in every form that Fleet takes.
 
-``[inputs, labels]`` holds the whole batch; each of the two may be a Tensor (cut along its first
-axis), a list of one value per micro-batch, a tuple or dict of those, or None on a rank that does
-not need it. A ``PipelineDatasetPreprocessor`` is called for the data. Anything else is an iterator
-of ``(inputs, labels)``, one item per micro-batch.
+``[inputs, labels]`` is the whole batch; each of the two may be a Tensor (cut along its first axis),
+a list of one value per micro-batch, a tuple or dict of those, or None on a rank that does not need
+it. A ``PipelineDatasetPreprocessor`` is called for the data. Anything else must be an iterator of
+``(inputs, labels)``, one item per micro-batch.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 
 
 class MicroBatches(NamedTuple):
-    """Lists with one entry per micro-batch; None where this rank was given no inputs or labels."""
+    """Lists with one entry per micro-batch; None if this rank has no inputs or labels."""
 
     inputs: Nest
     labels: Nest
 
 
 class MicroBatchCut(NamedTuple):
-    """How a batch is cut.
+    """The sizes of the micro-batches into which a batch is cut.
 
     Args:
         steps: The number m of micro-batches (``accumulate_steps``).
         size: Rows of each Tensor of a micro-batch (``micro_batch_size``).
-        any_rows: Whether another number of rows or values is cut as well: rows into micro-batches
-            of ``size``, of which the last may be smaller.
+        any_rows: Whether a batch with another number of rows or values is cut, too: rows into
+            micro-batches of ``size``, of which the last may be smaller.
         keeps_graph: Whether tensors that need a gradient keep their graph.
     """
 
@@ -47,13 +47,13 @@ def split(data: Nest, cut: MicroBatchCut) -> MicroBatches:
     """Cuts ``data`` into micro-batches.
 
     Args:
-        data: ``[inputs, labels]`` of a whole batch, or an iterator over micro-batches, of which
-            exactly ``cut.steps`` items are taken, as copies, or a ``PipelineDatasetPreprocessor``
-            that returns one of these; None on a rank that needs neither.
-        cut: How to cut.
+        data: ``[inputs, labels]`` of a whole batch; or an iterator, from which exactly
+            ``cut.steps`` micro-batches are drawn and copied; or a ``PipelineDatasetPreprocessor``
+            that returns one of these; or None on a rank that needs neither.
+        cut: The sizes of the micro-batches.
 
     Returns:
-        The micro-batches; all tensors are detached.
+        The micro-batches, detached unless ``cut.keeps_graph``.
 
     Raises:
         ConfigError: The number of rows or items does not fit.
@@ -98,7 +98,7 @@ def is_iterator(data: Nest) -> bool:
 
 
 def unwrapped(data: Nest) -> Nest:
-    """Returns what a ``PipelineDatasetPreprocessor`` gives; any other ``data`` as it is."""
+    """Returns the data of a ``PipelineDatasetPreprocessor``; other ``data`` unchanged."""
     return data() if isinstance(data, PipelineDatasetPreprocessor) else data
 
 
@@ -135,14 +135,14 @@ def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None
 
 
 def ragged_weights(value: Nest, cut: MicroBatchCut) -> list[Fraction] | None:
-    """Returns each micro-batch's share of the rows where ``cut.size`` does not divide them.
+    """Returns each micro-batch's share of the rows if ``cut.size`` does not divide their number.
 
     Args:
         value: The labels of a whole batch, as the user gave them.
-        cut: How they are cut.
+        cut: The sizes of the micro-batches.
 
     Returns:
-        None where all micro-batches have the same number of rows.
+        The shares; None if all micro-batches have the same number of rows.
     """
     if isinstance(value, (tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
@@ -213,13 +213,13 @@ def _detached(value: Nest, path: str, keeps_graph: bool = False) -> Nest:
 
 
 def counted_in(value: Nest) -> int | None:
-    """Returns what a batch counts by in a mean with those of other replicas.
+    """Returns the size of a batch, by which its loss is weighted among replicas.
 
     Args:
         value: The labels, as the user gave them.
 
     Returns:
-        The rows of a whole batch, the number of micro-batches in a list; None of an iterator.
+        The number of rows of a whole batch, or of micro-batches in a list; None for an iterator.
     """
     if isinstance(value, (tuple, dict)):
         items = list(value.values() if isinstance(value, dict) else value)
@@ -239,7 +239,7 @@ def _not_a_tensor(value: Nest, path: str) -> BoundaryError:
 
 
 class FakeMicroDataset:
-    """Yields ``(inputs, labels)`` of each micro-batch; labels of one dimension are fine."""
+    """Yields ``(inputs, labels)`` of each micro-batch; labels may have one dimension."""
 
     def __init__(
         self,
@@ -253,10 +253,10 @@ class FakeMicroDataset:
 
         Args:
             data: ``[inputs, labels]`` in any form that ``train_batch`` takes.
-            is_first_stage: Whether to yield the inputs; else None stands in their place.
-            is_last_stage: Whether to yield the labels.
-            acc_steps: Number of micro-batches.
-            micro_batch_size: Rows of each.
+            is_first_stage: Whether to yield the inputs, or None instead.
+            is_last_stage: Whether to yield the labels, or None instead.
+            acc_steps: The number of micro-batches.
+            micro_batch_size: The number of rows of each.
 
         Raises:
             ConfigError: The number of rows does not fit.

@@ -1,4 +1,4 @@
-"""What the observers of a batch are told of it."""
+"""The description of a batch that its observers get."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class ObservedBatch(NamedTuple):
     """A batch that is about to be trained.
 
     Attributes:
-        data: The micro-batches that this rank was given.
-        keys: The seeds of what its layers draw; None where they draw as the user seeds.
-        weights: The weight of each micro-batch, where the caller gives them.
-        loss_fn_idx: The loss function that backward starts from.
-        optimizer: What steps; None where the caller steps it.
-        scaler: What scales the loss; None for none.
+        data: The micro-batches that the caller gave this rank.
+        keys: The seeds for random numbers in layers; None if the user's seeds apply.
+        weights: The weight of each micro-batch; None if the caller gives none.
+        loss_fn_idx: The number of the loss function that backward starts from.
+        optimizer: The optimizer that steps after the batch; None if the caller steps.
+        scaler: The scaler of the loss; None for none.
     """
 
     data: MicroBatches

@@ -1,4 +1,4 @@
-"""Forwards alone: the engines for batches of any number of micro-batches, and what they return."""
+"""Batches that run forward only: their engines, and how their outputs are joined."""
 
 from __future__ import annotations
 
@@ -17,18 +17,11 @@ _MOST_ENGINES = 8
 
 
 class Evaluation:
-    """The engines that run forwards only."""
+    """Builds and stores the engines that run forwards only, by number of micro-batches."""
 
     def __init__(
         self, placement: Placement, edges: Sequence[Edge] | None, build: Callable[[Plan], Engine]
     ) -> None:
-        """Begins without any.
-
-        Args:
-            placement: Which rank owns which stage.
-            edges: The values that pass between stages; None means the chain.
-            build: Makes an engine of a plan.
-        """
         self._placement = placement
         self._edges = edges
         self._build = build
@@ -45,10 +38,10 @@ class Evaluation:
 
 
 def require_count(batches: MicroBatches, count: int) -> None:
-    """Makes sure that this rank was given as many micro-batches as the first stage was.
+    """Makes sure that this rank has as many micro-batches as the first stage has.
 
     Raises:
-        ConfigError: Its inputs or labels have another number.
+        ConfigError: The inputs or labels here have another number.
     """
     for name, part in zip(batches._fields, batches):
         if part is not None and len(part) != count:
@@ -68,10 +61,10 @@ def on_host(value: Nest) -> Nest:
 
 
 def joined(values: Sequence[Nest]) -> Nest:
-    """Puts the outputs of micro-batches together along axis 0; their containers stay.
+    """Joins the outputs of micro-batches along axis 0; containers keep their form.
 
-    Numbers (tensors of no dimension) are stacked; what is no tensor must be equal in all of them
-    and stays as it is.
+    Tensors without dimensions are stacked. Values that are no tensors must be equal in all outputs,
+    and appear once.
 
     Raises:
         UsageError: The outputs do not have the same form.

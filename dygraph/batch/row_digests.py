@@ -1,8 +1,8 @@
-"""Digests of the rows that ranks are given: those of one pipeline train on one batch.
+"""Compares digests of the rows on each rank: all ranks of one pipeline must train on one batch.
 
-The first stage takes its owner's inputs, the last one its owner's labels. Where both owners have
-both, it is enough that either agrees: then what is trained is one rank's batch, as where each rank
-augments the same samples by itself.
+The first stage takes its rank's inputs, the last one its rank's labels. If both ranks have inputs
+and labels, it is enough that either are equal. Then one rank's batch is trained: the other may, for
+example, have augmented the same samples by itself.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _FIX = (
 
 
 class RowDigests(NamedTuple):
-    """Digests of a batch's inputs and labels; None where there are none."""
+    """Digests of a batch's inputs and labels; None for those that a rank does not have."""
 
     inputs: int | None
     labels: int | None
 
 
 def digests_of(batches: MicroBatches) -> RowDigests:
-    """Returns the digests of the micro-batches that a rank was given."""
+    """Returns the digests of this rank's micro-batches."""
     return RowDigests(*map(_digest, batches))
 
 
 def require_one_batch(here: RowDigests, first: RowDigests) -> None:
-    """Makes sure that the labels here, on the owner of the last stage, are those of the inputs.
+    """Makes sure, on the last stage's owner, that its labels belong to the inputs in use.
 
     Args:
         here: What this rank was given.
@@ -71,7 +71,7 @@ def require_one_batch(here: RowDigests, first: RowDigests) -> None:
 
 
 class RowComparison:
-    """Compares what the ranks of a replica were given, batch by batch."""
+    """Compares the rows on the ranks of a replica, batch by batch."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -83,13 +83,13 @@ class RowComparison:
         """Compares a batch. Collective over the pipeline, and over the ranks along mp.
 
         Args:
-            batches: What this rank was given; None to compare nothing.
-            count: A number that the owner of the first stage tells all others.
-            source: That owner's rank in the pipeline.
+            batches: This rank's micro-batches; None to compare nothing.
+            count: A number that the owner of the first stage sends to all others.
+            source: The rank in the pipeline of the first stage's owner.
             owns: Whether this process owns the first stage, and the last one.
 
         Returns:
-            That number.
+            The count on the owner of the first stage.
 
         Raises:
             ConfigError: The rows differ.
@@ -132,7 +132,7 @@ class RowComparison:
 
 
 def _digest(part: list[Nest] | None) -> int | None:
-    """Returns a digest of the tensors of a batch's inputs or labels; None where there are none."""
+    """Returns a digest of the tensors of a batch's inputs or labels; None if it has no tensor."""
     digest = None
     for value in (part or [])[:: -(-len(part or "1") // _MOST_MICRO_BATCHES)]:
         for tensor in tensors_of(value):
@@ -142,7 +142,7 @@ def _digest(part: list[Nest] | None) -> int | None:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Returns the bytes of a tensor, or of its begin, middle and end."""
+    """Returns the bytes of a tensor; of a large one, pieces of its begin, middle and end."""
     size, flat = int(tensor.size), tensor.detach().reshape([-1])
     pieces = [flat]
     if size > 3 * _MOST_ELEMENTS:

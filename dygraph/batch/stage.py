@@ -34,7 +34,7 @@ Gradients = tuple[Tensor, ...] | None
 
 
 class Batch:
-    """What one run of a plan works on, and what it leaves: losses or outputs by micro-batch."""
+    """The data of one run of a plan, and its results by micro-batch: losses or outputs."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class Batch:
         """Describes one batch.
 
         Args:
-            data: The micro-batches this rank was given.
-            losses: Computes and keeps the losses; None collects the outputs.
+            data: The micro-batches of this rank.
+            losses: Computes and stores the losses; None to collect the outputs instead.
             scale: Applied to the weighted loss before backward, as a ``GradScaler``'s ``scale``.
-            elsewhere: The loss functions, where another process calls them.
-            value_of: Returns what is collected of what the last layer returns; None for all of it.
+            elsewhere: The loss functions, if another process calls them.
+            value_of: Returns the part of the last layer's output to collect; None for all of it.
         """
         self.data = data
         self.losses = losses
@@ -61,46 +61,45 @@ class Batch:
         self.outputs: dict[int, Nest] = {}
 
     def collect(self, index: int, output: Nest) -> None:
-        """Keeps what the last layer returned for micro-batch ``index``."""
+        """Stores the last layer's output for micro-batch ``index``."""
         self.outputs[index] = output if self._value_of is None else self._value_of(output)
 
     def ordered_outputs(self) -> list[Nest]:
-        """Returns the outputs by the number of their micro-batch, whatever order they ran in."""
+        """Returns the outputs in the order of the micro-batches, whatever order they ran in."""
         return [self.outputs[index] for index in sorted(self.outputs)]
 
 
 class StageHooks(Protocol):
-    """What is called around the forwards and backwards of a stage."""
+    """The functions that a stage calls around its forwards and backwards."""
 
     def before_forward(self, stage: int, value: Nest) -> None:
-        """Called with what the stage received, or with the batch's inputs."""
+        """Called with the value that the stage received, or with the batch's inputs."""
 
     def after_forward(self, stage: int, value: Nest, output: Nest) -> None:
-        """Called with that, and with what its last layer returned."""
+        """Called with that value, and with the output of the stage's last layer."""
 
     def before_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients
     ) -> None:
-        """Called with these, or the loss; ``output_grads`` is a tuple, None for the last stage."""
+        """Called with the same values; the last stage's output is the loss."""
 
     def after_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients, input_grads: Gradients
     ) -> None:
-        """Called with these; ``input_grads`` is a tuple, None for the first stage."""
+        """Called with the same values; ``input_grads`` is None for the first stage."""
 
     def before_weight_grad(self, stage: int) -> None:
-        """Called before the gradients that waited are added."""
+        """Called before the delayed weight gradients are added."""
 
 
 class _Kept(NamedTuple):
-    """What stays from a forward until its backward.
+    """The values that a stage keeps from a forward until its backward.
 
     Attributes:
-        value: What the layers took.
-        output: What they returned, or the loss.
-        received: Of what came on each edge into the stage, which ``value`` is made of, the tensors
-            that need a gradient.
-        handed: Likewise of what left on each edge out of it, which was made of ``output``.
+        value: The value that the layers took.
+        output: The value that the layers returned, or the loss.
+        received: For each edge into the stage, the tensors of its value that need a gradient.
+        handed: The same for each edge out of the stage.
     """
 
     value: Nest
@@ -115,8 +114,8 @@ _NO_BATCH = Batch(MicroBatches(None, None))
 class DygraphStage:
     """Implements the engine's ``Stage`` for the stages of a ``PipelineLayer``.
 
-    What a stage received and what it returned are kept from forward to backward; the received
-    tensors that need a gradient are leaves, so that autograd ends at the stage's border.
+    A stage keeps its inputs and outputs from forward to backward. Received tensors that need a
+    gradient are leaves, so autograd ends at the stage's border.
     """
 
     def __init__(
@@ -126,13 +125,13 @@ class DygraphStage:
         split: SplitBackward,
         borders: Borders | None = None,
     ) -> None:
-        """Serves the stages of a model.
+        """Creates a stage object that runs all stages of this process.
 
         Args:
             run_of: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
-            placement: Where the stages are.
-            split: Keeps what weight gradients need from I to W.
-            borders: What crosses between stages; None for that of a list of layers.
+            placement: The owner of each stage.
+            split: Stores the values that weight gradients need, from I to W.
+            borders: The borders between stages; None for those of ``placement``.
         """
         self._run_of = run_of
         self._split = split
@@ -156,14 +155,14 @@ class DygraphStage:
         hooks: StageHooks | None = None,
         units: Units = WHOLE,
     ) -> None:
-        """Takes up a batch.
+        """Starts a batch.
 
         Args:
             batch: The batch.
             first_micro_batch: The global number of its micro-batch 0.
-            hooks: What to call around its forwards and backwards.
-            units: How micro-batches are cut. All that is called a micro-batch here is a unit of
-                one, and counted so.
+            hooks: The functions to call around its forwards and backwards.
+            units: The units into which micro-batches are cut. If they are cut, methods take the
+                number of a unit wherever they say micro-batch.
         """
         self._batch = batch
         self._units = units.states()
@@ -172,7 +171,7 @@ class DygraphStage:
         self.micro_batch_id = 0
 
     def end(self) -> None:
-        """Lets go of the batch and of all that is kept for it, whether it was finished or not."""
+        """Drops the batch and all values kept for it, whether the batch is finished or not."""
         self._batch = _NO_BATCH
         self._hooks = None
         self._units = WHOLE.states()
@@ -221,7 +220,7 @@ class DygraphStage:
             raise
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
-        """Runs autograd from the outputs, or from the loss, back to what the stage received."""
+        """Runs autograd from the outputs, or from the loss, back to the received tensors."""
         if self.watch is not None:
             self.watch(stage, False)
         value, output, received, handed = self._kept[stage, micro_batch]
@@ -257,9 +256,9 @@ class DygraphStage:
         return grads
 
     def input_grad(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
-        """As :meth:`backward`, but the gradients of leaf layers' parameters wait for W.
+        """Runs :meth:`backward`, but the gradients of leaf layers' parameters wait for W.
 
-        Everything but what they need is dropped here.
+        Only the values that these need are kept.
         """
         with self._split.input_grads(stage, self._within(micro_batch)):
             grads = self.backward(stage, micro_batch, output_grads)
@@ -267,7 +266,7 @@ class DygraphStage:
         return grads
 
     def weight_grad(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
-        """Adds the gradients that waited."""
+        """Computes and adds the weight gradients that :meth:`input_grad` has delayed."""
         if self.watch is not None:
             self.watch(stage, False)
         if self._hooks is not None:
@@ -282,7 +281,7 @@ class DygraphStage:
 
     @contextmanager
     def noting_crossings(self) -> Iterator[dict[int, Crossing]]:
-        """While it is open, each backward notes how the graph of its stage hangs together.
+        """While it is open, each backward records which inputs and outputs its graph connects.
 
         Yields:
             By stage, its crossing in the last micro-batch.
@@ -300,7 +299,7 @@ class DygraphStage:
         tensors: list[Tensor],
         grads: list[Tensor | None],
     ) -> None:
-        """Runs autograd from ``tensors``, and from what layers kept for later units."""
+        """Runs autograd from ``tensors``, and from tensors that layers kept for later units."""
         number = self._within(micro_batch)
         in_unit = self._units.backward(stage, number)
         with self._refusals_named(), self._split.in_backward(stage, number), in_unit as more:
@@ -314,7 +313,7 @@ class DygraphStage:
         return self._batch.data.inputs[self._within(micro_batch)]
 
     def _finish(self, micro_batch: GlobalMicroBatch, output: Nest) -> Nest:
-        """Turns the last stage's output into the loss to start backward from."""
+        """Computes the losses of the last stage's output; returns the one that starts backward."""
         batch = self._batch
         index = self._within(micro_batch)
         if batch.losses is None:
@@ -326,7 +325,7 @@ class DygraphStage:
 
 
 def _received(value: Nest) -> Nest:
-    """Returns a value whose tensors are leaves of this stage's own.
+    """Returns a received value with tensors that are leaves, so that gradients stay in this stage.
 
     Another stage of this rank hands over its graph, or what is a leaf of its own: a parameter, or
     what it received and returns as it is. This stage's gradients are none of those.
@@ -335,9 +334,9 @@ def _received(value: Nest) -> Nest:
 
 
 def _handed(value: Nest) -> Nest:
-    """Returns a value with copies of the tensors that need no gradient.
+    """Returns a value to send, with copies of the tensors that need no gradient.
 
-    A buffer may be among them, which the next micro-batch changes before this one has left.
+    One of them may be a buffer, which the next micro-batch changes before this value is sent.
     """
     return mapped(lambda tensor: copy_of(tensor) if tensor.stop_gradient else tensor, value)
 
@@ -345,7 +344,7 @@ def _handed(value: Nest) -> Nest:
 def _roots(
     tensors: list[Tensor], grads: tuple[Tensor, ...]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Returns where to start from; a tensor that left twice gets the sum of its gradients."""
+    """Returns tensors and gradients to start backward from; gradients of one tensor are added."""
     if len(tensors) == len(grads) == 1 and grads[0] is not None:
         return tensors, [grads[0]]
     roots: dict[int, tuple[Tensor, Tensor]] = {}

@@ -1,8 +1,9 @@
-"""How much a rank's micro-batches count, where other ranks have other places of the same sequences.
+"""The weights of micro-batches if ranks have different places of the same sequences.
 
-A loss is a mean over the places that it counts. That of a micro-batch is to be the mean over those
-of whole sequences, and with ``loss_reduction="tokens"`` that of a batch the mean over those of all
-micro-batches and replicas: each rank's part counts by its own of these places.
+A loss is a mean over the places that it counts. The loss of a micro-batch must be the mean over the
+places of whole sequences. With ``loss_reduction="tokens"`` the loss of a batch must be the mean
+over those of all micro-batches and replicas. So each rank's part is weighted by its number of
+places.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ class TokenWeights:
         """Counts the places of this rank.
 
         Args:
-            functions: The loss functions; see ``counted_places`` for how one says what it
-                counts.
-            labels: By micro-batch.
-            weights: The weight of each micro-batch, of which each rank has a part; None: they
-                count by their places too.
-            group: The ranks that have the other parts; without weights all copies.
+            functions: The loss functions; see ``counted_places`` for how one declares its count.
+            labels: The labels of each micro-batch.
+            weights: The weight of each micro-batch, of which each rank has a part; None to weight
+                micro-batches by their places, too.
+            group: The ranks that have the parts of one micro-batch; without weights, all copies.
 
         Raises:
-            ConfigError: Labels are below 0, and a function does not say whether it counts them.
+            ConfigError: Labels are below 0, and a function does not declare whether it counts them.
         """
         self._places = [[_places(function, label) for label in labels] for function in functions]
         self._sums = [is_sum(function) for function in functions]
@@ -75,7 +75,7 @@ class TokenWeights:
         ]
 
     def _weight(self, function: int, ranks: list[list[_Places]], index: int) -> Fraction:
-        """Returns the weight of one micro-batch; ``ranks`` has the places of all, by rank."""
+        """Returns the weight of one micro-batch; ``ranks`` has the places on each rank."""
         mean_over = self._places[function][index].mean_over
         if self._base is None:
             total = sum((places.counted for row in ranks for places in row), start=Fraction(0))
@@ -89,11 +89,11 @@ class TokenWeights:
 
 
 class _Places(NamedTuple):
-    """Places of a micro-batch.
+    """The numbers of places of a micro-batch.
 
     Attributes:
-        mean_over: How many the loss is divided by.
-        counted: How many have a loss.
+        mean_over: The number that the loss is divided by.
+        counted: The number of places that have a loss.
     """
 
     mean_over: Fraction

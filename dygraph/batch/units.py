@@ -1,7 +1,7 @@
-"""What the actions of a schedule run: whole micro-batches, or the units that it cuts them into.
+"""The units of work of a schedule: whole micro-batches, or the parts that it cuts them into.
 
 Nothing else in a batch, a stage or a loss knows how a micro-batch is cut: they ask the
-:class:`Units` of the schedule, which a row of ``UNITS`` makes.
+:class:`Units` of the schedule, which an entry of ``UNITS`` makes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ WeightOf = Callable[[int, int], Fraction]
 
 
 class UnitStates:
-    """What stages keep from unit to unit of a micro-batch in one batch; of whole ones, nothing.
+    """The state that stages keep between the units of a micro-batch; none for whole ones.
 
-    Units are counted over the batch. Those of a micro-batch run forward in order, and backward the
-    other way round.
+    Units are numbered over the batch. The forwards of a micro-batch's units run in order, the
+    backwards in reverse order.
     """
 
     def forward(self, stage: int, number: int) -> AbstractContextManager[None]:
@@ -38,12 +38,12 @@ class UnitStates:
     ) -> AbstractContextManager[tuple[Sequence[Tensor], Sequence[Tensor]]]:
         """Returns the context in which the backward of that unit runs.
 
-        It gives what the backward begins from besides the output: tensors, and their gradients.
+        It yields tensors and their gradients, from which the backward starts besides the output.
         """
         return nullcontext(((), ()))
 
     def release(self, stage: int, number: int) -> None:
-        """Drops what a stage keeps of that unit, the last one that is left of its micro-batch."""
+        """Drops the state of that unit, the last one of its micro-batch that is left."""
 
 
 _NOTHING_KEPT = UnitStates()
@@ -53,7 +53,7 @@ class Units:
     """Whole micro-batches. A subclass cuts each of them into several units.
 
     Attributes:
-        count: Units of a micro-batch.
+        count: The number of units of a micro-batch.
     """
 
     count = 1
@@ -62,33 +62,35 @@ class Units:
         """Returns the units of all micro-batches, in order.
 
         Raises:
-            ConfigError: They cannot be cut.
+            ConfigError: The micro-batches cannot be cut.
         """
         return batches
 
     def weight_of(
         self, functions: Sequence[Criterion], batches: MicroBatches, weight_of: WeightOf
     ) -> WeightOf:
-        """Returns what weighs units, of what weighs the micro-batches before they are cut.
+        """Returns the function that weights units, from the one that weights micro-batches.
 
         Raises:
-            ConfigError: They cannot be cut, or a loss function does not say what it counts.
+            ConfigError: The micro-batches cannot be cut, or a loss function does not declare what
+                it counts.
         """
         return weight_of
 
     def states(self) -> UnitStates:
-        """Returns what stages keep in one batch."""
+        """Returns a new state for one batch."""
         return _NOTHING_KEPT
 
     def again(self) -> AbstractContextManager[Mapping[int, Nest]]:
-        """Returns a context in which layers run the unit that runs once more, to be measured.
+        """Returns a context in which layers run a unit once more, to measure it.
 
-        It gives what they keep for later units, by the id of the layer; nobody else gets it.
+        It yields the values that layers keep for later units, by the layer's id; other code never
+        gets them.
         """
         return nullcontext({})
 
     def lengths(self, value: Nest) -> list[int]:
-        """Returns how many places each unit of a micro-batch has; none of whole ones."""
+        """Returns how many places each unit of a micro-batch has; empty for whole ones."""
         return []
 
     def name(self, number: int) -> str:
@@ -112,10 +114,10 @@ UNITS: Mapping[str, Callable[[Any, Schedule, PipelineConfig], tuple[Any, ...] | 
 
 
 def units_of(runtime: Any, schedule: Schedule, config: PipelineConfig) -> Units:
-    """Returns how a schedule that a pipeline is to run cuts micro-batches.
+    """Returns the units into which a pipeline cuts micro-batches for a schedule.
 
     Raises:
-        ConfigError: The model cannot be run so, or not beside another option.
+        ConfigError: The model, or another option, does not allow these units.
     """
     for make, arguments_of in UNITS.items():
         arguments = arguments_of(runtime, schedule, config)

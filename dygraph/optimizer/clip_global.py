@@ -4,7 +4,7 @@ Each rank holds a part of the gradients: its stages, its shards of tensor-parall
 of a sharded optimizer. The squared norm of every gradient goes to all ranks, where it is summed in
 the order and with the arithmetic of the single model. So the norm and the factor are the same on
 all ranks, and without tensor parallelism and replicas they have the single model's bits. Fleet adds
-sums of stages, divides by the norm + 1e-6, and counts tied weights on every stage.
+up the sums of stages, divides by the norm + 1e-6, and counts tied weights on every stage.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class _Square(NamedTuple):
     """The squared norm of one gradient.
 
     Attributes:
-        order: Where the single model has the parameter.
-        dtype: Of the value in the single model.
+        order: The parameter's number in the single model.
+        dtype: The dtype that the value has in the single model.
         axis: The axis along which other ranks hold the rest of the parameter; empty if none do.
-        spread: Whether it is an expert's, and other ranks hold other experts.
+        spread: Whether the parameter is an expert's, and other ranks hold other experts.
         value: A Tensor with one element.
     """
 
@@ -54,17 +54,17 @@ class _Square(NamedTuple):
 
 
 class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
-    """Takes the place of the ``ClipGradByGlobalNorm`` of an optimizer; collective when called.
+    """Replaces the ``ClipGradByGlobalNorm`` of an optimizer; calling it is collective.
 
     Attributes:
-        orders: The place of each parameter in the single model, or :data:`COPY`, by ``id``.
-        sharded: Whether each sharding rank is given the gradients of its own share alone.
+        orders: The number of each parameter in the single model, or :data:`COPY`, by ``id``.
+        sharded: Whether each sharding rank clips only the gradients of its own share.
         spread: Whether some parameters of this rank are experts that others do not hold.
         norms: The norms before clipping since the last :meth:`begin`, one for each call.
     """
 
     def __init__(self, clip: Clip) -> None:
-        """Clips to the norm that ``clip``, a ``ClipGradByGlobalNorm``, clips to."""
+        """Clips to the same norm as ``clip``, a ``ClipGradByGlobalNorm``."""
         self._stock = clip
         skip = getattr(clip, "auto_skip_clip", False)  # that for mixtures has no such option
         super().__init__(clip.clip_norm, clip.group_name, skip)
@@ -77,7 +77,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 
     @property
     def clip_norm(self) -> float:
-        """The norm to clip to, which a script may change in the clip that it has made."""
+        """The norm to clip to, read from the replaced clip, where a script may change it."""
         norm: float = self._stock.clip_norm
         return norm
 
@@ -91,7 +91,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 
     @paddle.no_grad()
     def measure(self, params_grads: Pairs) -> None:
-        """Makes copies, until the next step, clip by the norm of these gradients. Collective."""
+        """Stores these gradients' norm, which copies of this clip use in one step. Collective."""
         self._measured = [self._norm(params_grads)]
 
     @paddle.no_grad()
@@ -120,17 +120,17 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         return [(p, _times(p, g, factor)) for p, g in params_grads if g is not None]
 
     def _global_norm(self, distributed: Tensor, whole: Tensor) -> None:
-        """Is told the squared norm that has been found. Fleet's name for what adds it up.
+        """Does nothing: Fleet's method of this name adds up the norm, and trainers replace it.
 
-        PaddleFormers' Trainer puts a function in its place, which logs the root of the sum.
+        PaddleFormers' Trainer replaces it by a function that logs the root of the sum.
 
         Args:
-            distributed: Zero. In Fleet the part of parameters that are cut in shards.
+            distributed: Zero. In Fleet this is the part of parameters that are cut into shards.
             whole: The squared norm of all gradients of all ranks.
         """
 
     def __deepcopy__(self, memo: dict[int, object]) -> GlobalNormClip:
-        """Returns a clip for the optimizer of a twin, which is never sharded."""
+        """Returns a clip for the optimizer of a copied model, which is never sharded."""
         copied = GlobalNormClip(self)
         copied.spread, copied._next_norms = self.spread, [*self._measured]
         copied.orders = {
@@ -155,7 +155,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
         return _norm(sorted(squares, key=lambda square: square.order)) if squares else None
 
     def _all_squares(self, squares: list[_Square]) -> list[_Square]:
-        """Gives the squares to the ranks that have others, and returns all. Collective."""
+        """Exchanges the squares with the ranks that have others, and returns all. Collective."""
         job = current_job()
         if job is None or job.local:
             return squares
@@ -172,12 +172,13 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 
 
 def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
-    """Puts a :class:`GlobalNormClip` wherever an optimizer has a ``ClipGradByGlobalNorm``.
+    """Replaces each ``ClipGradByGlobalNorm`` of an optimizer by a :class:`GlobalNormClip`.
 
-    And a ``SlicedNormClip`` for a ``ClipGradByNorm``, where layers are cut.
+    If layers are cut into shards, a ``SlicedNormClip`` replaces a ``ClipGradByNorm``.
 
-    That is in the optimizer that others wrap, and in each of its parameter groups; so it works
-    whichever of them is told to step. What has one already keeps it, and a script's own clip stays.
+    The clips are replaced in the innermost optimizer and in each of its parameter groups, so it
+    does not matter which of the optimizers around it steps. A clip that is replaced already stays,
+    and so does a script's own.
 
     Raises:
         ConfigError: A script's own clip computes with the gradients of one rank, not of all.
@@ -201,12 +202,12 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
 
 
 def norms_of(clips: Sequence[GlobalNormClip]) -> list[Tensor]:
-    """Returns the norms before clipping of the last step, one for each group of parameters."""
+    """Returns the norms before clipping in the last step, one for each group of parameters."""
     return [norm for clip in clips for norm in clip.norms]
 
 
 def total_norm(norms_of_groups: Sequence[Tensor]) -> float | None:
-    """Returns the norm over all groups of parameters; None where there is none."""
+    """Returns the norm over all groups of parameters; None if nothing was clipped."""
     norms = [float(norm) for norm in norms_of_groups]
     if len(norms) < 2:
         return norms[0] if norms else None
@@ -227,7 +228,7 @@ def _times(parameter: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _norm(squares: Sequence[_Square]) -> Tensor:
-    """Returns the norm with the single model's bits: sums by dtype, then their sum, then the root.
+    """Returns the norm of all squares, with the bits that the single model's clip computes.
 
     Paddle's own clip adds the squares of half precision, float32 and float64 in that order, in
     float32 if there is no float64.
@@ -253,7 +254,7 @@ def _gathered(squares: Sequence[_Square], members: Group) -> list[_Square]:
 
 
 def _packed(squares: Sequence[_Square]) -> Packed:
-    """Returns squares as one message: what they are, and a float64 Tensor with their values."""
+    """Returns squares as one message: text with their fields, and a float64 Tensor of values."""
     fields = " ".join(
         f"{square.order}:{square.dtype}:{square.axis}:{square.spread:d}" for square in squares
     )
@@ -270,12 +271,12 @@ def _unpacked(fields: str, values: Tensor) -> list[_Square]:
 
 
 def _with_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[_Square]:
-    """Returns each square with those of the other shards along an axis. Collective over it.
+    """Adds to each square those of the other shards along an axis. Collective over the axis.
 
-    What is no shard along it every member has computed for itself; all take the first one's.
+    Squares of other parameters are the same on every member, and all take the first member's.
 
     Raises:
-        ConfigError: The members have not the same parameters with gradients.
+        ConfigError: Members have gradients of different parameters.
     """
     packed = members.all_gather(_packed(squares))
     if any(fields != packed[0][0] for fields, _ in packed):
@@ -297,18 +298,18 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 class SlicedNormClip(paddle.nn.ClipGradByNorm):
-    """Takes the place of the ``ClipGradByNorm`` of an optimizer where layers are cut.
+    """Replaces the ``ClipGradByNorm`` of an optimizer if layers are cut into shards.
 
-    Fleet takes the norm of each shard for that of the whole gradient, and so clips less.
+    Fleet uses the norm of each shard instead of the whole gradient's, and so clips less.
     """
 
     def __init__(self, clip: Clip) -> None:
-        """Clips to the norm that ``clip``, a ``ClipGradByNorm``, clips to."""
+        """Clips to the same norm as ``clip``, a ``ClipGradByNorm``."""
         super().__init__(clip.clip_norm)
 
     @paddle.no_grad()
     def __call__(self, params_grads: Pairs) -> Pairs:
-        """Returns the pairs with clipped gradients. Collective where some of them are shards.
+        """Returns the pairs with clipped gradients. Collective if some of them are shards.
 
         Raises:
             PipelineTimeout: Some member did not come within the limit.

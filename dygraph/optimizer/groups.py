@@ -1,8 +1,9 @@
-"""Parameter groups over ranks: which of them are one group, and those that a rank has no part of.
+"""Parameter groups over ranks: matches the groups of all ranks, and adds those that a rank lacks.
 
-A group is clipped by the norm of all its gradients, wherever they are. Ranks tell groups apart by
-their options, and by their place among those with the same options. So a rank whose stages have
-nothing of a group may leave it out, if another option tells it apart, and else gives it empty.
+A group is clipped by the norm of all its gradients, on whatever ranks they are. Groups match if
+their options are equal and they have the same place among the groups with these options. So a rank
+whose stages have no parameter of a group may leave it out, if its options differ from every other
+group's; if they do not, the rank must give the group without parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _KEY = "key"
 
 
 def keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
-    """Returns the keys of an optimizer's groups; None where its parameters are a plain list."""
+    """Returns the keys of an optimizer's groups; None if its parameters are a plain list."""
     groups = dict_groups(optimizer)
     if not groups:
         return None if optimized_parameters(optimizer) else []
@@ -47,9 +48,9 @@ def keys_of(optimizer: Optimizer) -> list[GroupKey] | None:
 
 
 def arrange(optimizer: Optimizer, keys_of_ranks: Sequence[list[GroupKey] | None]) -> None:
-    """Gives an optimizer the groups of all ranks in one order, those of others without parameters.
+    """Gives an optimizer the groups of all ranks in one order; groups that it lacks are empty.
 
-    Nothing happens where some rank has a plain list of parameters.
+    Nothing happens if some rank has a plain list of parameters.
     """
     if None in keys_of_ranks:
         return
@@ -66,7 +67,7 @@ def _empty(key: GroupKey) -> dict[str, Any]:
 
 
 def text_of(value: object) -> str:
-    """Returns what an option or a clip says of itself; a script's own may say nothing."""
+    """Returns an option or a clip as text: its ``str``, or its class if that says nothing."""
     try:
         text = str(value)
     except NotImplementedError:

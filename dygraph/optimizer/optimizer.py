@@ -1,11 +1,11 @@
 """The optimizer of a pipeline: the user's own, made right for a job of several ranks.
 
-What Fleet's ``HybridParallelOptimizer`` does: the global norm is that of all ranks, and with
+Like Fleet's ``HybridParallelOptimizer``, it clips by the global norm of all ranks, and with
 ``sharding_degree`` above 1 each rank keeps its share of the state. For a model that is no pipeline
 (``pp_degree`` 1) it also averages the gradients of the replicas.
 
-Users' ``isinstance`` finds the type of Fleet's optimizer, with no method of it in reach: these work
-on what its constructor sets up, which is never called here.
+It is an instance of Fleet's optimizer class, for users' ``isinstance``, but hides all methods of
+that class: these need attributes that its constructor sets, which is never called here.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ from fleetpipe.representation import shows
 
 
 class _NotThere:
-    """Makes Python ask ``__getattr__`` instead.
+    """Hides a method of the base class, so that Python asks ``__getattr__`` for the name.
 
-    Trainers may put a method of their own in its place.
-
-    That is why it is no property: PaddleFormers' sets ``_insert_sync``, which nothing here calls.
+    It is no property, so that trainers may set a method of that name: PaddleFormers' Trainer sets
+    ``_insert_sync``, which nothing here calls.
     """
 
     def __get__(self, optimizer: Any, kind: type[Any]) -> NoReturn:
@@ -62,7 +61,7 @@ _Hidden: Any = type(
 
 
 class FleetsType(_Hidden):  # type: ignore[misc]
-    """What ``isinstance`` finds, and what a trainer asks before it reduces gradients itself.
+    """Fleet's type for ``isinstance``, with flags that trainers read before they reduce gradients.
 
     Attributes:
         _dp_enable: Whether the replicas' gradients are still to be reduced before a step; never.
@@ -81,10 +80,10 @@ Stepped = tuple[Sequence[object], Pairs]
 
 @shows("wrapped", learning_rate="_rate")
 class PipelineOptimizer(FleetsType):
-    """Steps the user's optimizer once for each batch; every other attribute is the optimizer's.
+    """Steps the user's optimizer once per batch; all other attributes are that optimizer's.
 
-    Each rank has an optimizer over the parameters of its own stages. A process that plays all
-    ranks has one over all of them. A ``ClipGradByGlobalNorm`` is replaced in the optimizer itself.
+    Each rank has an optimizer over the parameters of its own stages. A process that plays all ranks
+    has one over all parameters. A ``ClipGradByGlobalNorm`` is replaced in the user's optimizer.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -124,34 +123,34 @@ class PipelineOptimizer(FleetsType):
 
     @property
     def shards(self) -> Shards | None:
-        """Who keeps the state of which parameter; None where each rank keeps that of all."""
+        """The owner of each parameter's state; None if each rank keeps the state of all."""
         return self._shards
 
     @property
     def clips_all(self) -> bool:
-        """Whether all gradients were clipped by the global norm when the optimizer was bound."""
+        """Whether the global norm clipped all gradients when the optimizer was bound."""
         return self._clips_all
 
     def owns_state(self, parameter: Tensor) -> bool:
-        """Whether this process keeps the optimizer's state of a parameter, not another shard."""
+        """Whether this rank keeps the optimizer's state of a parameter."""
         return self._shards is None or self._shards.owns(parameter)
 
     @property
     def gradient_norm(self) -> float | None:
-        """The norm of all gradients of all ranks in the last step, before it was clipped.
+        """The norm of all gradients of all ranks in the last step, before clipping.
 
-        With parameter groups, of which each is clipped by its own norm, the norm of all clipped
-        groups. None before the first step, and where nothing is clipped by the global norm.
+        If each of several parameter groups is clipped by its own norm, this is the norm over all
+        clipped groups. None before the first step, and if nothing is clipped by the global norm.
         """
         return total_norm(norms_of(self._clips))
 
     @property
     def _param2rank(self) -> dict[str, int]:
-        """Which sharding rank keeps the state of each parameter, by its name, for a trainer."""
+        """The sharding rank that keeps the state of each parameter, by name. Trainers read it."""
         return {} if self._shards is None else self._shards.ranks_by_name()
 
     def bind(self, layers: Layer) -> None:
-        """Makes sure that this optimizer trains ``layers``, and the same one on all ranks.
+        """Makes sure that this optimizer trains ``layers``, and that all ranks' fit together.
 
         Collective over the job the first time it is called with these layers; what can be seen on
         one rank is checked before it waits.
@@ -169,9 +168,9 @@ class PipelineOptimizer(FleetsType):
         self._follow()
 
     def _follow(self) -> None:
-        """Takes a clip or a group that was put in since the last step. Collective then.
+        """Adopts clips and groups that the script has set since the last step. Collective then.
 
-        So is the first step of an optimizer that no model was bound to.
+        The first step of an optimizer that no model was bound to is collective, too.
         """
         clips = clips_of_a_step(self._inner_opt)
         same = len(clips) == len(self._clips_of_step) and all(
@@ -208,10 +207,10 @@ class PipelineOptimizer(FleetsType):
         self._run(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
 
     def _step(self, parameters_list: Sequence[Tensor]) -> None:
-        """Does what :meth:`step` does, for a trainer that lists what it trains.
+        """Does the same as :meth:`step`, for a trainer that lists the parameters to update.
 
         Raises:
-            ConfigError: They are others.
+            ConfigError: The list differs from the optimizer's parameters.
             PipelineTimeout: Some rank did not come within the limit.
         """
         parameters = optimized_parameters(self._inner_opt)
@@ -231,12 +230,12 @@ class PipelineOptimizer(FleetsType):
         parameters: Sequence[Tensor | str] | None = None,
         no_grad_set: Iterable[Tensor | str] | None = None,
     ) -> Stepped:
-        """Does what :meth:`step` does, from the gradients that ``loss.backward()`` has left.
+        """Does the same as :meth:`step`, with the gradients that ``loss.backward()`` has computed.
 
         Args:
-            loss: Accepted for Fleet's sake.
-            startup_program: Likewise.
-            parameters: What to update, parameters or their names; None: everything.
+            loss: Accepted as Fleet accepts it.
+            startup_program: Accepted as Fleet accepts it.
+            parameters: The parameters to update, or their names; None for all.
             no_grad_set: Parameters, or their names, to leave out.
 
         Returns:
@@ -262,7 +261,7 @@ class PipelineOptimizer(FleetsType):
         return ([], []) if result is None else result
 
     def _facts(self) -> dict[str, str]:
-        """Returns what must be the same on all ranks: each clip of a group waits for all."""
+        """Returns the properties that all ranks must share: a clip of a group waits for all."""
         keys = keys_of(self._inner_opt)
         clips = [*map(text_of, clips_of_a_step(self._inner_opt))]
         return {
@@ -283,7 +282,7 @@ class PipelineOptimizer(FleetsType):
     def _run(
         self, step: Callable[[], Stepped | None], clips: Callable[[], list[Clip]]
     ) -> Stepped | None:
-        """Runs ``step``, which calls ``clips`` where this rank has parameters. Collective."""
+        """Runs ``step``, or takes part in the norms of ``clips`` without gradients. Collective."""
 
         def nothing() -> None:
             self._clip_nothing(clips())
@@ -306,7 +305,7 @@ class PipelineOptimizer(FleetsType):
         return stepped
 
     def _clip_nothing(self, clips: Sequence[Clip]) -> None:
-        """Takes part in the norms of ranks that have parameters to step."""
+        """Takes part in the norms of other ranks, without any gradient of this one."""
         for clip in clips:
             if clip in self._clips:
                 clip([])
@@ -314,9 +313,9 @@ class PipelineOptimizer(FleetsType):
     def _reduce(self, parameters: Sequence[Tensor]) -> None:
         """Reduces the gradients of a model that is no pipeline, as Fleet does. Collective.
 
-        They are added up along sep, of whose ranks each has a part of a loss, and averaged over the
-        other copies.
-        A pipeline has done so at the end of its batch, and Paddle's ``DataParallel`` in backward.
+        Gradients are added up along sep, since each of its ranks has a part of a loss, and averaged
+        over the other copies. A pipeline has done this at the end of its batch, and Paddle's
+        ``DataParallel`` in backward.
         """
         job = current_job()
         if job is None or job.copies().ranks == 1 or in_data_parallel_mode(job.hcg):
@@ -329,7 +328,7 @@ class PipelineOptimizer(FleetsType):
         return learning_rate_of(self._inner_opt)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Sets what the optimizer has there, as ``_grad_clip``; else its own."""
+        """Sets an attribute, on the user's optimizer if that has it, like ``_grad_clip``."""
         inner = vars(self).get("_inner_opt")
         stays = inner is None or name in vars(self) or hasattr(type(self), name)
         owner = None if stays else owner_of(inner, name)
@@ -342,12 +341,12 @@ class PipelineOptimizer(FleetsType):
 
 
 def _names(parameters: Iterable[Tensor | str]) -> set[str]:
-    """Returns the names of parameters, some of which may be names already."""
+    """Returns the names of parameters; names may stand among them."""
     return {parameter if isinstance(parameter, str) else parameter.name for parameter in parameters}
 
 
 def _require_no_foreign(layers: Layer, optimized: Sequence[Tensor]) -> None:
-    """Raises a ``ConfigError`` where an optimizer was built on other parameters than a model's."""
+    """Raises a ``ConfigError`` if an optimizer trains parameters that a model does not have."""
     trained_ids = {id(parameter) for parameter in layers.trained_parameters()}
     foreign = [p.name for p in optimized if id(p) not in trained_ids and not p.stop_gradient]
     if foreign:
@@ -355,7 +354,7 @@ def _require_no_foreign(layers: Layer, optimized: Sequence[Tensor]) -> None:
 
 
 def _trains(layers: Layer | None, optimized: Sequence[Tensor]) -> bool | None:
-    """Whether an optimizer has a parameter of this rank's stages; None: there is none to train."""
+    """Whether an optimizer has a parameter of this rank's stages; None if none can be trained."""
     if layers is None:
         return True
     of_stages = {id(p): p for p in layers.state.own_parameters().values()}
@@ -378,7 +377,7 @@ def _refuse_parameters(layers: Layer, got: str) -> NoReturn:
 
 
 def _orders(layers: Layer) -> dict[int, int]:
-    """Returns where the single model has each parameter of this process, or COPY, by ``id``."""
+    """Returns the number in the single model of each parameter here, or COPY, by ``id``."""
     places = layers.state.places()
     return {
         id(tensor): places[name] if getattr(tensor, "is_firstly_shared", True) else COPY

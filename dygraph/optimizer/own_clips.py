@@ -1,4 +1,4 @@
-"""Clips of a script's own, which on ranks see the gradients of one rank alone."""
+"""Clips that a script defines: on several ranks they see the gradients of one rank alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fleetpipe.paddle_api.optimizer import clip_methods
 
 
 def is_own(clip: Clip) -> bool:
-    """Whether a clip computes in another way than those of Paddle and of fleetpipe."""
+    """Whether a clip is defined outside Paddle and fleetpipe, at least in part."""
     if not isinstance(clip, paddle.nn.clip.ClipGradBase):
         return False
     modules = (method.__module__.partition(".")[0] for method in clip_methods(clip))
@@ -20,10 +20,10 @@ def is_own(clip: Clip) -> bool:
 
 
 def require_by_gradient(clip: Clip, parameters: Sequence[Tensor]) -> None:
-    """Makes sure that a clip changes large gradients alike, whether it sees one or all of them.
+    """Makes sure that a clip changes a gradient in the same way, whatever others it sees.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The result depends on the other gradients.
     """
     pairs = [(p, paddle.full_like(p, 1e4)) for p in parameters if not p.stop_gradient]
 

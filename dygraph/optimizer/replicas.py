@@ -1,4 +1,4 @@
-"""Keeps the replicas of a pipeline alike: their gradients at every step, and their losses."""
+"""Keeps the replicas of a pipeline equal: sums their gradients and averages their losses."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _PIECE_BYTES = 128 * 1024 * 1024
 def reduce_all(
     parameters: Sequence[Tensor], job: Job, share: float, shards: Shards | None = None
 ) -> None:
-    """Adds up the gradients of all copies of a stage, and experts' over their own copies.
+    """Adds up the gradients over all copies of a stage, and experts' over their own copies.
 
-    An expert has the tokens of all ranks that it is spread over: its gradient is the sum of theirs,
-    and counts by the same share as others. Members of tensor-parallel layers have the same tokens,
-    and one of them counts, unless they have parts of a sequence: the expert is marked then, as
-    other parameters are. Collective over the copies.
+    An expert gets the tokens of all ranks that share the experts, so its gradient is already the
+    sum over them, and has the same weight as others. The ranks along mp have the same tokens, and
+    only one of them counts, unless each has a part of the sequence: the expert is marked as
+    sequence-parallel then, as other parameters are. Collective over the copies.
 
     Args:
         parameters: This rank's parameters, the same on every copy.
         job: The job.
-        share: What each gradient is multiplied by.
-        shards: Who owns which parameter; None where each rank steps all.
+        share: The factor of each gradient.
+        shards: The owner of each parameter; None if each rank steps all.
 
     Raises:
         ConfigError: A gradient is sparse.
@@ -52,7 +52,7 @@ def reduce_all(
 def _reduce_copies(
     parameters: Sequence[Tensor], copies: Group, job: Job, share: float, shards: Shards | None
 ) -> None:
-    """Adds gradients up over ``copies``; in stage 2 first over those who share the state."""
+    """Adds up gradients over ``copies``; in stage 2 first over the ranks that share the state."""
     scattered = [] if shards is None else shards.scattered(parameters)
     if shards is not None and scattered:
         spread = is_spread(scattered[0])
@@ -71,16 +71,16 @@ def reduce_gradients(
     share: float = 1.0,
     owner_of: Callable[[Tensor], int] | None = None,
 ) -> None:
-    """Adds up the gradients of ranks that hold the same parameters, fused. Collective over these.
+    """Adds up the gradients of ranks that hold the same parameters, fused. Collective over them.
 
-    A parameter that had no gradient on some rank counts as zero there. The result has the same
-    bits on every rank that keeps it.
+    A gradient that is missing on some rank counts as zero there. The result has the same bits on
+    every rank that keeps it.
 
     Args:
         parameters: This rank's parameters, the same on every replica.
         group: The replicas: all ranks of dp and sharding that hold these parameters.
-        share: What each gradient is multiplied by.
-        owner_of: Returns the member that keeps the gradient of a parameter; None: all do.
+        share: The factor of each gradient.
+        owner_of: Returns the member that keeps the gradient of a parameter; None if all do.
 
     Raises:
         ConfigError: A gradient is sparse.
@@ -107,7 +107,7 @@ def reduce_gradients(
 
 
 def mean_loss(loss: Tensor, group: Group) -> Tensor:
-    """Returns the mean of the replicas' losses, the same bits on each. Collective over these."""
+    """Returns the mean of the replicas' losses, the same bits on each. Collective over them."""
     if group.ranks == 1:
         return loss
     first, *rest = group.all_gather(loss)
@@ -117,10 +117,10 @@ def mean_loss(loss: Tensor, group: Group) -> Tensor:
 
 
 def share_in_mean(counted: int, group: Group) -> Fraction:
-    """Returns how much a member's mean counts in the mean of all. Collective over these.
+    """Returns the weight of this member's mean, relative to an equal share. Collective.
 
     Args:
-        counted: What the member's mean is over, its rows say.
+        counted: The number of entries that the member's mean is over, such as rows.
         group: The members.
     """
     everyone = group.all_gather(counted)
@@ -137,7 +137,7 @@ def _require_dense(parameter: Tensor) -> None:
 
 
 def _pieces(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Sorts parameters by their gradients' dtype into pieces that are added at once."""
+    """Sorts parameters by their gradients' dtype into pieces that are summed in one call each."""
     pieces: list[list[Tensor]] = []
     open_pieces: dict[str, tuple[list[Tensor], int]] = {}
     for parameter in parameters:
@@ -155,7 +155,7 @@ def _pieces(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @paddle.no_grad()
 def _add_up(piece: Sequence[Tensor], group: Group, share: float) -> None:
-    """Replaces the gradients of a piece by the sum over ``group`` of ``share`` of each."""
+    """Replaces the gradients of a piece by their sum over ``group``, each times ``share``."""
     # Paddle's fused_allreduce_gradients_with_group works in its own groups alone, asserts where a
     # gradient is sparse, and does not meet the others before it enters Gloo.
     flat = _flat(piece, share)
@@ -165,12 +165,12 @@ def _add_up(piece: Sequence[Tensor], group: Group, share: float) -> None:
 
 @paddle.no_grad()
 def _scatter(owned: Sequence[Sequence[Tensor]], group: Group, share: float) -> None:
-    """As :func:`_add_up`, for the owner alone; others' gradients are freed.
+    """Sums like :func:`_add_up`, but only the owner gets the sum; other gradients are freed.
 
     Args:
         owned: The parameters of a piece that each member owns, by member.
         group: The members.
-        share: What each gradient is multiplied by.
+        share: The factor of each gradient.
     """
     first = next(parameter for part in owned for parameter in part)
     nothing = paddle.zeros([0], gradient_of(first).dtype)
@@ -187,7 +187,7 @@ def _flat(parameters: Sequence[Tensor], share: float) -> Tensor:
 
 
 def _put(flat: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Gives parameters the gradients that stand one after another in ``flat``."""
+    """Sets the gradients of parameters from ``flat``, in which they stand one after another."""
     if not parameters:
         return
     gradients = [gradient_of(parameter) for parameter in parameters]

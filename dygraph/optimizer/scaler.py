@@ -1,7 +1,7 @@
-"""Makes the verdict of a ``GradScaler`` that of all ranks: all step, or none.
+"""Makes all ranks share the verdict of a ``GradScaler``: all step, or none.
 
-A rank sees the gradients of its own stages alone. Where one of them overflows there, all ranks must
-skip the step and lower the scale, or the stages drift apart.
+A rank sees only the gradients of its own stages. If one of them overflows, all ranks must skip the
+step and lower the scale, or the stages drift apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = log.logger(__name__)
 
 
 def agreeing(scaler: Scaler) -> Scaler:
-    """Makes a ``GradScaler`` ask all ranks of the job whether to step. It is changed in place.
+    """Makes a ``GradScaler`` ask all ranks of the job whether to step. Changes it in place.
 
     Args:
         scaler: Paddle's ``GradScaler``, or its ``MixPrecisionScaler`` around one.
@@ -40,10 +40,10 @@ def agreeing(scaler: Scaler) -> Scaler:
 
 
 def prepared(scaler: Scaler) -> Scaler:
-    """Returns what ``train_batch`` uses of the scaler it is given; None where it scales nothing.
+    """Returns the scaler for ``train_batch`` to use; None if it scales nothing.
 
-    Paddle's scaler switches itself off in ``scale`` where the loss is not float16. Only the owner
-    of the last stage scales a loss, so each rank scales a number here, and all come to the same.
+    Paddle's scaler switches itself off in ``scale`` if the loss is not float16. Only the owner of
+    the last stage scales a loss, so each rank scales a number here, and all ranks switch alike.
     """
     if scaler.is_enable():
         scaler.scale(paddle.zeros([1]))
@@ -59,11 +59,11 @@ def prepared(scaler: Scaler) -> Scaler:
 
 @paddle.no_grad()
 def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
-    """Divides the gradients by the scale, and agrees on whether to step. Collective over the job.
+    """Divides the gradients by the scale, and agrees with all ranks whether to step. Collective.
 
     Raises:
         ConfigError: The scalers of the ranks differ.
-        StateError: This step was unscaled before.
+        StateError: The gradients of this step are unscaled already.
         PipelineTimeout: Some rank did not come within the limit.
     """
     if not scaler.is_enable():
@@ -74,7 +74,7 @@ def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
 
 
 def _any_rank(found_inf: bool, scaler: Scaler) -> bool:
-    """Returns whether any rank has found a gradient that is not finite. Collective over the job."""
+    """Returns whether any rank has a gradient that is not finite. Collective over the job."""
     job = current_job()
     if job is None:
         return found_inf

@@ -1,10 +1,10 @@
 """Stages 1 and 2 of ZeRO: each sharding rank has the optimizer's state of its share of a model.
 
-All ranks have the parameters, and in stage 1 all reduced gradients, in stage 2 those of the own
-share. Each steps only what it owns, so the optimizer makes state for these parameters alone, and
-then they are broadcast. Paddle's own
-``DygraphShardingOptimizer`` does the same, but takes no parameter groups, empties the lists of the
-optimizer that it wraps, and enters Gloo, which gives up after 30 s, before the others have come.
+All ranks have all parameters. A rank has all reduced gradients in stage 1, and those of its share
+in stage 2. It steps only the parameters that it owns, so the optimizer makes state for these alone,
+and then broadcasts them. Paddle's own ``DygraphShardingOptimizer`` does the same, but takes no
+parameter groups, empties the lists of the optimizer that it wraps, and enters Gloo, which gives up
+after 30 s, before the others have come.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, arXiv:1910.02054.
@@ -27,10 +27,10 @@ Result = TypeVar("Result")
 
 
 class Shards:
-    """Who owns which parameter of an optimizer, among the ranks that share its state.
+    """The owner of each parameter of an optimizer, among the ranks that share its state.
 
     Attributes:
-        scatters: Whether the owner of a parameter alone keeps its gradient: stage 2.
+        scatters: Whether only the owner of a parameter keeps its gradient: stage 2.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Shards:
         of_experts: Group | None = None,
         scatters: bool = False,
     ) -> None:
-        """Gives every parameter an owner; the same on all members, which have the same ones.
+        """Assigns an owner to every parameter; the same on all members, whose parameters are equal.
 
         Args:
             optimizer: A Paddle optimizer, or Paddle's ``MixPrecisionOptimizer`` around one.
             group: The sharding ranks.
-            of_experts: Those of them that hold the same experts; None: all do.
-            scatters: Whether a gradient is kept by the owner of its parameter alone.
+            of_experts: The sharding ranks that hold the same experts; None if all do.
+            scatters: Whether only the owner of a parameter keeps its gradient.
         """
         self.scatters = scatters
         self._optimizer = optimizer
@@ -55,14 +55,14 @@ class Shards:
         self.take_new()
 
     def take_new(self) -> None:
-        """Gives each parameter without an owner one; the same on all members."""
+        """Gives an owner to each parameter that has none; the same on all members."""
         new = [p for p in optimized_parameters(self._optimizer) if id(p) not in self._owners]
         for spread, members in enumerate(self._groups):
             shared = [parameter for parameter in new if is_spread(parameter) == bool(spread)]
             self._owners.update(owners(shared, members.ranks))
 
     def ranks_by_name(self) -> dict[str, int]:
-        """Returns which rank of its group keeps the state of each parameter, by its name."""
+        """Returns the rank, in its group, that keeps the state of each parameter, by name."""
         parameters = optimized_parameters(self._optimizer)
         return {parameter.name: self._owners[id(parameter)] for parameter in parameters}
 
@@ -71,28 +71,29 @@ class Shards:
         return self.owner(parameter) == self._groups[is_spread(parameter)].rank
 
     def members(self, spread: bool) -> Group:
-        """Returns the ranks that share the state of experts, or of all else."""
+        """Returns the ranks that share the state of experts, or of all other parameters."""
         return self._groups[spread]
 
     def owner(self, parameter: Tensor) -> int:
-        """Returns which of these ranks keeps the state of ``parameter``."""
+        """Returns the rank, among the members, that keeps the state of ``parameter``."""
         return self._owners[id(parameter)]
 
     def scattered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns those whose gradients their owners alone add up, in stage 2.
+        """Returns the parameters whose summed gradient only the owner gets, in stage 2.
 
-        These are not what nobody steps, nor tied weights: a copy has another owner on each stage.
+        Parameters that nobody steps are not among them, nor are tied weights, since their copies
+        have different owners on different stages.
         """
         chosen = [p for p in parameters if id(p) in self._owners and self.scatters]
         return [p for p in chosen if not hasattr(p, "is_firstly_shared")]
 
     def drop_others(self, parameters: Sequence[Tensor]) -> None:
-        """Frees the gradients of what other members own, in stage 2."""
+        """Frees the gradients of parameters that other members own, in stage 2."""
         if self.scatters:
             drop_gradients(p for p in parameters if id(p) in self._owners and not self.owns(p))
 
     def gradient(self, parameter: Tensor) -> Tensor:
-        """Returns the gradient that the owner of a parameter has. Collective in stage 2."""
+        """Returns the gradient of a parameter from its owner. Collective in stage 2."""
         gradient = gradient_of(parameter)
         if not self.scatters or id(parameter) not in self._owners:
             return gradient
@@ -100,11 +101,11 @@ class Shards:
         return self.members(is_spread(parameter)).broadcast(copy, self.owner(parameter))
 
     def step(self, step: Callable[[], Result], nothing: Callable[[], Result]) -> Result:
-        """Steps what this rank owns, and gives all members what each has stepped. Collective.
+        """Steps the parameters that this rank owns, and broadcasts them to all members. Collective.
 
         Args:
             step: Steps the optimizer.
-            nothing: Takes its place where this rank owns no parameter.
+            nothing: Called instead if this rank owns no parameter.
 
         Raises:
             PipelineTimeout: Some member did not come within the limit.
@@ -116,9 +117,9 @@ class Shards:
 
     @paddle.no_grad()
     def _publish(self) -> None:
-        """Broadcasts the parameters that have a gradient from their owners. Collective.
+        """Broadcasts each parameter with a gradient from the parameter's owner. Collective.
 
-        In stage 2 others than the owner cannot tell which these are, and all are sent.
+        In stage 2 only the owner knows which have one, so all are sent.
         """
         changed = [
             parameter
@@ -132,13 +133,14 @@ class Shards:
 
 
 def owners(parameters: Sequence[Tensor], ranks: int) -> dict[int, int]:
-    """Returns the owner of each parameter, by ``id``: the largest first, to who has least.
+    """Assigns an owner to each parameter, by ``id``: the largest goes first, to the least loaded.
 
-    Parts of vocabularies have one owner, as a whole embedding has: a checkpoint joins their states.
+    All parts of vocabularies have one owner, as a whole embedding has, since a checkpoint joins
+    their states.
 
     Args:
-        parameters: In an order that is the same on all ranks.
-        ranks: Number of owners.
+        parameters: The parameters, in the same order on all ranks.
+        ranks: The number of owners.
     """
     load = [0] * ranks
     owner_of: dict[int, int] = {}

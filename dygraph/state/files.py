@@ -29,9 +29,10 @@ from fleetpipe.schedules import Placement
 
 
 def written_at(shared: SharedLayer, entries: Sequence[Any]) -> int:
-    """Returns the entry of a shared layer whose file counts when it is read.
+    """Returns the entry of a shared layer whose file is read when the model is loaded.
 
-    Fleet writes a file for each entry that calls the layer itself, none for a ``forward_func``.
+    Fleet writes a file for each entry that calls the layer itself, but none for an entry with a
+    ``forward_func``.
     """
     plain = [index for index in shared.indices if entries[index].forward_func is None]
     return plain[0] if plain else shared.indices[0]
@@ -42,14 +43,14 @@ def layers_to_write(
     shared: Mapping[int, SharedLayer],
     entries: Sequence[Any],
 ) -> dict[int, Layer]:
-    """Returns the layers of this process that have a file, by number.
+    """Returns the layers of this process that get a file, by number.
 
-    A shared layer that every entry calls through a ``forward_func`` is written at the first.
+    If every entry of a shared layer has a ``forward_func``, the first one gets the file.
 
     Args:
-        functions: The layers and functions of this process, by number.
-        shared: The shared layers of the whole list, by each of their numbers.
-        entries: The whole list.
+        functions: The layers and functions of this process, by their numbers in the list.
+        shared: The shared layers, by each of their numbers in the list.
+        entries: The whole list of layers.
     """
     layers = {}
     for index, function in functions.items():
@@ -66,15 +67,15 @@ def save(
     tensor_shard: int,
     writer: Writer,
 ) -> None:
-    """Writes a file for each layer, and behind them the manifest that names them.
+    """Writes a file for each layer, and then the manifest that names them.
 
-    Until all ranks have done so, what was saved in the folder before can be read.
+    Until all ranks have finished, the previous save in the folder can still be read.
 
     Args:
-        folder: Made where it does not exist.
+        folder: The folder to write to; created if it does not exist.
         layers: The state of each layer to write.
-        tensor_shard: This rank's place among the tensor-parallel ranks.
-        writer: This rank's part in the save.
+        tensor_shard: This rank's number among the tensor-parallel ranks.
+        writer: This rank's number in the save.
     """
     states = {file._replace(shard=tensor_shard).name: state for file, state in layers.items()}
     manifest.keep(Path(folder), writer, states)
@@ -83,7 +84,7 @@ def save(
 
 
 def require_folder(folder: str | Path) -> None:
-    """Refuses a folder that is not there."""
+    """Refuses a folder that does not exist."""
     if not Path(folder).is_dir():
         raise CheckpointError(
             "there is no such folder of saved layers",
@@ -98,17 +99,17 @@ def load(
     tensor_shard: int,
     tensor_shards: int,
 ) -> None:
-    """Reads the file of each layer; a weight that several layers have gets the first's value.
+    """Reads the file of each layer; a weight in several layers gets the first layer's value.
 
     Args:
-        folder: Where the files are, written by fleetpipe or by Fleet.
+        folder: The folder of the files, written by fleetpipe or by Fleet.
         layers: The layers to fill.
-        tensor_shard: This rank's place among the tensor-parallel ranks.
-        tensor_shards: The number of these.
+        tensor_shard: This rank's number among the tensor-parallel ranks.
+        tensor_shards: The number of tensor-parallel ranks.
 
     Raises:
-        CheckpointError: A file is missing, is none of Paddle's, does not fit its layer, or is of
-            another save than the others; nothing was changed.
+        CheckpointError: A file is missing, is not in Paddle's format, does not fit its layer, or is
+            of another save than the others. No layer has changed then.
     """
     folder = Path(folder)
     saved = manifest.save_in(folder)
@@ -126,7 +127,7 @@ def load(
 
 
 def _files_of(place: LayerFile, names: list[str], folder: Path) -> list[str]:
-    """Returns the files of a layer by shard: those of its chunk, or of whichever it was in."""
+    """Returns the files of a layer by shard, whatever chunk it was saved in."""
     by_stem: dict[str, list[str]] = {}
     for name in names:
         file = LayerFile.named(name)
@@ -184,13 +185,14 @@ class LayerFiles:
         sources: Mapping[str, int],
         job: Job | None,
     ) -> None:
-        """Describes the layers.
+        """Stores which layers to write and to read.
 
         Args:
-            written: Those of this process that have a file.
-            read: Those whose file counts.
-            sources: The rank of the pipeline that reads a weight which several hold, by name.
-            job: The job of the model; None where it was built outside of one.
+            written: The layers of this process that get a file.
+            read: The layers of this process that are read from their file.
+            sources: For each weight that several ranks hold, by name, the rank of the pipeline that
+                reads it.
+            job: The job of the model; None if it was built outside of one.
         """
         self._written = written
         self._read = read
@@ -198,11 +200,11 @@ class LayerFiles:
         self._job = job
 
     def save(self, folder: str | Path, number: int) -> None:
-        """Writes a file for each layer; nothing in replicas other than the first.
+        """Writes a file for each layer; only the first replica writes.
 
         Args:
-            folder: Where to.
-            number: How often the model was saved there, this time included: alike on every rank.
+            folder: The folder to write to.
+            number: The number of this save into the folder, counted from 1; the same on every rank.
         """
         if self._writes():
             with self._guarded("saving layers"):
@@ -217,17 +219,17 @@ class LayerFiles:
             save(folder, here, self._tensor_shard()[0], writer)
 
     def load(self, folder: str | Path, copies: SharedWeights) -> None:
-        """Reads the files, and makes the copies of shared weights equal again.
+        """Reads the files, and then makes the copies of shared weights equal.
 
-        Collective over the pipeline where weights are shared between ranks.
+        Collective over the pipeline if ranks share weights.
 
         Args:
-            folder: Where the files are.
-            copies: This rank's copies of what it shares with other ranks.
+            folder: The folder of the files.
+            copies: This rank's copies of the weights that it shares with other ranks.
 
         Raises:
-            CheckpointError: The folder or a file is missing, or does not fit its layer; the layers
-                of this rank are as they were.
+            CheckpointError: The folder or a file is missing, or does not fit its layer. The layers
+                of this rank have not changed then.
             PipelineTimeout: Another rank did not come within the limit.
         """
         # Before anything that others hear of: a script may go on without a checkpoint.
@@ -240,13 +242,13 @@ class LayerFiles:
         return nullcontext() if self._job is None else self._job.guarded(lambda: what)
 
     def _writes(self) -> bool:
-        """Whether this process is the one that writes its layers and tensor-parallel shards."""
+        """Whether this process writes its layers and tensor-parallel shards."""
         if self._job is None:
             return int(paddle.distributed.get_rank()) == 0
         return self._job.leads("pp", "mp")
 
     def _writer(self, number: int) -> Writer:
-        """Returns this process's part in a save, of which no rank need tell another."""
+        """Returns this process's number in a save, which every rank computes by itself."""
         if self._job is None:
             return Writer(uuid.uuid4().hex, 0, 1)
         tensor_shard, shards = self._tensor_shard()
@@ -256,7 +258,7 @@ class LayerFiles:
         return Writer(save, rank * shards + tensor_shard, ranks * shards)
 
     def _tensor_shard(self) -> tuple[int, int]:
-        """Returns this process's place among the tensor-parallel ranks, and their number."""
+        """Returns this process's number among the tensor-parallel ranks, and their count."""
         if self._job is None:
             return 0, 1
         return self._job.shard
@@ -271,15 +273,15 @@ def files_of_list(
     job: Job | None,
     group: Callable[[], Group],
 ) -> LayerFiles:
-    """Returns the files of a list of layers, numbered as the list is.
+    """Returns the files of a list of layers, numbered like the list.
 
     Args:
         entries: The whole list of layers.
         functions: The layers and functions of this process, by their numbers in the list.
         shared: The shared layers, by each of their numbers.
         partition: The cut into stages.
-        placement: Which rank has which stage.
-        job: The job of the model; None where it was built outside of one.
+        placement: The owner of each stage.
+        job: The job of the model; None if it was built outside of one.
         group: Returns the ranks that hold the stages.
     """
 

@@ -1,6 +1,7 @@
-"""A layer whose weights are in parts, some on each rank, in Fleet's folder: its file has the whole.
+"""Files in Fleet's folder of layers whose weights are cut into parts on several ranks.
 
-The rank that has the first part writes it; each rank reads its own parts, and no others.
+A file has the whole weights. The rank with the first part writes it; each rank reads only its own
+parts.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from fleetpipe.paddle_api import paddle
 
 
 class LayerInParts:
-    """The parts that this process has, as their file has them."""
+    """The parts of a layer's weights that this process holds."""
 
     def __init__(
         self, parts: Mapping[str, Sequence[Tensor]], group: Callable[[], Group] = SoleGroup
     ) -> None:
-        """Takes parameters.
+        """Stores the parts.
 
         Args:
-            parts: Those of each whole in order, by its name in the file.
-            group: Returns the ranks that have all parts between them.
+            parts: The parts of each whole weight in order, by the name of the whole in the file.
+            group: Returns the ranks that together hold all parts.
         """
         self._group = group
         self._parts = [
@@ -36,11 +37,11 @@ class LayerInParts:
         ]
 
     def held(self) -> dict[str, Held]:
-        """Returns a part of each whole, which knows the shape of the whole."""
+        """Returns one part of each whole weight; it includes the shape of the whole."""
         return dict(self._parts)
 
     def set_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Gives the parts their values, which are read one after another."""
+        """Sets the parts from whole weights, which are read one after another."""
         for name, held in self._parts:
             target: Tensor = held.tensor
             values = state[name] if held.cut is None else held.cut.taken_from(state[name])
@@ -48,5 +49,5 @@ class LayerInParts:
             target.set_value(paddle.to_tensor(native))
 
     def whole(self) -> dict[str, Tensor] | None:
-        """Returns what the file has on the first of the ranks; None elsewhere. Collective."""
+        """Returns the whole weights on the first of the ranks; None on others. Collective."""
         return joined_on_first(self._group(), self._parts) or None

@@ -1,8 +1,8 @@
-"""The one place that translates between a pipeline's parameters and a whole model's.
+"""Translates between the names of a pipeline's parameters and of a whole model's.
 
-A parameter's name is its path in the whole model by global layer index, ``3.weight``. A state dict
-of any number of stages has these names. A model written as one class has names of its own: it is
-matched by order and shape, which both share.
+A parameter's lasting name is its path in the whole model by global layer index, ``3.weight``. A
+state dict has these names for any number of stages. A model written as one class has other names:
+its parameters are matched by order and shape, which it shares with the pipeline.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fleetpipe.paddle_api import paddle
 
 
 class ModelWithParts(paddle.nn.Layer):
-    """A model that takes whole what it has in parts: a vocabulary head."""
+    """A model that holds some weights in parts, such as a vocabulary head, and loads whole ones."""
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
     ) -> Any:
-        """As ``nn.Layer.set_state_dict``, of a state with parts or with what they are parts of."""
+        """Loads a state like ``nn.Layer.set_state_dict``; it may have wholes for parts."""
         state = parted(state_dict, paddle.nn.Layer.state_dict(self), mp_shard)
         return super().set_state_dict(state, use_structured_name)
 
@@ -35,9 +35,9 @@ class Slot(NamedTuple):
     """One parameter or buffer of the whole model.
 
     Attributes:
-        name: Its lasting name.
-        shape: Its whole shape.
-        part: Which part of a whole parameter it is; None where it is whole itself.
+        name: The lasting name.
+        shape: The shape, whole along mp.
+        part: The part of a whole parameter that it is; None if it is whole itself.
     """
 
     name: str
@@ -51,24 +51,24 @@ class Slot(NamedTuple):
 
     @property
     def whole(self) -> Slot:
-        """What it is a part of; itself where it is whole."""
+        """The whole that it is a part of; itself if it is whole."""
         if self.part is None:
             return self
         return Slot(self.part.whole_name(self.name), self.part.cut.whole(self.shape))
 
     def value_in(self, state: Mapping[str, Any]) -> Any:
-        """Returns its value, given all that is whole by name."""
+        """Returns its value from a state of whole tensors by name."""
         whole = state[self.whole.name]
         return whole if self.part is None else self.part.cut.taken_from(whole)
 
 
 def wholes_of(slots: Iterable[Slot]) -> list[Slot]:
-    """Returns slots with one in the place of all parts of it."""
+    """Returns slots, with each whole once in place of its parts."""
     return list(dict.fromkeys(slot.whole for slot in slots))
 
 
 def fitting(slots: Sequence[Slot], source: Layer | Mapping[str, Any]) -> list[Slot]:
-    """Returns the slots that a model or its state dict has: with parts, or what they are parts of.
+    """Returns the slots that match a model or its state dict: with parts, or with their wholes.
 
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
@@ -93,13 +93,14 @@ def names_in(
 ) -> dict[str, str]:
     """Returns the pipeline's name of each parameter and buffer of a whole model.
 
-    A tensor that the model has under several names, as shared weights are, has one in the pipeline.
+    A tensor that the model has under several names, such as a shared weight, has one name in the
+    pipeline.
 
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
         model: The state of the whole model.
-        plain_names: The pipeline's name of each that the model which it was made of has; empty
-            where it was made of none.
+        plain_names: The pipeline's name for each name of the model from which the pipeline was
+            made; empty if it was made from none.
 
     Raises:
         CheckpointError: ``model`` does not fit the pipeline in names, or in order and shape.
@@ -121,8 +122,8 @@ def to_pipeline_names(
 
     Args:
         slots: All parameters and buffers of the whole pipeline, in the order of its layers.
-        source: A state dict or a Layer: with the pipeline's names, with those of the model that the
-            pipeline was made of, or with the same tensors in the same order.
+        source: A state dict or a Layer: with the pipeline's names, with those of the model from
+            which the pipeline was made, or with the same tensors in the same order.
         plain_names: As for :func:`names_in`.
 
     Raises:
@@ -170,6 +171,6 @@ def _matched(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str,
 
 
 def _each_tensor_once(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state without the further names of tensors that it has under several."""
+    """Returns a state in which each tensor has only the first of its names."""
     first = {id(tensor): name for name, tensor in reversed(list(state.items()))}
     return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}

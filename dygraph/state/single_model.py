@@ -1,4 +1,4 @@
-"""The whole list of layers as one Layer of one process, to compare a pipeline with."""
+"""The whole list of layers as one Layer in one process, to compare a pipeline with."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class SingleModel(ModelWithParts):
             self._functions = functions
 
     def hidden_buffers(self) -> dict[str, Place]:
-        """Returns where the buffers are that no state dict has, by layer and path."""
+        """Returns the places of the buffers that no state dict has, by layer and path."""
         return hidden_buffers(dict(enumerate(self._functions)))
 
     def forward(self, value: Nest) -> Nest:
-        """Calls each function with what the one before returned."""
+        """Calls each function with the result of the one before."""
         keys = random_keys.current()
         for index, function in enumerate(self._functions):
             if keys is not None:
@@ -59,12 +59,12 @@ def single_model(
     """Builds the whole list of layers in this process as one Layer, with fresh weights.
 
     Args:
-        entries: The whole list; its built layers are copied.
+        entries: The whole list of layers; built ones are copied.
         shared: The shared layers of the list.
         loss_fns: The loss functions, which may take losses of the layers.
 
     Raises:
-        ConfigError: A built layer holds shards, which cannot be made whole again.
+        ConfigError: A built layer holds shards, which cannot be made whole.
     """
     described = dict(enumerate(entries))
     ready = {i: e for i, e in described.items() if not hasattr(e, "build_layer")}

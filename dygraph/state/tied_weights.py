@@ -1,8 +1,8 @@
 """Keeps the copies of a shared weight on several ranks equal: at the start, and at every step.
 
-Each rank that has a stage with an entry of the key holds one copy, whatever number of its stages
-use it. The gradients of all copies are added in one order on all of them, so that the sums have the
-same bits, and with them the copies after any optimizer's step.
+Each rank with a stage that uses the weight holds one copy, however many of its stages use it. All
+of them add the gradients of all copies in one order. So the sums have the same bits, and so have
+the copies after any optimizer's step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SharedWeight(NamedTuple):
     """A parameter or buffer of a shared layer.
 
     Attributes:
-        name: Its lasting name.
+        name: The lasting name.
         holders: The pipeline's ranks that hold a copy, the one of the first entry first.
     """
 
@@ -35,11 +35,11 @@ class SharedWeight(NamedTuple):
 def holders(
     layers: Sequence[SharedLayer], rank_of_layer: Callable[[int], int]
 ) -> list[SharedWeight]:
-    """Returns every parameter and buffer of the shared layers, with who holds it.
+    """Returns every parameter and buffer of the shared layers, with the ranks that hold it.
 
     Args:
         layers: The shared layers.
-        rank_of_layer: The rank that owns a layer, by its number in the whole list.
+        rank_of_layer: Returns the rank that owns a layer, from its number in the whole list.
     """
     users: dict[str, set[int]] = {}
     for layer in layers:
@@ -52,7 +52,7 @@ def holders(
 
 
 def sharing_group(job: Job | None, members: Sequence[int]) -> Group:
-    """Returns some ranks of this process's pipeline, which is one of them, as a group."""
+    """Returns some ranks of this process's pipeline, including its own, as a group."""
     return SoleGroup() if job is None else job.holders(tuple(members))
 
 
@@ -66,7 +66,7 @@ class SharedWeights:
         rank: int,
         group_of: Callable[[tuple[int, ...]], Group],
     ) -> None:
-        """Marks the copies that the global norm does not count.
+        """Stores the copies, and marks those that the global norm does not count.
 
         Args:
             weights: All shared weights of the model, the same on every rank.
@@ -82,11 +82,11 @@ class SharedWeights:
                 tensors[weight.name].is_firstly_shared = rank == weight.holders[0]
 
     def equalize(self, sources: Mapping[str, int] | None = None) -> None:
-        """Gives every copy the values of one rank's. Collective over the ranks that share.
+        """Broadcasts one rank's values to every copy. Collective over the ranks that share.
 
         Args:
-            sources: The rank whose copy counts, by lasting name; that of the first entry where it
-                is not said.
+            sources: The rank whose copy counts, by lasting name; by default the rank of the first
+                entry.
 
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
@@ -101,10 +101,10 @@ class SharedWeights:
             )
 
     def sum_gradients(self) -> None:
-        """Gives every copy the sum of all copies' gradients. Collective over those that share.
+        """Replaces gradients by the sum over all copies. Collective over the ranks that share.
 
-        A copy without a gradient counts as zeros; where no copy has one, none gets one. The sum
-        begins with the rank of the last entry, as backward does, and has the same bits everywhere.
+        A copy without a gradient counts as zeros; if no copy has one, none gets one. The sum begins
+        with the rank of the last entry, as backward does, and has the same bits everywhere.
 
         Raises:
             ConfigError: A gradient is sparse.
@@ -132,10 +132,10 @@ def connected(
     """Makes the copies of shared weights equal on all ranks. Collective over the pipeline.
 
     Args:
-        weights: The shared weights of the model, as :func:`holders` returns them.
+        weights: The shared weights of the model, from :func:`holders`.
         tensors: This rank's parameters and buffers, by lasting name.
         rank: This rank in the pipeline.
-        job: The job of the model; None where it was built outside of one.
+        job: The job of the model; None if it was built outside of one.
 
     Raises:
         PipelineTimeout: Some rank did not come within the limit.
@@ -154,7 +154,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _copies(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Returns copies of gradients: the originals are changed in place before all have left."""
+    """Returns copies of gradients: the originals may change in place before all are sent."""
     copies = []
     for parameter in parameters:
         gradient = gradient_of(parameter)

@@ -1,8 +1,8 @@
-"""The parameters and buffers of the whole model under their lasting names, whoever holds them.
+"""The parameters and buffers of the whole model under their lasting names, on any ranks.
 
-A name is the path in the whole list, ``3.weight``; that of a shared layer is
-``shared_layers.<key>.weight``, once, whatever ranks hold copies. What a process holds may be called
-otherwise in its own ``state_dict``: the second class of a shared key is.
+A name is the path in the whole list, ``3.weight``. A shared layer has one name,
+``shared_layers.<key>.weight``, whatever ranks hold copies. A process's own ``state_dict`` may use
+other names: it does for the second class of a shared key.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Place = tuple[dict[str, Tensor], str]
 
 
 class ModelState:
-    """The state of a model whose layers are on several ranks, as one of them sees it.
+    """The state of a model whose layers are on several ranks, as one rank sees it.
 
     Attributes:
-        plain_names: The lasting name of each parameter and buffer of the plain model that the list
-            was made of, in its order; empty where it was made of none.
+        plain_names: The lasting name of each parameter and buffer of the plain model from which the
+            list was made, in its order; empty if it was made from none.
     """
 
     plain_names: Mapping[str, str] = MappingProxyType({})
@@ -64,7 +64,7 @@ class ModelState:
         """Describes a model of which this process holds a part.
 
         Args:
-            model: That part: its sublayers are the layers built here.
+            model: The part: its sublayers are the layers built here.
             entries: The whole list of layers.
             blueprints: A layer like each of them, for names and shapes.
             shared: The shared layers, by each of their numbers in the list.
@@ -90,7 +90,7 @@ class ModelState:
         return {name: t for name, t in self._named_tensors() if not self._is_late(name, t)}
 
     def late_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers in this process's state dict that a forward has registered."""
+        """Returns the buffers in this process's state dict that forwards have registered."""
         return {name: t for name, t in self._named_tensors() if self._is_late(name, t)}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -102,18 +102,18 @@ class ModelState:
         return name not in self._built and not is_parameter(tensor)
 
     def own_parameters(self) -> dict[str, Tensor]:
-        """Returns the parameters among :meth:`own`, each once, the shared first."""
+        """Returns this process's parameters by lasting name, each once, shared ones first."""
         parameters = paddle.nn.Layer.named_parameters(self._model)
         return {self._lasting_name(name): parameter for name, parameter in parameters}
 
     def hidden_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers of this process's layers that no state dict had at first."""
+        """Returns the buffers of this process's layers that were in no state dict at first."""
         places = hidden_buffers(self._functions)
         hidden = {name: holder[key] for name, (holder, key) in places.items()}
         return {**hidden, **self.late_buffers()}
 
     def checkpoint_part(self) -> ModelParts:
-        """Returns what this process holds as checkpoints take it."""
+        """Returns this process's part of the state, in the form that checkpoints take."""
         tensors = {name: held_of(tensor, mp_shard) for name, tensor in self.local_tensors().items()}
         late = {name: Held(t, differs=True) for name, t in self.late_buffers().items()}
         hidden = self.hidden_buffers().items()
@@ -124,7 +124,7 @@ class ModelState:
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether some experts of the model are held by other ranks of their stage than others."""
+        """Whether several ranks of a stage hold different experts of the model."""
         return any(
             kind.spreads(layer)
             for layer in self._blueprints
@@ -133,24 +133,24 @@ class ModelState:
 
     @property
     def adds_up_uses(self) -> bool:
-        """Whether several stages use one weight: its gradient is added up stage by stage."""
+        """Whether several stages use one weight, so that its gradient is summed stage by stage."""
         stages: dict[str, set[int]] = {}
         for index, layer in self._shared.items():
             stages.setdefault(layer.path, set()).add(self._partition.stage_of(index))
         return any(len(users) > 1 for users in stages.values())
 
     def has_several_calls(self, name: str) -> bool:
-        """Whether calls of the layer that has a parameter or buffer may be on several ranks."""
+        """Whether several ranks may call the layer that has a parameter or buffer."""
         return is_shared(name) or is_spread(self.local_tensors()[name])
 
     def stage_of(self, name: str) -> int | None:
-        """Returns the stage of a parameter or buffer; None where entries share it."""
+        """Returns the stage of a parameter or buffer; None if entries share it."""
         if is_shared(name):
             return None
         return self._partition.stage_of(int(name.partition(".")[0]))
 
     def slots(self) -> list[Slot]:
-        """Returns the names and shapes of the whole model in the order of its layers, each once."""
+        """Returns all parameters and buffers of the model in the order of its layers, each once."""
         # A layer that was given as it is shows what it has now, on the rank that runs it alone.
         late = self.late_buffers()
         return [slot for slot in self._all_slots() if slot.name not in late]
@@ -161,14 +161,14 @@ class ModelState:
         return list(by_name.values())
 
     def whole_slots(self) -> list[Slot]:
-        """Returns :meth:`slots` with one in the place of all parts of it."""
+        """Returns :meth:`slots`, with each whole once in place of its parts."""
         return wholes_of(self.slots())
 
     def places(self) -> dict[str, int]:
-        """Returns numbers by which this process's tensors sort as the single model has them.
+        """Returns numbers that sort this process's tensors in the order of the single model.
 
-        Shared layers come first in a model, whatever their place in the list. A layer may have got
-        more parameters since it was built, as adapters: they count where it has them now.
+        Shared layers come first in a model, whatever their place in the list. A layer may have more
+        parameters than when it was built, such as adapters: these get their current place.
         """
         shared = [name for layer in self._shared.values() for name in layer.names.values()]
         places = {name: place for place, name in enumerate(dict.fromkeys(shared))}
@@ -200,19 +200,19 @@ class ModelState:
         ]
 
     def load(self, source: Layer | Mapping[str, Any]) -> None:
-        """Takes this process's part from a whole model or its state dict.
+        """Loads this process's part of a whole model or its state dict.
 
         Raises:
-            CheckpointError: The source does not fit; nothing was changed.
+            CheckpointError: The source does not fit. No tensor has changed then.
         """
         slots, local_tensors = fitting(self.slots(), source), self.local_tensors()
         state = to_pipeline_names(slots, source, self.plain_names)
         _assign(local_tensors, parted(state, local_tensors, mp_shard))
 
     def gather(self) -> dict[str, Tensor]:
-        """Returns copies of all parameters and buffers, whole and joined, the shared first.
+        """Returns copies of all parameters and buffers, whole and joined, shared ones first.
 
-        Collective over the ranks that hold the model between them, and over the shards of
+        Collective over the ranks that together hold the model, and over the shards of
         tensor-parallel layers.
         """
         local_tensors = {
@@ -230,10 +230,12 @@ class ModelState:
         return {name: held.tensor for name, held in parts.held.items()}
 
     def copy_to(self, model: Layer) -> None:
-        """Puts all parameters and buffers into a single-device model. Collective as :meth:`gather`.
+        """Copies all parameters and buffers to a single-device model.
+
+        Collective like :meth:`gather`.
 
         Raises:
-            CheckpointError: The model does not fit; nothing was changed.
+            CheckpointError: The model does not fit. No tensor has changed then.
         """
         target = self._state_in(model)
         slots = fitting(self.slots(), target)
@@ -258,7 +260,7 @@ class ModelState:
         return state
 
     def _prefixed(self, prefixes: Mapping[str, str]) -> dict[str, str]:
-        """Returns :attr:`plain_names` by the path of each entry in the plain model, by number."""
+        """Returns :attr:`plain_names`, from the path of each entry in the plain model."""
         if len(prefixes) != len(self._entries):
             return {}
         names: dict[str, str] = {}
@@ -272,7 +274,7 @@ class ModelState:
         return names
 
     def _lasting_name(self, name: str) -> str:
-        """Returns the lasting name of what is called ``name`` in this process."""
+        """Returns the lasting name of the tensor that this process calls ``name``."""
         return self._names.get(name, name)
 
     def _slots_of(self, index: int) -> list[Slot]:
@@ -285,7 +287,7 @@ class ModelState:
 
 
 def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Gives each tensor the value of its name, which has its shape, once all dtypes are right."""
+    """Sets each tensor to the value of its name, after a check of all dtypes."""
     for name, tensor in tensors.items():
         value = values[name]
         dtype = (value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)).dtype
@@ -303,9 +305,9 @@ def _assign(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
 def hidden_buffers(functions: Mapping[int, Callable[[Nest], Nest]]) -> dict[str, Place]:
     """Returns the places of the buffers of some layers that no state dict has.
 
-    They are those with ``persistable=False``, and every tensor set as an attribute. They go by the
-    number of their layer in the whole list and their path in it, ``3.mask``; those of a layer that
-    several entries share go by each of the entries.
+    These are buffers with ``persistable=False``, and tensors set as attributes. Their names are the
+    number of their layer in the whole list and their path in it, ``3.mask``. If several entries
+    share a layer, its buffers appear under each of the entries.
 
     Args:
         functions: Layers and functions by their number in the whole list.

@@ -1,8 +1,8 @@
-"""Cross entropy of logits of which each member holds the columns of its part of the vocabulary.
+"""Cross entropy of logits if each member holds the columns of its part of the vocabulary.
 
-One collective for each call: a member sends its greatest logit, the sum of its exponentials above
-that, and the label's logit if it holds it: three numbers for each row, from which every member
-works out the same loss. Backward needs none.
+Each call needs one collective. For each row a member sends three numbers: its greatest logit, the
+sum of its exponentials relative to that, and the label's logit if it holds it. Every member
+computes the same loss from these. Backward needs no collective.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HALVES = (paddle.float16, paddle.bfloat16)
 
 
 class ParallelCrossEntropy(ParallelLayer):
-    """Softmax and cross entropy, not reduced, over a vocabulary that is cut in shards."""
+    """Softmax and cross entropy, not reduced, over a vocabulary that is cut into shards."""
 
     def __init__(
         self, mp_group: PaddleGroup = None, name: str | None = None, ignore_index: int = -100
@@ -28,7 +28,7 @@ class ParallelCrossEntropy(ParallelLayer):
         """Creates the layer, which has no parameters.
 
         Args:
-            mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+            mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
             name: Accepted as in Paddle.
             ignore_index: The loss of rows with this label is 0, and so is their gradient.
         """
@@ -37,12 +37,12 @@ class ParallelCrossEntropy(ParallelLayer):
         self.ignore_index = ignore_index
 
     def forward(self, input: Tensor, label: Tensor) -> Tensor:
-        """Collective.
+        """Computes the loss of each row. Collective.
 
         Args:
-            input: Logits ``[.., V / members]``: this member's columns.
-            label: Integers ``[..]`` or ``[.., 1]``, the same on every member: ids in the whole
-                vocabulary.
+            input: This member's columns ``[.., V / members]`` of the logits.
+            label: Ids in the whole vocabulary, integers ``[..]`` or ``[.., 1]``, the same on every
+                member.
 
         Returns:
             The loss ``[.., 1]`` of the logits' dtype, with the same bits on every member.
@@ -61,7 +61,7 @@ class ParallelCrossEntropy(ParallelLayer):
 
 
 def _checked(label: Tensor, logits: Tensor, ignore_index: int, members: int) -> Tensor:
-    """Returns the labels as ``[.., 1]`` of int64."""
+    """Returns the labels as ``[.., 1]`` of int64, or refuses them."""
     rows = list(logits.shape[:-1])
     if label.dtype not in (paddle.int32, paddle.int64):
         raise UsageError(
@@ -121,13 +121,13 @@ class _CrossEntropy(paddle.autograd.PyLayer):
 
 
 def _places(column: Tensor, width: int) -> Tensor:
-    """Returns where each row's column lies in the flattened logits."""
+    """Returns the index of each row's column in the flattened logits."""
     flat = column.reshape([-1])
     return paddle.arange(flat.shape[0], dtype="int64") * width + flat
 
 
 def _combine(shares: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the loss, the greatest logit and the sum of the exponentials above that."""
+    """Returns the loss, the greatest logit, and the sum of the exponentials relative to it."""
     tops = paddle.concat([share[..., 0:1] for share in shares], axis=-1)
     sums = paddle.concat([share[..., 1:2] for share in shares], axis=-1)
     picked = paddle.concat([share[..., 2:3] for share in shares], axis=-1)

@@ -1,4 +1,4 @@
-"""Dropout of an activation that is cut in shards, with the mask that the whole one would have."""
+"""Dropout of an activation that is cut into shards, with the mask of the whole activation."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def dropout(
     mode: str = "upscale_in_train",
     mp_group: PaddleGroup = None,
 ) -> Tensor:
-    """Drops numbers of this member's shard where dropout of the whole tensor would drop them.
+    """Drops the numbers of this member's shard that dropout of the whole tensor would drop.
 
     Every member draws the whole mask and keeps its shard; not collective. So one seed gives the
-    same masks for every model-parallel degree, where the members' generators stand alike, as they
-    do in a ``PipelineLayer``.
+    same masks for every model-parallel degree, if the members' generators have the same state, as
+    in a ``PipelineLayer``.
 
     Args:
         x: This member's shard of a tensor.
         p: The share that is dropped.
-        axis: The axis along which it is cut: the last after a ``ColumnParallelLinear``, that of
-            the heads in attention.
+        axis: The axis along which it is cut: the last one after a ``ColumnParallelLinear``, the
+            axis of the heads in attention.
         training: Whether to drop at all.
         mode: As in ``nn.functional.dropout``.
-        mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+        mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
 
     Returns:
         A tensor like ``x``.

@@ -12,7 +12,7 @@ from fleetpipe.paddle_api import paddle
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """``nn.Embedding`` of which each member holds as many consecutive rows as the others.
+    """An ``nn.Embedding`` of which each member holds an equal number of consecutive rows.
 
     Attributes:
         vocab_start_index: The id of this member's first row.
@@ -29,11 +29,11 @@ class VocabParallelEmbedding(ParallelLayer):
         """Creates this member's rows; not collective.
 
         Args:
-            num_embeddings: Size of the whole vocabulary.
-            embedding_dim: Size of each vector.
-            weight_attr: Of the whole weight ``[num_embeddings, embedding_dim]``.
-            mp_group: Paddle's group of the members; by default that of ``fleet.init``.
-            name: For the output, as in ``nn.Embedding``.
+            num_embeddings: The size of the whole vocabulary.
+            embedding_dim: The size of each vector.
+            weight_attr: The attribute of the whole weight ``[num_embeddings, embedding_dim]``.
+            mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
+            name: The name of the output, as in ``nn.Embedding``.
 
         Raises:
             ConfigError: The number of members does not divide ``num_embeddings``.
@@ -49,7 +49,7 @@ class VocabParallelEmbedding(ParallelLayer):
         self.weight = self.create_shard([num_embeddings, embedding_dim], 0, weight_attr)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Collective.
+        """Looks up the vector of each id. Collective.
 
         Args:
             x: Ids, int32 or int64 of any shape, the same on every member.
@@ -69,11 +69,11 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 def own_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
-    """Returns the rows of a shard of a table, with zeros for the ids of other shards.
+    """Looks up ids in a shard of a table; ids of other shards give zeros.
 
     Args:
         table: ``[rows, width]``.
-        ids: Integers of any shape.
+        ids: Ids in the whole table, of any shape.
         start: The id of the shard's first row.
     """
     look_up: Callable[..., Tensor] = paddle.nn.functional.embedding
@@ -86,7 +86,7 @@ def own_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
 
 
 def refuse_outside(ids: Tensor, size: int, what: str) -> None:
-    """Refuses ids that are not below ``size``, which no member would find."""
+    """Refuses ids outside of 0 to ``size`` - 1, which no member has."""
     if ids.size == 0:
         return
     least, greatest = int(ids.min()), int(ids.max())

@@ -1,9 +1,9 @@
-"""Who holds the other shards: finds the model-parallel group of a layer and reaches its members.
+"""Finds the model-parallel group of a layer, and reaches the members that hold its other shards.
 
-A group of Paddle's tells who the members are. Gloo alone could move the numbers too, but it gives
-up when a member comes 30 s late, is slower than plain sockets in most sizes, and learns nothing
-when a member dies. So a job gives the group the connections of its own (:func:`connect`). A value
-sent over these is a meeting at the same time, under the user's limit.
+A group of Paddle's lists the members. Gloo alone could move the numbers too, but it gives up when a
+member comes 30 s late, is slower than plain sockets in most sizes, and does not notice when a
+member dies. So a job connects the group to connections of its own (:func:`connect`). Members that
+send over these wait for each other, as long as the user's limit allows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _RING_BYTES = 256 * 1024
 
 
 class Members(Protocol):
-    """What tensor-parallel layers use of a group: :class:`fleetpipe.mesh.Group`, or less.
+    """The part of a group that tensor-parallel layers use; :class:`fleetpipe.mesh.Group` has it.
 
     Attributes:
-        rank: Which shard this rank holds.
-        ranks: Number of shards.
+        rank: The number of the shard that this rank holds.
+        ranks: The number of shards.
     """
 
     rank: int
@@ -49,11 +49,11 @@ class Members(Protocol):
         """Replaces each tensor by the sum of all members'. Collective."""
 
     def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """Returns the sum of the parts that all members have for this one. Collective."""
+        """Returns the sum of the parts that all members pass for this one. Collective."""
 
 
 class StockGroup:
-    """Members that only Paddle's group reaches: over Gloo, which waits 30 s for the last one."""
+    """Members that only Paddle's group reaches, over Gloo, which waits 30 s for the last one."""
 
     def __init__(self, group: PaddleGroup) -> None:
         self.rank = group.rank
@@ -82,7 +82,7 @@ class StockGroup:
 
 
 def total(tensor: Tensor, members: Members) -> Tensor:
-    """Returns the sum of all members' tensors, a new one, with the same bits. Collective.
+    """Returns a new tensor, the sum of all members', with the same bits on each. Collective.
 
     Raises:
         PipelineTimeout: Some member did not come within the limit.
@@ -115,7 +115,7 @@ _alone = False
 
 
 def connect(paddle_group: PaddleGroup, group: Members) -> None:
-    """Makes every operation among the members of ``paddle_group`` go over ``group`` from now on.
+    """Makes every operation among the members of ``paddle_group`` run over ``group`` from now on.
 
     Args:
         paddle_group: A model-parallel group of Paddle's.
@@ -136,7 +136,7 @@ def connect(paddle_group: PaddleGroup, group: Members) -> None:
 
 
 def disconnect(paddle_group: PaddleGroup) -> None:
-    """Ends what :func:`connect` began; a group that is not connected stays as it is."""
+    """Undoes :func:`connect`; a group that is not connected stays as it is."""
     _connected.pop(paddle_group.id, None)
 
 
@@ -144,10 +144,10 @@ def disconnect(paddle_group: PaddleGroup) -> None:
 def alone() -> Iterator[None]:
     """While it is open, layers are built whole in this process, whatever their ``mp_group``.
 
-    Their weights are those that the shards of a model-parallel job are cut from, where both are
-    drawn under one seed: this is how to build the single-device model of such a job. It runs within
-    ``alone`` too: the operations of tensor-parallel layers then have one member, and Fleet's
-    topology says that there is one, for a model's own code that asks it.
+    If both are drawn under one seed, their weights are those that the shards of a model-parallel
+    job are cut from: this is how to build the single-device model of such a job. Run the model
+    within ``alone`` too: the operations of tensor-parallel layers then have one member, and Fleet's
+    topology reports one member to a model's own code.
     """
     global _alone
     if _alone:
@@ -178,7 +178,7 @@ def _topology_of_one_member() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Whether this is within :func:`alone`."""
+    """Whether :func:`alone` is open."""
     return _alone
 
 
@@ -189,7 +189,7 @@ def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
         mp_group: The layer's argument; None for the model-parallel group of ``fleet.init``.
 
     Raises:
-        StateError: Neither is there in a job of several processes.
+        StateError: The job has several processes, and there is neither of them.
         UsageError: This rank is no member.
     """
     if _alone:
@@ -217,11 +217,12 @@ def model_parallel_group(mp_group: PaddleGroup = None) -> PaddleGroup:
 
 
 def along(axis: str, group: PaddleGroup = None) -> Members:
-    """Returns the ranks that hold the shards along an axis.
+    """Returns the members that hold the shards along an axis.
 
     Args:
         axis: One of ``SHARDS``.
-        group: Those along mp, Paddle's group or fleetpipe's; by default those of ``fleet.init``.
+        group: The members along mp, as Paddle's group or fleetpipe's; by default those of
+            ``fleet.init``.
     """
     job = current_job()
     if axis == "mp" or job is None:
@@ -230,7 +231,7 @@ def along(axis: str, group: PaddleGroup = None) -> Members:
 
 
 def members_of(group: PaddleGroup) -> Members:
-    """Returns how to reach the members of a group of Paddle's or of fleetpipe's."""
+    """Returns the members of a group of Paddle's or of fleetpipe's."""
     if not isinstance(group, Group):
         members: Members = group
         return members

@@ -1,10 +1,10 @@
-"""What the tensor-parallel layers share: their group, and parameters that are shards of whole ones.
+"""The base of tensor-parallel layers: their group, and parameters that are shards of whole ones.
 
 A shard is cut from the whole parameter, which every member draws from Paddle's default generator as
-the dense layer would. So the members' shards together are the dense layer's parameter where all
-members' generators stand alike, as they do under the seed that ``PipelineLayer`` gives each layer.
-(Paddle draws each shard from the tracker's generator, which it seeds differently on each member,
-and for the size of the shard: its weights depend on the degree.)
+the dense layer would. So the members' shards together are the dense layer's parameter, if the
+generators of all members have the same state, as under the seed that ``PipelineLayer`` gives each
+layer. (Paddle draws each shard from the tracker's generator, which it seeds differently on each
+member, and for the size of the shard: its weights depend on the degree.)
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ParallelLayer(paddle.nn.Layer):
 
     Attributes:
         model_parallel_group: Paddle's group of the ranks that hold the shards.
-        world_size: Number of shards.
-        rank: Which shard this rank holds.
+        world_size: The number of shards.
+        rank: The number of the shard that this rank holds.
         is_mp: Whether there is more than one.
     """
 
     def __init__(self, mp_group: PaddleGroup) -> None:
-        """Joins ``mp_group``, or the model-parallel group of the job; not collective.
+        """Creates a layer for ``mp_group``, or the model-parallel group of the job; not collective.
 
         Raises:
             StateError: There is no such group, or the graph is static.
@@ -56,16 +56,17 @@ class ParallelLayer(paddle.nn.Layer):
             )
 
     def share_of(self, size: int, name: str) -> int:
-        """Returns the part of ``size`` that falls to each member; see :func:`share_of`."""
+        """Divides ``size`` by the number of members; see :func:`share_of`."""
         return _share(size, name, self.world_size, type(self).__name__)
 
     def create_shard(self, shape: Sequence[int], axis: int, attr: Attribute) -> Tensor:
         """Creates a parameter that is this member's shard of a whole one; not collective.
 
         Args:
-            shape: Of the whole parameter.
+            shape: The shape of the whole parameter.
             axis: The axis that is cut.
-            attr: Of the whole parameter; an ``Assign`` may also hold the shard itself.
+            attr: The attribute of the whole parameter; an ``Assign`` may also hold the shard
+                itself.
         """
         part = list(shape)
         if self.is_mp:
@@ -82,8 +83,8 @@ class ParallelLayer(paddle.nn.Layer):
         """Creates a bias of zeros.
 
         Args:
-            size: Of what this member holds.
-            sharded: Whether it is a shard; else every member holds the same.
+            size: The size on this member.
+            sharded: Whether it is a shard; otherwise every member holds the same.
         """
         zero: Attribute = paddle.nn.initializer.Constant(0.0)
         bias: Tensor = self.create_parameter(
@@ -109,26 +110,26 @@ class ParallelLayer(paddle.nn.Layer):
     if hasattr(paddle.nn.Layer, "sharded_state_dict"):  # not on 2.6.2
 
         def sharded_state_dict(self, structured_name_prefix: str = "") -> dict[str, Tensor]:
-            """Returns the state as ``paddle.distributed.save_state_dict`` takes it."""
+            """Returns the state in the form that ``paddle.distributed.save_state_dict`` takes."""
             state = self.state_dict(structured_name_prefix="")
             axes = {name: axis for name in state if (axis := split_axis(state[name])) is not None}
             return shard_weights(state, axes, self.model_parallel_group, structured_name_prefix)
 
 
 class ShardOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without types
-    """Initializes a shard as another initializer would initialize that part of the whole."""
+    """Initializes a shard like that part of the whole, which another initializer fills."""
 
     def __init__(
         self, whole: Attribute, shape: Sequence[int], axis: int, rank: int, ranks: int
     ) -> None:
-        """Cuts shard ``rank`` of ``ranks`` from what ``whole`` makes of ``shape``."""
+        """Creates an initializer for shard ``rank`` of ``ranks``; ``whole`` fills the whole."""
         super().__init__()
         self._whole = whole
         self._shape = list(shape)
         self._place = (axis, rank, ranks)
 
     def forward(self, param: Tensor, block: object = None) -> None:
-        """Fills ``param``; the whole parameter is in memory meanwhile."""
+        """Fills ``param``; the whole parameter is in memory for that time."""
         # Orthogonal, Dirac and a script's own may have __call__ alone, and take a parameter alone.
         if type(self._whole).__call__ is not Initializer.__call__:
             with paddle.utils.unique_name.guard():
@@ -143,14 +144,14 @@ class ShardOf(Initializer):  # type: ignore[misc]  # a class of Paddle's without
 
 
 def share_of(size: int, name: str, mp_group: PaddleGroup = None) -> int:
-    """Returns the part of ``size`` that falls to each member of a model-parallel group.
+    """Divides ``size`` by the number of members of a model-parallel group.
 
-    For a model's own code, which cuts its attention heads as its layers cut their weights.
+    A model's own code uses it to cut its attention heads as its layers cut their weights.
 
     Args:
-        size: What is cut in equal parts.
-        name: What the error calls it, as in ``share_of(heads, "num_heads")``.
-        mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+        size: The number to cut into equal parts.
+        name: Its name in the error, as in ``share_of(heads, "num_heads")``.
+        mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
 
     Raises:
         ConfigError: The parts would not be equal.
@@ -170,10 +171,10 @@ def _share(size: int, name: str, members: int, where: str) -> int:
 
 
 def shard_in(parameter: Tensor, group: PaddleGroup = None) -> PartOfWhole | None:
-    """Returns which shard of a whole parameter one is, None for one that is whole on this rank.
+    """Returns the part of a whole that a parameter is; None for one that is whole on this rank.
 
     Args:
-        parameter: On any member.
+        parameter: A parameter of this member.
         group: The members along mp: Paddle's group or fleetpipe's; by default ``fleet.init``'s.
     """
 
@@ -192,11 +193,11 @@ def whole_shape(parameter: Tensor, group: PaddleGroup = None) -> tuple[int, ...]
 
 
 def whole_value(value: Tensor, parameter: Tensor | int | None, group: PaddleGroup = None) -> Tensor:
-    """Returns a copy of the whole tensor of which ``value`` is a shard. Collective if it is one.
+    """Returns a copy of the whole tensor of which ``value`` is a shard. Collective for a shard.
 
     Args:
         value: A parameter, its gradient, or a moment of it.
-        parameter: The parameter; or its :func:`split_axis`, None for a whole one.
+        parameter: The parameter; or its :func:`split_axis`, or None if it is whole.
         group: As for :func:`shard_in`.
     """
     axis, along = parameter, "mp"
@@ -218,13 +219,13 @@ def own_value(whole: Tensor, parameter: Tensor | int | None, group: PaddleGroup 
 
 
 def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
-    """Refuses built layers that are shards where whole ones are wanted.
+    """Refuses built layers that are shards, since whole ones are needed.
 
     Args:
         built: Layers and functions by their number in the list of a pipeline.
 
     Raises:
-        ConfigError: One has a parameter that is a shard.
+        ConfigError: A layer has a parameter that is a shard.
     """
     for index, layer in built.items():
         parameters = layer.parameters() if isinstance(layer, paddle.nn.Layer) else []
@@ -238,7 +239,7 @@ def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
 
 
 def _mark(parameter: Tensor, axis: int | None) -> None:
-    """Sets what Paddle's clip, optimizer and checkpoints look at."""
+    """Sets the attributes that Paddle's clip, optimizer and checkpoints read."""
     parameter.is_distributed = axis is not None
     if axis is not None:
         parameter.split_axis = axis

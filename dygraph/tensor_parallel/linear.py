@@ -12,7 +12,7 @@ from fleetpipe.paddle_api import paddle
 
 
 class _ParallelLinear(ParallelLayer):
-    """What both have; the switches are Paddle's for GPUs, without effect on CPU."""
+    """The base of both linear layers; the switches are Paddle's for GPUs, without effect on CPU."""
 
     mp_async_allreduce = False
     mp_skip_c_identity = False
@@ -32,11 +32,11 @@ class _ParallelLinear(ParallelLayer):
         self.linear: Callable[..., Tensor] = paddle.nn.functional.linear
 
     def _require_layout(self) -> None:
-        """Refuses options that a subclass cannot have, before anything is made."""
+        """Refuses options that a subclass does not support, before any parameter is made."""
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """``x @ weight + bias`` of which each member computes some of the columns."""
+    """Computes ``x @ weight + bias``; each member computes some of the columns."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class ColumnParallelLinear(_ParallelLinear):
         """Creates this member's columns; not collective.
 
         Args:
-            in_features: Size of the last axis of the input.
-            out_features: Size of the last axis of the whole output.
-            weight_attr: Of the whole weight ``[in_features, out_features]``.
-            has_bias: Whether to add a bias, zero at first; None is no.
+            in_features: The size of the last axis of the input.
+            out_features: The size of the last axis of the whole output.
+            weight_attr: The attribute of the whole weight ``[in_features, out_features]``.
+            has_bias: Whether to add a bias, initially zero; None means no.
             gather_output: Whether each member returns the whole output, or only its columns.
             fuse_matmul_bias: Accepted; without effect on CPU.
-            mp_group: Paddle's group of the members; by default that of ``fleet.init``.
-            name: For the output, as in ``nn.Linear``.
+            mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
+            name: The name of the output, as in ``nn.Linear``.
 
         Raises:
             ConfigError: The number of members does not divide ``out_features``.
@@ -72,7 +72,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.bias = self.create_bias(self.output_size_per_partition, True) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Collective if the output is gathered, and in backward where ``x`` needs a gradient.
+        """Collective if the output is gathered, and in backward if ``x`` needs a gradient.
 
         Args:
             x: ``[.., in_features]``, the same on every member.
@@ -86,12 +86,12 @@ class ColumnParallelLinear(_ParallelLinear):
         return output
 
     def _inputs(self, x: Tensor) -> Tensor:
-        """Returns what every member multiplies its columns with."""
+        """Returns the input that every member multiplies by its columns."""
         return operations.identity(x, self.model_parallel_group)
 
 
 class RowParallelLinear(_ParallelLinear):
-    """``x @ weight + bias`` as a sum, of which each member computes what some of the rows give."""
+    """Computes ``x @ weight + bias`` as a sum; each member computes some of the terms."""
 
     def __init__(
         self,
@@ -107,14 +107,14 @@ class RowParallelLinear(_ParallelLinear):
         """Creates this member's rows; not collective.
 
         Args:
-            in_features: Size of the last axis of the whole input.
-            out_features: Size of the last axis of the output.
-            weight_attr: Of the whole weight ``[in_features, out_features]``.
-            has_bias: Whether to add a bias, zero at first, which every member holds whole.
+            in_features: The size of the last axis of the whole input.
+            out_features: The size of the last axis of the output.
+            weight_attr: The attribute of the whole weight ``[in_features, out_features]``.
+            has_bias: Whether to add a bias, initially zero, which every member holds whole.
             input_is_parallel: Whether the input has only this member's columns already.
             fuse_matmul_bias: Accepted; without effect on CPU.
-            mp_group: Paddle's group of the members; by default that of ``fleet.init``.
-            name: For the output, as in ``nn.Linear``.
+            mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
+            name: The name of the output, as in ``nn.Linear``.
 
         Raises:
             ConfigError: The number of members does not divide ``in_features``.
@@ -129,7 +129,7 @@ class RowParallelLinear(_ParallelLinear):
         self.bias = self.create_bias(out_features, False) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Collective; also in backward where ``x`` is whole and needs a gradient.
+        """Collective; also in backward if ``x`` is whole and needs a gradient.
 
         Args:
             x: ``[.., in_features]``, or this member's shard of the last axis if
@@ -149,7 +149,7 @@ class RowParallelLinear(_ParallelLinear):
         return output if self.bias is None else output + self.bias
 
     def _total(self, terms: Tensor) -> Tensor:
-        """Returns the sum of what all members computed."""
+        """Returns the sum of the results of all members."""
         return operations.all_reduce(terms, self.model_parallel_group)
 
     def _check(self, x: Tensor) -> None:

@@ -8,10 +8,10 @@
     gather_parts            reduce_scatter
     reduce_scatter          gather_parts
 
-The first four are f and g of Megatron-LM (arXiv:1909.08053), the others take their place where
-members hold parts of the sequence between layers (arXiv:2205.05198). Every collective of a layer
-goes through this file, and so does every error of one: Paddle turns what is raised in backward into
-an ``OSError``, from which :func:`own_errors` brings back the error that was raised.
+The first four are f and g of Megatron-LM (arXiv:1909.08053). The others replace them if members
+hold parts of the sequence between layers (arXiv:2205.05198). Every collective of a layer goes
+through this file, and so do their errors: Paddle turns an error in backward into an ``OSError``,
+from which :func:`own_errors` restores the original.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def own_errors() -> Iterator[None]:
 
 
 def noting(function: Noted) -> Noted:
-    """Makes :func:`own_errors` know what ``function``, which runs in backward, raises."""
+    """Makes a function that runs in backward record its errors for :func:`own_errors`."""
 
     @wraps(function)
     def noted(*args: Any, **named: Any) -> Any:
@@ -62,7 +62,7 @@ def noting(function: Noted) -> Noted:
 
 
 class _Collective(paddle.autograd.PyLayer):
-    """A function of a tensor, and the function of its gradient that is the gradient of it."""
+    """Applies a function to a tensor, and another one to its gradient."""
 
     @staticmethod
     def forward(
@@ -103,9 +103,9 @@ def _joined(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor:
 
 
 def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
-    """Returns ``tensor``, which all members have; its gradient is the sum of theirs.
+    """Returns ``tensor``, the same on all members; its gradient is the sum of the members'.
 
-    Collective in backward, where ``tensor`` needs a gradient.
+    Collective in backward, if ``tensor`` needs a gradient.
     """
     return _apply(tensor, group, _view, groups.total)
 
@@ -113,10 +113,10 @@ def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
 def all_reduce(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns the sum of all members' tensors, with the same bits on each. Collective.
 
-    Its gradient, which all members have, is the gradient of each summand.
+    The gradient of the sum, the same on all members, is the gradient of each summand.
 
     Args:
-        tensor: Of the same shape on every member.
+        tensor: A tensor of the same shape on every member.
         group: Paddle's group or fleetpipe's.
     """
     return _apply(tensor, group, groups.total, _copy)
@@ -126,12 +126,12 @@ def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
     """Returns this member's shard of an axis. Collective in backward.
 
     Args:
-        tensor: The same on every member; the number of members divides the axis.
+        tensor: A tensor that is the same on every member, whose axis the number of members divides.
         group: Paddle's group or fleetpipe's.
         axis: The axis that is cut.
 
     Raises:
-        UsageError: The axis cannot be cut in equal shards.
+        UsageError: The axis cannot be cut into equal shards.
     """
     return _apply(tensor, group, partial(_own_shard, axis=axis), partial(_joined, axis=axis))
 
@@ -139,10 +139,10 @@ def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
 def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
     """Returns all members' tensors joined along an axis. Collective.
 
-    What follows must be the same on every member: each keeps its shard of the gradient.
+    The layers behind must do the same on every member: each keeps its shard of the gradient.
 
     Args:
-        tensor: Of the same shape on every member.
+        tensor: A tensor of the same shape on every member.
         group: Paddle's group or fleetpipe's.
         axis: The axis that is joined.
     """
@@ -152,10 +152,10 @@ def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
 def gather_parts(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns all members' tensors joined along the first axis. Collective, in backward too.
 
-    What follows is another on every member: each gets its part of the sum of all gradients.
+    The layers behind may differ on every member: each gets its part of the sum of all gradients.
 
     Args:
-        tensor: Of the same shape on every member.
+        tensor: A tensor of the same shape on every member.
         group: Paddle's group or fleetpipe's.
     """
     return _apply(tensor, group, _joined, part_of_total)
@@ -165,17 +165,18 @@ def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns this member's part of the sum of all members' tensors. Collective, backward too.
 
     Args:
-        tensor: Of the same shape on every member; the number of members divides its first axis.
+        tensor: A tensor of the same shape on every member; the number of members divides its first
+            axis.
         group: Paddle's group or fleetpipe's.
 
     Raises:
-        UsageError: The first axis cannot be cut in equal parts.
+        UsageError: The first axis cannot be cut into equal parts.
     """
     return _apply(tensor, group, part_of_total, _joined)
 
 
 def part_of_total(tensor: Tensor, members: groups.Members) -> Tensor:
-    """Returns what :func:`reduce_scatter` does, without a gradient. Collective."""
+    """Does the same as :func:`reduce_scatter`, without a gradient. Collective."""
     parts = [shard_of(tensor, 0, rank, members.ranks) for rank in range(members.ranks)]
     return members.reduce_scatter(parts)
 
@@ -183,17 +184,17 @@ def part_of_total(tensor: Tensor, members: groups.Members) -> Tensor:
 def parallel_matmul(
     hidden: Tensor, table: Tensor, gather_output: bool = False, mp_group: PaddleGroup = None
 ) -> Tensor:
-    """Returns the logits of a head whose weight is an embedding's: ``hidden @ table.T``.
+    """Returns ``hidden @ table.T``: the logits of a head that shares an embedding's weight.
 
-    Collective if the output is gathered, and in backward where ``hidden`` needs a gradient.
+    Collective if the output is gathered, and in backward if ``hidden`` needs a gradient.
 
     Args:
         hidden: ``[.., width]``, the same on every member.
-        table: ``[vocabulary, width]``, or of that this member's rows, as the ``weight`` of a
-            ``VocabParallelEmbedding``; it may be whole.
+        table: This member's rows of ``[vocabulary, width]``, as the ``weight`` of a
+            ``VocabParallelEmbedding``, or the whole table.
         gather_output: Whether each member returns the logits of the whole vocabulary, or only those
-            of its rows, as ``ParallelCrossEntropy`` takes them.
-        mp_group: Paddle's group of the members; by default that of ``fleet.init``.
+            of its rows, for ``ParallelCrossEntropy``.
+        mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
     """
     product: Callable[..., Tensor] = paddle.matmul
     if not getattr(table, "is_distributed", False):
@@ -204,10 +205,10 @@ def parallel_matmul(
 
 
 def shard_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:
-    """Returns a copy of shard ``rank`` of the ``ranks`` equal ones along ``axis``.
+    """Returns a copy of shard ``rank`` of ``ranks`` equal shards along ``axis``.
 
     Raises:
-        UsageError: The axis cannot be cut in equal shards.
+        UsageError: The axis cannot be cut into equal shards.
     """
     size = whole.shape[axis]
     if size % ranks:

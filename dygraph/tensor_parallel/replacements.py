@@ -1,7 +1,7 @@
-"""The collective operations under Paddle's names for them, as scripts for Fleet call them.
+"""Collective operations under Paddle's private names, as scripts for Fleet call them.
 
-``paddle.distributed.collective._c_identity`` and its kin have no kernels on CPU. Here each has
-Paddle's signature and does its work over the members of the group; in static graph it is Paddle's.
+``paddle.distributed.collective._c_identity`` and the like have no kernels on CPU. Here each has
+Paddle's signature and runs over the members of the group; in static graph Paddle's own runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Operation = Callable[..., Tensor]
 
 
 def _as_paddles(function: Operation) -> Operation:
-    """Makes an operation Paddle's own in static graph, and None on ranks outside of its group."""
+    """Returns an operation with Paddle's name that is Paddle's own in static graph."""
     stock: Operation = getattr(OPERATION_MODULES[0], function.__name__)
 
     @functools.wraps(stock)
@@ -142,9 +142,9 @@ SEQUENCE_OPERATIONS: Mapping[str, Callable[..., Any]] = (
 
 
 def _saying_cuts(stock: Callable[..., None], **axes: int) -> Callable[..., None]:
-    """Returns a constructor that notes along which axes its layer's parameters are cut.
+    """Returns a constructor that also sets the axes along which a layer's parameters are cut.
 
-    Paddle 2.6.2 says that of no other layers than those without sequence parallelism.
+    Paddle 2.6.2 sets them only for layers without sequence parallelism.
     """
 
     @functools.wraps(stock)
@@ -171,21 +171,21 @@ _originals = [{name: getattr(module, name) for name in names} for module, names 
 
 
 def install() -> None:
-    """Makes Paddle's modules give these operations, for scripts that take them from there."""
+    """Puts these operations into Paddle's modules, for scripts that take them from there."""
     for module, operations_of in _places:
         for name, operation in operations_of.items():
             setattr(module, name, operation)
 
 
 def uninstall() -> None:
-    """Gives Paddle's modules their own operations back."""
+    """Restores Paddle's own operations in its modules."""
     for (module, _), originals in zip(_places, _originals):
         for name, original in originals.items():
             setattr(module, name, original)
 
 
 def connect_shards(job: Job) -> None:
-    """Makes tensor-parallel layers reach each other over a job's connections while it lasts."""
+    """Makes tensor-parallel layers communicate over a job's connections until the job ends."""
     if job.degrees.mp == 1:
         return
     paddle_group = job.hcg.get_model_parallel_group()

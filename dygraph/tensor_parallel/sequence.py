@@ -1,13 +1,14 @@
 """Sequence parallelism among the members of a tensor-parallel layer, under Fleet's names.
 
-Between its layers each member holds a part of the sequence, the first axis, in the place of the
-whole: norms, dropout and residuals are computed once (Korthikanti et al., arXiv:2205.05198)::
+Between tensor-parallel layers each member holds only its part of the sequence, the first axis, so
+that norms, dropout and residuals are computed once (Korthikanti et al., arXiv:2205.05198)::
 
     ScatterOp | norm | ColumnSequenceParallelLinear .. RowSequenceParallelLinear | norm | GatherOp
     parts       parts  gathers                          adds, and cuts in parts    parts  whole
 
-Whole parameters that are used on parts (those of the norms, the bias after the rows) get a part of
-their gradient on each member. They are marked, and a pipeline adds these up at the end of a batch.
+Whole parameters that are applied to parts (those of the norms, the bias of the row layer) get a
+part of their gradient on each member. They are marked, and a pipeline adds up these parts at the
+end of a batch.
 """
 
 from __future__ import annotations
@@ -39,61 +40,61 @@ def scatter(input: Tensor) -> Tensor:
 
 @operations.noting
 def all_gather(input: Tensor) -> Tensor:
-    """Returns all members' parts joined, without a gradient. Collective."""
+    """Joins the parts of all members, without a gradient. Collective."""
     return paddle.concat(gathered(input, members_of(model_parallel_group())), axis=0)
 
 
 @operations.noting
 def reduce_scatter(input: Tensor) -> Tensor:
-    """Returns this member's part of the sum of all, without a gradient. Collective."""
+    """Returns this member's part of the members' sum, without a gradient. Collective."""
     return operations.part_of_total(input, members_of(model_parallel_group()))
 
 
 class ScatterOp:
-    """From a whole sequence, which all members have, to this member's part."""
+    """Cuts a whole sequence, the same on all members, to this member's part."""
 
     @staticmethod
     def apply(input: Tensor) -> Tensor:
-        """Returns ``[s / m, ..]`` of ``[s, ..]``. Collective in backward."""
+        """Returns ``[s / m, ..]`` from ``[s, ..]``. Collective in backward."""
         return operations.split(input, model_parallel_group(), axis=0)
 
 
 class GatherOp:
-    """From the parts to the whole sequence, with which all members do the same."""
+    """Joins the parts to the whole sequence, on which all members then do the same."""
 
     @staticmethod
     def apply(input: Tensor) -> Tensor:
-        """Returns ``[s, ..]`` of ``[s / m, ..]``. Collective."""
+        """Returns ``[s, ..]`` from ``[s / m, ..]``. Collective."""
         return operations.gather(input, model_parallel_group(), axis=0)
 
 
 class AllGatherOp:
-    """From the parts to the whole sequence, with which each member does something else."""
+    """Joins the parts to the whole sequence, on which members then do different things."""
 
     @staticmethod
     def apply(input: Tensor) -> Tensor:
-        """Returns ``[s, ..]`` of ``[s / m, ..]``. Collective, in backward too."""
+        """Returns ``[s, ..]`` from ``[s / m, ..]``. Collective, in backward too."""
         return operations.gather_parts(input, model_parallel_group())
 
 
 class ReduceScatterOp:
-    """From whole sequences to this member's part of their sum."""
+    """Adds up the members' whole sequences, and returns this member's part of the sum."""
 
     @staticmethod
     def apply(input: Tensor) -> Tensor:
-        """Returns ``[s / m, ..]`` of ``[s, ..]``. Collective, in backward too."""
+        """Returns ``[s / m, ..]`` from ``[s, ..]``. Collective, in backward too."""
         return operations.reduce_scatter(input, model_parallel_group())
 
 
 class ColumnSequenceParallelLinear(ColumnParallelLinear):
-    """``ColumnParallelLinear`` of a sequence of which each member gives a part.
+    """A ``ColumnParallelLinear`` whose input is a part of the sequence on each member.
 
     It takes ``[s / members, .., in_features]`` and returns this member's columns of
     ``[s, .., out_features]``; ``gather_output=False`` must be passed. Collective, in backward too.
     """
 
     def _require_layout(self) -> None:
-        """Raises a ``ConfigError`` where the output is not to stay cut."""
+        """Raises a ``ConfigError`` if the output would be gathered."""
         if self.gather_output:
             raise ConfigError(
                 "the columns of a ColumnSequenceParallelLinear stay on their members",
@@ -102,20 +103,20 @@ class ColumnSequenceParallelLinear(ColumnParallelLinear):
             )
 
     def _inputs(self, x: Tensor) -> Tensor:
-        """Returns the whole sequence."""
+        """Gathers the whole sequence."""
         return operations.gather_parts(x, self.model_parallel_group)
 
 
 class RowSequenceParallelLinear(RowParallelLinear):
-    """``RowParallelLinear`` that gives each member a part of the sequence, and marks its bias.
+    """A ``RowParallelLinear`` whose output is a part of the sequence on each member.
 
-    It takes this member's columns of ``[s, .., in_features]`` and returns
-    ``[s / members, .., out_features]``; ``input_is_parallel=True`` must be passed. Collective, in
+    It takes this member's columns of ``[s, .., in_features]`` and returns ``[s / members, ..,
+    out_features]``; ``input_is_parallel=True`` must be passed. Its bias is marked. Collective, in
     backward too.
     """
 
     def _require_layout(self) -> None:
-        """Raises a ``ConfigError`` where the input is not cut."""
+        """Raises a ``ConfigError`` if the input is not cut."""
         if not self.input_is_parallel:
             raise ConfigError(
                 "a RowSequenceParallelLinear takes the columns that each member has",
@@ -124,19 +125,19 @@ class RowSequenceParallelLinear(RowParallelLinear):
             )
 
     def create_bias(self, size: int, sharded: bool) -> Tensor:
-        """Returns a bias, of whose gradient each member has a part."""
+        """Returns a bias that is marked, since each member gets a part of its gradient."""
         bias = super().create_bias(size, sharded)
         if self.is_mp:
             mark_as_sequence_parallel_parameter(bias)
         return bias
 
     def _total(self, terms: Tensor) -> Tensor:
-        """Returns this member's part of the sum of what all members computed."""
+        """Returns this member's part of the sum of the results of all members."""
         return operations.reduce_scatter(terms, self.model_parallel_group)
 
 
 def marked(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Returns those of which each member has a part of the gradient, but no spread experts."""
+    """Returns trained parameters, without experts, whose gradient is spread over the members."""
     trained = (p for p in parameters if not p.stop_gradient and not is_spread(p))
     return [parameter for parameter in trained if is_sequence_parallel_parameter(parameter)]
 
@@ -144,14 +145,14 @@ def marked(parameters: Iterable[Tensor]) -> list[Tensor]:
 def register_sequence_parallel_allreduce_hooks(
     model: Layer, accumulation_steps: int, fuse_sequence_parallel_allreduce: bool = False
 ) -> None:
-    """Has the gradients of marked parameters added up over the members; not collective.
+    """Adds up the gradients of marked parameters over the members, by hooks; not collective.
 
-    A pipeline does so by itself, and nothing is registered. In any other model each of these
-    gradients is replaced by the members' sum in every ``accumulation_steps``-th backward.
+    A pipeline adds them up itself, and no hook is registered. In any other model the members' sum
+    replaces each of these gradients in every ``accumulation_steps``-th backward.
 
     Args:
         model: The model.
-        accumulation_steps: Backwards before a step; 0 registers nothing.
+        accumulation_steps: The number of backwards before a step; 0 registers no hook.
         fuse_sequence_parallel_allreduce: Accepted; without effect.
     """
     group, job = model_parallel_group(), current_job()

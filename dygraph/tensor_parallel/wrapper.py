@@ -14,16 +14,18 @@ from fleetpipe.paddle_api import paddle
 
 
 class TensorParallel(paddle.nn.Layer):
-    """Calls a model of any class, whose tensor-parallel layers are the same shards everywhere."""
+    """Wraps a model of any class with tensor-parallel layers; each copy has the same shards."""
 
     def __init__(self, layers: Layer, hcg: Topology = None, strategy: Strategy = None) -> None:
-        """Makes what all members hold alike the same on each. Collective over the job.
+        """Copies the values that all members must share from the first one.
+
+        Collective over the job.
 
         Args:
             layers: The model.
-            hcg: Accepted for Fleet's sake; the topology is that of ``fleet.init``.
+            hcg: Accepted as in Fleet; the topology is the one of ``fleet.init``.
             strategy: The options; ``mp_configs.need_broadcast_data`` (by default on) decides
-                whether every call gives all members the first one's inputs.
+                whether every call broadcasts the first member's inputs.
 
         Raises:
             StateError: ``fleet.init`` was not called.
@@ -49,9 +51,9 @@ class TensorParallel(paddle.nn.Layer):
         """Calls the model. Collective over the members.
 
         Args:
-            *inputs: What the model takes. The tensors among it, in tuples, lists and dicts too, get
-                the values that the first member has.
-            **named: Likewise.
+            *inputs: The arguments of the model. Tensors in them, also within tuples, lists and
+                dicts, get the first member's values.
+            **named: The keyword arguments of the model, treated alike.
         """
         if self._broadcasts_data:
             tensors = enumerate(tensors_of([inputs, named]))
@@ -66,10 +68,10 @@ def share_with_shards(state: dict[str, Tensor], job: Job) -> None:
 
 
 def share_whole_state(state: dict[str, Tensor], members: Group, axis: str = "mp") -> None:
-    """Gives every member what the first has of the parameters and buffers that are the same on all.
+    """Broadcasts the first member's parameters and buffers that are not cut along an axis.
 
-    Collective over the members, the ranks along an axis. Those that say ``is_distributed`` are each
-    member's own, as Fleet has it, and so are experts.
+    Collective over the members, the ranks along that axis. Parameters with ``is_distributed`` stay
+    each member's own, as in Fleet, and so do experts.
     """
     same = {n: t for n, t in state.items() if shard_axis(t) != axis and not is_spread(t)}
     broadcast_state(same, members)
