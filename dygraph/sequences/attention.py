@@ -1,7 +1,7 @@
-"""Attention whose sequences are split over ranks.
+"""Attention over sequences that are split over ranks.
 
-Along sep every rank has some places of all heads; an all_to_all gives it all places of some heads,
-for which attention is as on one rank (Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509).
+Along sep every rank has some places of all heads. An all_to_all gives it all places of some heads,
+on which attention runs as on one rank (Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def attention(
     scale: float | None = None,
     ranks: SequenceRanks | None = None,
 ) -> Tensor:
-    """Returns the attention of this rank's places to all places of the sequences.
+    """Computes the attention of this rank's places to all places of the sequences.
 
-    Collective over the sep and cp ranks, forward and backward. It computes in tiles and keeps no
-    matrix of scores: with one rank too.
+    Collective over the sep and cp ranks, forward and backward. It computes in tiles and never keeps
+    a whole matrix of scores, also with one rank.
 
     Args:
-        query: ``[rows, places, heads, size]``: this rank's places.
-        key: ``[rows, places, heads of keys, size]``; several heads may share the keys of one.
-        value: As ``key``.
+        query: The queries of this rank's places, ``[rows, places, heads, size]``.
+        key: The keys, ``[rows, places, heads of keys, size]``; several heads may share keys.
+        value: The values, of the same shape as ``key``.
         causal: Whether a place sees only itself and those before.
-        documents: Integers ``[rows, places]`` for packed sequences: a place sees only those with
+        documents: Integers ``[rows, places]`` for packed sequences: a place sees only places with
             the same number; see :func:`documents_of`.
         scale: The factor of the scores; by default one over the root of ``size``.
-        ranks: The ranks that share the sequences; by default those of the job's sep and cp axes.
+        ranks: The ranks that share the sequences; by default the job's sep and cp ranks.
 
     Returns:
         A tensor like ``query``.
@@ -116,14 +116,16 @@ _exchange: Callable[..., tuple[Tensor, ...]] = _Exchange.apply
 
 
 def to_heads(group: Group, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Returns all places of this rank's share of the heads, for its places of all. Collective.
+    """Returns all places of this rank's share of the heads, from its places of all heads.
+
+    Collective.
 
     Args:
         group: The sep ranks.
         query: ``[rows, places, heads, size]``.
-        key: Of the same places and size. Where there are fewer heads than ranks, several ranks get
-            the same ones.
-        value: As ``key``.
+        key: The keys, with the same places and size. If they have fewer heads than there are ranks,
+            several ranks get the same heads.
+        value: The values, of the same shape as ``key``.
 
     Raises:
         ConfigError: The ranks cannot have equal shares of the heads.
@@ -138,12 +140,12 @@ def to_heads(group: Group, query: Tensor, key: Tensor, value: Tensor) -> tuple[T
 
 
 def to_places(group: Group, tensor: Tensor) -> Tensor:
-    """Does what undoes :func:`to_heads`. Collective."""
+    """Undoes :func:`to_heads`. Collective."""
     return tensor if group.ranks == 1 else _exchange(group, _PLACES, tensor)[0]
 
 
 def _exchanged(group: Group, cut: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Sends all tensors at once, beside each other along the heads."""
+    """Exchanges all tensors in one message, joined along the heads."""
     cuts = [paddle.split(tensor, group.ranks, axis=cut) for tensor in tensors]
     heads = [parts[0].shape[_HEADS] for parts in cuts]
     arrived = group.all_to_all([paddle.concat(list(parts), axis=_HEADS) for parts in zip(*cuts)])
@@ -152,7 +154,7 @@ def _exchanged(group: Group, cut: int, tensors: Sequence[Tensor]) -> tuple[Tenso
 
 
 def _divisible(tensor: Tensor, ranks: int) -> Tensor:
-    """Returns the heads, repeated where there are fewer than ranks: of keys that queries share."""
+    """Returns the heads; if there are fewer than ranks, each is repeated for several ranks."""
     heads = tensor.shape[_HEADS]
     if heads % ranks == 0:
         return tensor

@@ -1,7 +1,7 @@
 """Paddle's plans for context parallelism, for layers of any model in dynamic graph.
 
-``paddle.distributed`` has classes of these names for its semi-automatic mode. Here a plan changes
-one layer, and the job's degrees say which ranks share a sequence.
+``paddle.distributed`` has classes with these names for its semi-automatic mode. Here a plan changes
+one layer, and the job's degrees decide which ranks share a sequence.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _functions: Any = paddle.nn.functional
 
 
 class _Plan:
-    """What both plans have."""
+    """The base of both plans."""
 
     def __init__(self, backend: str = "p2p") -> None:
-        """Chooses how attention reaches the other places.
+        """Stores how attention reaches the places of other ranks.
 
         Args:
             backend: ``"p2p"``, the ring along cp, or ``"all2all"``, the exchange along sep.
@@ -52,15 +52,15 @@ class _Plan:
 
 
 class PrepareContextParallel(_Plan):
-    """Cuts what a layer, the first of a model, is called with."""
+    """Cuts the arguments of a layer, the first of a model, to this rank's places."""
 
     def apply(self, layer: Layer, process_mesh: Any = None, shard_param_list: Any = None) -> None:
-        """Gives ``layer`` this rank's places of the tensors ``[rows, length, ..]`` it is passed.
+        """Replaces the tensors ``[rows, length, ..]`` that ``layer`` gets by this rank's places.
 
         Args:
             layer: A layer that every rank calls with whole sequences.
-            process_mesh: Accepted as in Paddle; the job's degrees count.
-            shard_param_list: Likewise.
+            process_mesh: Accepted as in Paddle, without effect; the job's degrees decide.
+            shard_param_list: Accepted as in Paddle, without effect.
         """
 
         def own_places(_: Layer, inputs: Nest) -> Nest:
@@ -74,15 +74,15 @@ class ContextParallel(_Plan):
     """Makes a layer that calls ``scaled_dot_product_attention`` attend to all ranks' places."""
 
     def apply(self, layer: Layer, process_mesh: Any = None, shard_param_list: Any = None) -> None:
-        """Replaces the function within the calls of ``layer``, which become collective.
+        """Replaces that function during the calls of ``layer``, which become collective.
 
-        A call raises a ``ConfigError`` where it does not call the function, or with a mask or a
-        dropout.
+        A call of the layer raises a ``ConfigError`` if it does not call the function, or calls it
+        with a mask or dropout.
 
         Args:
             layer: A layer that calls ``paddle.nn.functional.scaled_dot_product_attention``.
-            process_mesh: Accepted as in Paddle; the job's degrees count.
-            shard_param_list: Likewise.
+            process_mesh: Accepted as in Paddle, without effect; the job's degrees decide.
+            shard_param_list: Accepted as in Paddle, without effect.
         """
         forward: Callable[..., Nest] = layer.forward
 
@@ -105,7 +105,7 @@ class ContextParallel(_Plan):
 
 @contextmanager
 def _attention_replaced() -> Iterator[list[None]]:
-    """While it is open, the function is fleetpipe's; yields a list with an item for each call."""
+    """While it is open, Paddle's function is replaced; yields a list with an item for each call."""
     calls: list[None] = []
 
     def attend(

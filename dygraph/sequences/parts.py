@@ -1,9 +1,9 @@
-"""Which places of a sequence each rank has, where sequences are split over ranks.
+"""The places that each rank has of a sequence that is split over ranks.
 
-Along cp a sequence is in twice as many equal chunks as there are ranks, and rank r has the r-th
-from the front and the r-th from the back: in causal attention, where later places see more, this
-gives every rank the same work (a zig-zag). What a cp rank has is split once more along sep, in
-consecutive parts::
+Along cp a sequence is cut into twice as many equal chunks as there are ranks, and rank r has the
+r-th from the front and the r-th from the back: in causal attention, where later places see more,
+this gives every rank the same work (a zig-zag). The places of a cp rank are split once more along
+sep, into consecutive parts::
 
     chunks, cp 2     0 1 2 3
     cp 0             0     3      sep 2: its first half, its second half
@@ -29,8 +29,8 @@ class SequenceRanks(NamedTuple):
     """The ranks that share each sequence of one replica, as one of them sees them.
 
     Attributes:
-        sep: Those whose attention exchanges places for heads.
-        cp: Those whose attention passes keys and values around.
+        sep: The ranks whose attention exchanges places for heads.
+        cp: The ranks whose attention sends keys and values around.
     """
 
     sep: Group
@@ -38,30 +38,30 @@ class SequenceRanks(NamedTuple):
 
     @classmethod
     def of(cls, job: Job | None) -> SequenceRanks:
-        """Returns those of a job; this process alone without one, and within ``alone()``."""
+        """Returns the ranks of a job; without one, and within ``alone()``, this process alone."""
         if job is None or job.local or is_alone():
             return cls(SoleGroup(), SoleGroup())
         return cls(job.along("sep"), job.along("cp"))
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.sep.ranks * self.cp.ranks
 
     @property
     def divisor(self) -> int:
-        """What must divide the length of a sequence."""
+        """The number that must divide the length of a sequence."""
         return self.ranks * (2 if self.cp.ranks > 1 else 1)
 
     def chunks(self, length: int, rank: int | None = None) -> list[tuple[int, int]]:
-        """Returns the first place, and the one after the last, of each chunk of a cp rank.
+        """Returns the first place of each chunk of a cp rank, and the place after its last.
 
         Args:
-            length: Places of the whole sequence.
-            rank: Which one; None for this one.
+            length: The number of places of the whole sequence.
+            rank: The cp rank; None for this one.
 
         Raises:
-            ConfigError: The ranks cannot have equal parts of it.
+            ConfigError: The sequence cannot be split into equal parts.
         """
         self.require(length)
         if self.cp.ranks == 1:
@@ -76,10 +76,10 @@ class SequenceRanks(NamedTuple):
         These are the position ids of its part of a sequence that is not packed.
 
         Args:
-            length: Places of the whole sequence.
+            length: The number of places of the whole sequence.
 
         Raises:
-            ConfigError: The ranks cannot have equal parts of it.
+            ConfigError: The sequence cannot be split into equal parts.
         """
         held = np.concatenate([np.arange(*chunk) for chunk in self.chunks(length)])
         return paddle.to_tensor(np.split(held, self.sep.ranks)[self.sep.rank], dtype="int64")
@@ -88,11 +88,12 @@ class SequenceRanks(NamedTuple):
         """Returns this rank's places of whole sequences, which every rank has; not collective.
 
         Args:
-            value: Tensors, in tuples, lists and dicts: inputs, labels, position ids, documents.
+            value: Tensors in tuples, lists and dicts, such as inputs, labels, position ids,
+                documents.
             axis: The axis of the places.
 
         Raises:
-            ConfigError: The ranks cannot have equal parts of the sequences.
+            ConfigError: The sequences cannot be split into equal parts.
         """
         for tensor in tensors_of(value):
             self.require(_length(tensor, axis))
@@ -105,10 +106,10 @@ class SequenceRanks(NamedTuple):
         return mapped(places_of, value)
 
     def whole(self, part: Tensor, axis: int = 1) -> Tensor:
-        """Returns the whole sequences of which every rank gives its part. Collective; no gradient.
+        """Joins the parts of sequences that the ranks have. Collective, without a gradient.
 
         Args:
-            part: Of the same shape on every rank.
+            part: This rank's part; all parts have the same shape.
             axis: The axis of the places.
         """
         whole = _joined(_joined(part.detach(), self.sep, axis), self.cp, axis)
@@ -120,10 +121,10 @@ class SequenceRanks(NamedTuple):
         """Refuses ranks that do not compute the same. Collective over sep, then cp.
 
         Args:
-            facts: What must be the same on all ranks.
+            facts: A text that must be the same on all ranks.
 
         Raises:
-            ConfigError: It differs; every rank of the group raises.
+            ConfigError: It differs; every rank of the group raises the error.
         """
         for group in self:
             everyone = group.all_gather(facts)
@@ -138,13 +139,14 @@ class SequenceRanks(NamedTuple):
                 )
 
     def whole_batch(self, value: Nest) -> Nest:
-        """Returns whole sequences of a batch of which every rank has its places. Collective.
+        """Joins the sequences of a batch of which every rank has a part. Collective.
 
-        Parts of sequences differ between the ranks, and what is as long as one of those is one too:
-        the rest, which all ranks have alike, stays as it is.
+        Tensors that differ between the ranks are parts of sequences, and so are all tensors as long
+        as one of these. The others stay as they are.
 
         Args:
-            value: Tensors, in tuples, lists and dicts, whose second axis may be that of the places.
+            value: Tensors in tuples, lists and dicts; their second axis may be the axis of the
+                places.
         """
         if self.ranks == 1:
             return value
@@ -162,10 +164,10 @@ class SequenceRanks(NamedTuple):
         return mapped(whole, value)
 
     def require(self, length: int) -> None:
-        """Refuses a sequence of which the ranks cannot have equal parts.
+        """Refuses a sequence that cannot be split into equal parts.
 
         Raises:
-            ConfigError: Its length cannot be divided.
+            ConfigError: :attr:`divisor` does not divide the length.
         """
         _require_number(length)
         if length % self.divisor:
@@ -198,8 +200,8 @@ def documents_of(position_ids: Tensor) -> Tensor:
     """Returns the number of the document at each place of packed sequences.
 
     Args:
-        position_ids: Integers ``[rows, length]`` of whole sequences, which begin again at 0 where a
-            document begins.
+        position_ids: Integers ``[rows, length]`` of whole sequences, which start again from 0 at
+            the beginning of each document.
     """
     return (position_ids == 0).astype("int32").cumsum(axis=-1)
 

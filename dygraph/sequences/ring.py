@@ -1,14 +1,14 @@
 """Attention over sequences that are split along cp: keys and values go from rank to rank.
 
 In each of n - 1 rounds every rank sends its own two chunks to another rank, one after the other,
-and takes those of a third (Liu et al., Ring Attention, arXiv:2310.01889; here chunks come straight
-from their owner). Beside its own a rank has one chunk, and the copy of one that is on its way: of n
-parts of all keys and values never more than two. Backward fetches the chunks again, and sends
-their gradients back to the owners, which add them in the order of the rounds.
+and receives those of a third (Liu et al., Ring Attention, arXiv:2310.01889; here chunks come
+straight from their owner). Besides its own, a rank holds one chunk, and the copy of one being sent:
+never more than two of the n parts of all keys and values. Backward fetches the chunks again, and
+sends their gradients back to the owners, which add them in the order of the rounds.
 
-Attention in tiles: queries see the keys of one chunk after another; what is kept of those before
-is, for each query, the greatest score, the sum of the exponentials above that, and the sum of the
-values weighed by them (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., FlashAttention,
+Attention runs in tiles: queries see the keys of one chunk after another. Of earlier chunks, each
+query keeps the greatest score, the sum of the exponentials relative to it, and the sum of the
+values weighted by them (Milakov and Gimelshein, arXiv:1805.02867; Dao et al., FlashAttention,
 arXiv:2205.14135). No matrix of all scores is in memory, only one of ``TILE`` queries by as many
 keys for each head.
 """
@@ -33,8 +33,8 @@ class Chunk(NamedTuple):
     Args:
         begin: The first place.
         values: ``[.., places, size]``.
-        documents: ``[rows, places]``, of which a query sees those that are equal to its own; None
-            where it sees all.
+        documents: ``[rows, places]``; a query sees only keys with its own number. None if it sees
+            all.
     """
 
     begin: int
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
         return self.begin + int(self.values.shape[-2])
 
     def tiles(self) -> Iterator[Chunk]:
-        """Yields its parts of at most ``TILE`` places."""
+        """Yields the chunk in parts of at most ``TILE`` places."""
         for start in range(0, self.end - self.begin, TILE):
             part = slice(start, min(start + TILE, self.end - self.begin))
             documents = None if self.documents is None else self.documents[:, part]
@@ -55,10 +55,10 @@ class Chunk(NamedTuple):
 
 
 class OnlineSoftmax:
-    """A tile of queries in forward: what they have seen so far."""
+    """Computes attention for a tile of queries, forward, from one tile of keys after another."""
 
     def __init__(self, queries: Chunk) -> None:
-        """Takes queries ``[rows, heads of keys, heads for each, places, size]``, scaled already."""
+        """Starts with scaled queries ``[rows, heads of keys, heads for each, places, size]``."""
         self.queries = queries
         like = queries.values
         lowest = float(paddle.finfo(like.dtype).min)
@@ -67,7 +67,7 @@ class OnlineSoftmax:
         self._sum = paddle.zeros_like(like)
 
     def see(self, keys: Chunk, causal: bool) -> None:
-        """Takes a tile ``[2, rows, heads, places, size]`` of keys and values."""
+        """Adds a tile ``[2, rows, heads, places, size]`` of keys and values."""
         scores = _scores(self.queries, keys, causal)
         if scores is None:
             return
@@ -83,17 +83,17 @@ class OnlineSoftmax:
 
 
 class AttentionBackward:
-    """A tile of queries in backward: gathers their gradient."""
+    """Computes the gradient of a tile of queries, backward, from one tile of keys after another."""
 
     def __init__(self, queries: Chunk, output: Tensor, log_total: Tensor, grad: Tensor) -> None:
-        """Takes what forward took and returned for them, and the gradient of the output."""
+        """Starts with the arguments and results of the forward, and the output's gradient."""
         self.queries = queries
         self.grad = paddle.zeros_like(queries.values)
         self._log_total, self._output_grad = log_total, grad
         self._share = (output * grad).sum(axis=-1, keepdim=True)
 
     def see(self, keys: Chunk, causal: bool) -> Tensor | None:
-        """Returns what these queries add to the gradient of a tile of keys and values."""
+        """Returns the part of a key-and-value tile's gradient that is due to these queries."""
         scores = _scores(self.queries, keys, causal)
         if scores is None:
             return None
@@ -131,7 +131,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class _Round(NamedTuple):
-    """Who sends a chunk to whom: this rank to ``target``, ``source`` to this rank."""
+    """The exchange of one chunk: this rank sends to ``target`` and receives from ``source``."""
 
     target: int
     source: int
@@ -139,7 +139,7 @@ class _Round(NamedTuple):
 
 
 class Ring:
-    """The chunks of all cp ranks, and how this rank gets those of the others."""
+    """Describes the chunks of all cp ranks, and fetches those of the others."""
 
     def __init__(
         self, ranks: SequenceRanks, length: int, documents: Tensor | None, causal: bool
@@ -148,8 +148,8 @@ class Ring:
 
         Args:
             ranks: The ranks that share the sequences.
-            length: Places of the whole sequences.
-            documents: ``[rows, length / cp]``; None where a query sees all documents.
+            length: The number of places of the whole sequences.
+            documents: ``[rows, length / cp]``; None if a query sees all documents.
             causal: Whether a query sees only keys at its own place and before.
         """
         self.causal = causal
@@ -159,7 +159,7 @@ class Ring:
         self._documents = [_parts(part, len(self._bounds[0])) for part in gathered]
 
     def cut(self, values: Tensor) -> list[Chunk]:
-        """Returns the chunks ``[.., places, size]`` of this rank."""
+        """Cuts this rank's values into chunks ``[.., places, size]``."""
         rank = self._group.rank
         return [
             self._chunk(rank, number, part)
@@ -167,14 +167,14 @@ class Ring:
         ]
 
     def rounds(self) -> Iterator[_Round]:
-        """Yields what is exchanged, in the order that all ranks have."""
+        """Yields the exchanges in an order that is the same on all ranks."""
         rank, ranks = self._group.rank, self._group.ranks
         for distance in range(1, ranks):
             for number in range(len(self._bounds[rank])):
                 yield _Round((rank + distance) % ranks, (rank - distance) % ranks, number)
 
     def fetch(self, turn: _Round, chunks: Sequence[Chunk]) -> Chunk | None:
-        """Returns another rank's chunk; None where no query here sees it. Collective over cp."""
+        """Returns another rank's chunk; None if no query here sees it. Collective over cp."""
         here = chunks[turn.number]
         sent = here.values if self._sees(turn.target, here.begin) else None
         taken = self._swap(turn.target, sent, turn.source)
@@ -182,18 +182,18 @@ class Ring:
         return chunk if self._sees(self._group.rank, chunk.begin) else None
 
     def give_back(self, turn: _Round, gradient: Tensor | None) -> Tensor | None:
-        """Returns what ``target`` adds to the gradient of an own chunk. Collective over cp.
+        """Returns the gradient of an own chunk due to ``target``'s queries. Collective over cp.
 
         Args:
             turn: The round in which it was fetched.
-            gradient: Of the chunk of ``source``; None where no query here sees it.
+            gradient: The gradient of ``source``'s chunk; None if no query here sees it.
         """
         returned = self._swap(turn.source, gradient, turn.target)
         begin, _ = self._bounds[self._group.rank][turn.number]
         return returned if self._sees(turn.target, begin) else None
 
     def _sees(self, rank: int, begin: int) -> bool:
-        """Whether a query of a rank sees a key of the chunk that begins there."""
+        """Whether any query of a rank sees a key of the chunk that begins at a place."""
         return not self.causal or begin < self._bounds[rank][-1][1]
 
     def _chunk(self, rank: int, number: int, values: Tensor) -> Chunk:
@@ -250,9 +250,9 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Ten
     """Returns the attention of this rank's queries to the keys of all cp ranks. Collective.
 
     Args:
-        query: ``[rows, places, heads, size]``, scaled already.
-        key: ``[rows, places, heads of keys, size]``.
-        value: As ``key``.
+        query: The scaled queries, ``[rows, places, heads, size]``.
+        key: The keys, ``[rows, places, heads of keys, size]``.
+        value: The values, of the same shape as ``key``.
         ring: The chunks of all ranks.
     """
     apply: Callable[..., Tensor] = _RingAttention.apply
@@ -288,7 +288,7 @@ def _by_head(values: Tensor, heads: int) -> Tensor:
 
 
 def _by_place(values: Tensor) -> Tensor:
-    """Does what undoes :func:`_by_head`."""
+    """Undoes :func:`_by_head`."""
     rows, heads, each, length, size = values.shape
     return values.transpose([0, 3, 1, 2, 4]).reshape([rows, length, heads * each, size])
 

@@ -1,7 +1,7 @@
 """A head over a large vocabulary, of which each rank of a pipeline has a part.
 
-Start with ``head.py``: the description in a list of layers, and the parts. ``borders.py`` is what a
-pipeline with a head loads, ``files.py`` what Fleet's folder of layers has of it.
+Start with ``head.py``: the entry in a list of layers, and the parts. Pipelines with a head load
+``borders.py``; ``files.py`` saves the head in Fleet's folder of layers.
 """
 
 from __future__ import annotations

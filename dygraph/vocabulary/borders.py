@@ -1,4 +1,4 @@
-"""What crosses between the stages of a model with a vocabulary head."""
+"""The values that cross between the stages of a model with a vocabulary head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fleetpipe.schedules import Placement
 
 
 class HeadBorders(Chain):
-    """All parts of a head take what the last stage before it returns, and the labels.
+    """Sends the output of the last stage before the head, with the labels, to all its parts.
 
     The loss takes what the parts return, in order.
     """
@@ -21,12 +21,12 @@ class HeadBorders(Chain):
         self._before_head, self._loss = placement.body - 1, placement.stages - 1
 
     def joined(self, values: Values) -> Nest:
-        """Returns the value of the one edge, or those of all parts."""
+        """Returns the value of the one edge; for the loss, a tuple of the values of all parts."""
         of_loss = next(iter(values)).target == self._loss
         return tuple(values.values()) if of_loss else super().joined(values)
 
     def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns the output as the value of each edge; of the parts with the labels.
+        """Returns the output as the value of each edge; to the parts, with the labels.
 
         Raises:
             BoundaryError: There are no labels.

@@ -13,13 +13,13 @@ from fleetpipe.mesh.groups import Group
 def with_whole_head(
     layers: Mapping[int, Layer], shared: Collection[int], group: Callable[[], Group]
 ) -> dict[int, Layer | LayerInParts]:
-    """Returns the layers that have a file, of which a vocabulary head has one for all its parts.
+    """Returns the layers that get a file; all parts of a vocabulary head get one file.
 
-    A head tied to the embedding has none: the embedding's file has the weights.
+    A head tied to the embedding gets none: its weights are in the embedding's file.
 
     Args:
-        layers: Those of this process, by number.
-        shared: The numbers of those that share weights with others.
+        layers: The layers of this process, by number.
+        shared: The numbers of the layers that share weights with others.
         group: Returns the ranks that hold the stages.
     """
     whole: dict[int, Layer | LayerInParts] = {}

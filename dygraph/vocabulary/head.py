@@ -1,13 +1,14 @@
 """A head over a large vocabulary, in parts. ``losses.py`` has the cross-entropy over them.
 
-With hidden values x [rows, hidden] and the rows W_r [vocabulary / p, hidden] of part r its logits
-are z_r = x W_r^T (x W_r, where it has columns of a Linear), and its bias b_r [vocabulary / p] more
-where it has one. Of each row only three numbers leave a part: log(sum(exp(z_r))); the label's
-logit, 0 where the label is in another part; and whether it is in this one. The loss of a row is the
+With hidden values x [rows, hidden] and the rows W_r [vocabulary / p, hidden] of part r, its logits
+are z_r = x W_r^T (or x W_r, if it has columns of a Linear), plus its bias b_r [vocabulary / p] if
+it has one. For each row a part returns only three numbers: log(sum(exp(z_r))); the label's logit,
+or 0 if the label is in another part; and whether it is in this part. The loss of a row is the
 logarithm of the summed exponentials of the first, less the sum of the second.
 
-A pipeline computes each part on a rank of its own. One process has them all, and computes each
-in the same products and sums, when the loss asks for it: until then the logits are deferred.
+A pipeline computes each part on a rank of its own. A single process has all parts, and computes
+each with the same products and sums, but only when the loss needs it: until then the logits are
+deferred.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SharedLayerDesc: Callable[..., Any] = paddle_fleet.meta_parallel.SharedLayerDes
 
 @shows("hidden", "vocabulary", "tied")
 class _Description(SeveralLayers):
-    """What stands in a list of layers until the number of ranks is known."""
+    """An entry in a list of layers that is replaced by layers when the number of ranks is known."""
 
     #: Of the whole weights, that of the vocabulary.
     axis = 0
@@ -76,19 +77,19 @@ class VocabularyHead(_Description):
     """Describes the last entry of a list of layers: the product with a vocabulary, in parts.
 
     Each rank of the pipeline holds the weights of one part, [vocabulary / p, hidden]. The loss
-    function takes what the model returns to :func:`vocabulary_cross_entropy`.
+    function passes the model's output to :func:`vocabulary_cross_entropy`.
 
     Args:
-        hidden: Numbers of a row of what the layer before returns, [.., hidden].
-        vocabulary: Number of classes.
+        hidden: The size of a row of the input, [.., hidden].
+        vocabulary: The number of classes.
         weight_attr: The ``ParamAttr`` of the weights of each part.
-        tied: The key of the :class:`VocabularyEmbedding` whose weights these are; None for weights
+        tied: The key of the :class:`VocabularyEmbedding` whose weights it shares; None for weights
             of its own.
-        bias_attr: The ``ParamAttr`` of the bias of each part, None for Paddle's default; False for
-            no bias, as a tied head has none.
+        bias_attr: The ``ParamAttr`` of the bias of each part; None for Paddle's default; False for
+            no bias, which a tied head requires.
 
     Raises:
-        ConfigError: A tied head with a bias.
+        ConfigError: A tied head has a bias.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class VocabularyHead(_Description):
             )
 
     def require_place(self, entries: Sequence[Any], index: int) -> None:
-        """Refuses to be another entry than the last, or tied to no embedding in parts."""
+        """Refuses a head that is not the last entry, or is tied to no embedding in the list."""
         keys = [entry.tied for entry in entries if isinstance(entry, VocabularyEmbedding)]
         if index + 1 < len(entries):
             raise ConfigError(
@@ -126,7 +127,7 @@ class VocabularyHead(_Description):
             )
 
     def layers(self, ranks: int) -> list[Any]:
-        """Returns what it stands for: a part for each rank, and the loss."""
+        """Returns the layers that replace it: a part for each rank, and the loss."""
         parts: list[Any] = []
         for part in self.parts(ranks):
             arguments = self.hidden, part, self.weight_attr
@@ -142,14 +143,14 @@ class VocabularyHead(_Description):
 
 
 class VocabularyEmbedding(_Description):
-    """Describes an embedding with which a :class:`VocabularyHead` may be tied.
+    """Describes an embedding to which a :class:`VocabularyHead` may be tied.
 
     Its rank holds all rows, as parts; every other rank has a copy of the part that its head needs.
 
     Args:
-        key: What the head names as ``tied``.
-        hidden: Numbers of a row.
-        vocabulary: Number of rows.
+        key: The key that the head gives as ``tied``.
+        hidden: The size of a row.
+        vocabulary: The number of rows.
         weight_attr: The ``ParamAttr`` of the weights of each part.
     """
 
@@ -157,7 +158,7 @@ class VocabularyEmbedding(_Description):
         super().__init__(hidden, vocabulary, weight_attr, key)
 
     def layers(self, ranks: int) -> list[Any]:
-        """Returns what it stands for: one layer."""
+        """Returns the layer that replaces it."""
         parts = self.parts(ranks)
         names = [_name(part.number) for part in parts]
         arguments = self.hidden, parts, self.weight_attr
@@ -165,12 +166,12 @@ class VocabularyEmbedding(_Description):
 
 
 def _name(part: int) -> str:
-    """Returns the name of the weights of a part that are shared."""
+    """Returns the name of the shared weights of a part."""
     return f"part{part}"
 
 
 def _part(parameter: Tensor, part: PartOfWhole) -> Tensor:
-    """Marks a parameter as a part: checkpoints have it in the whole."""
+    """Marks a parameter as a part, so that checkpoints save it within the whole."""
     parameter.part_of_whole = part
     return parameter
 
@@ -179,8 +180,8 @@ class DeferredLogits(NamedTuple):
     """The logits of one process's model, which the loss computes part by part.
 
     Attributes:
-        hidden: What the head takes, [.., hidden].
-        parts: Its parts.
+        hidden: The input of the head, [.., hidden].
+        parts: The parts of the head.
     """
 
     hidden: Tensor
@@ -191,11 +192,12 @@ class VocabularyPart(paddle.nn.Layer):
     """Some rows of a vocabulary: their weights, [rows, hidden], and perhaps their bias, [rows].
 
     Args:
-        hidden: Numbers of a row.
-        part: Which rows; along axis 1 the weights are [hidden, rows], as a Linear has them.
+        hidden: The size of a row.
+        part: Its rows; if the whole is cut along axis 1, the weights are [hidden, rows], as in a
+            Linear.
         weight_attr: The ``ParamAttr`` of the weights.
-        bias_attr: That of the bias; False for none.
-        name: What the layer calls its weights.
+        bias_attr: The ``ParamAttr`` of the bias; False for none.
+        name: The name of the weights in the layer.
     """
 
     bias: Tensor | None
@@ -221,24 +223,24 @@ class VocabularyPart(paddle.nn.Layer):
 
     @property
     def number(self) -> int:
-        """Which part it is."""
+        """The number of the part."""
         return self._part.number
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The first row, and the one after the last."""
+        """The first row, and the row after the last."""
         return self._part.cut.start, self._part.cut.stop
 
     def extra_repr(self) -> str:
-        """Returns what stands in the first line of its ``repr``."""
+        """Returns the rows for the first line of the layer's ``repr``."""
         return f"rows={self.rows[0]}..{self.rows[1] - 1}"
 
     def forward(self, value: Nest) -> Nest:
-        """Computes its numbers of each row, [3, rows], or defers that to the loss.
+        """Computes three numbers for each row, [3, rows], or defers this to the loss.
 
         Args:
-            value: In a pipeline the hidden values and the labels, which come together; in one
-                process the hidden values, or what the part before returned.
+            value: In a pipeline, a tuple of the hidden values and the labels; in one process, the
+                hidden values, or the result of the part before.
         """
         if isinstance(value, DeferredLogits):
             return value._replace(parts=(*value.parts, self))
@@ -247,16 +249,16 @@ class VocabularyPart(paddle.nn.Layer):
         return DeferredLogits(value, (self,))
 
     def statistics(self, hidden: Tensor, label: Tensor) -> Tensor:
-        """Returns three numbers of each row, [3, rows].
+        """Returns three numbers for each row, [3, rows].
 
-        They are log(sum(exp(logits))), the label's logit, and 1 where the label is in this part.
+        They are log(sum(exp(logits))), the label's logit, and 1 if the label is in this part.
 
         Args:
-            hidden: [.., hidden].
-            label: Classes, as many as there are rows.
+            hidden: The hidden values, [.., hidden].
+            label: One class for each row.
 
         Raises:
-            BoundaryError: The labels are no whole numbers.
+            BoundaryError: The labels are not integers.
         """
         if label.dtype not in (paddle.int64, paddle.int32):
             raise BoundaryError(
@@ -276,8 +278,8 @@ class EmbeddingInParts(paddle.nn.Layer):
     """An embedding whose rows are several parameters, ``part0`` and so on.
 
     Args:
-        hidden: Numbers of a row.
-        parts: Which rows each parameter has.
+        hidden: The size of a row.
+        parts: The rows of each parameter.
         weight_attr: The ``ParamAttr`` of each part.
     """
 
@@ -290,7 +292,7 @@ class EmbeddingInParts(paddle.nn.Layer):
             self.add_parameter(_name(part.number), _part(weight, part))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the rows of tokens, [.., hidden]: in all parts but one a row is zeros."""
+        """Adds up the rows of tokens in all parts, [.., hidden]; in all but one they are zeros."""
         looked_up = []
         for part in self._all:
             first, last = part.cut.start, part.cut.stop
@@ -302,7 +304,7 @@ class EmbeddingInParts(paddle.nn.Layer):
 
 
 class _Statistics(paddle.autograd.PyLayer):
-    """The logits of a part, of which one buffer of rows x part is kept and nothing else."""
+    """Computes the logits of a part, and keeps only one buffer of rows x part for backward."""
 
     @staticmethod
     def forward(
@@ -342,15 +344,15 @@ class _Statistics(paddle.autograd.PyLayer):
 
 
 def vocabulary_loss(value: Nest) -> Nest:
-    """Stands for the loss in a list of layers: its stage has no layers of its own.
+    """Replaces the loss in a list of layers: its stage has no layers of its own.
 
-    Where layers are recomputed, a tuple of one part comes as that part.
+    If layers are recomputed, a tuple of one part comes as that part alone.
     """
     return value if isinstance(value, tuple) else (value,)
 
 
 def refuse_whole_logits(losses: Sequence[Any]) -> None:
-    """Refuses Paddle's own cross-entropy: no rank has more than a part of the logits.
+    """Refuses Paddle's own cross-entropy, which needs the whole logits that no rank has.
 
     Args:
         losses: The loss functions of a model with a head.

@@ -14,7 +14,7 @@ from fleetpipe.representation import shows
 
 
 class _Copies(paddle.autograd.PyLayer):
-    """A value for each part, whose gradients are added as in a pipeline: the last part's first."""
+    """Returns a copy for each part, whose gradients are added as in a pipeline: the last first."""
 
     @staticmethod
     def forward(ctx: Context, value: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -29,18 +29,18 @@ class _Copies(paddle.autograd.PyLayer):
 
 
 def vocabulary_cross_entropy(output: Nest, label: Tensor, ignore_index: int = -100) -> Tensor:
-    """Returns the cross-entropy of each row, as ``F.cross_entropy(.., reduction="none")`` does.
+    """Computes the cross-entropy of each row, like ``F.cross_entropy(.., reduction="none")``.
 
     Args:
-        output: What a model returns whose last layer is a :class:`VocabularyHead`.
-        label: Classes, whole numbers, as many as there are rows.
-        ignore_index: The label of rows that have no loss: theirs is 0.
+        output: The output of a model whose last layer is a :class:`VocabularyHead`.
+        label: One class, an integer, for each row.
+        ignore_index: The label of rows that do not count: their loss is 0.
 
     Returns:
         A Tensor of the label's shape.
 
     Raises:
-        BoundaryError: The output is of another model, or a label is no class of it.
+        BoundaryError: The output is of another kind of model, or a label is no class of it.
     """
     if isinstance(output, DeferredLogits):
         copy: Callable[..., Sequence[Tensor]] = _Copies.apply
@@ -73,11 +73,11 @@ class VocabularyLoss:
 
     Args:
         ignore_index: The label of rows that do not count.
-        reduction: "mean" over the rows that count, or "sum". As in Paddle's ``CrossEntropyLoss``
-            all rows count where ``ignore_index`` is below 0 (in 3.3, not in 2.6).
+        reduction: "mean" over the rows that count, or "sum". As in Paddle's ``CrossEntropyLoss``,
+            all rows count if ``ignore_index`` is below 0 (in 3.3, not in 2.6).
 
     Raises:
-        ConfigError: Another reduction.
+        ConfigError: The reduction is another one.
     """
 
     def __init__(self, ignore_index: int = -100, reduction: str = "mean") -> None:
