@@ -1,4 +1,4 @@
-"""Gives all ranks of a group the values that the first of them has."""
+"""Broadcasts the values of the first rank of a group to the others."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from fleetpipe.mesh.groups import Group
 
 
 def is_spread(parameter: Tensor) -> bool:
-    """Whether a parameter is an expert's that other ranks of its stage do not hold.
+    """Whether a parameter is an expert's, and other ranks of its stage hold other experts.
 
-    ``no_sync`` is Paddle's mark for it, which the libraries' layers set too.
+    Paddle marks it by ``no_sync``, and so do the libraries' layers.
     """
     return bool(getattr(parameter, "no_sync", False))
 
 
 def broadcast_copies(state: Mapping[str, Tensor], group: Group, of_experts: Group) -> None:
-    """Gives all copies of a model's part the values of the first. Collective over both groups.
+    """Sets all copies of a model's part to the values of the first. Collective over both groups.
 
     Args:
-        state: Tensors by name, the same names and shapes on every copy.
-        group: The ranks with copies of what is no expert's.
+        state: Tensors by name, with the same names and shapes on every copy.
+        group: The ranks with copies of everything but experts.
         of_experts: The ranks with copies of the same experts.
     """
     spread = {name: tensor for name, tensor in state.items() if is_spread(tensor)}
@@ -30,10 +30,10 @@ def broadcast_copies(state: Mapping[str, Tensor], group: Group, of_experts: Grou
 
 
 def broadcast_state(state: Mapping[str, Tensor], group: Group) -> None:
-    """Gives every member of a group the values that the first has. Collective over the group.
+    """Sets the tensors of all members of a group to the values of the first. Collective.
 
     Args:
-        state: Tensors by name, the same names and shapes on every member.
+        state: Tensors by name, with the same names and shapes on every member.
         group: The replicas, or the members that hold the shards of one model.
     """
     if group.ranks == 1:

@@ -1,4 +1,4 @@
-"""What the code of functions names: variables of its module, attributes, cells, defaults."""
+"""Finds the names and values in functions' code: module variables, attributes, cells, defaults."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LIBRARIES = (sys.stdlib_module_names | {"paddle", "numpy", "fleetpipe"}) - {"__m
 
 
 def is_of_library(thing: object) -> bool:
-    """Whether a module of this name, or a class, function or object of one, is a library's."""
+    """Whether a module of this name, or the module of an object, belongs to a library."""
     module = thing if isinstance(thing, str) else getattr(thing, "__module__", "builtins")
     return str(module).partition(".")[0] in LIBRARIES
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module is of a package that was installed, and not of the script's own."""
+    """Whether a module is of an installed package, not of the script's own."""
     root = sys.modules.get(module.partition(".")[0])
     file = str(getattr(root, "__file__", None) or "")
     return "site-packages" in file or "dist-packages" in file
@@ -27,14 +27,14 @@ def is_installed(module: str) -> bool:
 
 @cache
 def codes_in(code: CodeType) -> tuple[CodeType, ...]:
-    """Returns code, and that of the functions and comprehensions within it."""
+    """Returns a code object and those of the functions and comprehensions within it."""
     inner = (codes_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return (code, *chain.from_iterable(inner))
 
 
 @cache
 def names_in(code: CodeType) -> frozenset[str]:
-    """Returns the names of variables, attributes and modules in code and in that within it."""
+    """Returns the names of variables, attributes and modules in code and in code within it."""
     return frozenset(chain.from_iterable(one.co_names for one in codes_in(code)))
 
 
@@ -45,13 +45,13 @@ def _variables_in(code: CodeType) -> tuple[str, ...]:
 
 
 def variables_of(function: FunctionType) -> dict[str, object]:
-    """Returns what the module of a function has for the variables that its code names."""
+    """Returns the module variables that a function's code names, with their values."""
     there = function.__globals__
     return {name: there[name] for name in _variables_in(function.__code__) if name in there}
 
 
 def held_by(function: FunctionType) -> list[object]:
-    """Returns what a function closes over, and its defaults."""
+    """Returns the values in a function's closure, and its defaults."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 

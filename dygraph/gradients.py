@@ -1,10 +1,11 @@
-"""Where a parameter's gradient is: ``main_grad`` of a mixed-precision parameter, else ``grad``.
+"""The gradient of a parameter: ``main_grad`` for a mixed-precision parameter, else ``grad``.
 
 Paddle's ``MixPrecisionLayer`` adds up the gradients of float16 and bfloat16 parameters in float32,
-in an attribute of its own; ``grad`` stays empty there. And why there may be none: what a backward
-failed of, or that a forward or a loss differentiates by a tensor of another stage. A loss of
-physics takes the model's output and differentiates it by the model's input: what lies between the
-two is in the graphs of several stages.
+in the attribute ``main_grad``; ``grad`` stays empty.
+
+Also the errors of failed backwards, and of a forward or a loss that differentiates by a tensor of
+another stage. A physics loss differentiates the model's output by its input: the operations between
+the two are in the graphs of several stages.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from fleetpipe.paddle_api import paddle
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Returns the gradient of ``parameter``, or None: float32 where it is a ``main_grad``."""
+    """Returns the gradient of ``parameter``, or None; a ``main_grad`` is float32."""
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
 
 
 @paddle.no_grad()
 def dense(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a gradient, with all rows where a sparse embedding has left it with some."""
+    """Returns a gradient with all rows, if a sparse embedding has left it with some."""
     if gradient is None or not gradient.is_selected_rows():
         return gradient
     return paddle.add_n([paddle.zeros_like(parameter), gradient])
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Makes ``gradient`` the gradient of ``parameter``."""
+    """Sets the gradient of ``parameter``."""
     if hasattr(parameter, "main_grad"):
         parameter.main_grad = gradient
     else:
@@ -43,14 +44,14 @@ def set_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:
-    """Returns zeros such as :func:`set_gradient` takes them."""
+    """Returns zeros for :func:`set_gradient`."""
     if hasattr(parameter, "main_grad"):
         return paddle.zeros(parameter.shape, "float32")
     return paddle.zeros_like(parameter)
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
-    """Leaves ``parameters`` without gradients."""
+    """Frees the gradients of ``parameters``."""
     for parameter in parameters:
         # By position: Paddle takes no notice of the name.
         parameter.clear_gradient(False)
@@ -74,7 +75,7 @@ def divide_gradients(parameters: Iterable[Tensor], divisor: int) -> None:
 
 
 def cause_of_backward(error: Exception) -> Exception:
-    """Returns what to raise where a backward failed: the error itself, or what made it fail."""
+    """Returns the error to raise for a failed backward: the same, or one with its cause."""
     kernel = re.search(r"function .* is not implemented for data type `\w+`", str(error))
     if kernel:
         return BoundaryError(
@@ -90,7 +91,7 @@ def cause_of_backward(error: Exception) -> Exception:
 
 
 def kept_beside() -> BoundaryError:
-    """Returns what to raise where a backward comes to the graph of another one."""
+    """Returns the error of a backward that reaches the graph of another backward."""
     return BoundaryError(
         "a backward came to operations that an earlier one has run through",
         expected="layers that use nothing but what they are given and their parameters",
@@ -102,7 +103,7 @@ def kept_beside() -> BoundaryError:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether ``paddle.grad`` raised it: a forward, or a loss, differentiates by a tensor."""
+    """Whether ``paddle.grad`` raised an error, called by a forward or a loss."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = Path(paddle.__file__).parent
     return any(
@@ -111,7 +112,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 def refusal(error: Exception, where: str, value: Nest) -> BoundaryError:
-    """Returns what to raise in the place of an error of ``paddle.grad``."""
+    """Returns the error to raise instead of an error of ``paddle.grad``."""
     return BoundaryError(
         f"{where} differentiates by a tensor from which nothing leads to the result in this stage",
         where=_line_of(error),
@@ -125,7 +126,7 @@ def refusal(error: Exception, where: str, value: Nest) -> BoundaryError:
 
 
 def _line_of(error: Exception) -> str | None:
-    """Returns file and line of the innermost frame that is neither Paddle's nor of this package."""
+    """Returns file and line of the innermost frame outside of Paddle and fleetpipe."""
     # The last wraps functions of Paddle 2.6.2.
     foreign = ("paddle", "fleetpipe", "decorator")
     lines = [

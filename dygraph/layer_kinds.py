@@ -1,7 +1,7 @@
-"""Kinds of layers that add to a pipeline: a table, whose modules are loaded by models with some.
+"""Kinds of layers with additional rules in a pipeline: a table of modules to load on demand.
 
-A layer has a kind if one of its sublayers has the kind's name, and a parameter if it is in such a
-sublayer.
+A layer has a kind if the name of one of its sublayers is the kind's, and a parameter if it is in
+such a sublayer.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ KINDS: Mapping[str, str] = {"experts": "fleetpipe.contrib.experts.names:MIXTURES
 
 
 class LayerKind:
-    """What a kind of layers adds. A subclass has the methods that it needs; these do nothing.
+    """The rules of a kind of layers. A subclass overrides the methods it needs; these do nothing.
 
     Attributes:
-        exchanges: Whether they exchange values with other ranks in a forward.
+        exchanges: Whether such layers exchange values with other ranks in a forward.
     """
 
     exchanges = False
 
     def take_built(self, layer: Layer) -> None:
-        """Called with a layer that was built just now.
+        """Called with a newly built layer.
 
         Raises:
-            ConfigError: It cannot be in a pipeline.
+            ConfigError: The layer is not allowed in a pipeline.
         """
 
     def whole_state(self, layer: Layer, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the state that a layer has on one device, in order, of the one that it has here.
+        """Returns the layer's state on one device, in order, made from its state on this rank.
 
-        Beside a name of another rank's stands a tensor of this rank that is like it.
+        For a name of another rank, it has a tensor of this rank with the same shape and dtype.
         """
         return state
 
     def spreads(self, layer: Layer) -> bool:
-        """Whether some parameters of a layer are on other ranks of its stage than others."""
+        """Whether the ranks of a stage have different parameters of a layer."""
         return False
 
     def fill_gradients(self, parameters: Mapping[str, Tensor]) -> None:
@@ -49,20 +49,20 @@ class LayerKind:
 
 
 def kinds_in(names: Iterable[str]) -> list[LayerKind]:
-    """Returns the kinds of layers that have parameters or sublayers of these names."""
+    """Returns the kinds of layers that have parameters or sublayers with these names."""
     parts = {part for name in names for part in name.split(".")}
     return [pkgutil.resolve_name(kind) for name, kind in KINDS.items() if name in parts]
 
 
 def kinds_of(layer: Any) -> list[LayerKind]:
-    """Returns the kinds of a layer; of a function, none."""
+    """Returns the kinds of a layer; a function has none."""
     if not isinstance(layer, paddle.nn.Layer):
         return []
     return kinds_in(path for path, _ in layer.named_sublayers())
 
 
 def whole_state(layer: Layer) -> dict[str, Tensor]:
-    """Returns the names that parameters and buffers of a layer have on one device, in order."""
+    """Returns the parameters and buffers of a layer by their names on one device, in order."""
     # Layer's own method, as everywhere a layer's names are wanted: a class may give other keys.
     state: dict[str, Tensor] = paddle.nn.Layer.state_dict(layer)
     for kind in kinds_of(layer):
@@ -71,6 +71,6 @@ def whole_state(layer: Layer) -> dict[str, Tensor]:
 
 
 def fill_gradients(parameters: Mapping[str, Tensor]) -> None:
-    """Gives parameters the gradients that they have in a layer which is whole on one device."""
+    """Gives parameters the gradients that they would have if their layer were whole."""
     for kind in kinds_in(parameters):
         kind.fill_gradients(parameters)

@@ -1,4 +1,4 @@
-"""The tensors inside a value that crosses between stages, and values like it with others."""
+"""Functions on nested values that cross between stages: their tensors, and changed copies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _WHOLE = {paddle.bool, paddle.uint8, paddle.int8, paddle.int16, paddle.int32, pa
 
 
 def leaves(value: Nest, exact: bool = False, path: Path = ()) -> Iterator[tuple[Path, Nest]]:
-    """Yields what nested tuples, lists and dicts hold, in order, and the way to each.
+    """Yields the leaves of nested tuples, lists and dicts, in order, each with its path.
 
     Args:
-        value: Containers in containers, or a leaf itself.
+        value: Nested containers, or a leaf itself.
         exact: Whether an object of a class derived from tuple, list or dict is a leaf.
-        path: The way to ``value``.
+        path: The path of ``value`` itself.
     """
     if not isinstance(value, _CONTAINERS) or (exact and type(value) not in _CONTAINERS):
         yield path, value
@@ -37,7 +37,7 @@ def tensors_of(value: Nest) -> Iterator[Tensor]:
 
 
 def tensors_by_place(value: Nest) -> dict[str, Tensor]:
-    """Returns the tensors in a value by their places: ``{"[0]['mask']": tensor}``."""
+    """Returns the tensors in a value by their paths: ``{"[0]['mask']": tensor}``."""
     return {
         "".join(f"[{step!r}]" for step in path): leaf
         for path, leaf in leaves(value)
@@ -46,22 +46,22 @@ def tensors_by_place(value: Nest) -> dict[str, Tensor]:
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Whether backward may begin at a tensor: the indices of ``topk`` have the flag too."""
+    """Whether backward may start from a tensor: the indices of ``topk`` have the flag, too."""
     return not tensor.stop_gradient and tensor.dtype not in _WHOLE
 
 
 def differentiable(value: Nest, roots: bool = False) -> list[Tensor]:
-    """Returns the tensors in ``value``, in order, whose gradient travels back over the edge.
+    """Returns the tensors in ``value``, in order, whose gradient goes back over the edge.
 
     Args:
-        value: What crosses. Paddle has gradients of whole numbers that were cast: they travel too.
-        roots: Only those where backward may begin, whatever else it begins from.
+        value: The value that crosses. Casts of integers have gradients in Paddle, which cross, too.
+        roots: Whether to return only tensors from which backward may start.
     """
     return [t for t in tensors_of(value) if (has_gradient(t) if roots else not t.stop_gradient)]
 
 
 def rebuilt(container: Nest, items: Iterable[Nest]) -> Nest:
-    """Returns a tuple or list of the class of ``container``, a named tuple too, with ``items``."""
+    """Returns a tuple or list with ``items``, of the class of ``container``, even a named tuple."""
     kind = type(container)
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
@@ -69,8 +69,8 @@ def rebuilt(container: Nest, items: Iterable[Nest]) -> Nest:
 def joined(join: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> Nest:
     """Joins the parts at each place of several nested values; containers are like the first's.
 
-    Where they are not containers of one class with as many items or the same keys, they are joined
-    as they are.
+    Values that are not containers of one class, with as many items or the same keys, are joined
+    themselves.
     """
     first = values[0]
     alike = len({*map(type, values)}) == 1
@@ -82,7 +82,7 @@ def joined(join: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> Ne
 
 
 def mapped(change: Callable[[Tensor], Nest], value: Nest) -> Nest:
-    """Returns a value like ``value`` with ``change(tensor)`` in the place of each tensor."""
+    """Returns a value like ``value`` in which ``change(tensor)`` replaces each tensor."""
 
     def changed(parts: Sequence[Nest]) -> Nest:
         (part,) = parts
@@ -92,24 +92,24 @@ def mapped(change: Callable[[Tensor], Nest], value: Nest) -> Nest:
 
 
 def replace(value: Nest, replacements: Mapping[int, Tensor]) -> Nest:
-    """Returns ``value`` with the tensors of those ids replaced."""
+    """Returns ``value`` with replaced tensors, by their ids."""
     return mapped(lambda tensor: replacements.get(id(tensor), tensor), value)
 
 
 def copies_of(value: Nest) -> dict[int, Tensor]:
-    """Returns a :func:`copy_of` each tensor in a value, by the ids of these."""
+    """Returns a :func:`copy_of` each tensor in a value, by the ids of the originals."""
     return {id(tensor): copy_of(tensor) for tensor in tensors_of(value)}
 
 
 def copied(value: Nest) -> Nest:
-    """Returns a value like ``value`` with a :func:`copy_of` each tensor."""
+    """Returns a value like ``value`` in which a :func:`copy_of` replaces each tensor."""
     if isinstance(value, paddle.Tensor):
         return copy_of(value)
     return replace(value, copies_of(value))
 
 
 def leaf_like(tensor: Tensor, copied: bool = False) -> Tensor:
-    """Returns a tensor with the same data, shared or copied, which is cut from its graph."""
+    """Returns a tensor with the same data, shared or copied, that is cut from its graph."""
     other = copy_of(tensor.detach()) if copied else tensor.detach()
     other.stop_gradient = tensor.stop_gradient
     return other
@@ -121,6 +121,6 @@ def leaves_like(tensors: Iterable[Tensor], copied: bool = False) -> dict[int, Te
 
 
 def outline(value: Nest) -> str:
-    """Says in a few words what tensors a value holds, for messages."""
+    """Describes the tensors in a value in a few words, for messages."""
     tensors = [f"{str(t.dtype).split('.')[-1]}{list(t.shape)}" for t in tensors_of(value)]
     return f"{type(value).__name__} of {', '.join(tensors) or 'no tensors'}"

@@ -1,7 +1,7 @@
-"""Which layers draw from Python's or NumPy's own generators, as their code shows.
+"""Finds layers that draw from Python's or NumPy's own generators, by reading their code.
 
-What they draw cannot be told by looking at the generators: threads that load data draw from them
-at the same time.
+Watching the generators would not show it, since threads that load data draw from them at the same
+time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _of_layers: WeakKeyDictionary[Layer, bool] = WeakKeyDictionary()
 
 
 def draws_python(function: Callable[[Nest], Nest]) -> bool:
-    """Whether the code of a layer, of a layer in it, or of a function names such a generator."""
+    """Whether the code of a function, or of a layer or its sublayers, names such a generator."""
     if not isinstance(function, paddle.nn.Layer):
         return any(_in_code(code) for code in _functions(function))
     if function not in _of_layers:
@@ -51,7 +51,7 @@ def _of_class(kind: type) -> bool:
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
-    """Yields the functions of Python's that a value runs when it is called, as far as it shows."""
+    """Yields the Python functions that a value runs when it is called, as far as they are known."""
     while isinstance(value, functools.partial):
         value = value.func
     value = getattr(value, "__wrapped__", getattr(value, "__func__", value))
@@ -61,7 +61,7 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
 
 @functools.cache
 def _in_code(function: types.FunctionType) -> bool:
-    """Whether a function draws, or one of the user's that it names."""
+    """Whether a function draws, or a user's function that it names."""
     return _draws(function, set())
 
 

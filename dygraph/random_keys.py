@@ -1,12 +1,12 @@
-"""Random streams keyed by what is computed, not by where: draw of the batch, layer, micro-batch.
+"""Random streams whose seeds depend on the batch, layer and micro-batch, not on where they run.
 
-At the start of a batch one number is drawn from Paddle's generator of the CPU. Before each
-call of a layer the generators are seeded with a mixture of that number, the layer's number in the
-whole list and the global micro-batch. So a dropout has the same mask on whatever rank, in whatever
-order and however often (recompute) it runs; what users draw themselves between batches is as if
-no layer had drawn anything. Python's and NumPy's generators have keys in the layers alone that draw
-from them, since threads that load data draw from them too; and where one process plays all ranks
-layers draw from these two as in a loop by hand.
+At the start of a batch one number is drawn from Paddle's CPU generator. Before each call of a layer
+the generators are seeded with a mixture of that number, the layer's number in the whole list and
+the global micro-batch. So a dropout has the same mask on every rank, in any order and however often
+(recompute) it runs, and users' own draws between batches are as if no layer had drawn anything.
+Python's and NumPy's generators are seeded only for layers that draw from them, since threads that
+load data draw from them, too. If one process plays all ranks, layers draw from these two as in a
+hand-written loop.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def key(*parts: int) -> int:
     """Returns a seed of 63 bits: a fixed mixture of whole numbers, in their order.
 
     Each part goes through the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable
-    Pseudorandom Number Generators, 2014). Paddle's CPU generator looks at the low 32 bits.
+    Pseudorandom Number Generators, 2014). Paddle's CPU generator uses the low 32 bits.
     """
     state = 0
     for part in parts:
@@ -142,7 +142,7 @@ def key(*parts: int) -> int:
 def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
     """Whether a call of a layer or function certainly draws no random number.
 
-    False for everything but some of Paddle's own, as long as they are as Paddle made them.
+    True only for some of Paddle's own layers and functions, if nobody has patched them.
     """
     kind = type(function)
     if kind in _QUIET_LAYERS:
@@ -151,20 +151,20 @@ def draws_nothing(function: Callable[[Nest], Nest]) -> bool:
 
 
 class Keys:
-    """The seeds of one batch.
+    """The random seeds of one batch.
 
     Attributes:
-        micro_batch: The global micro-batch of the calls that :meth:`enter` is told of.
-        common_streams: The streams drawn from that are the same on all ranks along mp.
+        micro_batch: The global micro-batch of the calls announced by :meth:`enter`.
+        common_streams: The used streams that are the same on all ranks along mp.
     """
 
     def __init__(self, draw: int, python: bool | None = False) -> None:
-        """Begins with the number drawn for the batch.
+        """Starts with the number drawn for the batch.
 
         Args:
             draw: That number.
             python: Whether Python's and NumPy's own generators are seeded for each call as well;
-                None: for the calls of layers that draw from them.
+                None to seed them only for layers that draw from them.
         """
         self.micro_batch = GlobalMicroBatch(0)
         self.python = python
@@ -178,10 +178,9 @@ class Keys:
         self._outside: PythonStates | None = None
 
     def agree(self, group: Group) -> None:
-        """Takes the draw of the first of the ranks that hold shards of one layer. Collective.
+        """Adopts the draw of the first of the ranks that hold shards of one layer. Collective.
 
-        A stream that all of them gave the same seed stays the same on all; any other is a stream of
-        its own on each.
+        A stream with the same seed on all of them stays the same on all; any other differs on each.
         """
         if group.ranks == 1:
             return
@@ -203,14 +202,14 @@ class Keys:
             self._seed(key(self._draw, layer, self.micro_batch))
 
     def leave(self) -> None:
-        """Puts Python's and NumPy's generators back after a layer that draws from them."""
+        """Restores Python's and NumPy's generators after a layer that draws from them."""
         if self._outside is not None:
             self._outside.put_back()
             self._outside = None
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
-        """While it is open, numbers come from the stream ``name``, of the present slice if any.
+        """While it is open, numbers come from the stream ``name``.
 
         Used several times within a call of a layer, it goes on where it ended.
         """
@@ -232,7 +231,7 @@ class Keys:
             states.put_back()
 
     def suspend(self) -> Callable[[], None]:
-        """Returns what makes the call of now the one that runs again."""
+        """Returns a function that resumes the current call after other code has run."""
         micro_batch, call, streams = self.micro_batch, self._call, dict(self._streams)
         outside, self._outside = self._outside, None
 
@@ -243,7 +242,7 @@ class Keys:
         return resume
 
     def _seed(self, seed: int) -> None:
-        """Does what ``paddle.seed`` does, which looks for devices each time."""
+        """Seeds like ``paddle.seed``, but without its search for devices each time."""
         if self.python or self._outside is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)
@@ -261,12 +260,12 @@ def current() -> Keys | None:
 
 
 def draw(mode: str, python: bool | None = False, part: int = 0) -> Keys | None:
-    """Draws the number of a batch from Paddle's generator of the CPU; None where mode is "fleet".
+    """Draws the number of a batch from Paddle's CPU generator; None if mode is "fleet".
 
     Args:
         mode: The option ``rng``.
         python: As for :class:`Keys`.
-        part: Which part of the sequences this rank has: each draws other numbers.
+        part: The number of this rank's part of the sequences: each part draws other numbers.
     """
     if mode == FLEET:
         return None
@@ -275,7 +274,7 @@ def draw(mode: str, python: bool | None = False, part: int = 0) -> Keys | None:
 
 
 def peek(mode: str, group: Group, python: bool | None = False, part: int = 0) -> Keys | None:
-    """Returns the keys that the next batch will have. Collective over ``group``.
+    """Returns the keys of the next batch without drawing them. Collective over ``group``.
 
     Args:
         mode: The option ``rng``.
@@ -298,13 +297,13 @@ def enter_loss() -> None:
 
 @contextmanager
 def keyed(keys: Keys | None, group: Group) -> Iterator[None]:
-    """While it is open, layers run under ``keys``; the generators are put back in the end.
+    """While it is open, layers run under ``keys``; at the end the generators are restored.
 
     Collective.
 
     Args:
-        keys: What :func:`draw` gave.
-        group: The ranks that hold shards of one layer, which take the draw of their first.
+        keys: The result of :func:`draw`.
+        group: The ranks that hold shards of one layer, which adopt the draw of their first.
     """
     global _keys
     if keys is None:
@@ -328,13 +327,13 @@ def _stream_of(name: str) -> AbstractContextManager[None] | None:
 
 
 class GeneratorStates:
-    """The states of Paddle's generators: of the current device, and of the CPU beside a GPU."""
+    """The states of Paddle's generators: of the current device, and on a GPU also of the CPU."""
 
     def __init__(self) -> None:
         self._states = [(generator, generator.get_state()) for generator in generators()]
 
     def put_back(self) -> None:
-        """Gives the generators the states that they had."""
+        """Restores the stored states."""
         for generator, state in self._states:
             generator.set_state(state)
 
@@ -347,7 +346,7 @@ class PythonStates:
         self._python: Any = random.getstate()
 
     def share(self, group: Group) -> None:
-        """Takes the states of the first of ``group``. Collective over it."""
+        """Adopts the states of the first of ``group``. Collective over it."""
         if group.ranks > 1:
             name, words, *more = self._numpy
             text = json.dumps([[name, words.tolist(), *more], self._python])
@@ -355,13 +354,13 @@ class PythonStates:
             self._python = (version, tuple(words), gauss)
 
     def put_back(self) -> None:
-        """Gives the generators the states that they had."""
+        """Restores the stored states."""
         np.random.set_state(tuple(self._numpy))
         random.setstate(self._python)
 
 
 class RandomStates:
-    """All that layers may draw from: Paddle's generators and streams, NumPy's and Python's."""
+    """The states of all that layers draw from: Paddle's generators, streams, NumPy, Python."""
 
     def __init__(self) -> None:
         self._paddle = GeneratorStates()
@@ -369,7 +368,7 @@ class RandomStates:
         self._python = PythonStates()
 
     def put_back(self) -> None:
-        """Makes these the states again."""
+        """Restores the stored states."""
         self._paddle.put_back()
         if self._streams:
             tracker = paddle_fleet.meta_parallel.get_rng_state_tracker()
@@ -378,7 +377,7 @@ class RandomStates:
 
 
 def suspend() -> Callable[[], None]:
-    """Returns what has layers draw on from here, when others have drawn meanwhile."""
+    """Stores the random states; returns a function that restores them after others have drawn."""
     states, keys = RandomStates(), None if _keys is None else _keys.suspend()
 
     def resume() -> None:
@@ -391,7 +390,7 @@ def suspend() -> Callable[[], None]:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Puts everything that layers may draw from back in the end."""
+    """At its end, restores the states of everything that layers draw from."""
     states = RandomStates()
     try:
         yield

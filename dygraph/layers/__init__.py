@@ -1,4 +1,4 @@
-"""One entry of a layer list, which entries are tied, and running a stage's layers.
+"""The entries of a layer list, tied entries, and running a stage's layers.
 
 Start with ``entries.py``.
 """

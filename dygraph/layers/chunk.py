@@ -1,4 +1,4 @@
-"""A chunk as Fleet hands it out: the layers of one stage, to look at and not to call."""
+"""A chunk as Fleet returns it: the layers of one stage, to inspect and not to call."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fleetpipe.paddle_api import paddle
 
 
 class PipelineLayerChunk(paddle.nn.Layer):
-    """The layers of one stage; its sublayers have their numbers in the whole list as names.
+    """The layers of one stage; its sublayers are named by their numbers in the whole list.
 
-    A shared layer that is called through its ``forward_func`` has its key as name.
+    A shared layer that is called through its ``forward_func`` is named by its key.
     """
 
     def __init__(
         self, functions: Mapping[int, Callable[[Nest], Nest]], keys: Mapping[int, str]
     ) -> None:
-        """Takes built layers and functions by their number in the whole list, in order."""
+        """Creates a chunk of built layers and functions, given in order by their numbers."""
         super().__init__()
         self.run_function = list(functions.values())
         for index, function in functions.items():

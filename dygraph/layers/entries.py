@@ -1,4 +1,4 @@
-"""The entries of a layer list: how one is built, what it is called and what it would hold."""
+"""The entries of a layer list: builds them, and computes their names and parameter shapes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ NOTHING_LENT: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def checked(layers: object) -> list[Entry]:
-    """Returns the entries of the list of layers that a user gave.
+    """Returns the entries of a user's list of layers, after checks.
 
     Raises:
-        ConfigError: It is no list, or an empty one, or one of its entries cannot stand there.
+        ConfigError: It is no list, or it is empty, or one of its entries is not allowed.
     """
     if not isinstance(layers, Iterable):
         raise ConfigError(
@@ -52,10 +52,10 @@ def checked(layers: object) -> list[Entry]:
 
 
 def _without_flag(entry: Entry) -> Entry:
-    """Returns a description without the argument that newer Paddles' ``SharedLayerDesc`` takes.
+    """Removes an argument that only newer versions of Paddle's ``SharedLayerDesc`` take.
 
-    Where Paddle does not know it, it would be the layer's: what is shared here is in any case what
-    ``shared_weight_attr`` gives, and a whole layer where class and arguments are the same.
+    A Paddle that does not know it would pass it to the layer. It has no effect here: entries share
+    the weights in ``shared_weight_attr``, or the whole layer if class and arguments are equal.
     """
     if not is_shared(entry) or "shared_submodule_weight_only" not in entry.kwargs:
         return entry
@@ -66,10 +66,11 @@ def _without_flag(entry: Entry) -> Entry:
 
 
 def _check(entry: Entry, index: int) -> None:
-    """Refuses what cannot stand in a list of layers.
+    """Refuses an entry that is not allowed in a list of layers.
 
     Raises:
-        ConfigError: ``entry`` is neither a description, nor a layer, nor callable; or a class.
+        ConfigError: ``entry`` is neither a description, nor a layer, nor callable; or it is a
+            class.
     """
     if isinstance(entry, type) and issubclass(entry, paddle.nn.Layer):
         raise ConfigError(
@@ -88,25 +89,25 @@ def _check(entry: Entry, index: int) -> None:
 
 
 class SeveralLayers:
-    """An entry of a layer list that stands for several, as soon as the number of ranks is known."""
+    """An entry of a layer list that several layers replace when the number of ranks is known."""
 
     def require_place(self, entries: Sequence[Entry], index: int) -> None:
-        """Refuses a list in which it cannot be entry ``index``.
+        """Refuses a list in which it is not allowed as entry ``index``.
 
         Raises:
-            ConfigError: It cannot be there, or another entry is missing.
+            ConfigError: It is not allowed there, or another entry is missing.
         """
 
     def layers(self, ranks: int) -> list[Entry]:
-        """Returns the entries that it stands for, in a pipeline of so many ranks."""
+        """Returns the entries that replace it in a pipeline of ``ranks`` ranks."""
         raise NotImplementedError
 
 
 def expanded(entries: Sequence[Entry], ranks: int) -> list[Entry]:
-    """Returns a list of layers with what stands for several replaced by these.
+    """Returns a list of layers in which each :class:`SeveralLayers` is replaced by its layers.
 
     Raises:
-        ConfigError: An entry cannot be where it is.
+        ConfigError: An entry is not allowed in its place.
     """
     for index, entry in enumerate(entries):
         if isinstance(entry, SeveralLayers):
@@ -121,7 +122,7 @@ def is_shared(entry: Entry) -> bool:
 
 
 def is_local(entry: Entry) -> bool:
-    """Tells whether ``entry`` is a ``LocalSharedLayerDesc``, which shares on one rank alone."""
+    """Tells whether ``entry`` is a ``LocalSharedLayerDesc``, which shares within one rank only."""
     return isinstance(entry, LocalSharedLayerDesc)
 
 
@@ -135,10 +136,11 @@ def shared_attributes(entry: Entry) -> tuple[str, ...]:
 def shared_weights(
     entry: Entry, index: int, layer: Layer, attribute: str
 ) -> dict[str, tuple[str, Tensor]]:
-    """Returns what an attribute shares by name: a weight's path within ``layer``, and the weight.
+    """Returns the weights that an attribute shares: by name, the path in ``layer`` and the weight.
 
-    An attribute is a parameter, or gives pairs of names and parameters as ``named_parameters()`` of
-    a sublayer does: ``body.fc.weight`` is the ``fc.weight`` of an attribute ``body``.
+    An attribute is a parameter, or an iterator over names and parameters, like
+    ``named_parameters()`` of a sublayer: ``body.fc.weight`` is the ``fc.weight`` of an attribute
+    ``body``.
 
     Raises:
         ConfigError: The layer has no parameter of that name.
@@ -161,14 +163,14 @@ def shared_weights(
 
 
 def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -> Any:
-    """Returns the callable of layer ``index``, built under the seed that Fleet gives it.
+    """Builds layer ``index`` under the seed that Fleet gives it, and returns it.
 
-    The random state is left advanced.
+    The random state advances.
 
     Args:
         entry: The entry of the list.
-        index: Its number.
-        lent: Weights of another layer, which the constructor takes by keyword.
+        index: The number of the entry.
+        lent: Weights of another layer, passed to the constructor by keyword.
 
     Raises:
         ConfigError: The constructor does not take the arguments of the description.
@@ -193,7 +195,7 @@ def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -
 
 
 def _arguments(entry: Entry) -> str:
-    """Tells what a description hands to the constructor."""
+    """Returns the arguments that a description passes to the constructor, as text."""
     specification = getattr(entry, "layer_spec", None)
     if specification is None:
         return f"arguments {entry.inputs}, {entry.kwargs}"
@@ -215,9 +217,9 @@ def _numbered(layer: Any) -> Any:
 
 
 class Blueprints(Sequence[Layer]):
-    """Layers like those of a list, for their names and shapes; their values mean nothing.
+    """Layers like those of a list, for names and shapes only; their values mean nothing.
 
-    Each is made when it is asked for, and kept.
+    Each is built on first use, and stored.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -233,9 +235,9 @@ class Blueprints(Sequence[Layer]):
         return self._made[index]
 
     def lent(self, index: int) -> dict[str, Tensor]:
-        """Returns the weights that a ``LocalSharedLayerDesc`` is handed, by keyword.
+        """Returns the weights that the layer of a ``LocalSharedLayerDesc`` gets, by keyword.
 
-        They are those that the first entry of its key names; that one is handed none.
+        The first entry of the key names them, and gets none itself.
 
         Raises:
             ConfigError: The first entry's layer has no such parameter.
@@ -274,7 +276,7 @@ def _blueprint(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Layer:
 
 
 def class_name(entry: Entry) -> str:
-    """Returns the name that ``seg_method="layer:Regex"`` is matched with; "" if there is none."""
+    """Returns the name that ``seg_method="layer:Regex"`` matches; "" if there is none."""
     if isinstance(entry, paddle.nn.Layer):
         return type(entry).__name__
     described = getattr(entry, "layer_func", None)
@@ -284,7 +286,7 @@ def class_name(entry: Entry) -> str:
 
 
 def count_parameters(layer: Layer) -> int:
-    """Returns how many numbers the trainable parameters of a layer hold; 0 for a function."""
+    """Returns how many numbers the trainable parameters of a layer have; 0 for a function."""
     if not isinstance(layer, paddle.nn.Layer):
         return 0
     return sum(math.prod(p.shape) for p in layer.parameters() if p.trainable)
@@ -292,9 +294,9 @@ def count_parameters(layer: Layer) -> int:
 
 @contextmanager
 def _specification_kept(entry: Entry) -> Iterator[None]:
-    """Undoes what building a ``LayerDesc`` of a ``LayerSpec`` writes into the specification.
+    """Restores a ``LayerSpec`` after building its ``LayerDesc``, which writes into it.
 
-    Two entries may use the same: the arguments of one must not reach the other.
+    Two entries may use the same specification: the arguments of one must not reach the other.
     """
     specification = getattr(entry, "layer_spec", None)
     if specification is None:

@@ -1,4 +1,4 @@
-"""Says which layer refused which value, where Paddle only says which operation did."""
+"""Names the layer that refused a value, and the value; Paddle's errors name only an operation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fleetpipe.partition import Partition
 
 
 def is_refusal(error: Exception, value: Nest, caller: str) -> bool:
-    """Tells whether a layer failed on what it was given, and not on something of its own.
+    """Tells whether a layer failed because of the value that it got.
 
-    So it is where Paddle or the call itself refused the value, and where the layer's code could not
-    unpack it or found it of another kind.
+    It did if Paddle or the call itself refused the value, or if the layer's code could not unpack
+    the value or expected another type.
     """
     text = str(error)
     # Of all else that Paddle raises, a kernel that is not there for the value's dtype.
@@ -57,14 +57,14 @@ _OF_VALUES = (
 def refusal(
     error: Exception, partition: Partition, index: int, layer: Callable[[Nest], Nest], value: Nest
 ) -> BoundaryError:
-    """Returns what to raise in the place of ``error``.
+    """Returns the error to raise instead of ``error``.
 
     Args:
-        error: What the layer raised.
+        error: The error that the layer raised.
         partition: The list of layers and its cut.
         index: The layer's number in the whole list.
         layer: The layer.
-        value: What it was called with.
+        value: The argument of the layer.
     """
     if gradients.is_refusal(error):
         return gradients.refusal(error, _named(partition, index), value)
@@ -108,9 +108,9 @@ class _Part(NamedTuple):
 
 
 def _part(error: Exception, layer: Callable[[Nest], Nest], value: Nest) -> _Part | None:
-    """Returns the innermost sublayer that raised ``error``, unless it was given ``value`` itself.
+    """Returns the innermost sublayer that raised ``error``, unless it got ``value`` itself.
 
-    Where it was, that value is what does not fit, and who made it is named.
+    If it did, the error names that value and the layer before.
     """
     if not isinstance(layer, paddle.nn.Layer):
         return None
@@ -146,7 +146,7 @@ def _refusal_inside(
 
 
 def _arguments_named(partition: Partition, index: int, value: Nest) -> str:
-    """Returns what a layer was called with, and who made it."""
+    """Returns a description of a layer's argument, and of the layer that made it."""
     giver = f", from {_named(partition, index - 1)}" if index else ""
     return f"{outline(value)}{giver}"
 
@@ -157,7 +157,7 @@ def _named(partition: Partition, index: int) -> str:
 
 
 def _described(layer: Layer) -> str | None:
-    """Returns the sizes that a layer of Paddle's was built with."""
+    """Returns the sizes with which a layer of Paddle's was built, as text."""
     sizes = layer.extra_repr() if isinstance(layer, paddle.nn.Layer) else ""
     return f"what {type(layer).__name__}({sizes}) takes" if sizes else None
 

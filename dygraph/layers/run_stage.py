@@ -1,4 +1,4 @@
-"""Runs the layers of a stage one after another: keyed, and in recomputed pieces."""
+"""Runs the layers of a stage in order: under random keys, and in recomputed pieces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Steps = tuple[_Step, ...]
 
 
 class StageRunner:
-    """Calls the layers of the stages of this process, each with what the one before returned."""
+    """Calls the layers of this process's stages, each with the result of the one before."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class StageRunner:
         recompute_interval: int = 0,
         recompute: Collection[int] = (),
     ) -> None:
-        """Takes the built layers.
+        """Creates a runner of built layers.
 
         Args:
             functions: The layers and functions by their number in the whole list.
             partition: The cut into stages.
-            recompute_interval: Layers of a piece that is recomputed as one; 0 for none.
-            recompute: Layers of which each is a piece by itself, where there is no interval.
+            recompute_interval: The number of layers of a recomputed piece; 0 for none.
+            recompute: Layers that are recomputed one by one, if there is no interval.
         """
         self._functions = functions
         self._partition = partition
@@ -56,21 +56,21 @@ class StageRunner:
         self._runs: dict[int, Run] = {}
 
     def function(self, stage: int) -> Run:
-        """Returns what runs the layers of ``stage``, on copies of what it is given.
+        """Returns a function that runs the layers of ``stage``, on copies of its argument.
 
-        Layers may write into their input, as within one model, and Paddle lets nobody write into a
-        leaf; others may hold the memory. What runs them raises a ``BoundaryError`` where a layer
-        cannot take what the one before returned.
+        Copies, because layers may write into their input as within one model, while Paddle allows
+        no writes into a leaf, and others may use the memory. The function raises a
+        ``BoundaryError`` if a layer cannot take the result of the one before.
         """
         return self._runs.get(stage) or self._run_of(stage)
 
     def uncopied(self, stage: int) -> Run:
-        """As :meth:`function`, on the very tensors that it is given, and without recompute."""
+        """Returns the same without the copies and without recompute."""
         first, last = self._partition.boundaries[stage : stage + 2]
         return functools.partial(self._run_steps, self._steps(first, last))
 
     def _run_of(self, stage: int) -> Run:
-        """Returns what runs a stage, made once: recomputed pieces know what they have seen."""
+        """Builds the function that runs a stage, only once: recomputed pieces have state."""
         first, last = self._partition.boundaries[stage : stage + 2]
         if self._interval or not self._chosen.isdisjoint(range(first, last)):
             starts = range(first, last, self._interval or 1)
@@ -118,7 +118,7 @@ class StageRunner:
         micro_batch: GlobalMicroBatch | None,
         on_copies: bool = False,
     ) -> Nest:
-        """Calls layers one after another, in a run of a plan each under its own key."""
+        """Calls layers in order, each under its own random key in a run of a plan."""
         if on_copies:
             value = copied(value)
         keys = None if micro_batch is None else random_keys.current()
@@ -137,7 +137,7 @@ class StageRunner:
 
 
 def _sole(value: Nest) -> Nest:
-    """Returns the one entry of a tuple: so Fleet begins each piece, recomputed or not."""
+    """Returns the only entry of a tuple, if it has one: Fleet begins each piece like this."""
     return value[0] if type(value) is tuple and len(value) == 1 else value
 
 
@@ -146,11 +146,11 @@ def checked_interval(recompute_interval: object, recompute_ctx: object) -> int:
 
     Args:
         recompute_interval: The option of ``PipelineLayer``.
-        recompute_ctx: Likewise. Its ``offload`` and ``partition`` change where Fleet keeps the
-            inputs of a piece; here they have no effect.
+        recompute_ctx: The option of ``PipelineLayer``. Its ``offload`` and ``partition`` change
+            where Fleet keeps the inputs of a piece; here they have no effect.
 
     Raises:
-        ConfigError: The interval is no such number, or is given without ``recompute_ctx``.
+        ConfigError: The interval is not a number of layers, or ``recompute_ctx`` is missing.
     """
     rule = "recompute_interval is a number of layers, or 0 for no recompute"
     fix = "give a whole number of 0 or more"

@@ -1,11 +1,12 @@
-"""Which entries of a layer list are one layer, and which weights they share: ``SharedLayerDesc``.
+"""Finds entries of a layer list that are one layer or share weights: ``SharedLayerDesc``.
 
-Entries with the same key, class and arguments are one layer, however often they stand in the list.
+Entries with the same key, class and arguments are one layer, however often they occur in the list.
 Entries with the same key and another class or other arguments (an embedding and a head, say) are
-a variant: a layer of their own, whose named weights are those of the first entry.
+a variant: a separate layer whose named weights are those of the first entry.
 
-With ``LocalSharedLayerDesc`` all stand on one rank, each entry is a variant, and the constructor of
-each but the first takes the weights by keyword, under the names that the first entry gives them.
+Entries of a ``LocalSharedLayerDesc`` key are all on one rank, and each is a variant. The
+constructor of each but the first takes the weights by keyword, under the names that the first entry
+gives them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LOCAL_HOLDER = "local_shared_layers"
 
 
 def is_shared(name: str) -> bool:
-    """Tells whether ``name`` is that of a parameter or buffer of a shared layer."""
+    """Tells whether a parameter or buffer with this name is of a shared layer."""
     return name.partition(".")[0] in (HOLDER, LOCAL_HOLDER)
 
 
@@ -38,11 +39,11 @@ class SharedLayer(NamedTuple):
     """One layer that several entries may call.
 
     Attributes:
-        holder: The sublayer that holds the first of the key.
+        holder: The sublayer of the model that holds the first layer of the key.
         key: The key of its entries.
         indices: Its entries' numbers in the whole list.
-        names: By the path of each of its parameters and buffers, the lasting name.
-        lent: By keyword of its constructor, the lasting name of a weight that it is handed.
+        names: The lasting name of each of its parameters and buffers, by path.
+        lent: The lasting name of each weight that its constructor gets, by keyword.
     """
 
     holder: str
@@ -53,23 +54,23 @@ class SharedLayer(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Where the model has the first layer of the key."""
+        """The path in the model of the first layer of the key."""
         return f"{self.holder}.{self.key}"
 
 
 class _Variant(NamedTuple):
-    """Entries with the same key, class and arguments; ``attributes`` are those of the first."""
+    """Entries with the same key, class and arguments; ``attributes`` is from the first of them."""
 
     indices: list[int]
     attributes: list[str]
 
 
 def find(entries: Sequence[Entry], blueprints: Blueprints) -> tuple[SharedLayer, ...]:
-    """Returns the shared layers of a list by their first entries, checked.
+    """Returns the shared layers of a list in the order of their first entries, after checks.
 
     Args:
         entries: The list of layers.
-        blueprints: What each entry would build, for names and shapes.
+        blueprints: A layer like each entry's, for names and shapes.
 
     Raises:
         ConfigError: A weight does not exist or is no parameter, the first entry of the key does
@@ -106,7 +107,7 @@ def find(entries: Sequence[Entry], blueprints: Blueprints) -> tuple[SharedLayer,
 
 
 def _sort_in(variants: list[_Variant], entries: Sequence[Entry], index: int) -> None:
-    """Adds entry ``index`` to the variant of its key that it belongs to, or makes one."""
+    """Adds entry ``index`` to its variant of the key, or creates a new variant."""
     entry = entries[index]
     attributes = descriptions.shared_attributes(entry)
     if variants:
@@ -130,7 +131,7 @@ def _require_shared(
     first: _Variant,
     variant: _Variant,
 ) -> None:
-    """Refuses an entry that shares what the first of its key, which shares ``names``, does not."""
+    """Refuses an entry that shares weights which the first of its key does not share."""
     if missing:
         index = variant.indices[0]
         raise ConfigError(
@@ -144,7 +145,7 @@ def _require_shared(
 
 
 def _description(entry: Entry) -> tuple[object, ...]:
-    """Returns what decides how an entry's layer is built."""
+    """Returns the properties that decide how an entry's layer is built."""
     specification = getattr(entry, "layer_spec", None)
     if specification is None:
         return entry.layer_func, entry.inputs, entry.kwargs
@@ -190,7 +191,7 @@ def _attribute_paths(
 def _lent_paths(
     variant: _Variant, entries: Sequence[Entry], blueprints: Blueprints
 ) -> dict[str, str]:
-    """Returns the path within its layer of each weight that the constructor was handed."""
+    """Returns the path within its layer of each weight that the constructor got."""
     index = variant.indices[0]
     layer = blueprints[index]
     paths = {id(parameter): path for path, parameter in layer.named_parameters()}
@@ -230,9 +231,9 @@ def _require_alike(
 
 
 def places(entries: Sequence[Entry]) -> tuple[int, ...] | None:
-    """Returns the layers with which a stage may begin, but the first; None for all.
+    """Returns the layers at which a stage may begin, without the first; None for all.
 
-    None stands between entries that share weights within one rank.
+    No stage may begin between entries that share weights within one rank.
     """
     uses: dict[str, list[int]] = {}
     for index, entry in enumerate(entries):
@@ -249,16 +250,16 @@ def places(entries: Sequence[Entry]) -> tuple[int, ...] | None:
 def refuse_split(
     entries: Sequence[Entry], blueprints: Sequence[Layer], rank_of_layer: Callable[[int], int]
 ) -> None:
-    """Refuses what shares a parameter on one rank alone, where the cut puts it on several.
+    """Refuses layers that share a parameter within one rank, but are cut onto several ranks.
 
     Args:
         entries: The list of layers.
-        blueprints: What each entry would build, of whose arguments layers may be parts.
-        rank_of_layer: The rank that owns a layer, by its number in the whole list.
+        blueprints: A layer like each entry's; it may include layers given as arguments.
+        rank_of_layer: Returns the rank that owns a layer, from its number in the whole list.
 
     Raises:
-        ConfigError: Two layers share a parameter, or two ``LocalSharedLayerDesc`` have the
-            same key, and they stand on different ranks.
+        ConfigError: Two layers on different ranks share a parameter, or a ``LocalSharedLayerDesc``
+            key.
     """
     keys: dict[str, int] = {}
     for index, entry in enumerate(entries):
@@ -293,10 +294,10 @@ class Built(NamedTuple):
     """The layers of some entries of a list.
 
     Attributes:
-        functions: What to call, by number in the whole list.
+        functions: The functions to call, by number in the whole list.
         shared: The shared layers that are the first of their keys, by their path in the model.
         layers: All other layers, by name.
-        names: The lasting names of parameters and buffers that are called otherwise here.
+        names: The lasting names of parameters and buffers with other names in this process.
     """
 
     functions: dict[int, Callable[[Nest], Nest]]
@@ -316,10 +317,10 @@ class Built(NamedTuple):
             model.add_sublayer(name, layer)
 
     def follow(self, model: Layer) -> None:
-        """Takes up what ``model`` has now in the places of the layers that were registered.
+        """Adopts the layers that now stand in ``model`` in place of the registered ones.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: A place is empty.
         """
         replaced: dict[int, Layer] = {}
         for layers in (self.shared, self.layers):
@@ -349,11 +350,11 @@ def _sublayer(model: Layer, path: str) -> Layer:
 
 
 def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[SharedLayer]) -> Built:
-    """Builds some entries of a list; those that share a layer or a weight here get the same.
+    """Builds some entries of a list; entries that share a layer or a weight here get the same one.
 
-    A shared layer is built under the seed of its first entry in the whole list, so that its values
-    do not depend on where it is built. All random states are as before in the end, so that ranks
-    that build different layers draw the same afterwards.
+    A shared layer is built under the seed of its first entry in the whole list, so its values do
+    not depend on the rank that builds it. All random states are restored at the end, so ranks that
+    build different layers draw the same numbers afterwards.
     """
     built = Built({}, {}, {}, {})
     layer_of = {index: layer for layer in shared for index in layer.indices}
@@ -393,7 +394,7 @@ def _place(layer: Layer, shared: SharedLayer, built: Built) -> None:
 
 
 def _tie(layer: Layer, shared: SharedLayer, weights: dict[str, Tensor]) -> None:
-    """Puts the weights that are here already in the place of the layer's own."""
+    """Replaces the layer's own weights by shared weights that exist already."""
     for path, parameter in list(layer.named_parameters()):
         name = shared.names[path]
         first = weights.setdefault(name, parameter)

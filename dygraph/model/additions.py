@@ -1,4 +1,4 @@
-"""What users add to a model around its list of layers, and what of that cannot be trained."""
+"""Refuses additions to a model around its list of layers that cannot be trained."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def refuse_untied(
 
     Args:
         parameters: This process's parameters by lasting name.
-        built: Those that it had when the model was built.
+        built: The parameters that it had when the model was built.
         tied: The shared layers of the list.
-        rank_of_layer: The rank that owns a layer, by its number.
+        rank_of_layer: Returns the rank that owns a layer, from its number.
 
     Raises:
-        ConfigError: The layer has a trained parameter of its own now, or lacks a shared weight.
+        ConfigError: A layer now has a trained parameter of its own, or lacks a shared weight.
     """
     spread = [one for one in tied if len({rank_of_layer(i) for i in one.indices}) > 1]
     names = {name for one in spread for name in one.names.values()}
@@ -51,10 +51,10 @@ def refuse_untied(
 def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
     """Refuses a model whose class, or script, has a ``forward`` of its own.
 
-    Fleet's wrapper calls it once on each rank, so that what it adds depends on their number.
+    Fleet's wrapper calls it once on each rank, so its effect would depend on their number.
 
     Raises:
-        ConfigError: It is not ``forward``.
+        ConfigError: The model's method is not ``forward``.
     """
     if getattr(model.forward, "__func__", None) is not forward:
         raise ConfigError(
@@ -65,14 +65,14 @@ def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
 
 
 def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor]) -> None:
-    """Refuses trained parameters that the model has beside its list, which no stage would run.
+    """Refuses trained parameters outside of the model's list, which no stage would use.
 
     Args:
         parameters: This process's parameters by lasting name.
-        of_losses: Those of the loss functions, which a model may have as attributes too.
+        of_losses: The parameters of loss functions, which may also be attributes of the model.
 
     Raises:
-        ConfigError: There are some.
+        ConfigError: There are such parameters.
     """
     names = [
         name

@@ -1,4 +1,4 @@
-"""Which schedules run a list of layers: those for as many ranks and chunks, placed like it."""
+"""Finds the schedules that can run a list of layers: with its ranks, chunks and placement."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _DUALPIPEV = "DualPipeV"
 
 
 class LayerPlan(Protocol):
-    """What a list of layers asks of a plan; :class:`fleetpipe.profiling.PipelinePlan` is one."""
+    """The parts of :class:`fleetpipe.profiling.PipelinePlan` that a list of layers uses."""
 
     @property
     def ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """The number of ranks of the pipeline."""
 
     @property
     def chunks(self) -> int:
-        """Chunks on each rank."""
+        """The number of chunks on each rank."""
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a batch, m."""
+        """The number of micro-batches of a batch, m."""
 
     @property
     def schedule(self) -> Schedule:
-        """What runs."""
+        """The schedule to run."""
 
     @property
     def recompute(self) -> Sequence[Sequence[int]]:
@@ -45,23 +45,23 @@ class LayerPlan(Protocol):
 
     @property
     def partition(self) -> Partition:
-        """Where the layers are cut."""
+        """The cut of the layers into stages."""
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """Returns the schedule for another number of micro-batches."""
 
     def require_degrees(self, degrees: Degrees) -> None:
-        """Refuses a job of other degrees."""
+        """Refuses a job with other degrees."""
 
     def require_layers(self, names: Sequence[str]) -> None:
-        """Refuses a model whose layers are not those of the plan."""
+        """Refuses a model with other layers than the plan's."""
 
 
 class Arrangement:
-    """How a list of layers is spread over ranks.
+    """Decides how a list of layers is spread over ranks.
 
     Attributes:
-        placement: Which rank has which stage, from now on for good.
+        placement: The owner of each stage, which never changes.
     """
 
     def __init__(
@@ -72,17 +72,18 @@ class Arrangement:
         plan: LayerPlan | None = None,
         head: bool = False,
     ) -> None:
-        """Places the stages as the schedule of the current job has them.
+        """Places the stages for the schedule of the current job.
 
         Args:
-            ranks: Ranks of the pipeline.
-            chunks: Chunks on each rank; None for the schedule's own number.
-            use_dualpipev: Means the schedule DualPipeV.
-            plan: Has the schedule.
+            ranks: The number of ranks of the pipeline.
+            chunks: The number of chunks on each rank; None for the schedule's own number.
+            use_dualpipev: Whether the schedule is DualPipeV.
+            plan: The plan with the schedule, if there is one.
             head: Whether the layers end in the parts of a vocabulary head.
 
         Raises:
-            ConfigError: The schedule cannot have that number of chunks, or the plan is for others.
+            ConfigError: The schedule does not allow that number of chunks, or the plan is for other
+                numbers.
         """
         self._ranks = ranks
         # Fleet's DualPipeV is asked for with one chunk, or none said, and has two.
@@ -108,7 +109,7 @@ class Arrangement:
         self.placement = self._schedule(config).placement
 
     def schedule(self, config: PipelineConfig) -> Schedule:
-        """Returns the schedule that ``config`` asks for, verified against the memory cap.
+        """Returns the schedule that ``config`` selects, verified against the memory cap.
 
         Raises:
             ConfigError: The schedule needs another placement, or cannot be built.
@@ -144,10 +145,10 @@ class Arrangement:
 def _planned(
     plan: LayerPlan, config: PipelineConfig, request: tuple[int, int | None, bool]
 ) -> Schedule:
-    """Returns the schedule of a plan, for as many micro-batches as there are.
+    """Returns the schedule of a plan, for the number of micro-batches in ``config``.
 
     Raises:
-        ConfigError: Something else than the plan's was asked for as well.
+        ConfigError: ``config`` or ``request`` contradicts the plan.
         ScheduleError: The plan's schedule passes the memory cap of the strategy.
     """
     ranks, chunks, use_dualpipev = request
@@ -168,10 +169,10 @@ def _planned(
 
 
 def _dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:
-    """Returns ``config`` with the schedule that ``PipelineLayer(use_dualpipev=True)`` means.
+    """Returns ``config`` with the schedule for ``PipelineLayer(use_dualpipev=True)``.
 
     Raises:
-        ConfigError: Another schedule or a number of chunks was asked for as well.
+        ConfigError: Another schedule or a number of chunks was given as well.
     """
     if config.schedule not in (PipelineConfig.schedule, _DUALPIPEV) or chunks is not None:
         raise ConfigError(
@@ -192,7 +193,7 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
     A model of one stage may be built within any job: each process then has all of it.
 
     Raises:
-        ConfigError: It is not given, or twice and not the same.
+        ConfigError: It is not given, or given twice with different values.
         StateError: Several processes have not called ``fleet.init``.
     """
     if topology is None and num_stages is None:
@@ -236,10 +237,10 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
 
 
 def topology_of(topology: Topology, stages: int, job: Job | None) -> Topology:
-    """Returns the topology of a model: the one given, the job's, or one of data and pipe alone.
+    """Returns the topology of a model: the given one, the job's, or a new one with data and pipe.
 
     Args:
-        topology: What the user passed; None for nothing.
+        topology: The user's argument; None if there is none.
         stages: The number of pipeline ranks.
         job: The current job.
     """

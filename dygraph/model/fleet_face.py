@@ -1,4 +1,4 @@
-"""What Fleet's ``PipelineLayer`` shows that has to be made up here."""
+"""The parts of Fleet's ``PipelineLayer`` interface for which fleetpipe has no own counterpart."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OF_THE_WRAPPER = ("train_batch", "eval_batch", "predict_batch", "forward_backwa
 
 
 class NotWrapped(UsageError, AttributeError):
-    """A ``PipelineLayer`` was asked to do what its wrapper does; ``hasattr`` is False for it."""
+    """Raised if a ``PipelineLayer`` is used like its wrapper; ``hasattr`` returns False for it."""
 
 
 def refuse_methods_of_the_wrapper(model: Layer, name: str) -> None:
-    """Says what to do where a method of the wrapper is looked for in the layers."""
+    """Raises an error with advice if a script looks for a wrapper's method in the layers."""
     if name in _OF_THE_WRAPPER:
         raise NotWrapped(
             f"a PipelineLayer has no {name} before it is wrapped",
@@ -38,12 +38,12 @@ def shared_comm(
     weights: Sequence[SharedWeight],
     job: Job | None,
 ) -> dict[str, dict[str, Any]]:
-    """Returns what Fleet tells of the shared layers that other ranks have copies of, by key.
+    """Returns Fleet's table of shared layers that other ranks have copies of, by key.
 
     Args:
         entries: The whole list of layers.
         shared: The shared layers of the list, by each of their numbers.
-        layers: Those of this process, by their paths in the model.
+        layers: The layers of this process, by their paths in the model.
         weights: The weights that this rank shares with others.
         job: The job of the model.
     """
@@ -63,7 +63,7 @@ def shared_comm(
 
 
 def in_sequence(functions: Sequence[Callable[[Nest], Nest]]) -> Callable[..., Nest]:
-    """Returns a function that calls each of ``functions`` with what the one before returned."""
+    """Returns a function that calls each of ``functions`` with the result of the one before."""
 
     def run(*inputs: Nest) -> Nest:
         value: Nest = inputs[0] if len(inputs) == 1 else inputs

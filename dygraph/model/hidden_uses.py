@@ -1,8 +1,8 @@
-"""What stages use behind the back of the list of layers: weights of other ranks, and values.
+"""Uses by stages, past the list of layers, of other ranks' weights and values.
 
-In one process all stages see one memory; ranks do not. So a weight is out of the reach of stages
-that are not of its layer's ranks; and in the first batch a value that a stage leaves in a place
-which functions of another rank reach too, as an entry of a dict, is out of theirs.
+In one process all stages share one memory, but ranks do not. So a weight is made unusable for
+stages that are not on a rank with its layer. In the first batch a value is hidden from other ranks'
+stages if a stage leaves it in a place that functions of both can reach, such as a dict's entry.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HOLDERS = (
 
 
 class _OfAnotherStage:
-    """Stands where another rank's stage has left a value."""
+    """Replaces a value that another rank's stage has left; any use of it raises an error."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -83,13 +83,14 @@ class HiddenUses:
         rank_of: Callable[[int], int],
         here: Collection[int],
     ) -> None:
-        """Looks at what the functions that this process runs can reach.
+        """Searches the values that the functions of this process can reach.
 
         Args:
-            functions: By rank, the layers and functions of its stages, as far as they are here.
-            owners: By the id of a parameter, the ranks that have a layer with it.
-            names: By the id of a parameter, its lasting name.
-            rank_of: The rank that has a stage.
+            functions: The layers and functions of each rank's stages that this process has, by
+                rank.
+            owners: The ranks that have a layer with a parameter, by the parameter's id.
+            names: The lasting name of each parameter, by its id.
+            rank_of: Returns the rank that has a stage.
             here: The ranks that this process plays.
         """
         self._names, self._rank_of = names, rank_of
@@ -123,7 +124,7 @@ class HiddenUses:
         self._left: dict[tuple[int, Any], _Left] = {}
 
     def enter(self, stage: int, forward: bool) -> None:
-        """Says that an action of a stage begins."""
+        """Called when an action of a stage begins."""
         self._note_left()
         rank = self._rank_of(stage)
         self._show(rank if forward else None)
@@ -133,10 +134,10 @@ class HiddenUses:
         self._rank = rank
 
     def leave(self, ends: bool = False) -> None:
-        """Puts back what was out of reach: no stage runs.
+        """Restores everything hidden, because no stage runs.
 
         Args:
-            ends: Whether the first batch is over: what stages leave is not looked at any more.
+            ends: Whether the first batch is over; later values that stages leave are not inspected.
         """
         self._note_left()
         self._show(None)
@@ -146,7 +147,7 @@ class HiddenUses:
             self._places, self._before, self._left, self._is_first = [], [], {}, False
 
     def _note_left(self) -> None:
-        """Notes what the stage that ran has put where functions of other ranks reach it."""
+        """Records the values that the last stage left where functions of other ranks reach them."""
         for number, place in enumerate(self._places):
             before, now = self._before[number], dict(_content(place))
             for key, value in now.items():
@@ -155,7 +156,7 @@ class HiddenUses:
             self._before[number] = now
 
     def _show(self, rank: int | None) -> None:
-        """Takes what other ranks have left out of the reach of ``rank``; puts all back for None."""
+        """Hides the values that other ranks have left from ``rank``; None restores all."""
         for (number, key), left in self._left.items():
             shown = left.value if rank in (None, left.rank) else left.stand_in
             now = self._before[number].get(key)
@@ -165,7 +166,7 @@ class HiddenUses:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """While it is open, errors of stages that looked for what is out of reach say so.
+        """While it is open, errors due to hidden values or weights are replaced by clear ones.
 
         Raises:
             ConfigError: A stage has used a parameter of another rank, be it without its gradient.
@@ -207,17 +208,18 @@ def _put(place: Any, key: Any, value: object) -> None:
 
 
 def _has_values(value: object) -> bool:
-    """Whether a value is, or holds, numbers of a micro-batch; a count or a name is none."""
+    """Whether a value is, or contains, tensors or arrays; a count or a name does not matter."""
     if isinstance(value, (tuple, list, dict)):
         return any(map(_has_values, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (paddle.Tensor, np.ndarray)) and not is_parameter(value)
 
 
 def reachable(roots: Iterable[object]) -> dict[int, object]:
-    """Returns what functions and layers can get at, by id, themselves among it.
+    """Returns all objects that functions and layers can reach, by id, including themselves.
 
-    Ways lead through what functions name, close over and are bound to, through attributes and
-    containers; not into libraries and installed packages, but for what the script has put there.
+    The search follows the names, closures and bound objects of functions, attributes and
+    containers. It does not enter libraries and installed packages, except for objects that the
+    script has put there.
     """
     values: dict[int, object] = {}
     waiting = list(roots)
@@ -247,7 +249,7 @@ def _is_code(value: object) -> bool:
 
 
 def _is_closed(value: Any) -> bool:
-    """Whether nothing of the script's is within: libraries, and objects of their classes."""
+    """Whether an object belongs to a library and contains nothing of the script's."""
     if isinstance(value, (str, int, float, types.BuiltinFunctionType, types.CodeType)):
         return True
     if isinstance(value, (ModelWithParts, MetaParallelBase)):

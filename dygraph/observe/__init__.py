@@ -1,1 +1,1 @@
-"""What watches the stages while they run: hooks, timers, checks for NaN, guards, measured costs."""
+"""Observers of running stages: hooks, timers, checks for NaN, and measured costs."""

@@ -1,4 +1,4 @@
-"""Refuses to send NaN or Inf where the environment asks for that: ``FLAGS_pp_check_naninf``."""
+"""Refuses to send NaN or Inf if the environment has ``FLAGS_pp_check_naninf``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ _WHAT = {"F": "the output", "B": "the gradient of the input"}
 
 
 class FiniteSends:
-    """An observer of the engine that looks at every number before it is sent."""
+    """An observer of the engine that checks every number before it is sent."""
 
     @classmethod
     def asked_for(cls) -> FiniteSends | None:
-        """Returns one where ``FLAGS_pp_check_naninf`` is set to something that means yes."""
+        """Returns an observer if ``FLAGS_pp_check_naninf`` is set to a word for yes."""
         return cls() if os.environ[_FLAG].lower() in ("1", "true", "t", "yes", "y") else None
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`.
 
-        What it returns raises :class:`BoundaryError` where the value to send holds NaN or Inf.
+        The instruction that it returns raises :class:`BoundaryError` if the value to send has NaN
+        or Inf.
         """
         if not isinstance(op, Send):
             return instruction

@@ -1,9 +1,9 @@
 """The hooks that users may put around the forwards and backwards of a stage.
 
-Two kinds, as in Fleet: those of ``PipelineParallelMicroStepLocations``, in one registry for all
-wrappers of a process, called with the values of a forward or backward; and numbered ones, called
-before the i-th forward, backward or bubble of this rank in a training batch. Where there is none,
-a batch runs without.
+There are two kinds, as in Fleet. Hooks of ``PipelineParallelMicroStepLocations`` are in one
+registry for all wrappers of a process, and get the values of a forward or backward. Numbered hooks
+are called before the i-th forward, backward or bubble of this rank in a training batch. A batch
+without hooks runs without calls.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ NumberedHook = Callable[[int], object]
 
 
 class NumberedHooks:
-    """Hooks by the number of the forward, the backward or the bubble they are called before.
+    """Hooks by the number of the forward, backward or bubble before which they are called.
 
     Attributes:
-        hooks_capacity: How many numbers there are in a batch.
+        hooks_capacity: The number of forwards, backwards or bubbles of a rank in a batch.
     """
 
     def __init__(self, kind: str, capacity: int) -> None:
-        """Begins without hooks.
+        """Starts without hooks.
 
         Args:
             kind: "forward", "backward" or "bubble", for messages.
-            capacity: How many there are on a rank in a batch.
+            capacity: The number of them on a rank in a batch.
         """
         self.hooks_capacity = capacity
         self._kind = kind
@@ -65,17 +65,17 @@ class UserHooks:
     """All numbered hooks of a wrapper.
 
     Attributes:
-        forward: Called before a forward of a stage; m * v of them on each rank.
-        backward: Called before a backward, or the I of a split one; as many.
-        bubble: Called where a rank of p has nothing to do: 2p - 2 of them.
+        forward: Called before each forward of a stage, m * v times on each rank.
+        backward: Called before each backward, or the I of a split one, as often.
+        bubble: Called when one of p ranks has nothing to do, 2p - 2 times.
     """
 
     def __init__(self, schedule: Schedule, bubbles: int) -> None:
-        """Begins without hooks.
+        """Starts without hooks.
 
         Args:
             schedule: The schedule that is run.
-            bubbles: Number of bubbles; 0 where they cannot be hooked.
+            bubbles: The number of bubbles; 0 if they have no hooks.
         """
         steps = schedule.units * schedule.placement.chunks
         self.forward = NumberedHooks("forward", steps)
@@ -90,7 +90,7 @@ def bubbles_before(schedule: Schedule, rank: int) -> Counter[int]:
     """Returns how many bubbles of ``rank`` come before each of its compute actions.
 
     Rank r of p waits r times before its first forward and p-1-r times before its first backward,
-    and as often on the way back; the number of its actions stands for the end of the batch.
+    and as often on the way back. The key for the end of the batch is the number of its actions.
     """
     row = list(flatten(schedule.actions[rank]))
     backwards = [index for index, action in enumerate(row) if action.kind in "BI"]
@@ -104,18 +104,18 @@ def bubbles_before(schedule: Schedule, rank: int) -> Counter[int]:
 
 
 class HookCalls(BatchObserver):
-    """Calls the hooks around what a stage runs; counts for each rank that this process plays.
+    """Calls the hooks around the actions of stages, and counts them for each rank played here.
 
     Attributes:
         hooks: The numbered hooks.
     """
 
     def __init__(self, schedule: Schedule, bubbles: int, ranks: Iterable[int]) -> None:
-        """Begins without hooks.
+        """Starts without hooks.
 
         Args:
             schedule: The schedule that is run.
-            bubbles: Number of bubbles; 0 where they cannot be hooked.
+            bubbles: The number of bubbles; 0 if they have no hooks.
             ranks: The ranks that this process plays.
         """
         self.hooks = UserHooks(schedule, bubbles)
@@ -128,18 +128,18 @@ class HookCalls(BatchObserver):
         self._step: int | None = None
 
     def of_batch(self, training: bool) -> HookCalls | None:
-        """Begins to count anew; numbered hooks are called in training only.
+        """Restarts the counts; numbered hooks are called in training only.
 
         Returns:
-            What to call around the batch's forwards and backwards; None where there is no hook, of
-            this wrapper's own or in the registry for all.
+            The observer of the batch's forwards and backwards; None if there is no hook, neither of
+            this wrapper nor in the registry for all.
         """
         self._done.clear()
         self._training = training
         return self if self.hooks or any(pipeline_parallel_callbacks_.hooks.values()) else None
 
     def end(self) -> None:
-        """Calls what stands behind the last action of each rank."""
+        """Calls the hooks of bubbles behind the last action of each rank."""
         if self.hooks.bubble:
             for rank in self._bubbles:
                 self._bubble(rank)
@@ -188,7 +188,7 @@ class HookCalls(BatchObserver):
         self._count("weight", stage, None)
 
     def _count(self, kind: str, stage: int, hooks: NumberedHooks | None) -> int | None:
-        """Calls the numbered hooks that are due, and returns the number; None in evaluation."""
+        """Calls the numbered hooks of this action, and returns its number; None in evaluation."""
         if not self._training:
             return None
         rank = self._rank_of(stage)
@@ -207,7 +207,7 @@ class HookCalls(BatchObserver):
 
 
 def _shaped_like(value: Nest, grads: Gradients) -> Tensor | Gradients:
-    """Returns one gradient for one tensor, a tuple of them for a value of several."""
+    """Returns the gradient of a single tensor by itself; for several, the tuple of gradients."""
     if grads is None:
         return None
     return grads if isinstance(value, (tuple, list, dict)) else next(iter(grads), None)

@@ -1,7 +1,7 @@
-"""Measures what each layer of a stage costs, by itself, on the values that come to it.
+"""Measures the cost of each layer of a stage, separately, on its real input.
 
-A layer is run forward and backward several times as if it were a stage, on copies of its input that
-are cut from the graph; its output then goes on to the next.
+A layer runs forward and backward several times as if it were a stage, on copies of its input that
+are cut from the graph; then its output goes to the next layer.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _PARTED, _WHOLE = (
 
 
 class Sample(NamedTuple):
-    """What one run of a layer cost: seconds, and bytes, as in ``LayerCost``.
+    """The cost of one run of a layer, in seconds and bytes, as in ``LayerCost``.
 
-    ``free`` is how much of its output its own graph does not keep, so that it may be let go. I and
-    W are None where they were not measured. What it exchanges is of F and B.
+    ``free`` is the size of the part of its output that its own graph does not keep. I and W are
+    None if they were not measured. Exchanges are counted over F and B together.
     """
 
     forward: float
@@ -89,8 +89,8 @@ class LayerMeter:
     """Takes samples of the layers of this process.
 
     Attributes:
-        samples: By the unit of the micro-batch, 0 where it is whole, and the number of the layer
-            in the whole list, of which the loss has the one after the last.
+        samples: The samples by the unit of the micro-batch, 0 if it is whole, and the number of the
+            layer in the whole list; the loss counts as one more layer.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class LayerMeter:
         units: Units = WHOLE,
         splits: bool = True,
     ) -> None:
-        """Begins without any.
+        """Starts without samples.
 
         Args:
             count: The number of layers of the whole model.
-            calls_of: What runs in a stage.
-            layers_of: The layers of a stage, whose backward can be split.
-            units: How micro-batches are cut. What runs as a micro-batch is a unit; if that is not
-                a whole one, no backward is split.
+            calls_of: Returns the functions that run in a stage.
+            layers_of: Returns the layers of a stage whose backward can be split.
+            units: The units into which micro-batches are cut. If they are cut, no backward is
+                split.
             splits: Whether to measure I and W as well.
         """
         self.samples: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)
@@ -122,7 +122,7 @@ class LayerMeter:
         self._writes: dict[int, bool] = {}
 
     def run_of(self, stage: int) -> Run:
-        """Returns what runs a stage and measures each of its layers."""
+        """Returns a function that runs a stage and measures each of its layers."""
 
         def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
             functions, value = self._calls_of(stage, value)
@@ -145,7 +145,7 @@ class LayerMeter:
         return run
 
     def _runner(self, stage: int, functions: Functions) -> StageRunner:
-        """Returns what runs layers one by one."""
+        """Returns the runner for single layers of a stage."""
         runner = self._runners.get(stage)
         if runner is None or runner[0] != functions:
             runner = self._runners[stage] = (functions, StageRunner(functions, self._each))
@@ -154,7 +154,7 @@ class LayerMeter:
     def _run(
         self, runner: StageRunner, number: int, value: Nest, micro_batch: GlobalMicroBatch | None
     ) -> Nest:
-        """Runs a layer, on a copy of its input only where it needs one, which would be measured."""
+        """Runs a layer, with a copy of its input only if it needs one, since copies cost time."""
         if self._writes.get(number):
             return runner.function(number)(value, micro_batch)
         copies = {} if number in self._writes else copies_of(value)
@@ -166,7 +166,7 @@ class LayerMeter:
         return output
 
     def take_loss(self, index: int, loss: Criterion, output: Nest, label: Nest) -> None:
-        """Measures a loss as if it were one more layer, whose output nobody takes."""
+        """Measures a loss like one more layer, whose output no layer takes."""
         meter = self._meter(index, loss, {})
         meter.run = lambda value, _: loss(value, label)
         _, sample = meter.sample([mapped(leaf_like, output)], None)
@@ -177,10 +177,10 @@ class LayerMeter:
 
 
 class _Meter:
-    """Measures one layer, again and again.
+    """Measures one layer repeatedly.
 
     Attributes:
-        run: Runs it.
+        run: Runs the layer.
     """
 
     run: Run
@@ -205,12 +205,7 @@ class _Meter:
         self._free = 0
 
     def sample(self, box: list[Nest], micro_batch: GlobalMicroBatch | None) -> tuple[Nest, Sample]:
-        """Returns the output, a leaf of no graph, and what a run cost.
-
-        Args:
-            box: The input, which is taken out of it.
-            micro_batch: Its global number.
-        """
+        """Runs the layer; returns its output, cut from the graph, and the cost of a run."""
 
         def run(value: Nest) -> Nest:
             return self.run(value, micro_batch)
@@ -245,7 +240,7 @@ class _Meter:
         return output, sample
 
     def _whole(self, run: Callable[[Nest], Nest], value: Nest) -> tuple[float, float, int, int]:
-        """Runs F and B; returns their times, the bytes held between, and those used besides."""
+        """Runs F and B; returns both times, the bytes held between them, and those used on top."""
         value = mapped(leaf_like, value)
         before = allocated_bytes()
         restart_peak()
@@ -272,7 +267,7 @@ class _Meter:
     def _parted(
         self, run: Callable[[Nest], Nest], value: Nest
     ) -> tuple[float, float, float, int, int]:
-        """Runs F, I and W; returns their times, and the bytes held between them."""
+        """Runs F, I and W; returns their times, and the bytes held before I and before W."""
         split, without = self._split, allocated_bytes()
         # Nobody else has this memory: it is seen whether it is kept until W.
         value = mapped(lambda tensor: leaf_like(tensor, copied=True), value)
@@ -301,7 +296,7 @@ class _Meter:
         return forward, input_grad, weight_grad, held, waiting
 
     def _not_kept(self, run: Callable[[Nest], Nest], value: Nest) -> int:
-        """Returns the bytes of a layer's output that are free once only its graph has it."""
+        """Returns the bytes of a layer's output that its graph does not keep."""
         with self._again():
             output = run(mapped(leaf_like, value))
         # Their sums keep the graph: its nodes as Python sees them (``grad_fn``) are never freed.
@@ -322,24 +317,24 @@ def _gradients_for(output: Nest, value: Nest) -> tuple[list[Tensor], list[Tensor
 
 
 def bytes_of(value: Nest, without: Nest = None) -> int:
-    """Returns the bytes of the tensors in a value, each once, without those that were given."""
+    """Returns the bytes of the tensors in a value, each once, except those in ``without``."""
     counted = set(map(id, tensors_of(without)))
     tensors = {id(tensor): tensor for tensor in tensors_of(value) if id(tensor) not in counted}
     return sum(map(tensor_bytes, tensors.values()))
 
 
 def fastest(samples: Iterable[Sequence[Any]]) -> Sample:
-    """Returns the least of each figure: what else the machine does slows some, and hastens none."""
+    """Returns the minimum of each figure: other load on the machine can only slow samples down."""
     return _typical(samples, min)
 
 
 def slowest(samples: Iterable[Sequence[Any]]) -> Sample:
-    """Returns the most of each figure, of ranks that compute a layer together."""
+    """Returns the maximum of each figure, over ranks that compute a layer together."""
     return _typical(samples, max)
 
 
 def _typical(samples: Iterable[Sequence[Any]], choose: Callable[[Iterable[Any]], Any]) -> Sample:
-    """Chooses each figure of some samples; what experts are given is added up."""
+    """Combines each figure of some samples by ``choose``; loads of experts are added up."""
     *figures, loads = zip(*samples)
     chosen = [None if None in each else choose(each) for each in figures]
     return Sample._make([*chosen, [[*map(sum, zip(*mixture))] for mixture in zip(*loads)]])
@@ -348,7 +343,7 @@ def _typical(samples: Iterable[Sequence[Any]], choose: Callable[[Iterable[Any]],
 def layer_costs(
     names: Iterable[str], samples: Iterable[Sample], sizes: Iterable[tuple[int, int, int]]
 ) -> list[LayerCost]:
-    """Returns the costs of layers that run one after another."""
+    """Returns the costs of consecutive layers."""
     costs: list[LayerCost] = []
     free = math.inf
     for name, one, (trained, untrained, of_experts) in zip(names, samples, sizes):
@@ -370,10 +365,10 @@ def layer_costs(
 def state_bytes(
     uses: Iterable[Iterable[Tensor]], names: Mapping[str, Tensor]
 ) -> list[tuple[int, int, int]]:
-    """Returns the bytes that are trained, the others, and those trained that are of experts.
+    """Returns, for each layer, the bytes that are trained, the others, and trained ones of experts.
 
     Args:
-        uses: What each of several layers has; a tensor counts for the first.
+        uses: The tensors of each of several layers; a tensor counts for the first that has it.
         names: The tensors by lasting name.
     """
     is_expert = extra("experts.names").is_expert
@@ -393,7 +388,7 @@ def state_bytes(
 
 
 def first_uses(uses: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
-    """Returns, of the tensors that each of several has, those that none before it has."""
+    """Returns the tensors of each of several layers, without those that earlier ones have."""
     seen: set[int] = set()
     names = []
     for tensors in uses:

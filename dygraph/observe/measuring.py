@@ -1,8 +1,8 @@
-"""Runs the parts of a model to see what they take: stages in turn, messages, layers one by one.
+"""Runs the parts of a model to measure them: stages in turn, messages, and single layers.
 
 Stages run as in a real batch: several micro-batches in flight, forward and backward in turn, all
-ranks at once, so that caches, memory and links are as they will be. Where the model is trained with
-units of micro-batches, all of it runs unit by unit as well.
+ranks at once, so that caches, memory and links are used as in training. If the model is trained
+with units of micro-batches, everything also runs unit by unit.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ Doing = tuple[str, int, int]
 
 
 class ActionMeter:
-    """An observer of the engine: seconds of each kind of work of a stage and unit, by batch.
+    """An observer of the engine that times each kind of work of a stage and unit, per batch.
 
-    A release counts with the last action of its stage. A receive counts without its wait.
+    The time of a release counts for the last action of its stage. The time of a receive does not
+    include its wait.
     """
 
     def __init__(
         self, last: str, clock: Callable[[], float] = time.perf_counter, units: int = 1
     ) -> None:
-        """Begins before a first batch.
+        """Starts before the first batch.
 
         Args:
             last: The kind of action after which a stage releases a micro-batch: B, or W.
-            clock: Measures actions, in seconds.
-            units: Units of a micro-batch.
+            clock: Returns the time in seconds.
+            units: The number of units of a micro-batch.
         """
         self._last, self._clock, self._units = last, clock, units
         self._now: defaultdict[Doing, float] = defaultdict(float)
@@ -86,7 +87,7 @@ class ActionMeter:
         """Ends a batch.
 
         Args:
-            counts: Whether it is one of those that are measured.
+            counts: Whether to count the batch.
         """
         if counts:
             for doing, seconds in self._now.items():
@@ -94,7 +95,7 @@ class ActionMeter:
         self._now.clear()
 
     def seconds(self) -> dict[Doing, float]:
-        """Returns the median seconds in a batch, all its micro-batches together."""
+        """Returns the median seconds per batch, summed over its micro-batches."""
         return {doing: statistics.median(samples) for doing, samples in self._batches.items()}
 
 
@@ -113,16 +114,17 @@ Samples = Mapping[tuple[int, int], list[Sample]]
 
 
 def in_turn(placement: Placement, micro_batches: int, kinds: str, slices: int = 1) -> Schedule:
-    """Returns a schedule in which each stage runs forward and backward in turn, on any placement.
+    """Returns a schedule in which each stage runs forward and backward in turn, for any placement.
 
-    As many micro-batches are in flight as there are stages. With one stage on a rank it is 1F1B, or
-    Seq1F1B, in which backwards run from the last slice of a micro-batch to the first.
+    As many micro-batches are in flight as there are stages. With one stage on each rank it is 1F1B;
+    with slices it is Seq1F1B, whose backwards run from the last slice of a micro-batch to the
+    first.
 
     Args:
-        placement: Which rank has which stage.
-        micro_batches: Micro-batches of a batch, m.
-        kinds: What each stage does on the way back: B, or I and then W.
-        slices: Slices of each micro-batch.
+        placement: The owner of each stage.
+        micro_batches: The number of micro-batches of a batch, m.
+        kinds: The actions of each backward: "B", or "IW" for I and then W.
+        slices: The number of slices of each micro-batch.
     """
     stages, units = placement.stages, numbers(micro_batches, slices)
     firsts = range(0, len(units), slices)
@@ -148,24 +150,24 @@ def in_turn(placement: Placement, micro_batches: int, kinds: str, slices: int = 
 
 
 class Runs:
-    """Runs the parts of a model, again and again."""
+    """Runs the parts of a model repeatedly, to measure them."""
 
     def __init__(
         self, layers: PipelineLayer, job: Job, data: MicroBatches, weights: list[Fraction]
     ) -> None:
-        """Takes what is run.
+        """Stores the model and its data.
 
         Args:
             layers: The model.
             job: The job of this process.
-            data: Micro-batches, as far as this process has data; the first of them are run.
-            weights: The weights in the loss of those that are run.
+            data: The micro-batches of this process, if it has any; the first of them are run.
+            weights: The weights in the loss of the micro-batches to run.
         """
         self._layers, self._job, self._weights = layers, job, weights
         self._data = MicroBatches(*(part and part[: len(weights)] for part in data))
 
     def lengths(self, units: Units) -> list[int]:
-        """Returns the places of each unit; none in a process that has no data."""
+        """Returns the number of places of each unit; empty in a process without data."""
         parts = next((part for part in self._data if part), None)
         return [] if parts is None else units.lengths(parts[0])
 
@@ -188,10 +190,10 @@ class Runs:
         return {doing: seconds / count for doing, seconds in merged.items()}
 
     def latency(self) -> float | None:
-        """Returns the seconds that a message is on its way while no rank is busy; collective.
+        """Returns the seconds that a message takes while no rank is busy. Collective.
 
-        One micro-batch is on its way at a time: whoever is to receive waits already. None where
-        one process plays all ranks.
+        Only one micro-batch runs at a time, so the receiver already waits. None if one process
+        plays all ranks.
         """
         layers, job = self._layers, self._job
         crossings = len(crossed(layers.placement))
@@ -217,7 +219,7 @@ class Runs:
         return max(whole - busy, 0.0)
 
     def layers(self) -> Samples:
-        """Returns the samples of this process's layers, the loss behind the last; collective."""
+        """Returns the samples of this process's layers, and behind them of the loss. Collective."""
         layers = self._layers
         meter = LayerMeter(len(layers.partition.layers), layers.calls_of, layers.stage_layers)
         # The meter has ways of its own for each layer, whose backward it runs itself.
@@ -232,9 +234,9 @@ class Runs:
         return meter.samples
 
     def layers_of_units(self, units: Units) -> Samples:
-        """Returns the same for each unit; collective.
+        """Returns the samples of layers for each unit. Collective.
 
-        Backwards follow the forwards, and only let go of what is kept.
+        Backwards follow the forwards, only to free the memory that these keep.
         """
         layers = self._layers
         count = len(layers.partition.layers)
@@ -254,7 +256,7 @@ class Runs:
         return meter.samples
 
     def _turns(self) -> Iterable[int]:
-        """Returns the micro-batches to run layers with, so that there are enough samples."""
+        """Returns the numbers of the micro-batches to run layers with, for enough samples."""
         count = len(self._weights)
         return (turn % count for turn in range(max(LEAST_SAMPLES, count)))
 
@@ -268,7 +270,7 @@ class Runs:
         units: Units = WHOLE,
         loss: Criterion | None = None,
     ) -> Batch:
-        """Returns a batch, cut into units; ``loss`` stands for the model's loss."""
+        """Returns a batch, cut into units; ``loss`` replaces the model's loss."""
         loss_fn = self._layers.loss_fn()
         functions = [loss_fn if loss is None else loss]
         weight_of = units.weight_of([loss_fn], data, lambda _, number: weights[number])
@@ -286,7 +288,7 @@ class Runs:
 
 
 def _run(engine: Engine, stage: DygraphStage, batch: Batch, units: Units = WHOLE) -> None:
-    """Runs a batch, and adds to the gradients if it has a loss."""
+    """Runs a batch; with a loss, this adds to the gradients."""
     stage.begin(batch, units=units)
     try:
         engine.run({"REDUCE": lambda: None, "STEP": lambda: None})
@@ -295,15 +297,15 @@ def _run(engine: Engine, stage: DygraphStage, batch: Batch, units: Units = WHOLE
 
 
 def computing_together(job: Job) -> Group:
-    """Returns the ranks that exchange values within layers: each waits for the slowest of them."""
+    """Returns the ranks that exchange values within layers, so that each waits for the slowest."""
     return job.along(*job.degrees.layer_axes)
 
 
 def clock_for(job: Job) -> Callable[[], float]:
-    """Returns what measures actions; collective over the job.
+    """Returns the clock for actions. Collective over the job.
 
-    Where a host has fewer processors than ranks that compute on them, that is the processor time of
-    the thread: by the clock, ranks would wait for each other's processors.
+    If a host has fewer processors than ranks that compute on them, it is the thread's processor
+    time: elapsed time would include waits for a processor.
     """
     ranks = job.everyone().all_gather((host_name(), systems.processors()))
     hosts = Counter(host for host, _ in ranks)
@@ -324,6 +326,6 @@ def latencies(events: Iterable[Event]) -> list[float]:
 
 
 def crossed(placement: Placement) -> list[int]:
-    """Returns the stages whose values go to another rank."""
+    """Returns the stages that send their values to another rank."""
     rank_of = placement.rank_of
     return [s for s in range(placement.stages - 1) if rank_of(s) != rank_of(s + 1)]

@@ -1,8 +1,8 @@
-"""Measures what each layer costs, and each action of each stage: a profile, to plan with.
+"""Measures the costs of each layer and of each action of a stage: a profile, to plan with.
 
-Whole stages run as in a real batch, and layers are measured by themselves; the times of a stage's
-layers are made to add up to the stage's own. Of a model that is trained with units of micro-batches
-each unit is measured like this as well.
+Whole stages run as in a real batch, and layers are measured separately; then the times of a stage's
+layers are scaled to add up to the stage's time. If a model is trained with units of micro-batches,
+each unit is measured in the same way.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ def measure(
     weights: list[Fraction],
     units: Units = WHOLE,
 ) -> Profile:
-    """Runs some batches and returns what their parts cost, on every rank the same.
+    """Runs some batches and returns the costs of their parts, the same on every rank.
 
-    Collective over the job. The model, its gradients and the random states stay as they are.
+    Collective over the job. The model, its gradients and the random states do not change.
 
     Args:
         layers: The model.
         job: The job of this process.
         data: The micro-batches of a batch.
         weights: Their weights in the loss.
-        units: How micro-batches are cut in training: then units are measured as well.
+        units: The units into which training cuts micro-batches; if it does, they are measured as
+            well.
     """
     run = measuring.Runs(layers, job, data, weights[:MOST_MICRO_BATCHES])
     cut = units.count > 1
@@ -88,7 +89,7 @@ def measure(
 
 
 def _of_all_ranks(job: Job, samples: measuring.Samples) -> _Typical:
-    """Returns the fastest times of each layer and unit, on the slowest rank; collective."""
+    """Returns the fastest times of each layer and unit, on the slowest rank. Collective."""
     plain = [[*key, [list(sample) for sample in measured]] for key, measured in samples.items()]
     everyone = job.group().all_gather(plain)
     typical = {
@@ -105,7 +106,7 @@ def _of_all_ranks(job: Job, samples: measuring.Samples) -> _Typical:
 
 
 def _parts(layers: PipelineLayer) -> list[tuple[int, int]]:
-    """Returns the first layer of each stage and the one after its last, the loss as the last."""
+    """Returns the first layer of each stage and the one after its last; the loss is a layer."""
     bounds = [*layers.partition.boundaries[:-1], len(layers.partition.layers) + 1]
     return list(itertools.pairwise(bounds))
 
@@ -121,7 +122,7 @@ def _whole_costs(
     whole: measuring.StageTimes,
     split: measuring.StageTimes,
 ) -> list[LayerCost]:
-    """Returns what all layers, and the loss, cost for a micro-batch."""
+    """Returns the costs of all layers, and of the loss, for a whole micro-batch."""
     scaled: list[layer_meter.Sample] = []
     for stage, (start, end) in enumerate(_parts(layers)):
         slower = max(split["F", stage, 0] - whole["F", stage, 0], 0.0)
@@ -140,7 +141,7 @@ def _whole_costs(
 def _slice_costs(
     layers: PipelineLayer, samples: _Typical, times: measuring.StageTimes, index: int
 ) -> tuple[LayerCost, ...]:
-    """Returns what all layers, and the loss, cost for one slice of a micro-batch."""
+    """Returns the costs of all layers, and of the loss, for one slice of a micro-batch."""
     scaled: list[layer_meter.Sample] = []
     for stage, (start, end) in enumerate(_parts(layers)):
         scaled += _scaled(
@@ -157,7 +158,7 @@ def _profile(
     whole: measuring.StageTimes,
     latency: float | None,
 ) -> Profile:
-    """Puts together what was measured of whole micro-batches."""
+    """Builds the profile of whole micro-batches."""
     outputs = [costs[end - 1].output for _, end in _parts(layers)[:-1]]
     link, transfer = between_ranks(layers.placement, whole, outputs, latency)
     return Profile(
@@ -173,13 +174,13 @@ def _profile(
 def between_ranks(
     placement: Placement, whole: measuring.StageTimes, outputs: Sequence[int], latency: float | None
 ) -> tuple[Link, Transfer]:
-    """Returns what values cost that cross between ranks; what is typical where none did.
+    """Returns the cost of values that cross between ranks; typical figures if none did.
 
     Args:
-        placement: Which rank has which stage.
-        whole: What stages took.
-        outputs: Bytes that leave each stage but the last.
-        latency: Seconds that a message is on its way; None where nothing was sent.
+        placement: The owner of each stage.
+        whole: The times of stages.
+        outputs: The bytes that each stage but the last sends.
+        latency: The seconds that a message takes; None if nothing was sent.
     """
     if latency is None:
         return Link(), TYPICAL
@@ -195,7 +196,7 @@ def between_ranks(
 
 
 def _scaled(samples: list[layer_meter.Sample], **measured: float) -> list[layer_meter.Sample]:
-    """Returns the samples of a stage, whose times add up to what the stage was measured to take."""
+    """Returns the samples of a stage with their times scaled to add up to the measured times."""
     for name, seconds in measured.items():
         total = sum(getattr(one, name) for one in samples)
         factor = seconds / total if total else 0.0
@@ -205,7 +206,7 @@ def _scaled(samples: list[layer_meter.Sample], **measured: float) -> list[layer_
 
 @contextmanager
 def _state_kept(layers: PipelineLayer) -> Iterator[None]:
-    """Puts all that there is in the model, its gradients and random states back afterwards."""
+    """At its end, restores the model, its gradients and the random states."""
     parameters = layers.trained_parameters()
     values = [(p, p.clone()) for p in layers.state.own_parameters().values()]
     parts = [p for one in (layers, layers.with_modes) for p in one.sublayers(include_self=True)]

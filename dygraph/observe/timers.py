@@ -1,6 +1,6 @@
 """Times forwards, backwards, transfers and reductions for ``pp_configs.enable_timer``.
 
-The timers are called and named as Fleet's, and wait for a GPU as Fleet's do.
+The timers have the names and calls of Fleet's, and wait for a GPU as Fleet's do.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class Timer:
 
     @property
     def running(self) -> bool:
-        """Whether it has been started and not stopped."""
+        """Whether it is started and not stopped."""
         return self._started is not None
 
     def start(self) -> None:
-        """Starts.
+        """Starts the timer.
 
         Raises:
-            StateError: It runs already.
+            StateError: The timer runs already.
         """
         if self.running:
             raise StateError(f"the timer {self.name} has been started already", fix="stop it first")
         self._started = self._clock()
 
     def stop(self) -> None:
-        """Stops.
+        """Stops the timer.
 
         Raises:
-            StateError: It does not run.
+            StateError: The timer does not run.
         """
         if self._started is None:
             raise StateError(f"the timer {self.name} has not been started", fix="start it first")
@@ -57,16 +57,16 @@ class Timer:
         self._started = None
 
     def add(self, seconds: float) -> None:
-        """Adds what was timed elsewhere."""
+        """Adds time that was measured elsewhere."""
         self._elapsed += seconds
 
     def reset(self) -> None:
-        """Goes back to 0, and stops."""
+        """Stops, and sets the time to 0."""
         self._elapsed = 0.0
         self._started = None
 
     def elapsed(self, reset: bool = True) -> float:
-        """Returns the seconds so far; a running timer goes on."""
+        """Returns the seconds so far; a running timer continues."""
         running = self.running
         if running:
             self.stop()
@@ -82,7 +82,7 @@ class Timers:
     """The timers of a wrapper, by name: ``timers("forward_step").elapsed()``.
 
     Attributes:
-        timers: Those that have been used.
+        timers: The timers that have been used.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Timers:
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Times what runs within it."""
+        """Times the code that runs while it is open."""
         timer = self(name)
         timer.start()
         try:
@@ -122,7 +122,7 @@ class TimedActions(BatchObserver):
         self._timers, self._clock = timers, device_clock()
 
     def end(self) -> None:
-        """Writes what the batch took."""
+        """Logs the times of the batch."""
         self._timers.log(self._timers.timers)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:

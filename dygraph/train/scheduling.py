@@ -1,4 +1,4 @@
-"""Steps a learning rate after the optimizer, by the batch's loss where a scheduler asks for it."""
+"""Steps the learning rate after the optimizer, by the batch's loss if a scheduler needs it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ByLoss = paddle.optimizer.lr.ReduceOnPlateau
 
 
 def require_steps(scheduler: Scheduler | None, by_micro_batch: bool = False) -> None:
-    """Refuses, before the batch trains, a scheduler that could not be stepped after it.
+    """Refuses, before the batch trains, a scheduler that cannot be stepped after it.
 
     Args:
         scheduler: A scheduler of Paddle's, or an object with its methods.
         by_micro_batch: Whether the batch returns the losses of its micro-batches.
 
     Raises:
-        ConfigError: Its ``step`` takes what ``train_batch`` does not have.
+        ConfigError: Its ``step`` needs an argument that ``train_batch`` does not have.
     """
     if scheduler is None or (isinstance(scheduler, _ByLoss) and not by_micro_batch):
         return
@@ -40,10 +40,10 @@ def step_rate(scheduler: Scheduler | None, loss: Nest, loss_fn_idx: int = 0) -> 
     """Steps a scheduler.
 
     Args:
-        scheduler: What :func:`require_steps` has let pass.
-        loss: The loss of the batch, which ``ReduceOnPlateau`` goes by; the same on every rank. A
-            list where there are several loss functions.
-        loss_fn_idx: Which of these was trained.
+        scheduler: A scheduler that :func:`require_steps` has accepted.
+        loss: The loss of the batch, for a ``ReduceOnPlateau``; the same on every rank. A list if
+            there are several loss functions.
+        loss_fn_idx: The number of the loss function that was trained.
     """
     if isinstance(scheduler, _ByLoss):
         trained: Tensor = loss[loss_fn_idx] if isinstance(loss, list) else loss

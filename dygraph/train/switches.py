@@ -1,4 +1,4 @@
-"""Reads ``hybrid_configs["pp_configs"]``: what each of Fleet's switches means here.
+"""Reads ``hybrid_configs["pp_configs"]``, and says which of Fleet's switches have an effect here.
 
 Most of them tune how Fleet sends values on a GPU, and change no result; fleetpipe takes these
 without effect: ``dp_comm_overlap, sharding_comm_overlap, overlap_p2p_comm, use_batch_p2p_comm,
@@ -17,14 +17,14 @@ from fleetpipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Switches:
-    """The switches that mean something here; all are off where Paddle 2.6.2 does not know them.
+    """The switches that have an effect here; all are off if Paddle 2.6.2 does not know them.
 
     Attributes:
-        delay_scale_loss: Backward starts from the losses as they are, and the gradients are divided
-            by the number of micro-batches before the optimizer steps.
+        delay_scale_loss: Backward starts from undivided losses, and the gradients are divided by
+            the number of micro-batches before the optimizer steps.
         enable_timer: Forward, backward, transfers and reductions are timed, and logged each step.
-        release_gradients: Gradients are dropped after a step instead of being set to zero.
-        best_unbalanced_scheduler: Names the wrapper's type where Fleet would take another schedule.
+        release_gradients: Gradients are freed after a step instead of being set to zero.
+        best_unbalanced_scheduler: Selects the wrapper's type if Fleet would run another schedule.
     """
 
     delay_scale_loss: bool = False

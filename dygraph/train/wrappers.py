@@ -1,7 +1,7 @@
-"""The types of Fleet's wrappers: which of them stands for which schedule.
+"""The types of Fleet's wrappers: each is the type that Fleet uses for a schedule.
 
-All run the schedule that was asked for, by the same engine; the type says what Fleet would have
-taken, so that ``isinstance`` finds it.
+All of them run the configured schedule by the same engine; the type is the one that Fleet would
+have chosen, for users' ``isinstance``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fleetpipe.paddle_api.topology import user_strategy
 
 
 class NoPipelineParallel(PipelineParallel):
-    """A pipeline of one rank: one process, or replicas and slices of the whole model."""
+    """A pipeline of one rank: one process, or replicas and shards of the whole model."""
 
     def __init__(
         self, layers: PipelineLayer, strategy: Strategy = None, hcg: Topology = None
     ) -> None:
-        """As :class:`PipelineParallel`; Fleet has these arguments in another order.
+        """Wraps a model like :class:`PipelineParallel`; Fleet orders these arguments differently.
 
         Args:
             layers: The model.
             strategy: The options; None for those given to ``fleet.init``.
-            hcg: Accepted for Fleet's sake.
+            hcg: Accepted as in Fleet.
 
         Raises:
-            ConfigError: The job has more than one pipeline rank, and see there.
+            ConfigError: The job has more than one pipeline rank, or for the reasons given there.
         """
         job = current_job()
         if job is not None and job.degrees.pp > 1:
@@ -43,7 +43,7 @@ class NoPipelineParallel(PipelineParallel):
         super().__init__(layers, hcg, strategy)
 
     def _bind(self, optimizer: Optimizer) -> None:
-        """Takes a bare optimizer too, as Fleet does, where the rank has whole parameters."""
+        """Accepts an unwrapped optimizer too, as Fleet does, if the rank has whole parameters."""
         job = self._runtime.job
         whole = job.model_parallel().ranks == job.sharding().ranks == 1
         if isinstance(optimizer, PipelineOptimizer) or not whole:
@@ -58,10 +58,10 @@ class PipelineParallelWithInterleave(PipelineParallel):
     def __init__(
         self, layers: PipelineLayer, hcg: Topology = None, strategy: Strategy = None
     ) -> None:
-        """As :class:`PipelineParallel`.
+        """Wraps a model like :class:`PipelineParallel`.
 
         Raises:
-            ConfigError: The model has one chunk on each rank, and see there.
+            ConfigError: The model has one chunk on each rank, or for the reasons given there.
         """
         if isinstance(layers, PipelineLayer) and layers.get_num_virtual_stages() == 1:
             raise ConfigError(
@@ -77,28 +77,28 @@ class PipelineParallelWithInterleave(PipelineParallel):
 
 
 class PipelineParallelWithInterleaveFthenB(PipelineParallelWithInterleave):
-    """Where Fleet would run all forwards first: p <= accumulate_steps < 2p."""
+    """Fleet's type if it would run all forwards first: p <= accumulate_steps < 2p."""
 
     _has_bubble_hooks = False
 
 
 class VPPFhenBInBalancedMemory(PipelineParallelWithInterleaveFthenB):
-    """As that, with ``pp_configs.best_unbalanced_scheduler``."""
+    """The same, with ``pp_configs.best_unbalanced_scheduler``."""
 
     _has_bubble_hooks = True
 
 
 class DualPipeVParallel(PipelineParallel):
-    """The schedule DualPipeV: data and loss are both on rank 0."""
+    """The type for the schedule DualPipeV: data and loss are both on rank 0."""
 
     schedule_name = "DualPipeV"
 
 
 def wrap(layers: PipelineLayer) -> PipelineParallel:
-    """Wraps a model for the current job, in the type that Fleet would choose. Collective.
+    """Wraps a model for the current job, with the type that Fleet would choose. Collective.
 
     Raises:
-        ConfigError: See :class:`PipelineParallel`.
+        ConfigError: For the reasons that :class:`PipelineParallel` gives.
     """
     job, strategy = current_job(), user_strategy()
     if job is None:
