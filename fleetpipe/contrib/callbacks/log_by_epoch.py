@@ -1,4 +1,4 @@
-"""``LogMetricByEpoch``: one line for the training of an epoch, one for its evaluation."""
+"""``LogMetricByEpoch``: prints a line for the training and the evaluation of each epoch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class LogMetricByEpoch(rank_policy.Callback):
         self._losses: list[float] = []
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes the epoch."""
+        """Notes the number of the epoch, and drops the losses of the last one."""
         self._epoch = epoch
         self._losses = []
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Notes the loss."""
+        """Adds the loss of the batch to those of the epoch."""
         self._losses += logs["loss"]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Prints the line of the training."""
+        """Prints the line for the training of the epoch."""
         self._print("Train", logs, {"LR": self.model.learning_rate})
 
     def on_eval_end(self, logs: Any = None) -> None:
-        """Prints the line of the evaluation."""
+        """Prints the line for the evaluation of the epoch."""
         self._losses = logs.get("loss", [])
         self._print("Test", logs, {})
 
@@ -43,7 +43,7 @@ class LogMetricByEpoch(rank_policy.Callback):
         return {"losses": self._losses}
 
     def set_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on in the middle of an epoch."""
+        """Restores the losses of an epoch that goes on in its middle."""
         self._losses = state["losses"]
 
     def _print(self, what: str, logs: Any, more: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""``LossMonitor``: prints the loss, and ends the training of all ranks where it is no number."""
+"""``LossMonitor``: prints the loss, and ends the training of all ranks if it is NaN or Inf."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fleetpipe.paddle_api import paddle
 class LossMonitor(rank_policy.Callback):
     """Prints the loss on the first rank; a loss that is NaN or Inf is an error on every rank.
 
-    What MindSpore's callback of this name does (tutorial on pipeline parallelism, r1.6), where rank
-    by rank another value is seen.
+    MindSpore's callback of this name does the same (tutorial on pipeline parallelism, r1.6), but
+    there each rank sees another value.
     """
 
     def __init__(self, per_print_times: int = 1, find_layer: bool = False) -> None:
-        """Takes how often to print.
+        """Sets how often the loss is printed.
 
         Args:
             per_print_times: Batches from one line to the next; 0 for no lines.
-            find_layer: Whether to look at the output of every layer, so that the error can name
-                the first that has such a number. It takes time.
+            find_layer: Whether to look at the output of every layer, so that the error can name the
+                first layer with a NaN or Inf. This takes time.
 
         Raises:
             ConfigError: ``per_print_times`` is no whole number of at least 0.
@@ -40,26 +40,26 @@ class LossMonitor(rank_policy.Callback):
         self._first: list[Any] | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins to watch the layers of this rank, if asked to."""
+        """Puts a hook on each layer of this rank if ``find_layer`` is set."""
         if self._find_layer:
             for name, layer in self.model.network.named_sublayers():
                 self._hooks.append(layer.register_forward_post_hook(self._watching(name)))
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Watches no longer."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Notes the epoch."""
+        """Notes the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Looks at the loss, and prints it.
+        """Prints the loss, and raises an error if it is not finite.
 
         Raises:
-            BoundaryError: It is NaN or Inf.
+            BoundaryError: The loss is NaN or Inf.
         """
         (loss,) = logs["loss"]
         if not math.isfinite(loss):

@@ -1,6 +1,6 @@
-"""Where the rows of a run go besides its own files: TensorBoard, Weights & Biases, MLflow.
+"""Writes the rows of a run to trackers of experiments: TensorBoard, Weights & Biases, MLflow.
 
-A run that goes on from a checkpoint goes on in the same record: its id stands in the run's folder.
+A run that goes on from a checkpoint continues its record, whose id is kept in the run's folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fleetpipe.extras import INSTALLED_BY
 
 
 class TensorBoard:
-    """Event files of TensorBoard; what lies beyond ``step`` in earlier files is hidden by them."""
+    """Writes event files of TensorBoard, which hides steps beyond ``step`` of earlier files."""
 
     package = "tensorboardX"
 
@@ -26,23 +26,23 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Takes a row."""
+        """Writes the figures of a row."""
         for name, value in figures_by_phase(row).items():
             self._writer.add_scalar(name, value, row["step"])
         self._writer.flush()
 
     def close(self) -> None:
-        """Takes no more."""
+        """Closes the event file."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """A run of wandb, in the project of ``WANDB_PROJECT``; with ``WANDB_MODE=offline`` in files."""
+    """Writes to a run of wandb in project ``WANDB_PROJECT``; offline, it writes files."""
 
     package = "wandb"
 
     def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
-        """Begins a run, or goes on with that of the folder."""
+        """Begins a run, or resumes the run of the folder if ``step`` is above 0."""
         import wandb
 
         name = _id_of(folder, self.package) if step else None
@@ -52,21 +52,21 @@ class WeightsAndBiases:
         _note_id(folder, self.package, self._run.id)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Takes a row."""
+        """Writes the figures of a row."""
         self._run.log(figures_by_phase(row), step=row["step"])
 
     def close(self) -> None:
-        """Takes no more."""
+        """Ends the run of wandb."""
         self._run.finish()
 
 
 class MLflow:
-    """A run of MLflow, at ``MLFLOW_TRACKING_URI``; without it MLflow writes into its own folder."""
+    """Writes to a run of MLflow at ``MLFLOW_TRACKING_URI``; without it, to MLflow's own folder."""
 
     package = "mlflow"
 
     def __init__(self, folder: Path, step: int, config: Mapping[str, Any]) -> None:
-        """Begins a run, or goes on with that of the folder."""
+        """Begins a run, or resumes the run of the folder if ``step`` is above 0."""
         import mlflow
 
         self._mlflow = mlflow
@@ -77,11 +77,11 @@ class MLflow:
         _note_id(folder, self.package, run.info.run_id)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Takes a row."""
+        """Writes the figures of a row."""
         self._mlflow.log_metrics(figures_by_phase(row), step=row["step"])
 
     def close(self) -> None:
-        """Takes no more."""
+        """Ends the run of MLflow."""
         self._mlflow.end_run()
 
 
@@ -89,7 +89,7 @@ TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiase
 
 
 def require_packages(formats: list[str]) -> None:
-    """Refuses a tracker whose package is missing: on every rank, before the others wait for one."""
+    """Refuses a tracker whose package is missing. Every rank checks, so that none waits."""
     for name in formats:
         package = TRACKERS[name].package if name in TRACKERS else None
         if package is not None and find_spec(package) is None:
@@ -100,7 +100,7 @@ def require_packages(formats: list[str]) -> None:
 
 
 def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields the figures of a row by name; of a list each number by its place."""
+    """Yields the figures of a row by name; a list gives ``name/index`` for each of its numbers."""
     for name, value in row.items():
         if isinstance(value, list):
             yield from ((f"{name}/{place}", number) for place, number in enumerate(value))
@@ -109,7 +109,7 @@ def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def figures_by_phase(row: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the figures of a row by phase and name: ``train/loss``."""
+    """Returns the figures of a row under keys such as ``train/loss``."""
     return {f"{row['phase']}/{name}": value for name, value in numbers(row)}
 
 

@@ -1,1 +1,1 @@
-"""Kills or stops a rank in every attempt of a job, so that its recovery is tried."""
+"""Kills or stops a rank in every attempt of a job, to test that the job recovers."""

@@ -1,4 +1,4 @@
-"""``fleetpipe chaos``: ``fleetpipe launch`` with a rank killed or stopped in every attempt."""
+"""``fleetpipe chaos``: launches a job, and kills or stops a rank in each of its attempts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe chaos`` to its parser.
 
     Raises:
-        UsageError: This system runs no ranks.
+        UsageError: This system cannot run ranks.
     """
     systems.require_ranks()
     strikes = parser.add_mutually_exclusive_group(required=True)
@@ -59,6 +59,6 @@ def _reader(number: signal.Signals) -> Callable[[str], Strike]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the job; returns what ``fleetpipe launch`` does."""
+    """Runs the job; returns the exit code of ``fleetpipe launch``."""
     os.environ[VARIABLE] = str(options.strike._replace(every=options.every))
     return supervisor.run(options)

@@ -1,4 +1,4 @@
-"""Ends or stops this process at an operation of a step, as chance might: recovery is tried so."""
+"""Kills or stops this process at an operation of a step, to test that its job recovers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ VARIABLE = "FLEETPIPE_CHAOS"
 
 
 class Strike(NamedTuple):
-    """What happens to which rank, and when.
+    """A signal that a rank of a job sends itself before an operation of its plan.
 
     Attributes:
-        number: The signal that the rank's process sends itself.
-        rank: Its rank in the job.
-        at: The operation of its plan before which it does, as ``B1.3`` or ``STEP``.
-        every: In which step of a life: the first is 1.
+        number: The number of the signal.
+        rank: The rank in the job.
+        at: The operation of the rank's plan, such as ``B1.3`` or ``STEP``.
+        every: The step of each attempt in which the signal is sent; the first is 1.
     """
 
     number: int
@@ -34,26 +34,26 @@ class Strike(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Strike:
-        """Reads what ``str()`` gives."""
+        """Reads the text form of a strike."""
         number, rank, at, every = text.split()
         return cls(int(number), int(rank), at, int(every))
 
 
 class Chaos(BatchObserver):
-    """Strikes, in this process: an observer of its training batches."""
+    """Observes training batches, and sends this process the signal of a strike in one of them."""
 
     def __init__(self, strike: Strike, rank: int) -> None:
-        """Strikes where ``strike`` says, as rank ``rank`` of the pipeline."""
+        """Prepares the strike; ``rank`` is this process's rank of the pipeline."""
         self._strike = strike
         self._rank = rank
         self._steps = 0
 
     @classmethod
     def asked_for(cls, plan: Plan, rank: int, rank_of_job: int) -> Chaos | None:
-        """Returns what strikes this process, where the environment asks for it.
+        """Returns an observer if the environment asks for a strike on this process, else None.
 
         Raises:
-            ConfigError: The rank never comes to the operation.
+            ConfigError: The rank's plan does not contain the operation.
         """
         text = os.environ.get(VARIABLE)
         strike = None if text is None else Strike.parse(text)
@@ -69,7 +69,7 @@ class Chaos(BatchObserver):
         return cls(strike, rank)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
-        """Puts the strike before its operation; see :class:`Observer`."""
+        """Sends the signal before the strike's operation; see :class:`Observer`."""
         if played.rank != self._rank or str(op) != self._strike.at:
             return instruction
 
@@ -83,7 +83,7 @@ class Chaos(BatchObserver):
 
 
 def _texts(op: Op) -> list[str]:
-    """Returns what an operation is called; receives have no moment of their own."""
+    """Returns the texts by which a strike can name an operation; a receive has none."""
     if isinstance(op, (Action, Fused)):
         return [str(action) for action in parts(op)]
     return [] if isinstance(op, Recv) else [str(op)]

@@ -1,1 +1,1 @@
-"""Checks on every batch that ranks have the same bits where they must."""
+"""Checks now and then that ranks have the same bits wherever they must."""

@@ -1,9 +1,9 @@
-"""Guards: what must hold of a training on several ranks, verified every few steps.
+"""Verifies in every few steps that a training on several ranks keeps its invariants.
 
-Ranks that hold the same parameters exchange a fingerprint of each, which equal bits always share.
-A rank makes its own in the first moment in which it waits for a message, in the bubble, and looks
-at those of others once its batch has run. Nothing but fingerprints is exchanged as long as all is
-well, and no number of the training is changed.
+Ranks that hold the same parameters exchange a fingerprint of each parameter; equal bits have equal
+fingerprints. A rank computes its own when it first waits for a message, in the bubble, and compares
+them with those of other ranks after its batch has run. As long as all is well, ranks exchange only
+fingerprints and a sum of squares, and no number of the training changes.
 """
 
 from __future__ import annotations
@@ -43,16 +43,10 @@ _ROUNDING, _ROUNDING_OF_HALVES = 1e-5, 0.02
 
 
 class Guards(BatchObserver):
-    """Verifies invariants in some of the batches of a model."""
+    """Verifies invariants in the first batch of a model, and in every few batches after it."""
 
     def __init__(self, layers: PipelineLayer, job: Job, every: int) -> None:
-        """Begins before the first batch, which is verified.
-
-        Args:
-            layers: The model.
-            job: Its job.
-            every: After how many batches one is verified again.
-        """
+        """Verifies the first batch, and then one in every ``every`` batches."""
         self._layers, self._job, self._every = layers, job, every
         self._batches = 0
         self._on = self._due = self._scaled = False
@@ -62,7 +56,7 @@ class Guards(BatchObserver):
         self._passed: int | None = None
 
     def begin(self, batch: ObservedBatch) -> None:
-        """Begins a batch."""
+        """Decides whether to verify the batch, and notes the states of its random streams."""
         self._keys, self._scaled = batch.keys, batch.scaler is not None
         self._on = self._due = self._batches % self._every == 0
         self._batches += 1
@@ -105,10 +99,10 @@ class Guards(BatchObserver):
         self._gatherings, self._passed = [], self._step
 
     def step(self, step: Callable[[], None], optimizer: PipelineOptimizer, scaled: bool) -> None:
-        """Steps, and verifies the norm by which it clips the gradients. Collective.
+        """Steps the optimizer, and verifies the norm by which it clips gradients. Collective.
 
         Raises:
-            InvariantError: It is not that of all gradients of all ranks, each counted once.
+            InvariantError: The norm is not that of all gradients of all ranks, each counted once.
         """
         # One that is not wrapped, on a rank that has all, clips as Paddle does.
         if not self._on or scaled or not getattr(optimizer, "clips_all", False):
@@ -136,7 +130,7 @@ class Guards(BatchObserver):
             )
 
     def _publish(self) -> None:
-        """Gives the ranks with the same parameters this one's fingerprints; waits for none."""
+        """Sends this rank's fingerprints to the ranks with the same parameters, without waiting."""
         self._due = False
         for holders in all_holders(self._layers, self._job):
             prints = ",".join(map(fingerprint, holders.parameters.values()))
@@ -160,7 +154,7 @@ class Guards(BatchObserver):
             )
 
     def _require_equal(self, holders: Holders, prints: Sequence[Sequence[str]]) -> None:
-        """Compares fingerprints, by rank and parameter. All holders raise, if one does."""
+        """Compares fingerprints by rank and parameter. If one holder raises, all raise."""
         by_name = dict(zip(holders.parameters, zip(*prints)))
         unequal = [name for name, of_ranks in by_name.items() if len(set(of_ranks)) > 1]
         if not unequal:
@@ -187,7 +181,7 @@ class Guards(BatchObserver):
     def _require_streams(
         self, ranks: Sequence[int], streams: Sequence[Mapping[str, str]], drawn: Sequence[str]
     ) -> None:
-        """Compares the states from which the ranks of a stage draw."""
+        """Compares the states of the random streams from which the ranks of a stage draw."""
         here = ranks.index(self._rank)
         for stream in drawn:
             for rank, states in zip(ranks, streams):
@@ -212,7 +206,7 @@ class Guards(BatchObserver):
         return axis_between(self._job, [rank], [rank, self._rank])
 
     def _drawn(self, keys: random_keys.Keys | None) -> list[str]:
-        """Returns the streams that this batch has drawn from, whose states are to be compared."""
+        """Returns the names of the streams that this batch has drawn from, to be compared."""
         if keys is not None:
             return sorted(keys.common_streams & random_keys.OF_SHARDS)
         now = _streams()
@@ -237,7 +231,7 @@ class _Leaf(NamedTuple):
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Returns what tensors with the same bits share: the sum and the xor of their 64-bit words."""
+    """Returns the sum and the xor of a tensor's 64-bit words, the same for equal bits."""
     # What is kept holds the bytes as long as they are read.
     _kept, memories = bridge.readable([tensor], [_Leaf(tensor_bytes(tensor))])
     if not memories:
@@ -249,7 +243,7 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def _streams() -> dict[str, str]:
-    """Returns a fingerprint of the state of Paddle's generator, and of each stream of Fleet's."""
+    """Returns fingerprints of the states of Paddle's generator and of Fleet's streams."""
     states = {DEFAULT: generator_states()[0], **stream_states()}
     return {name: f"{zlib.crc32(str(state).encode()):x}" for name, state in states.items()}
 
@@ -290,13 +284,13 @@ PURPOSE = "guards"
 
 
 class Holders(NamedTuple):
-    """Parameters, and the ranks that hold them alike.
+    """Parameters, and the ranks that hold equal copies of them.
 
     Attributes:
-        group: These ranks.
+        group: The group of these ranks.
         ranks: Their numbers in the job.
-        parameters: By name.
-        tied: Whether they are weights that several stages have.
+        parameters: The parameters by name.
+        tied: Whether they are tied weights, which several stages have.
     """
 
     group: Group
@@ -306,9 +300,9 @@ class Holders(NamedTuple):
 
 
 def all_holders(layers: PipelineLayer, job: Job) -> list[Holders]:
-    """Returns what this rank shares with others, in an order that is the same on all of these.
+    """Returns the parameters that this rank shares with others, in the same order on all of these.
 
-    The ranks with this one's stages are among them, with whatever they share.
+    The ranks with the same stages as this one form an entry even if they share no parameter.
     """
     if job.local:
         return []
@@ -331,9 +325,9 @@ def all_holders(layers: PipelineLayer, job: Job) -> list[Holders]:
 
 
 def named_parameters(layers: PipelineLayer) -> dict[str, Tensor]:
-    """Returns what is trained of this rank's stages and of the losses by lasting names.
+    """Returns the trained parameters of this rank's stages and losses by lasting names.
 
-    What is not trained may be the running statistics of a replica, which are parameters too.
+    Other parameters may be running statistics, which differ between replicas.
     """
     named: dict[str, Tensor] = dict(layers.state.own_parameters())
     for number, layer in enumerate(layers.loss_layers()):
@@ -342,7 +336,7 @@ def named_parameters(layers: PipelineLayer) -> dict[str, Tensor]:
 
 
 def counted(parameters: Iterable[Tensor], layers: PipelineLayer, job: Job) -> list[Tensor]:
-    """Returns those whose gradients are in the norm of all because of this rank."""
+    """Returns the parameters that this rank contributes to the norm over all ranks."""
     tensors, place = layers.state.local_tensors(), job.coordinate
     elsewhere = {id(tensors[w.name]) for w in layers.shared_weights if w.holders[0] != place.pp}
     # The rank that owns a parameter's state alone has its gradient then.
@@ -356,7 +350,10 @@ def counted(parameters: Iterable[Tensor], layers: PipelineLayer, job: Job) -> li
 
 
 def axis_between(job: Job, differing: Sequence[int], ranks: Sequence[int]) -> str:
-    """Returns an axis whose place decides which of some ranks differ; "" if there is none."""
+    """Returns an axis along which the differing ranks have other places than the rest.
+
+    If no axis separates them, it is the first along which the ranks have several places.
+    """
 
     def places(axis: str, wrong: Iterable[bool]) -> set[int]:
         return {

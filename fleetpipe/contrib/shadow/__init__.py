@@ -1,1 +1,1 @@
-"""A plain model that trains beside the first batches of its pipeline."""
+"""Trains the plain model beside the first batches of its pipeline, and compares the two."""

@@ -1,7 +1,7 @@
-"""Trains the untouched model beside the first batches of its pipeline, before it is trusted alone.
+"""Trains the untouched model beside the first batches of its pipeline, and compares the two.
 
-Real data, the real loss, optimizer and clip: what a proof beforehand cannot have. Each rank runs
-the whole model and compares the stages that it owns.
+The comparison has the real data, loss, optimizer and clip, which a proof beforehand lacks. Each
+rank runs the whole model and compares the stages that it owns.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ _NO_MEMORY = "there is no memory to train it"
 
 
 class _Batch(NamedTuple):
-    """A batch that is compared.
+    """A batch that is compared with the plain model.
 
     Attributes:
-        inputs: Those of this replica.
-        keys: The seeds of what layers draw.
-        loss: The plain model's.
-        optimizer: What steps; None where the caller steps it.
+        inputs: The inputs of this replica's micro-batches.
+        keys: The keys of the layers' random numbers.
+        loss: The loss of the plain model.
+        optimizer: The optimizer that steps; None if the caller steps it.
         everyone: The micro-batches of all replicas.
-        weights: Their weights, where the caller gives them.
-        held: The gradients that parameters of this rank had before it, by name.
+        weights: The weights of these micro-batches; None if the caller gives none.
+        held: The gradients that parameters of this rank had before the batch, by name.
     """
 
     inputs: Sequence[Nest]
@@ -78,10 +78,10 @@ class _Batch(NamedTuple):
 
 
 class Shadow(BatchObserver):
-    """The companion of a captured pipeline, for as many batches as it is asked to be."""
+    """Compares a captured pipeline with its plain model for a number of batches."""
 
     def __init__(self, pipeline: PipelineParallel, forms: Forms, batches: int) -> None:
-        """Begins before the first batch."""
+        """Prepares to compare the first ``batches`` batches."""
         self._pipeline, self._pipe = pipeline, pipeline.layers
         self._forms, self._batches = forms, batches
         self._reference: Reference | None = None
@@ -149,12 +149,12 @@ class Shadow(BatchObserver):
     def _train(
         self, reference: Reference, everyone: MicroBatches, weights: Sequence[Fraction] | None
     ) -> Nest:
-        """Trains the plain model; the pipeline finds its loss functions as they were."""
+        """Trains the plain model; the pipeline's loss functions keep their state."""
         with losses_kept(self._pipe.loss_functions()):
             return Beside(self._pipeline, reference).train(everyone, weights)
 
     def _given_up(self, obstacle: str | None) -> bool:
-        """Ends the comparison where a rank has a reason, and says it. Collective."""
+        """Ends the comparison if a rank has an obstacle, and returns whether. Collective."""
         first = next(filter(None, all_ranks().all_gather(obstacle)), None)
         if first is not None:
             log.once(
@@ -164,7 +164,7 @@ class Shadow(BatchObserver):
         return first is not None
 
     def reduced(self, loss: Nest) -> None:
-        """Compares the loss, the gradients and what the forward wrote. Collective.
+        """Compares the loss, the gradients, and what the forward wrote. Collective.
 
         Raises:
             CaptureError: They differ by more than rounding, on this rank or on another.
@@ -206,10 +206,10 @@ class Shadow(BatchObserver):
             self._ended()
 
     def step(self, step: Callable[[], None], optimizer: Optimizer, scaled: bool) -> None:
-        """Steps both optimizers and compares the parameters. Collective as both are.
+        """Steps both optimizers and compares the parameters. Collective if the steps are.
 
         Raises:
-            CaptureError: They differ; the parameters are as they were.
+            CaptureError: The parameters differ; they have their values from before the step again.
         """
         batch, reference = self._batch, self._reference
         if batch is None or reference is None or not self._has_twin:
@@ -243,10 +243,10 @@ class Shadow(BatchObserver):
         self._ended()
 
     def _expected_update(self, reference: Reference, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Returns this rank's parameters as copies of the optimizer update the plain model's.
+        """Returns the plain model's parameters after copies of the optimizer have updated them.
 
-        Each is made of what the optimizer keeps by now of some parameters, and is gone before the
-        next one: there is no memory to have all of it twice. Collective over the pipeline.
+        Each copy takes the optimizer's state of some parameters, and is dropped before the next is
+        made: there is no memory for the whole state twice. Collective over the pipeline.
         """
         expected, parameters = reference.tensors(), self._pipe.state.own_parameters()
         # A layer that is used twice has two names.
@@ -283,7 +283,7 @@ class Shadow(BatchObserver):
         return expected
 
     def _prepared(self, optimizer: Optimizer) -> Reference:
-        """Returns the plain model with the pipeline's values, before a batch. Collective."""
+        """Gives the plain model the pipeline's values, before a batch. Collective."""
         pipe, capturing = self._pipe, self._forms.capturing
         marks = attributes_of(capturing.model, lambda *_: True)
         if self._reference is None or self._copied != marks:
@@ -313,7 +313,7 @@ class Shadow(BatchObserver):
         return self._reference
 
     def _take_unsaved_buffers(self, reference: Reference) -> None:
-        """Takes the buffers of no state dict that a script has changed since the last batch."""
+        """Copies buffers of no state dict that a script changed since the last batch."""
         for name, digest in self._buffers().items():
             if name not in reference.names and self._left.get(name) != digest:
                 path, _, key = name.rpartition(".")
@@ -322,12 +322,12 @@ class Shadow(BatchObserver):
                 buffers_in(layer_at(copied, path))[key] = tensor.detach().clone()
 
     def _buffers(self) -> dict[str, bytes]:
-        """Returns a digest of each buffer of the plain model that has memory here, by name."""
+        """Returns a digest of each buffer of the model that has memory on this rank, by name."""
         buffers = self._forms.capturing.model.named_buffers()
         return {name: digest_of(tensor) for name, tensor in buffers if has_memory(tensor)}
 
     def _take_modes(self, copied: Layer) -> None:
-        """Makes each layer of the copy be in its mode where it runs. Collective."""
+        """Gives each layer of the copy its mode on the rank that runs it. Collective."""
         here = set(map(id, self._pipe.sublayers()))
         modes, modes_here = dict[str, bool](), dict[str, bool]()
         for path, layer in self._forms.capturing.model.named_sublayers(include_self=True):
@@ -340,9 +340,9 @@ class Shadow(BatchObserver):
     def _moved(
         self, reference: Reference, batch: _Batch, gradients: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Returns the plain gradients of parameters that are a unit in the last place off.
+        """Returns the plain gradients after all parameters moved by a unit in the last place.
 
-        Those of the batch are other tensors afterwards: to clear a gradient empties it.
+        ``gradients`` gets copies, since clearing the batch's gradients empties their tensors.
         """
         tensors = reference.tensors()
         before = {name: copy_of(tensors[name].grad) for name in gradients}
@@ -367,7 +367,7 @@ class Shadow(BatchObserver):
         return []
 
     def _different_state(self, reference: Reference) -> list[str]:
-        """Compares parameters and buffers before the step, and the modes of layers."""
+        """Names the parameters, buffers and modes of layers that differ before the step."""
         expected = reference.tensors()
         differences = []
         for name, tensor in self._pipe.state.local_tensors().items():
@@ -384,11 +384,11 @@ class Shadow(BatchObserver):
         return differences
 
     def _refuse(self, differing: list[str], gradients: Sequence[str] | None, batch: _Batch) -> None:
-        """Ends the batch on all ranks where one has found a difference. Collective.
+        """Raises an error on all ranks if one of them has found a difference. Collective.
 
         Args:
-            differing: What differs on this rank.
-            gradients: The parameters whose gradients do; None after a step, where no node is meant.
+            differing: What differs on this rank, in words.
+            gradients: The parameters whose gradients differ; None after a step, which has no node.
             batch: The batch.
         """
         where = None if gradients is None or not differing else self._culprit(gradients, batch)
@@ -411,7 +411,7 @@ class Shadow(BatchObserver):
         )
 
     def _culprit(self, names: Sequence[str], batch: _Batch) -> str | None:
-        """Returns layer, micro-batch, file and line of the first node that differs."""
+        """Returns the layer, micro-batch, file and line of the first node that differs."""
         reference = self._reference
         if reference is None or not isinstance(reference.model, Untouched):
             return None
@@ -431,7 +431,7 @@ class Shadow(BatchObserver):
         return None if node is None else f"in backward first in {node.name}, {node.place}"
 
     def _ended(self) -> None:
-        """Counts the batch; after the last one the pipeline goes on alone."""
+        """Counts the batch, and ends the comparison after the last one."""
         self._batch = None
         self._left = self._buffers()
         self._number += 1
@@ -445,13 +445,13 @@ class Shadow(BatchObserver):
         return_memory()
 
     def _end(self) -> None:
-        """Lets go of the plain model: the pipeline goes on alone."""
+        """Drops the plain model, so that the pipeline goes on alone."""
         self._pipeline.accompany(None)
         self._reference = self._batch = None
 
 
 def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
-    """Returns how far a gradient is off; none is as good as zeros, to which Paddle clears them."""
+    """Returns the largest gap between two gradients; a missing one counts as zeros."""
     if gradient is None and right is not None:
         gradient = paddle.zeros_like(right)
     elif right is None and gradient is not None:
@@ -460,9 +460,9 @@ def _apart(gradient: Tensor | None, right: Tensor | None) -> float:
 
 
 def _can_have_a_twin(optimizer: Optimizer) -> bool:
-    """Whether a copy of an optimizer steps as it does.
+    """Whether a copy of an optimizer steps as the optimizer does.
 
-    It does not where it has a step of its own put on it, or keeps the state of a part alone.
+    It does not if a script replaced its ``step``, or if it holds only a shard of its state.
     """
     if optimizer is None or "step" in vars(optimizer.wrapped):
         return False

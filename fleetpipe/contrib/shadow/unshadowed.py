@@ -1,4 +1,4 @@
-"""Why a captured model cannot be trained beside the untouched one in some batch."""
+"""Finds reasons why the plain model cannot be trained beside its pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COPIED = (paddle.nn.Layer, paddle.Tensor, dict, list, set)
 def obstacle(
     pipeline: PipelineParallel, forms: Forms, batch: ObservedBatch, first: bool
 ) -> str | None:
-    """Says why the plain model cannot be trained beside a batch; None where it can.
+    """Returns why the plain model cannot be trained beside a batch; None if it can.
 
     Args:
         pipeline: The pipeline.
@@ -55,9 +55,9 @@ def obstacle(
 
 
 def _holds_on(model: Layer) -> str | None:
-    """Returns the layer of which a function has a closure over what is copied with a model.
+    """Returns a layer with a function whose closure holds what a deep copy duplicates, or None.
 
-    The function itself is not: in a copy it would reach into the model.
+    A copy shares the function itself, which would reach into the original model.
     """
     for path, layer in model.named_sublayers(include_self=True):
         attributes = [*vars(layer).values()]

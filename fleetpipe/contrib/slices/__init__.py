@@ -1,7 +1,7 @@
-"""Sequence chunks: what layers keep from one to the next, and how a batch is cut into them.
+"""Cuts sequences into chunks, and keeps what layers need of the earlier chunks.
 
-Layers call :func:`earlier` and :func:`keep`. ``chunks.py`` is what a pipeline loads when its
-schedule cuts sequences; start there.
+Layers call :func:`earlier` and :func:`keep`. A pipeline whose schedule cuts sequences loads
+``chunks.py``; start there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Micro-batches whose sequences a schedule cuts into slices, of which each is a unit."""
+"""Runs micro-batches whose sequences a schedule cuts into slices; each slice is a unit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fleetpipe.schedules import Schedule
 
 
 class SequenceChunks(Units):
-    """Slices of sequences.
+    """The units of a batch whose sequences are cut into slices.
 
     Attributes:
         slicing: How sequences are cut.
@@ -69,10 +69,10 @@ def sequence_chunks(
     parts_of_sequences: int,
     delays_weights: bool,
 ) -> Units:
-    """Returns the slices of a schedule, or of a search whose schedule has whole micro-batches now.
+    """Returns the slices of a schedule as units, or whole micro-batches if it cuts none.
 
     Raises:
-        ConfigError: A layer does not take slices, or another option cannot be had beside them.
+        ConfigError: A layer does not take slices, or another option does not work with slices.
     """
     require_sliceable(layers.layers)
     lengths = config.slices
@@ -122,11 +122,11 @@ _PADDLES = ("paddle.nn.", "paddle.distributed.", "fleetpipe.dygraph.tensor_paral
 
 
 def require_sliceable(entries: Sequence[Any]) -> None:
-    """Refuses a list of layers of which one might not be right for a slice of a sequence.
+    """Refuses a list of layers if one may compute something wrong for a slice of a sequence.
 
     Raises:
-        ConfigError: A layer, or function, is neither of Paddle's that see one place at a time, nor
-            says ``takes_slices = True``.
+        ConfigError: A layer or function is not one of Paddle's that see one place at a time, and
+            does not have ``takes_slices = True``.
     """
     functions = (
         (number, function)

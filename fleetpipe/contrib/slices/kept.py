@@ -1,8 +1,8 @@
-"""What layers keep from slice to slice of a sequence, and the gradients that go the other way.
+"""Keeps values of layers from slice to slice of a sequence, and brings back their gradients.
 
-Where a schedule cuts sequences into slices, a layer whose places see earlier ones (causal
-attention, a recurrent net) asks for what it kept of the earlier slices, and keeps its part for the
-later ones::
+If a schedule cuts sequences into slices, a layer whose places see earlier places (causal attention,
+a recurrent net) asks for the values that it kept in earlier slices, and keeps its part for later
+ones::
 
     class Attention(nn.Layer):
         takes_slices = True
@@ -15,9 +15,9 @@ later ones::
                 key = paddle.concat([*(k for k, _ in kept), key], axis=-2)
                 ...
 
-A later slice gets leaves in the place of what was kept, so that its backward ends there. Backwards
-run from the last slice to the first: when one begins, the leaves hold the sum of the gradients of
-all later slices, and it begins from these as well as from its output.
+A later slice gets leaves in the place of the kept tensors, so that its backward ends there.
+Backwards run from the last slice to the first: when one begins, the leaves hold the sum of the
+gradients of all later slices, and the backward begins from these as well as from its output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fleetpipe.errors import UsageError
 
 
 class _Slice:
-    """One slice of a micro-batch in one stage: what its layers keep, and what they can ask for."""
+    """One slice of a micro-batch in one stage, with the values that its layers keep."""
 
     def __init__(self, earlier: list[_Slice]) -> None:
         self.before = list(earlier)
@@ -44,7 +44,7 @@ class _Slice:
 
 
 class _Backward(NamedTuple):
-    """Stands for a slice while backwards run, when nothing can be kept."""
+    """Stands for a slice while its backward runs, in which layers can keep nothing."""
 
 
 _running: list[_Slice | _Backward] = []
@@ -53,14 +53,14 @@ _running: list[_Slice | _Backward] = []
 def earlier(layer: Layer) -> list[Nest]:
     """Returns what ``layer`` kept in the earlier slices of this micro-batch, in order.
 
-    An empty list in the first slice, and wherever sequences are whole: in evaluation, under any
+    The list is empty in the first slice, and whenever sequences are whole: in evaluation, under any
     other schedule, and in a direct call.
 
     Args:
-        layer: The layer that asks, ``self``.
+        layer: The layer that calls this, ``self``.
 
     Raises:
-        UsageError: It is called again in a backward, by recompute.
+        UsageError: The layer is called again in a backward, by recompute.
     """
     now = _now()
     return [] if now is None else [one.handed[id(layer)] for one in now.before]
@@ -70,7 +70,7 @@ def keep(layer: Layer, value: Nest) -> None:
     """Keeps ``value`` for the later slices of this micro-batch; does nothing without slices.
 
     Args:
-        layer: The layer that keeps it, ``self``. It keeps something in each slice, once.
+        layer: The layer that keeps the value, ``self``. It must keep one value in each slice.
         value: Tensors and plain values in tuples, lists and dicts. Gradients of the tensors come
             back from the later slices.
 
@@ -104,10 +104,10 @@ def _now() -> _Slice | None:
 
 @contextmanager
 def again() -> Iterator[Mapping[int, Nest]]:
-    """While it is open, layers may run the present slice again and again, to be measured.
+    """While it is open, layers may run the current slice several times, to be measured.
 
     Yields:
-        What they keep, by layer; nobody else gets it. Nothing, where sequences are whole.
+        The values that they keep, by the layer's id; empty if sequences are whole.
     """
     now = _now()
     if now is None:
@@ -122,7 +122,7 @@ def again() -> Iterator[Mapping[int, Nest]]:
 
 
 class SliceStates(UnitStates):
-    """What is kept of the slices of a batch, by stage and micro-batch, until their backwards."""
+    """The slices of a batch with their values, by stage and micro-batch, until their backwards."""
 
     def __init__(self, slices: int) -> None:
         self._slices = slices
@@ -143,10 +143,10 @@ class SliceStates(UnitStates):
 
     @contextmanager
     def backward(self, stage: int, number: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """While it is open, the backward of that slice runs, of which all later ones are done.
+        """While it is open, the backward of slice ``number`` runs, after those of later slices.
 
         Yields:
-            What it begins from besides the output: tensors, and their gradients.
+            The tensors that it begins from besides the output, and their gradients.
         """
         last = self._kept[stage, number // self._slices][-1]
         tensors, grads = [], []
@@ -163,7 +163,7 @@ class SliceStates(UnitStates):
             _running.pop()
 
     def release(self, stage: int, number: int) -> None:
-        """Drops what the layers of a stage kept in that slice, the last one that is left."""
+        """Drops the values of the last slice that is left of a stage and micro-batch."""
         key = stage, number // self._slices
         self._kept[key].pop()
         if not self._kept[key]:

@@ -29,15 +29,15 @@ def sliced(batches: MicroBatches, slicing: Slicing) -> MicroBatches:
 
     Args:
         batches: Micro-batches of tensors [rows, length, ..].
-        slicing: How. Of an equal cut the first slices are one longer where the length is not
-            divisible.
+        slicing: How sequences are cut. In an equal cut the first slices are one place longer if the
+            length is not divisible.
 
     Returns:
         The slices of all micro-batches, in order.
 
     Raises:
-        ConfigError: A tensor has no axis 1, or a shorter one than there are slices; or the tensors
-            of a micro-batch differ in it.
+        ConfigError: A tensor has no axis 1, or fewer places than there are slices; or the tensors
+            of a micro-batch have different lengths.
     """
     return MicroBatches(
         *(_of_all(part, slicing, name) for part, name in zip(batches, batches._fields))
@@ -45,10 +45,10 @@ def sliced(batches: MicroBatches, slicing: Slicing) -> MicroBatches:
 
 
 def bounds_of(value: Nest, slicing: Slicing, name: str) -> Bounds:
-    """Returns where the slices of the sequences of a micro-batch are; ``name`` is for messages.
+    """Returns the bounds of the slices of a micro-batch; ``name`` is for messages.
 
     Raises:
-        ConfigError: As for :func:`sliced`.
+        ConfigError: The same errors as :func:`cut_sequences`.
     """
     slices = slices_in(slicing)
     tensors: list[Tensor] = list(tensors_of(value))
@@ -65,7 +65,7 @@ def bounds_of(value: Nest, slicing: Slicing, name: str) -> Bounds:
 
 
 def bounds(length: int, slicing: Slicing) -> Bounds:
-    """Returns where the slices of a sequence are; each has at least one place.
+    """Returns the bounds of the slices of a sequence; each slice has at least one place.
 
     Args:
         length: Places of the sequence, at least as many as there are slices.

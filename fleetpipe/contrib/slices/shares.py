@@ -1,8 +1,8 @@
-"""How much each slice of a sequence counts in the loss of its micro-batch.
+"""Computes how much each slice of a sequence counts in the loss of its micro-batch.
 
-A loss is a mean over places, and that of a micro-batch is to be the mean over all its places. So a
-slice counts by the places that its own mean is over: all of them, or those that the loss counts,
-where it says which these are.
+A loss is a mean over places, and the loss of a micro-batch must be the mean over all its places. So
+a slice counts by the number of places that its own mean is over: all of them, or those that the
+loss function says that it counts.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def slice_shares(
 ) -> list[list[Fraction]]:
     """Returns for each loss function the share of each slice in the loss of its micro-batch.
 
-    See ``counted_places`` for how a function says what it counts. Where nothing of a micro-batch is
+    ``counted_places`` explains how a function says what it counts. If no place of a micro-batch is
     counted, its slices count by their lengths.
 
     Args:
         functions: The loss functions.
-        batches: The micro-batches, not cut yet, as far as this rank has them.
+        batches: The micro-batches before the cut, as far as this rank has them.
         slicing: How they are cut.
 
     Raises:
-        ConfigError: Sequences that cannot be cut, or labels below 0, of which a function does not
-            say whether it counts them.
+        ConfigError: Sequences cannot be cut, or labels are below 0 and a function does not say
+            whether it counts them.
     """
     parts = next((part for part in (batches.labels, batches.inputs) if part), None)
     if parts is None:

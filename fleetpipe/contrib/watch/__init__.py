@@ -1,6 +1,6 @@
-"""A job while it runs: what its ranks tell, which of them is slow, and who may look at it.
+"""Shows a job while it runs: the state of its ranks, and which of them is slow.
 
-``job/records.py`` has what each rank says of itself; ``board.py`` puts that together to the state
-of the job, and ``slow_ranks.py`` names the slow ones: these compute alone. ``server.py`` and
-``command.py`` show a board. No Paddle is needed: ``job`` sends the records, the launcher serves.
+``job/records.py`` defines the record that each rank sends; ``board.py`` combines the records to the
+state of the job, and ``slow_ranks.py`` names the slow ranks. ``server.py`` and ``command.py`` show
+a board. No Paddle is needed: ``job`` sends the records, the launcher serves.
 """

@@ -1,4 +1,4 @@
-"""Where a board is served: a port of this host, or with a token one that others reach."""
+"""The address at which a board is served; one that other hosts reach needs a token."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Address(NamedTuple):
     """An address to serve at, or to look at.
 
     Attributes:
-        host: A name, or an address of IP.
-        port: 0 for any that is free.
+        host: A name or an IP address.
+        port: The port; 0 for any that is free.
     """
 
     host: str
@@ -41,16 +41,16 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether this host alone reaches it."""
+        """Whether only this host reaches the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     def token(self) -> str:
-        """Returns what a request has to show: nothing within this host, else a token.
+        """Returns the token that a request has to show; empty if it needs none.
 
-        That is the one of ``FLEETPIPE_WATCH_TOKEN``; where there is none, a new one.
+        Without ``FLEETPIPE_WATCH_TOKEN``, other hosts need a new token, and this host needs none.
         """
         chosen = os.environ.get(TOKEN, "")
         return chosen or ("" if self.is_loopback else secrets.token_urlsafe(16))

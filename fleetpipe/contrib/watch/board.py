@@ -1,4 +1,4 @@
-"""The state of a job, put together from what its ranks tell: what whoever watches it is shown."""
+"""The state of a job, combined from the records of its ranks, as watchers see it."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class JobBoard:
     """The state of a job.
 
     Attributes:
-        at: When it was so, in seconds since 1970.
+        at: The time of this state, in seconds since 1970.
         step: Steps that are done.
-        steps: Steps of the whole run; None where nobody says.
+        steps: Steps of the whole run; None if unknown.
         step_time: Seconds of a step.
-        samples_per_second: Of all replicas.
-        ranks: How each gets on.
-        slow: Who is slow.
-        restarts: How often the job was started again.
-        last_checkpoint: The last that was saved; None where none was.
-        gradient_norm: Of the last step, before clipping; None where nothing is clipped by it.
-        news: What became of the job, where that is to be said.
+        samples_per_second: Samples per second of all replicas together.
+        ranks: The record of each rank.
+        slow: The ranks that are slow.
+        restarts: How often the job was restarted.
+        last_checkpoint: The last checkpoint; None if none was saved.
+        gradient_norm: The norm of the last step before clipping; None if nothing is clipped by it.
+        news: What happened to the job, in words; empty if nothing did.
     """
 
     at: float
@@ -72,17 +72,17 @@ class JobBoard:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds to the end of the run; None where nobody knows."""
+        """Seconds to the end of the run; None if unknown."""
         if self.steps is None or not self.step_time:
             return None
         return max(0, self.steps - self.step) * self.step_time
 
     def content(self) -> dict[str, Any]:
-        """Returns all of it as a value of JSON."""
+        """Returns the whole board as a value of JSON."""
         return asdict(self)
 
     def status(self) -> dict[str, Any]:
-        """Returns what scripts get, under keys that stay as they are."""
+        """Returns the figures for scripts, under keys that no version changes."""
         content = {**asdict(self), "eta_seconds": self.eta_seconds}
         content["slow"] = [*content["slow"]]
         content["ranks"] = [
@@ -97,10 +97,10 @@ class JobBoard:
 
     @classmethod
     def of(cls, value: JsonValue) -> JobBoard:
-        """Reads what :meth:`content` returned.
+        """Reads a board from a value that :meth:`content` returned.
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: The value is no board.
         """
         return value.record(
             cls,
@@ -110,7 +110,7 @@ class JobBoard:
         )
 
     def seen_at(self, now: float) -> JobBoard:
-        """Returns it as it is a while later, where nothing has been heard since."""
+        """Returns the board as of ``now``; after a silence its ranks count as stopped."""
         silence = now - self.at
         if silence < SILENT_SECONDS:
             return self
@@ -130,7 +130,7 @@ class JobBoard:
 
 
 def end_of(board: JobBoard, now: float) -> str:
-    """Returns how long a job still takes, and when that is by this host's clock; or nothing."""
+    """Returns the remaining time of a job and the hour of its end; empty if unknown."""
     left = board.eta_seconds
     if left is None:
         return ""
@@ -138,7 +138,7 @@ def end_of(board: JobBoard, now: float) -> str:
 
 
 def checkpoint_of(board: JobBoard) -> str:
-    """Returns which step was saved last, and when."""
+    """Says which step was saved last, and how long ago."""
     saved = board.last_checkpoint
     return "none" if saved is None else f"step {saved.step:,}, {seconds(saved.age)} ago"
 
@@ -147,18 +147,18 @@ def read_board(path: Path) -> JobBoard:
     """Reads the file of a board.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The file is missing, or is no board.
     """
     return read(path, _SOURCE, JobBoard.of)
 
 
 def board_of(text: str | bytes) -> JobBoard:
-    """Reads the text of a board; raises as :func:`read_board`."""
+    """Reads the text of a board; raises the errors of :func:`read_board`."""
     return JobBoard.of(parse(text, _SOURCE))
 
 
 class Boards:
-    """Makes one board after another, and knows who is slow."""
+    """Makes one board after another, and finds slow ranks from their steps."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[tuple[int, ...], int]] = {}
@@ -168,7 +168,7 @@ class Boards:
         """Returns the state of the job.
 
         Args:
-            heard: By rank, with the rows that have come since the last board.
+            heard: The last record of each rank, with the rows that came since the last board.
             now: Seconds since 1970.
         """
         records = {rank: one.record for rank, one in heard.items()}

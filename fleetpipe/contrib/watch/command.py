@@ -1,4 +1,4 @@
-"""The command ``fleetpipe watch``, and the option ``--serve`` of others."""
+"""The command ``fleetpipe watch``: shows a job in the terminal, as JSON, or as a page."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def show(source: Source) -> None:
     """Shows a job until Ctrl-C, or until it has ended.
 
     Raises:
-        ConfigError: Nothing is to be seen from the beginning.
+        ConfigError: The job cannot be read at the beginning.
         PackageNotFound: rich is not installed.
     """
     with needed_for("watching a job in the terminal"):
@@ -112,18 +112,18 @@ def show(source: Source) -> None:
 
 
 def show_once(source: Source) -> None:
-    """Prints what is to be seen now; raises as :func:`show`."""
+    """Prints the state of a job once; raises the errors of :func:`show`."""
     with needed_for("watching a job in the terminal"):
         from rich.console import Console
     Console().print(rendered(source(), ()))
 
 
 def rendered(board: JobBoard, times: Sequence[float]) -> RenderableType:
-    """Returns what the terminal shows of a board.
+    """Renders a board for the terminal.
 
     Args:
         board: The board.
-        times: The times of a step that were seen until now.
+        times: The step times that were seen until now.
     """
     from rich.console import Group
     from rich.padding import Padding
@@ -182,7 +182,7 @@ _LARGEST = 1 << 24
 
 
 def source_of(text: str) -> Source:
-    """Returns what reads the board of a job.
+    """Returns a function that reads the board of a job.
 
     Args:
         text: The folder of its run, HOST:PORT, or the address of its page.

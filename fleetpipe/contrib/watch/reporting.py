@@ -1,7 +1,7 @@
-"""The first rank's account of the whole job: a board five times a second, for whoever watches.
+"""Makes a board of the whole job on its first rank, five times a second.
 
-A thread of rank 0 puts together what all ranks tell. It writes the board as a file into the folder
-of the attempt, where the launcher looks, and into those of the run, and says which rank is slow.
+A thread of rank 0 combines the records of all ranks. It writes the board as a file into the folder
+of the attempt, which the launcher reads, and into the folders of the run, and logs slow ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Reporter:
     """Makes the board of a job until the job ends.
 
     Attributes:
-        board: The last one.
+        board: The last board.
     """
 
     def __init__(self, job: Job) -> None:
@@ -72,7 +72,7 @@ class Reporter:
             yield home
 
     def _name_slow(self, slow: tuple[SlowRank, ...]) -> None:
-        """Says who has become slow, once."""
+        """Logs each rank that has become slow, once."""
         for one in slow:
             if (one.rank, one.what) not in self._slow:
                 _log.warning("step %d: %s", self.board.step, one)
@@ -84,7 +84,7 @@ class Reporter:
 
 
 def record_in(folder: Path) -> None:
-    """Has the board of the current job kept in the folder of its run too, by the first rank."""
+    """Makes the first rank write the board of the current job into the folder of a run too."""
     job = current_job()
     if job is not None and job.leads():
         _warn_of_another(folder)
@@ -94,7 +94,7 @@ def record_in(folder: Path) -> None:
 
 
 def _warn_of_another(folder: Path) -> None:
-    """Says that another job writes into this folder, where its board is of this moment."""
+    """Warns if another job is writing its board into this folder."""
     with contextlib.suppress(ConfigError):
         board = read_board(folder / FILE)
         over = all(rank.state == "ended" for rank in board.ranks)
@@ -114,11 +114,11 @@ def begin(job: Job, address: str | None) -> None:
 
     Args:
         job: The job.
-        address: Where the board is served, PORT or HOST:PORT; None: nowhere.
+        address: PORT or HOST:PORT at which the board is served; None for nowhere.
 
     Raises:
-        ConfigError: Nothing can be served there.
-        PackageNotFound: What serves it is not installed.
+        ConfigError: The address cannot be used.
+        PackageNotFound: prometheus-client is not installed.
     """
     reporter = _keep(job)
     if address is not None:

@@ -1,7 +1,7 @@
 """Serves a board over HTTP: a page, ``/status.json``, and ``/metrics`` for Prometheus.
 
-One thread answers all, from texts that are made at most five times a second, however many ask. Who
-connects and sends nothing, or reads nothing, is dropped; so is the oldest where too many come.
+One thread answers all requests from texts that it makes at most five times a second. A client that
+sends or reads nothing is dropped, and so is the oldest one if too many connect.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class Server:
     """Serves a board from a thread until it is closed.
 
     Attributes:
-        url: Where it is to be seen, with the token that is needed.
+        url: The address of the page, with the token if it needs one.
     """
 
     def __init__(self, address: Address, board: Callable[[], JobBoard]) -> None:
-        """Begins to serve.
+        """Starts the thread that serves.
 
         Args:
-            address: Where.
-            board: Returns the board as it is; called at most five times a second.
+            address: The address to serve at.
+            board: Returns the current board; called at most five times a second.
 
         Raises:
-            ConfigError: Nothing can be served there.
+            ConfigError: The address cannot be used.
             PackageNotFound: prometheus-client is not installed.
         """
         require_package()
@@ -137,7 +137,7 @@ class Server:
         await writer.drain()
 
     def _respond(self, method: str, target: str, headers: Message) -> tuple[int, str, bytes]:
-        """Returns the code of an answer, its type and its body."""
+        """Returns the status code, the type and the body of an answer."""
         parts = urlsplit(target)
         if self._token:
             shown = parse_qs(parts.query).get("token", [""])[0]
@@ -169,7 +169,7 @@ class Server:
         return json.dumps(content).encode() + b"\n"
 
     def _seen(self, board: JobBoard) -> dict[int, StepFigures]:
-        """Returns the figures of the steps that were looked at, those of this one among them."""
+        """Adds the figures of the board's step to the history, and returns it."""
         if board.step_time:
             busy = [rank.busy for rank in board.ranks]
             self._history[board.step] = board.step_time, sum(busy) / max(1, len(busy))
@@ -191,11 +191,11 @@ StepFigures = tuple[float, float]
 
 
 def page(board: JobBoard, history: Mapping[int, StepFigures]) -> str:
-    """Returns the page as the text of an HTML file, whose script asks for it again.
+    """Returns a board as an HTML page, whose script fetches it again.
 
     Args:
-        board: The job as it is.
-        history: Figures of steps that were seen, by step.
+        board: The current board of the job.
+        history: The figures of the steps that were seen, by step.
     """
     stopped = [str(rank.rank) for rank in board.ranks if rank.state == "stopped"]
     running = any(rank.state in ("running", "waiting") for rank in board.ranks)
@@ -258,7 +258,7 @@ _Sample = tuple[tuple[str, ...], "float | None"]
 
 
 def require_package() -> None:
-    """Makes sure of what writes metrics.
+    """Checks that the package that writes metrics is installed.
 
     Raises:
         PackageNotFound: prometheus-client is not installed.
@@ -268,7 +268,7 @@ def require_package() -> None:
 
 
 def text(board: JobBoard) -> bytes:
-    """Returns the metrics of a board."""
+    """Returns the metrics of a board in the text format of OpenMetrics."""
     from prometheus_client.openmetrics.exposition import generate_latest
 
     write: Callable[[object], bytes] = generate_latest
@@ -276,7 +276,7 @@ def text(board: JobBoard) -> bytes:
 
 
 class _Metrics:
-    """What prometheus-client takes for a registry."""
+    """Yields the metrics of a board, in the place of a registry of prometheus-client."""
 
     def __init__(self, board: JobBoard) -> None:
         self._board = board

@@ -1,4 +1,4 @@
-"""``--serve``: the launcher shows the board of its job, which outlives every attempt."""
+"""``--serve`` of the launcher: serves the board of a job through all of its attempts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fleetpipe.job.records import RankRecord
 
 
 class AttemptBoard:
-    """The board of a job whose attempts come and go."""
+    """Reads the board of a job from the attempt that runs now."""
 
     def __init__(self) -> None:
         self._last = JobBoard(time.time())
@@ -26,12 +26,12 @@ class AttemptBoard:
         self._news = ""
 
     def begin(self, home: Path, restarts: int = 0, news: str = "") -> None:
-        """Says that an attempt begins.
+        """Switches to an attempt that begins.
 
         Args:
-            home: Its folder, into which its first rank writes the board.
+            home: The folder of the attempt, into which its first rank writes the board.
             restarts: How many attempts before it failed.
-            news: Why it was started; empty for the first.
+            news: Why the attempt was started; empty for the first one.
         """
         starting = tuple(
             RankRecord(rank.rank, "nothing heard yet", rank.stages) for rank in self._last.ranks
@@ -52,11 +52,11 @@ class AttemptBoard:
 
 @contextmanager
 def serving(address: Address | None) -> Iterator[AttemptBoard]:
-    """While it is open, the board of a job is served where that is asked for.
+    """While it is open, the board of a job is served at ``address``, if that is not None.
 
     Raises:
-        ConfigError: Nothing can be served there.
-        PackageNotFound: What serves it is not installed.
+        ConfigError: The address cannot be used.
+        PackageNotFound: prometheus-client is not installed.
     """
     board = AttemptBoard()
     if address is None:

@@ -1,14 +1,14 @@
-"""Which ranks are slow, and in what: a pure function of the steps that they tell of.
+"""Finds which ranks are slow, and in what, from nothing but the figures of their steps.
 
-A rank is compared with its peers, those that run the same stages of other replicas; one without
-peers with its own earlier steps, less what the other ranks have become slower by meanwhile. Its
-figure counts where seven of eight steps in a row are above a threshold, and what is lost is a part
-of the step that matters. The threshold is learned: it lies above nearly all that the undisturbed
-steps before have shown, and never below ``LEAST``. A limit of a rank's processor time is what the
-kernel tells of it: nothing is learned there.
+A rank is compared with its peers, which run the same stages of other replicas. A rank without peers
+is compared with its own earlier steps, less the slowdown that the other ranks share. A rank is slow
+if seven of eight steps in a row are above a threshold and the lost time is a part of the step that
+matters. The threshold is learned: it lies above nearly all values of the undisturbed steps before,
+and never below ``LEAST``. The kernel tells of a limit on a rank's processor time; that needs no
+learned threshold.
 
-Computing is counted in probes, pieces of work that are always the same: a machine that others use
-takes longer for both. One that is much slower for all that it computes is named as such.
+Computing is counted in probes, pieces of work that are always the same, because a machine that
+others use takes longer for both. If the probe itself takes much longer, the machine is slow.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class SlowRank:
 
 
 class _Compared(NamedTuple):
-    """A figure beside what it is compared with.
+    """A figure of a step, compared with its reference.
 
     Attributes:
         factor: The logarithm of how many times as long it took.
-        lost: Seconds more than that.
-        costs: Seconds of it that matter.
+        lost: Seconds beyond the reference.
+        costs: The lost seconds from which a slowness matters.
     """
 
     factor: float
@@ -92,13 +92,13 @@ class _Compared(NamedTuple):
 
 
 class StepComparison:
-    """One figure of all ranks, step by step."""
+    """Compares one figure of all ranks step by step."""
 
     def __init__(self, peers: Mapping[int, Sequence[int]], least: float = LEAST) -> None:
-        """Knows nothing yet.
+        """Begins without any figures.
 
         Args:
-            peers: What each is compared with; nothing for those that have only their own past.
+            peers: The peers of each rank; empty for ranks that are compared with their own past.
             least: The least threshold.
         """
         self._peers = peers
@@ -112,11 +112,11 @@ class StepComparison:
         self.slow: dict[int, float] = {}
 
     def add(self, figures: Mapping[int, float], costs: Mapping[int, float]) -> None:
-        """Takes the figures of a step.
+        """Adds the figures of a step.
 
         Args:
-            figures: Seconds, or probes, of all.
-            costs: How much more than usual matters, likewise.
+            figures: The figure of each rank, in seconds or probes.
+            costs: The lost time from which a slowness of each rank matters, in the same unit.
         """
         self._count += 1
         if self._count <= _WARM_UP:
@@ -135,7 +135,7 @@ class StepComparison:
             self.slow = {rank: factor for rank, factor in factors.items() if factor is not None}
 
     def _learn(self) -> None:
-        """Works out what is usual, and how far chance goes; once in a window, for it takes long."""
+        """Updates usual figures and thresholds, once in a window because it takes long."""
         self._usual = {rank: median(figures) for rank, figures in self._figures.items()}
         for rank, chance in self._chance.items():
             # The last ones may be the beginning of what is to be noticed.
@@ -162,7 +162,7 @@ class StepComparison:
         return compared
 
     def _factor(self, rank: int, learns: bool) -> float | None:
-        """Returns the factor of one that is slow, else None."""
+        """Returns the factor of a rank if it is slow, else None."""
         factors, lost, costs = zip(*(step[rank] for step in self._recent))
         ordered = sorted(factors)
         low, high = ordered[WINDOW - OF_WINDOW], ordered[OF_WINDOW - 1]
@@ -176,7 +176,7 @@ class StepComparison:
 
 
 class ProcessorLimit:
-    """How much of its time a rank may not run, in the last steps."""
+    """The share of a rank's time in which its container's limit kept it from running."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque()
@@ -184,7 +184,7 @@ class ProcessorLimit:
         self.factor: float | None = None
 
     def add(self, limited: float, span: float) -> None:
-        """Takes a step: the seconds in which the rank might not run, and all of its seconds."""
+        """Adds a step: the seconds in which the limit kept the rank from running, and its span."""
         self._steps.append((limited, span))
         self._span += span
         while len(self._steps) > WINDOW and self._span - self._steps[0][1] > _LIMIT_SECONDS:
@@ -196,13 +196,13 @@ class ProcessorLimit:
 
 
 class SlowRanks:
-    """All figures of all ranks."""
+    """Compares all figures of all ranks, and names the slow ranks."""
 
     def __init__(self, places: Mapping[int, tuple[tuple[int, ...], int]]) -> None:
-        """Knows nothing yet.
+        """Begins without any steps.
 
         Args:
-            places: By rank of the job its stages, and its place among those that share them.
+            places: The stages of each rank of the job, and its place among ranks that share them.
         """
         self._rows: dict[int, dict[int, StepRow]] = {rank: {} for rank in places}
         peers = {
@@ -219,7 +219,7 @@ class SlowRanks:
         self.slow: list[SlowRank] = []
 
     def add(self, rows: Mapping[int, Sequence[StepRow]]) -> list[SlowRank]:
-        """Takes steps that ranks have done, each in its order; returns who is slow now."""
+        """Adds finished steps of each rank, in order; returns the ranks that are slow now."""
         for rank, new in rows.items():
             self._rows[rank].update((row.step, row) for row in new)
         whole = set.intersection(*map(set, self._rows.values()))
@@ -263,11 +263,11 @@ class SlowRanks:
         self.slow = [SlowRank(rank, what, factor) for (rank, what), factor in slow.items()]
 
     def _compare_links(self, step: Mapping[int, StepRow], span: float) -> None:
-        """Compares links by how long messages are on their way.
+        """Compares links by the time that messages are on their way.
 
-        Both ways together, so that clocks may differ. What that costs a step is as many times as
-        long as each end waits for messages of the other; where one does not, it costs nothing: that
-        end notices them when it has computed, and the way takes at most as long as that or before.
+        The times of both directions are added, so that clocks may differ. A slow link costs a step
+        its delay for each message that both ends wait for. An end that waits for none notices
+        messages only after it has computed: their time is a bound, and the lowest one counts.
         """
         ways = {
             (int(source), rank): (flight, awaited)
