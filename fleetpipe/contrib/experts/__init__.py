@@ -1,8 +1,8 @@
-"""Mixtures of experts: which tokens go where, and how they get there.
+"""Mixtures of experts: routes tokens to experts, which may be on other ranks.
 
-Start with ``operations.py``: which choices an expert has room for. ``exchange.py`` sends tokens to
-the experts of other ranks; Paddle's layers call both by ``replacements.py``. ``losses.py`` carries
-the losses of gates to the loss of the pipeline, and ``names.py`` is what a pipeline asks.
+``operations.py`` decides which choices an expert has room for; start there. ``exchange.py`` sends
+tokens to experts of other ranks; Paddle's layers call both through ``replacements.py``.
+``losses.py`` carries losses of gates to the pipeline's loss, ``names.py`` names all experts.
 """
 
 from __future__ import annotations

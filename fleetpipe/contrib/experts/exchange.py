@@ -1,9 +1,9 @@
-"""Tokens on their way to experts on other ranks, and back: ``global_scatter``, ``global_gather``.
+"""Sends tokens to experts on other ranks and back: ``global_scatter``, ``global_gather``.
 
-A rank sorts its tokens by member and that member's expert; an expert takes all of its own, sorted
-by the member that they come from. ``counts_out`` and ``counts_in`` say how many go to, and come
-from, each (member, expert): int64 [members * experts of one member]. Each exchange is the gradient
-of the other.
+A rank sorts its tokens by member and by that member's expert; an expert gets all of its tokens,
+sorted by the member that sent them. ``counts_out`` and ``counts_in`` say how many tokens go to and
+come from each (member, expert): int64 [members * experts of one member]. Each exchange is the
+gradient of the other.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ Counts = Sequence[Sequence[int]]
 
 
 def scatter(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) -> Tensor:
-    """Returns the tokens that all members have for this one's experts, by expert. Collective.
+    """Returns the tokens that all members send to this one's experts, by expert. Collective.
 
     Args:
         tokens: [tokens, width], sorted by member and expert.
-        counts_out: How many of them go where.
-        counts_in: How many come from where.
+        counts_out: Number of tokens that go to each (member, expert).
+        counts_in: Number of tokens that come from each (member, expert).
         group: The members.
 
     Raises:
         PipelineTimeout: Some member did not come within the limit.
-        UsageError: The counts are not those of ``tokens``.
+        UsageError: The counts do not add up to the number of tokens.
     """
     return _exchanged(True, tokens, counts_out, counts_in, group)
 
 
 def gather(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) -> Tensor:
-    """Returns this member's tokens, as they were before :func:`scatter`. Collective.
+    """Returns tokens to the members that sent them with :func:`scatter`. Collective.
 
     Args:
         tokens: [tokens, width], sorted by expert and member, as :func:`scatter` returned them.
-        counts_out: As for :func:`scatter`.
-        counts_in: Likewise.
+        counts_out: The same as for :func:`scatter`.
+        counts_in: The same as for :func:`scatter`.
         group: The members.
 
     Raises:
         PipelineTimeout: Some member did not come within the limit.
-        UsageError: The counts are not those of ``tokens``.
+        UsageError: The counts do not add up to the number of tokens.
     """
     return _exchanged(False, tokens, counts_out, counts_in, group)
 
@@ -76,7 +76,7 @@ def _exchanged(
 def _exchange(
     outward: bool, sent: Counts, received: Counts, group: Group, tokens: Tensor
 ) -> Tensor:
-    """Exchanges tokens either way: ``outward`` is to the experts."""
+    """Exchanges tokens: to the experts if ``outward``, else back from them."""
     if not outward:
         tokens = _transposed(tokens, list(zip(*received)))
     parts = _split(tokens, [sum(counts) for counts in (sent if outward else received)])
@@ -85,7 +85,7 @@ def _exchange(
 
 
 def _transposed(tokens: Tensor, counts: Counts) -> Tensor:
-    """Returns tokens that are sorted by row and column of ``counts`` by column and row."""
+    """Sorts tokens by column and row of ``counts`` that are sorted by row and column."""
     flat = [count for row in counts for count in row]
     columns = len(counts[0])
     pieces = _split(tokens, flat)
@@ -120,13 +120,13 @@ def _by_member(counts: Tensor, group: Group) -> list[list[int]]:
 
 
 def members_of(group: PaddleGroup) -> Group:
-    """Returns the ranks of a group of Paddle's, as this job reaches them.
+    """Returns the job's group of the ranks in a group of Paddle's.
 
     Args:
         group: None for the default group.
 
     Raises:
-        StateError: There are several, and no job.
+        StateError: The group has several ranks, and no job has begun.
     """
     group = group_of_ring(0) if group is None else group
     job = current_job()
@@ -142,6 +142,6 @@ def members_of(group: PaddleGroup) -> Group:
 
 
 def expert_parallel() -> Group:
-    """Returns the ranks among which ``ep_degree`` spreads experts; this process alone without."""
+    """Returns the ranks over which ``ep_degree`` spreads experts; this process if it is alone."""
     job = current_job()
     return SoleGroup() if job is None or job.local or is_alone() else job.along("ep")

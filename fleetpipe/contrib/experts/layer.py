@@ -1,4 +1,4 @@
-"""A list of experts of which each rank holds its part, and to which a router sends tokens."""
+"""Layers whose experts are spread over ranks, and to which a router sends tokens."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fleetpipe.paddle_api.tensor import to_host
 
 
 class ExpertList(paddle.nn.LayerList):
-    """The experts of a layer that this rank holds, under their numbers among those of all ranks.
+    """The experts of a layer that this rank holds, named by their numbers among all experts.
 
-    So their parameters have the names that they have on one device. An index is a place among
-    those that are here. Parameters that other ranks do not hold carry Paddle's mark ``no_sync``.
+    Thus their parameters have the same names as on one device. An index counts only the experts of
+    this rank. Parameters that other ranks do not hold have Paddle's mark ``no_sync``.
 
     Attributes:
         total: Number of experts on all ranks.
     """
 
     def __init__(self, experts: Iterable[Layer], first: int, total: int) -> None:
-        """Takes the experts from number ``first`` on, of ``total``."""
+        """Takes the experts from number ``first`` on; there are ``total`` on all ranks."""
         super().__init__()
         self.total = total
         for number, expert in enumerate(experts, first):
@@ -38,7 +38,7 @@ class ExpertList(paddle.nn.LayerList):
 
 
 class Experts(paddle.nn.Layer):
-    """Experts that tokens are routed to, spread over the ranks along ``ep``.
+    """Applies experts, which are spread over the ranks along ``ep``, to routed tokens.
 
     Attributes:
         experts: The :class:`ExpertList` of this rank.
@@ -52,7 +52,7 @@ class Experts(paddle.nn.Layer):
         Args:
             make: Builds an expert, a layer of one tensor [tokens, width]. It is called for all of
                 them in order, so that each has the weights that it has on one device; a rank keeps
-                its own, and has one more at a time.
+                its own experts, and has one more at a time.
             count: Number of experts on all ranks.
             group: Paddle's group of the ranks that hold them; None for those along ``ep_degree``.
 
@@ -83,19 +83,19 @@ class Experts(paddle.nn.Layer):
         self.experts = ExpertList(experts, here.start, count)
 
     def forward(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-        """Returns the weighted sum of what its experts make of each token. Collective.
+        """Returns the weighted sum of the outputs of each token's experts. Collective.
 
         The bits are those of one device: an expert runs on the tokens of one rank at a time.
 
         Args:
             tokens: [tokens, width].
             choices: The experts of each token, int32 or int64 [tokens, k]; -1 for none.
-            weights: What the output of each is multiplied by, likewise.
+            weights: The factor of each expert's output, [tokens, k].
 
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
-            UsageError: The choices are no whole numbers, or of experts that there are not, or not
-                as many as the tokens or the weights; or the weights are whole numbers.
+            UsageError: The choices are no whole numbers or name experts that do not exist, the
+                shapes do not fit together, or the weights are whole numbers.
         """
         _require_shapes(tokens, choices, weights)
         if tokens.stop_gradient and paddle.is_grad_enabled():

@@ -1,8 +1,8 @@
-"""Losses that gates leave behind in a forward, and that the pipeline carries to its loss.
+"""Carries the losses of gates through a pipeline to its loss.
 
-A gate runs in some stage, and the loss is computed in the last. So each layer hands on, beside its
-output, the sum of what gates before it and within it have left: a dict with two entries, which
-crosses between stages as any other value does, and whose gradients come back the same way.
+A gate runs in some stage, and the loss is computed in the last stage. So each layer returns a dict
+of its output and the sum of the losses of all gates before it and within it. The dict crosses
+between stages as any other value does, and its gradients come back the same way.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ Function = Callable[..., Nest]
 
 
 def loss_of_gate(layer: Layer) -> Tensor | None:
-    """Returns the loss of a gate of Paddle's, which forgets it; None of any other layer."""
+    """Takes the loss away from a gate of Paddle's; returns None for any other layer."""
     take = getattr(layer, "get_loss", None)
     return take() if callable(take) else None
 
 
 class AuxiliaryLoss(paddle.nn.Layer):
-    """The loss of a pipeline whose layers leave losses of their own: those of gates, say.
+    """The loss of a pipeline whose layers have losses of their own, as gates do.
 
-    As ``loss_fn`` of a ``PipelineLayer``, ``criterion(output, label) + weight * auxiliary`` of each
-    micro-batch, where ``auxiliary`` is the sum of what all layers have left, in their order.
+    As ``loss_fn`` of a ``PipelineLayer``, it is ``criterion(output, label) + weight * auxiliary``
+    for each micro-batch. ``auxiliary`` is the sum of the losses of all layers, in their order.
     """
 
     def __init__(
         self, criterion: Function, weight: float = 0.01, take: Take = loss_of_gate
     ) -> None:
-        """Adds to another loss.
+        """Wraps another loss.
 
         Args:
             criterion: ``criterion(output, label)`` gives a Tensor with one element.
             weight: What the sum of the layers' losses is multiplied by.
-            take: Called with every sublayer of a layer that has run, returns its loss, or None.
+            take: Called with every sublayer of a layer that has run; returns its loss, or None.
 
         Raises:
             ConfigError: ``criterion`` or ``take`` cannot be called.
@@ -64,14 +64,14 @@ class AuxiliaryLoss(paddle.nn.Layer):
 
     @staticmethod
     def carrying(functions: Mapping[int, Function], loss_fns: Sequence[Any]) -> dict[int, Function]:
-        """Returns the layers of a list, such that they hand on losses.
+        """Wraps the layers of a list so that they hand on the losses of gates.
 
         Args:
             functions: The layers and functions, by number.
             loss_fns: The loss functions of the model.
 
         Raises:
-            ConfigError: Some loss functions want them, and others do not, or take others.
+            ConfigError: Some loss functions are no ``AuxiliaryLoss``, or have another ``take``.
         """
         takes = {getattr(loss_fn, "take", None) for loss_fn in loss_fns if _wants(loss_fn)}
         if len(takes) > 1 or not all(map(_wants, loss_fns)):
@@ -86,7 +86,7 @@ class AuxiliaryLoss(paddle.nn.Layer):
 
     @staticmethod
     def value_of(output: Nest) -> Nest:
-        """Returns an output of a layer without what is handed on beside it."""
+        """Returns the output of a layer without the loss that it hands on."""
         return output[_VALUE] if _is_carrier(output) else output
 
 

@@ -1,4 +1,4 @@
-"""What a layer has on one device, where this rank holds some of its experts."""
+"""Describes a whole layer to a rank that holds only some of its experts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LIST = "experts"
 
 
 def is_expert(name: str) -> bool:
-    """Whether the parameter with a lasting name is one of an expert."""
+    """Whether the parameter of a lasting name belongs to an expert."""
     return LIST in name.split(".")
 
 
 def _mark_parts(mixture: Any) -> None:
-    """Marks the parameters of which each member of ``mp_group`` has a part of the gradient."""
+    """Marks the parameters whose gradient each member of ``mp_group`` has a part of."""
     members, expected = mixture.mp_group.ranks, model_parallel_group().ranks
     gate, split = type(mixture.gate), any(p.is_distributed for p in mixture.parameters())
     if gate is not NaiveGate or list(members) != list(expected) or split:
@@ -43,7 +43,7 @@ def _mark_parts(mixture: Any) -> None:
 
 
 def _spread_lists(layer: Layer) -> Iterator[tuple[str, tuple[list[str], int]]]:
-    """Yields the path of each list of experts that are not all here, their names, and how many."""
+    """Yields each list of experts that are not all here: path, names here, number of all."""
     for path, inner in layer.named_sublayers(include_self=True):
         if isinstance(inner, paddle.nn.LayerList) and path.rpartition(".")[2] == LIST:
             here = [name for name, _ in inner.named_children()]
@@ -54,17 +54,17 @@ def _spread_lists(layer: Layer) -> Iterator[tuple[str, tuple[list[str], int]]]:
 
 
 class Mixtures(LayerKind):
-    """Layers with experts, which may be spread over ranks."""
+    """The kind of layers with experts, which may be spread over ranks."""
 
     exchanges = True
 
     def take_built(self, layer: Layer) -> None:
-        """Gives the experts of Paddle's ``MoELayer`` their numbers among those of its group.
+        """Numbers the experts of Paddle's ``MoELayer`` among those of all ranks of its group.
 
-        Each rank counts its own from 0; layers of libraries have the numbers already.
+        Paddle numbers them from 0 on each rank; layers of libraries have the right numbers already.
 
         Raises:
-            ConfigError: It shares tokens out along ``mp_group`` in a way that gives other numbers.
+            ConfigError: The layer splits tokens along ``mp_group`` in a way that changes results.
         """
         for inner in layer.sublayers(include_self=True):
             if isinstance(inner, MoELayer) and inner.mp_group and inner.mp_group.nranks > 1:
@@ -77,7 +77,7 @@ class Mixtures(LayerKind):
                     inner.experts = ExpertList(experts, first, total)
 
     def whole_state(self, layer: Layer, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See :meth:`LayerKind.whole_state`. All experts of a layer are alike."""
+        """See :meth:`LayerKind.whole_state`. The first expert here stands for all."""
         lists = {f"{path}.": numbers for path, numbers in _spread_lists(layer)}
         whole: dict[str, Tensor] = {}
         expanded: set[str] = set()
@@ -95,17 +95,17 @@ class Mixtures(LayerKind):
         return whole
 
     def spreads(self, layer: Layer) -> bool:
-        """Whether some experts of a layer are on other ranks than others."""
+        """Whether the experts of a layer are spread over several ranks."""
         return any(_spread_lists(layer))
 
     def fill_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        """Gives experts to which no token of a batch came a gradient of zeros.
+        """Gives a gradient of zeros to experts that got no token in a batch.
 
-        They have none where a layer does not call them. But a dense mixture's are zeros, by which
-        an optimizer with momentum steps.
+        They have none, because a layer does not call them. A dense mixture would have zeros there,
+        and an optimizer with momentum steps by zeros too.
 
         Args:
-            parameters: By lasting name; of those that are no experts' none changes.
+            parameters: The parameters by lasting name; those of no expert stay as they are.
         """
         for name, parameter in parameters.items():
             idle = not parameter.stop_gradient and gradient_of(parameter) is None

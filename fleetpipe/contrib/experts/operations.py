@@ -1,9 +1,9 @@
-"""Where tokens go in a mixture of experts: Paddle's five operations for it, which CPUs lack.
+"""Paddle's five operations that route tokens to experts, which have no kernels for CPUs.
 
 A *choice* is the number of an expert for a token, an int32 or int64; -1 stands for a choice that
-was dropped. Results are those that Paddle documents. Where its kernels for GPUs leave an order to
-chance, that of its documentation holds: within an expert the last token comes first, and capacity
-goes to members in their order and to tokens in theirs.
+was dropped. Results are those that Paddle documents. If its kernels for GPUs leave an order to
+chance, the order of its documentation holds: within an expert the last token comes first, and
+capacity goes to members in their order and to tokens in theirs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def number_count(numbers: Tensor, upper_range: int) -> Tensor:
         upper_range: Number of experts.
 
     Raises:
-        UsageError: The choices are no whole numbers, or of an expert that there is not.
+        UsageError: The choices are no whole numbers, or name an expert that does not exist.
     """
     _require_choices(numbers, upper_range)
     return _counts(numbers.flatten(), upper_range)[1:]
@@ -41,11 +41,11 @@ def assign_pos(x: Tensor, cum_count: Tensor, eff_num_len: Tensor) -> Tensor:
 
     Args:
         x: The choices, of any shape.
-        cum_count: How many fall on each expert and on those before it.
-        eff_num_len: How many were not dropped.
+        cum_count: Number of choices of each expert and those before it.
+        eff_num_len: Number of choices that were not dropped.
 
     Raises:
-        UsageError: The choices are no whole numbers, or of an expert that there is not.
+        UsageError: The choices are no whole numbers, or name an expert that does not exist.
     """
     _require_choices(x, cum_count.shape[0])
     order = by_expert(x.flatten(), last_first=True)
@@ -53,7 +53,7 @@ def assign_pos(x: Tensor, cum_count: Tensor, eff_num_len: Tensor) -> Tensor:
 
 
 def limit_by_capacity(expert_count: Tensor, capacity: Tensor, n_worker: int) -> Tensor:
-    """Returns how many of each member's choices an expert has room for, shaped as they are.
+    """Returns how many of each member's choices an expert has room for, in the same shape.
 
     Args:
         expert_count: Choices by member and expert, [n_worker * experts of one member].
@@ -90,7 +90,7 @@ def prune_gate_by_capacity(
         n_worker: Number of members.
 
     Raises:
-        UsageError: The choices are no whole numbers, or of an expert that there is not.
+        UsageError: The choices are no whole numbers, or name an expert that does not exist.
     """
     experts = n_expert * n_worker
     _require_choices(gate_idx, experts)
@@ -110,7 +110,7 @@ def prune_gate_by_capacity(
 
 
 def random_routing(prob: Tensor, topk_value: Tensor, topk_idx: Tensor) -> Tensor:
-    """Returns two choices for each token, the second -1 where twice its value is below ``prob``.
+    """Returns two choices for each token; drops the second if twice its value is below ``prob``.
 
     Args:
         prob: A random number for each token.

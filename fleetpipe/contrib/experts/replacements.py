@@ -1,6 +1,6 @@
-"""What Paddle's mixtures of experts call in the place of Paddle's own functions.
+"""Functions that Paddle's mixtures of experts call instead of Paddle's own.
 
-``fleetpipe.fleet.mixtures`` puts it there.
+``fleetpipe.fleet.mixtures`` puts them in their places.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from fleetpipe.paddle_api.topology import group_of_ring
 def global_scatter(
     x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
 ) -> Tensor:
-    """Returns the tokens that all members have for this one's experts. Collective."""
+    """Returns the tokens that all members send to this one's experts. Collective."""
     return exchange.scatter(x, local_count, global_count, members_of(group_of_ring(ring_id)))
 
 
 def global_gather(
     x: Tensor, local_count: Tensor, global_count: Tensor, use_calc_stream: bool, ring_id: int
 ) -> Tensor:
-    """Returns this member's tokens, as they were before :func:`global_scatter`. Collective."""
+    """Returns tokens to the members that sent them with :func:`global_scatter`. Collective."""
     return exchange.gather(x, local_count, global_count, members_of(group_of_ring(ring_id)))
 
 
 def alltoall(
     in_tensor_list: Tensor, group: PaddleGroup = None, use_calc_stream: bool = True
 ) -> Tensor:
-    """Returns one tensor of the equal parts that all members have for this one. Collective."""
+    """Joins the equal parts that all members send to this one into one tensor. Collective."""
     members = members_of(group)
     return paddle.concat(members.all_to_all(paddle.split(in_tensor_list, members.ranks)))
 
 
 def no_check() -> None:
-    """Looks for no NCCL: CPUs have no use for it, and a wheel for CPUs has no version of it."""
+    """Skips a check of NCCL, which CPUs do not use and wheels for CPUs do not contain."""
 
 
 def local_gather(
     inp: Tensor, pos: Tensor, out_batch_size: int, maybe_overlap: bool = True
 ) -> Tensor:
-    """Returns ``out_batch_size`` rows, of which each is the sum of those of ``inp`` that go there.
+    """Returns ``out_batch_size`` rows, each the sum of the rows of ``inp`` that go to it.
 
-    Paddle's own, of 2.6.2 and 3.3.1 alike, takes one of them for the sum. In the backward of
-    ``MoELayer`` a token with several experts then has the gradient of one.
+    Paddle's own function, in 2.6.2 and 3.3.1, returns one of those rows instead of their sum. In
+    the backward of ``MoELayer`` a token with several experts then has the gradient of one.
     """
     zeros = paddle.zeros([out_batch_size, inp.shape[-1]], inp.dtype)
     if 0 in pos.shape:
@@ -57,10 +57,10 @@ def local_gather(
 
 
 def scatter(tokens: Tensor, places: Tensor, counts: Tensor, *arguments: object) -> Tensor:
-    """Does what Paddle's ``MoEScatter.apply`` does, and has all ranks come by its backward.
+    """Calls Paddle's ``MoEScatter.apply`` so that all ranks take part in its backward.
 
-    Where its tokens need no gradient, a rank whose experts get none has nothing that does: others
-    wait for it in the backward of their exchange.
+    If the tokens needed no gradient, a rank whose experts get no token would run no backward, and
+    other ranks would wait for it in the exchange of gradients.
     """
     if tokens.stop_gradient and paddle.is_grad_enabled():
         tokens = tokens.detach()
@@ -71,7 +71,7 @@ def scatter(tokens: Tensor, places: Tensor, counts: Tensor, *arguments: object) 
 
 
 def gather(outputs: Tensor, *arguments: object) -> Tensor:
-    """Does what Paddle's ``MoEGather.apply`` does, at which the experts have computed."""
+    """Calls Paddle's ``MoEGather.apply``, and notes that the experts have computed."""
     traffic.note_outputs()
     gathered: Tensor = MoEGather.apply(outputs, *arguments)
     return gathered

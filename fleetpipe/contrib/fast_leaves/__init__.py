@@ -1,1 +1,1 @@
-"""Faster ways to the same bits, on CPUs, for leaf layers whose backward is not split."""
+"""Runs leaf layers whose backward is not split faster on CPUs, with the same bits."""

@@ -1,13 +1,13 @@
-"""Replaces the ``forward`` of leaf layers that there is a faster way for.
+"""Replaces the ``forward`` of leaf layers by faster ones that have the same bits.
 
-That holds while a stage runs forward, and while a recomputed piece of it runs again; outside of
-that nothing is changed.
+They are replaced while a stage runs forward, and while a piece of it is recomputed; at other times
+nothing is changed.
 
-Of Embeddings with large tables the gradients are added row by row after a stage's backward;
-``lookup`` says why. While the stage's own backward runs, the graph of a look-up hands nothing on to
-the table, and keeps what came; where somebody else asks, it gives the gradient of the table. A
-table that is used beside its layer, as by a product with its weights, is left to autograd, which
-adds up all uses before it touches the sum: the first backward shows that, and loses no bit by it.
+The gradients of Embeddings with large tables are added row by row after a stage's backward;
+``lookup`` explains why. During the stage's own backward, the graph of a look-up keeps the gradient
+that comes and gives the table none; in any other backward it gives the table its gradient. A table
+that is used outside of its layer too, as in a product with its weights, is left to autograd, which
+adds up all uses before it changes the sum. The first backward detects this, and loses no bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ plain_forward: Callable[[Layer, Tensor], Tensor] = paddle.nn.Embedding.forward
 
 
 class LookupTable:
-    """The table of one layer, and what a backward looked up in it."""
+    """The table of one Embedding, and the gradients of its look-ups in a backward."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
@@ -53,7 +53,7 @@ class LookupTable:
 
     @contextmanager
     def adding(self, sums: Sums) -> Iterator[None]:
-        """While it is open, a backward of the stage runs; what it looked up is added in the end."""
+        """While it is open, a backward of the stage runs; look-ups are added at its end."""
         weight = self._layer.weight
         if self._alone is False or weight.stop_gradient or is_watched(weight):
             yield
@@ -77,7 +77,7 @@ class LookupTable:
 
 
 class _LookUp(paddle.autograd.PyLayer):
-    """The rows of some ids."""
+    """Looks up the rows of some ids in a table."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, ids: Tensor, table: LookupTable) -> Tensor:
@@ -105,7 +105,7 @@ def _add(weight: Tensor, calls: list[tuple[Tensor, Tensor]], sums: Sums) -> None
 
 
 def tables_of(layers: Iterable[Layer]) -> list[tuple[Layer, LookupTable]]:
-    """Returns the layers that have such a table, with it."""
+    """Returns the Embeddings with large tables, each with its :class:`LookupTable`."""
     if not CAN_RUN_REDUCE_HOOKS:
         return []
     return [
@@ -120,7 +120,7 @@ _FORWARDS: dict[object, Callable[..., Nest]] = {linear.plain_forward: linear.for
 
 
 class FastForwards:
-    """The leaf layers of a stage for which there is another forward."""
+    """The leaf layers of a stage that have a faster forward."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
         layers = list(layers)
@@ -147,10 +147,10 @@ class FastForwards:
 
     @contextmanager
     def in_backward(self, sums: Sums) -> Iterator[None]:
-        """As :meth:`running`, while the stage's backward runs.
+        """While it is open, the stage's backward runs with the fast forwards.
 
         Args:
-            sums: The gradients of the parameters.
+            sums: The sums to which the gradients of look-ups are added.
         """
         with self.running(), ExitStack() as stack:
             for table in self._tables:

@@ -1,9 +1,9 @@
 """Linear with a bias whose gradient takes a fraction of the time that Paddle's kernel takes.
 
 The gradient of a bias is the sum of all rows of a gradient. Paddle's kernel adds them one number
-after another; a product with a row of ones adds the same numbers in the same order, many at once.
-A ``PyLayer`` that repeats the bias has that for its backward. All else is left to autograd, which
-saves no more and no less than for a Linear of Paddle's.
+after another; a product with a row of ones adds the same numbers in the same order, many at once. A
+``PyLayer`` that repeats the bias has this product as its backward. All else is left to autograd,
+which saves no more and no less than for a Linear of Paddle's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ plain_linear: Callable[..., Tensor] = paddle.nn.functional.linear
 
 
 def forward(layer: Layer, input: Tensor) -> Tensor:
-    """Computes what ``paddle.nn.Linear.forward`` does; autograd takes less time for it.
+    """Computes what ``paddle.nn.Linear.forward`` does, with a faster backward.
 
     Args:
         layer: A Linear.
@@ -73,7 +73,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Repeated(paddle.autograd.PyLayer):
-    """A vector in every row. It saves nothing, and can be differentiated again.
+    """Repeats a vector in every row. It saves no tensor, and can be differentiated twice.
 
     The sum stands outside: Paddle ignores hooks on what a PyLayer returns.
     """
@@ -94,7 +94,7 @@ def _ones(rows: int, dtype: DType) -> Tensor:
 
 
 def _has_same_bits(rows: int, inputs: int, weight: Tensor) -> bool:
-    """Returns what :func:`_try` finds, from the one time that it is tried."""
+    """Whether :func:`_try` succeeded for these sizes; each size is tried once."""
     size = (inputs, weight.shape[1], weight.dtype)
     tried = _tried.setdefault(size, {})
     if rows not in tried:
@@ -108,14 +108,14 @@ def _has_same_bits(rows: int, inputs: int, weight: Tensor) -> bool:
 
 
 def try_waiting() -> None:
-    """Tries what could not be tried where it was first used, in a recomputed piece."""
+    """Tries the sizes that were first used in a recomputed piece, where nothing is tried."""
     while _waiting:
         rows, *size = _waiting.pop()
         _tried[tuple(size)][rows] = _try(rows, *size)
 
 
 def _try(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
-    """Tries out whether a Linear has the same bits."""
+    """Tests whether a Linear of these sizes has the same bits in both ways."""
     sizes = (rows, inputs), (inputs, columns), (rows, columns)
     x, weight, grad = (next(matrices(size, dtype)) for size in sizes)
     few = min(columns, _MOST_COLUMNS)
@@ -126,7 +126,7 @@ def _try(rows: int, inputs: int, columns: int, dtype: DType) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _adds_alike(rows: int, columns: int, dtype: DType) -> bool:
-    """Tries out whether sums of all kinds of numbers have the same bits."""
+    """Tests whether sums of all kinds of numbers have the same bits in both ways."""
     return all(
         same_bits(plain_linear, _linear, (grad[:, :1], grad[:1], grad[-1]), grad)
         for grad in matrices((rows, columns), dtype)
@@ -138,7 +138,7 @@ DTYPES: dict[DType, Any] = {paddle.float32: np.float32, paddle.float64: np.float
 
 
 def matrices(shape: tuple[int, int], dtype: DType) -> Iterator[Tensor]:
-    """Yields twenty matrices: of usual numbers, of all unusual kinds, and in views of others.
+    """Yields twenty matrices: usual numbers, all kinds of unusual ones, and views of others.
 
     Args:
         shape: Rows and columns.
@@ -169,13 +169,13 @@ def same_bits(
     operands: Sequence[Tensor],
     grad: Tensor,
 ) -> bool:
-    """Returns whether two functions have the same bits: what they return, and all gradients.
+    """Whether two functions have the same bits in their outputs and in all gradients.
 
     Args:
         plain: The function that autograd differentiates.
-        other: Another one.
-        operands: What both are called with.
-        grad: The gradient of what they return.
+        other: The function that is compared with it.
+        operands: The arguments of both.
+        grad: The gradient of their outputs.
     """
     results = []
     for function in (plain, other):

@@ -1,11 +1,11 @@
-"""The names of older Paddle that PaddleFleetX's documents and scripts use, and what they are today.
+"""Provides the names of older Paddle that PaddleFleetX's documents and scripts use.
 
 ``paddle.fluid`` is gone since Paddle 2.5. While a script runs under ``fleetpipe run``, or after
-``fleetpipe.install()``, the names of one table are there, and asking for any other name of
-``paddle.fluid`` is an error that says what has its place today.
+``fleetpipe.install()``, the names of one table exist, and any other name of ``paddle.fluid`` raises
+an error that names its successor.
 
-Functions whose successors take other arguments, or are no part of PIR, take them by the names of
-then and make layers of today, so that they stand in a program of either IR.
+Functions whose successors take other arguments, or are no part of PIR, take the old arguments and
+make layers of today, so that they work in programs of either IR.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def conv2d(
     name: str | None = None,
     data_format: _Format = "NCHW",
 ) -> Variable:
-    """Convolves images with filters of its own."""
+    """Convolves images with new trainable filters."""
     layer = paddle.nn.Conv2D(
         _channels(input, data_format),
         num_filters,
@@ -89,7 +89,7 @@ def pool2d(
     global_pooling: bool = False,
     data_format: _Format = "NCHW",
 ) -> Variable:
-    """Takes the largest number of each window of the images, or the mean; or of whole images."""
+    """Takes the maximum or the mean of each window of the images, or of whole images."""
     maximum = pool_type == "max"
     if global_pooling:
         over = paddle.max if maximum else paddle.mean
@@ -105,7 +105,7 @@ def fc(
     bias_attr: Attribute = None,
     act: str | None = None,
 ) -> Variable:
-    """Multiplies the rows, flattened, with a matrix of its own, and adds a bias."""
+    """Flattens each row, multiplies it by a new trainable matrix, and adds a bias."""
     return paddle.static.nn.fc(
         input, size, weight_attr=param_attr, bias_attr=bias_attr, activation=act
     )
@@ -125,7 +125,7 @@ def embedding(
     padding_idx: int | None = None,
     param_attr: Attribute = None,
 ) -> Variable:
-    """Looks rows up in a table of its own: ``paddle.static.nn.embedding``, which PIR lacks."""
+    """Looks up rows in a new trainable table, as ``static.nn.embedding`` does, which PIR lacks."""
     rows, width = size
     layer = paddle.nn.Embedding(
         rows, width, padding_idx=padding_idx, sparse=is_sparse, weight_attr=param_attr
@@ -149,8 +149,8 @@ class Older(NamedTuple):
 
     Attributes:
         old: The name, below ``paddle``.
-        today: What has its place in Paddle today.
-        stand_in: What stands there instead of ``today``, where that takes other arguments.
+        today: The dotted name of its successor.
+        stand_in: The object that replaces the successor if that takes other arguments.
     """
 
     old: str
@@ -159,7 +159,7 @@ class Older(NamedTuple):
 
 
 class _CPUPlace(paddle.CPUPlace):
-    """What ``paddle.CUDAPlace(0)`` is where no GPU is, and Paddle would end the process."""
+    """Stands for ``paddle.CUDAPlace`` if there is no GPU, where Paddle's ends the process."""
 
     def __init__(self, index: int = 0) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class _Module(ModuleType):
 
 
 class _Finder(MetaPathFinder):
-    """Is asked for what is imported from ``paddle.fluid`` and is not there."""
+    """Refuses the import of names that ``paddle.fluid`` does not have here."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -278,7 +278,7 @@ def _gone(name: str) -> dict[str, Any]:
 
 
 def name_today(old: str) -> str | None:
-    """Returns the dotted name that Paddle has in the place of an older one; None where it has none.
+    """Returns the dotted name of the successor of an older name; None if it has none.
 
     Args:
         old: The older name; only its last part counts.
@@ -293,7 +293,7 @@ def name_today(old: str) -> str | None:
 
 @contextmanager
 def provided() -> Iterator[None]:
-    """While it is open, the names of the table are there."""
+    """While it is open, Paddle has the names of the table."""
     with ExitStack() as undo:
         finder = _Finder()
         sys.meta_path.insert(0, finder)
@@ -305,14 +305,14 @@ def provided() -> Iterator[None]:
 
 
 def _paddle_has(name: Older) -> bool:
-    """Tells whether this Paddle has what works under the name."""
+    """Whether this Paddle itself has a working object under the name."""
     if name.old == "static.nn.embedding":
         return not paddle.base.framework.use_pir_api()
     return name.old == "CUDAPlace" and device_kind() == "gpu"
 
 
 def _put(name: Older, undo: ExitStack) -> None:
-    """Puts a name in its place, and the modules above it that are not there."""
+    """Adds a name to Paddle, and the modules above it that do not exist."""
     path, _, last = f"paddle.{name.old}".rpartition(".")
     value = name.stand_in or _named(name.today)
     undo.enter_context(replaced((_owner(path, undo), last, value)))
@@ -322,7 +322,7 @@ def _put(name: Older, undo: ExitStack) -> None:
 
 
 def _owner(path: str, undo: ExitStack) -> Any:
-    """Returns the module or class of a path; a module of ``paddle.fluid`` is made."""
+    """Returns the module or class at a path, and makes it if it is below ``paddle.fluid``."""
     if not f"{path}.".startswith(f"{FLUID}."):
         return _named(path)
     if path not in sys.modules:
@@ -337,7 +337,7 @@ def _owner(path: str, undo: ExitStack) -> Any:
 
 
 def _named(path: str) -> Any:
-    """Returns what has a dotted name, which may be inside a class."""
+    """Returns the object at a dotted path, which may lead into a class."""
     parts = path.split(".")
     value: Any = importlib.import_module(parts[0])
     for index, part in enumerate(parts[1:], 2):

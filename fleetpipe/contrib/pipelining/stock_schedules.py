@@ -4,7 +4,7 @@ A script cuts its model itself, wraps the layers of each rank as ``PipelineStage
 ``schedule.step``. Between CPU ranks Paddle's own exchange ends after 30 s: under 1F1B two ranks
 send to each other, and each waits until the other receives. Here the order of Paddle's schedule
 becomes one of fleetpipe's, which is verified before any rank waits, and values go over the job's
-connections. What Paddle computes is the same: gradients are summed over micro-batches, and the
+connections. The results are the same as Paddle's: gradients are summed over micro-batches, and the
 optimizer, the learning rate and random numbers are the script's.
 """
 
@@ -44,20 +44,20 @@ class _Stage(DygraphStage):
     """Stages whose weights may be Paddle's distributed tensors, each on one rank."""
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
-        """As ever; Paddle makes such a tensor of the gradient of what a stage took."""
+        """Runs a backward, and turns its gradients into local tensors."""
         grads = super().backward(stage, micro_batch, output_grads)
         return {edge: mapped(local, grad) for edge, grad in grads.items()}
 
 
 class _Pipeline:
-    """What runs the batches of one of Paddle's schedules."""
+    """Runs the batches of one of Paddle's schedules."""
 
     def __init__(self, paddles: PaddleSchedule) -> None:
         """Makes the engine. Collective over the ranks of the schedule's group.
 
         Raises:
-            ConfigError: Its stages are not where an order can be run, or the ranks differ.
-            ScheduleError: Its order is incomplete, or a deadlock.
+            ConfigError: No placement has its stages, or the ranks have different schedules.
+            ScheduleError: Its order is incomplete, or deadlocks.
         """
         self._paddles = paddles
         schedule = schedule_of(paddles)
@@ -80,8 +80,8 @@ class _Pipeline:
         """Runs a batch. Collective over the ranks of the schedule's group.
 
         Args:
-            data: The micro-batches; of arguments the first stage's alone count.
-            losses: Takes the micro-batches' losses on the rank that has the last stage.
+            data: The micro-batches; only the arguments of the first stage count.
+            losses: The list that gets the losses of micro-batches on the rank with the last stage.
         """
         data = self._data = self._paddles.begin(data, losses)
         if self._labelled and data.targets is None:
@@ -124,8 +124,8 @@ def schedule_of(paddles: PaddleSchedule) -> Schedule:
     """Returns one of Paddle's schedules as one of fleetpipe's.
 
     Raises:
-        ConfigError: Its stages are not where an order can be run.
-        ScheduleError: Its order is incomplete, or a deadlock.
+        ConfigError: No placement has its stages.
+        ScheduleError: Its order is incomplete, or deadlocks.
     """
     placement = _placement(paddles)
     if not paddles.trains:
@@ -140,10 +140,10 @@ def schedule_of(paddles: PaddleSchedule) -> Schedule:
 
 
 def _placement(paddles: PaddleSchedule) -> Placement:
-    """Returns where the stages are.
+    """Returns the placement that one of Paddle's schedules has.
 
     Raises:
-        ConfigError: That has no name, or this rank was given other stages.
+        ConfigError: No placement has its stages, or this rank has other stages than its own.
     """
     ranks = len(paddles.members)
     chunks = paddles.stages // ranks
@@ -172,9 +172,9 @@ def _placement(paddles: PaddleSchedule) -> Placement:
 
 
 def _job() -> Job | None:
-    """Returns the job whose connections serve, begun here where the script began none.
+    """Returns the job that connects the ranks; begins one if the script has not.
 
-    None in a process that is alone. Collective over all processes then.
+    Returns None in a process that is alone. It is collective over all processes if it begins one.
     """
     job = current_job()
     if job is None and meeting.world_size() > 1:
@@ -189,7 +189,7 @@ def _require_one(schedules: list[str]) -> None:
     """Refuses ranks that would run different schedules.
 
     Raises:
-        ConfigError: They do; it shows the first two.
+        ConfigError: They differ; the message shows two of the schedules.
     """
     for rank, schedule in enumerate(schedules):
         if schedule != schedules[0]:
@@ -222,7 +222,7 @@ def _refuse(name: str) -> None:
 
 @contextmanager
 def on_engine() -> Iterator[None]:
-    """While it is open, Paddle's schedules run on the engine, on CPUs."""
+    """While it is open, Paddle's schedules run on the engine if the device is a CPU."""
     if device_kind() != "cpu":
         yield
         return

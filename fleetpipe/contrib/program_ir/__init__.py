@@ -1,4 +1,4 @@
-"""Paddle's older representation, Program. Start with ``reader.py``.
+"""Reads programs in Paddle's older representation, Program. Start with ``reader.py``.
 
-``loader.py`` is for Paddle's own loaders, which read within a program; ``entry`` calls it.
+``loader.py`` handles Paddle's own loaders, which read within a program; ``entry`` calls it.
 """

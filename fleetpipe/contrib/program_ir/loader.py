@@ -1,7 +1,7 @@
-"""Paddle's own ``DataLoader.from_generator(iterable=False)``, which puts ``read`` into a program.
+"""Handles ``DataLoader.from_generator(iterable=False)``, which puts ``read`` into a program.
 
-Only the older Program has it. The operation is no part of a stage: it is run for itself, and what
-it gives is fed.
+Only the older Program has this loader of Paddle's. Its operation is no part of a stage: it runs on
+its own, and its outputs are fed to the stages.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ITEMS, _STARTED = "_fleetpipe_items", "_fleetpipe_started"
 
 
 def belongs_to_loader(op: Op) -> bool:
-    """Whether an operation reads, or makes what is read from."""
+    """Whether an operation reads from a loader, or creates its reader."""
     return bool(op.type == _READ or (op.type.startswith("create_") and op.type.endswith("reader")))
 
 
 def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator[Item] | None:
-    """Returns the micro-batches that a program reads by itself; None where it reads none."""
+    """Returns the micro-batches that a program reads by itself; None if it reads none."""
     if not hasattr(program, _ITEMS):
         setattr(program, _ITEMS, None if static.is_pir(program) else _reading(program))
     reading = getattr(program, _ITEMS)
@@ -42,7 +42,7 @@ def items_of(program: Program, run: Callable[..., Sequence[Tensor]]) -> Iterator
 
 
 def note_starts() -> list[Callable[[], None]]:
-    """Makes Paddle's loaders note on their program whether they are started; returns an undo.
+    """Makes Paddle's loaders note on their program whether they run; returns undo functions.
 
     A loader itself cannot be found from its program.
     """
@@ -62,7 +62,7 @@ def _note(method: str, started: bool) -> Callable[[], None]:
 
 
 def _reading(program: Program) -> tuple[Program, list[str]] | None:
-    """Returns the part of a program that reads, and what it reads."""
+    """Returns the part of a program that reads, and the names of its outputs; None without one."""
     ops = program.global_block().ops
     names = [name for op in ops if op.type == _READ for name in op.output_arg_names]
     if not names:

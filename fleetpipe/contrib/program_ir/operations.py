@@ -1,4 +1,4 @@
-"""Single operations and variables of the older Program: what they are, and how they are made."""
+"""Describes and creates single operations and variables of the older Program."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fleetpipe.static.graph import DROPOUTS, draws, user_line
 
 
 def draws_of(op: Op) -> bool:
-    """Whether an operation takes random numbers; one with a dropout of its own as well."""
+    """Whether an operation draws random numbers, also for a dropout that is part of it."""
     inner = next((op.attr(name) for name in DROPOUTS if op.has_attr(name)), 0.0)
     return draws(op.type) or inner > 0.0
 
 
 def takes(program: Program, op: Op) -> list[tuple[str, bool]]:
-    """Returns what an operation takes, and whether that is for its shape alone."""
+    """Returns the variables that an operation takes, each with whether only its shape counts."""
     slots = {name: op.input(name) for name in op.input_names}
     unread = static.unread_slots(op)
     read = {name for slot, names in slots.items() if slot not in unread for name in names}
@@ -31,7 +31,7 @@ def line_of(op: Op) -> str:
 
 
 def spare_statistics(block: Block, op: Op) -> None:
-    """Makes an operation that is repeated update copies: the forward updated its statistics."""
+    """Makes a repeated operation update copies of the statistics that its first run updated."""
     for name in set(op.input_arg_names).intersection(op.output_arg_names):
         like = block.var(name)
         copy = block.create_var(name=f"{name}.again", shape=like.shape, dtype=like.dtype)
@@ -42,17 +42,17 @@ def spare_statistics(block: Block, op: Op) -> None:
 
 
 def create_variable(block: Block, name: str, shape: Sequence[int], dtype: DType) -> Variable:
-    """Returns a variable that lives in the scope, made where the block has none of that name."""
+    """Creates a variable that lives in the scope, or returns the block's one of that name."""
     return block.create_var(
         name=name, shape=list(shape), dtype=dtype, persistable=True, stop_gradient=True
     )
 
 
 def temporary(block: Block, like: Variable) -> Variable:
-    """Returns a new variable of the shape and dtype of another.
+    """Creates a variable with the shape and dtype of another.
 
-    It has a name that is free: in a clone 2.6.2 counts unnamed variables from 0 again, and gives
-    one that the program has.
+    It gets a free name, because a clone in 2.6.2 counts unnamed variables from 0 again, and would
+    choose a name that the program has.
     """
     names = (f"fleetpipe_temporary_{number}" for number in itertools.count())
     name = next(name for name in names if not block.has_var(name))

@@ -1,6 +1,6 @@
-"""The reader of Paddle's older Program, for paddlepaddle 2.6.2; its private names are used here.
+"""Reads Paddle's older Program, the representation of paddlepaddle 2.6.2.
 
-3.3.x with ``FLAGS_enable_pir_api=0`` is read as well, as far as Paddle itself builds programs then.
+It reads programs of 3.3.x with ``FLAGS_enable_pir_api=0`` too, as far as Paddle still builds them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _CONSTANTS = ("fill_constant", "assign_value", "range", "eye", "linspace")
 
 
 class ProgramReader:
-    """Reads an older Program.
+    """Reads an older Program into a graph.
 
-    A variable is another value each time it is written, but for persistable ones. What no
-    operation makes (data and parameters) gets an operation of its own in the graph, in front.
+    Each write of a variable is a new value, except for persistable variables. Data and parameters,
+    which no operation makes, get operations of their own at the front of the graph.
     """
 
     def __init__(self, program: Program) -> None:
-        """Describes ``program``, which must be forward only."""
+        """Reads ``program``, which must consist of a forward only."""
         self._program = program
         self._block = program.global_block()
         self._names: list[str] = []
@@ -84,11 +84,11 @@ class ProgramReader:
         }
 
     def number(self, target: Variable | str) -> int | None:
-        """Returns the number of a variable's last value, by itself or by its name."""
+        """Returns the number of the last value of a variable, or of a variable's name."""
         return self._current.get(target if isinstance(target, str) else target.name)
 
     def stage(self, split: Split, stage: int, loss: int, weight: float) -> ProgramStage:
-        """Gives a stage its backward."""
+        """Builds a stage with its backward."""
         return ProgramStage(self._program, self._names, self._offset, split, stage, (loss, weight))
 
     def update(
@@ -98,7 +98,7 @@ class ProgramReader:
         parameters: Sequence[str],
         clipped: Collection[str],
     ) -> Update:
-        """Makes the optimizer step over the named parameters."""
+        """Builds the program in which the optimizer steps over the named parameters."""
         step, startup = self._program.clone(), static.Program()
         block = step.global_block()
         remove_operations(step, range(len(block.ops)))
@@ -128,7 +128,7 @@ class ProgramReader:
         return Update(step, startup, rate, tuple(sorted(made)), kept)
 
     def startup(self, program: Program, names: Iterable[str]) -> Program:
-        """Returns the initialisation of the named variables, drawing what the whole draws."""
+        """Returns the startup of the named variables, which draws all that the whole one draws."""
         wanted = set(names)
         mine = program.clone()
         block = mine.global_block()
@@ -171,12 +171,12 @@ class ProgramReader:
 
 
 def _variable(variable: Variable) -> str:
-    """Returns the name of the variable of the scope that a variable of a program is."""
+    """Returns the name that a variable of a program has in the scope."""
     return str(variable.name)
 
 
 def _sources(program: Program) -> list[str]:
-    """Returns the variables that are there before the first operation: data and parameters."""
+    """Returns the variables that exist before the first operation: data and parameters."""
     block = program.global_block()
     made: set[str] = set()
     sources: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""A stage of an older Program: its own operations, its backward, and the cut into pieces."""
+"""Builds a stage of an older Program with its backward, and cuts it into pieces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProgramStage:
     """One stage with its own backward; see ``cut.contract.StageProgram``.
 
     Values keep the names of their variables: stages that share a scope run one after another, and
-    what belongs to a micro-batch is never left in it.
+    no value of a micro-batch is left in it.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ProgramStage:
             offset: The number of the program's first operation in the graph.
             split: The cut.
             stage: The stage to build.
-            loss: The loss, and what its gradient is.
+            loss: The value number of the loss, and its gradient.
         """
         self._names, self._split, self._stage = names, split, stage
         self._program = program.clone()
@@ -88,7 +88,7 @@ class ProgramStage:
             leave_device(op)
 
     def incoming(self, value: int) -> str:
-        """Returns the variable in which the stage finds a value of an earlier one."""
+        """Returns the variable in which the stage finds a value of an earlier stage."""
         return self._names[value]
 
     def outgoing(self, value: int) -> str:
@@ -96,7 +96,7 @@ class ProgramStage:
         return self._names[value]
 
     def cut(self, exports: Iterable[int], kinds: Collection[str] = ("B",)) -> Pieces:
-        """Cuts the stage; its forward leaves the values ``exports`` in their variables."""
+        """Cuts the stage into forward and backward; the forward leaves ``exports`` in the scope."""
         copies = {name: f"{name}.kept" for name in self._changed}
         lasting = {
             *self._kept,
@@ -127,13 +127,13 @@ class ProgramStage:
         again: Collection[int] = (),
         copies: Mapping[str, str] = MappingProxyType({}),
     ) -> Program:
-        """Returns a program of the operations of these indices, in this order.
+        """Returns a program of the operations at ``indices``, in this order.
 
         Args:
-            indices: The operations.
+            indices: The indices of the operations.
             lasting: Variables that live in the scope.
-            again: Those of the operations that run for the second time in a micro-batch.
-            copies: What is taken in the place of some variables.
+            again: The indices of operations that run for the second time in a micro-batch.
+            copies: The variables that are read in the place of others, by the names of these.
         """
         piece = self._program.clone()
         block = piece.global_block()
@@ -161,11 +161,11 @@ class ProgramStage:
         return piece
 
     def _crossing(self) -> tuple[set[str], set[int], set[str]]:
-        """Finds what backward takes from forward or is given again.
+        """Finds the variables that backward takes, and the operations that it repeats.
 
         Returns:
-            The variables that it takes; the operations of forward that it repeats; those of the
-            variables that it takes for their shape alone.
+            The variables that backward takes from forward; the operations that it repeats; those of
+            the variables of which only the shape counts.
         """
         made: set[str] = set()
         waiting: list[tuple[str, bool]] = []
@@ -198,9 +198,9 @@ class ProgramStage:
     def _computed_again(
         self, name: str, makers: Mapping[str, Sequence[int]], by_shape: bool
     ) -> int | None:
-        """Returns what makes a variable again in backward, None where it or its shape is kept.
+        """Returns the operation that computes a variable again in backward; None if it is kept.
 
-        That is what costs nothing, or is to cost no memory. What was drawn is not drawn again.
+        Constants are computed again, and between checkpoints all that is not random.
         """
         if len(makers.get(name, ())) != 1:
             return None
@@ -248,7 +248,7 @@ class ProgramStage:
         return not variable.persistable
 
     def parameters(self) -> dict[str, Variable]:
-        """Returns the parameters to train that the stage uses, by name."""
+        """Returns the trainable parameters that the stage uses, by name."""
         return {
             parameter.name: parameter
             for parameter in self._block.all_parameters()
@@ -256,13 +256,13 @@ class ProgramStage:
         }
 
     def variable(self, value: int) -> Variable:
-        """Returns the variable of a value that the stage makes or is given."""
+        """Returns the variable of a value that the stage makes or gets."""
         return self._block.var(self._names[value])
 
     def target(self, value: int) -> Variable:
-        """Returns a variable, or a copy of it where the stage itself goes on with it.
+        """Returns the variable of a value, or a copy of it if the stage reads it too.
 
-        Else ``gradients`` would forget the way through the stage's own use of it.
+        Without the copy, ``gradients`` would ignore the path through the stage's own use of it.
         """
         variable = self.variable(value)
         if variable.name not in self._read:
@@ -273,11 +273,11 @@ class ProgramStage:
         return copy
 
     def fed(self, name: str, like: Variable) -> Variable:
-        """Returns a variable of the scope, shaped as another."""
+        """Creates a variable that is fed, with the shape and dtype of another."""
         return operations.create_variable(self._block, name, like.shape, like.dtype)
 
     def add(self, parts: Sequence[Variable]) -> Variable:
-        """Returns a sum, added up in the order of its parts."""
+        """Adds variables in their order, and returns the sum."""
         total = operations.temporary(self._block, parts[0])
         self._block.append_op(type="sum", inputs={"X": parts}, outputs={"Out": [total]})
         return total
@@ -287,7 +287,7 @@ class ProgramStage:
         self._block.append_op(type="sum", inputs={"X": [total, grad]}, outputs={"Out": [total]})
 
     def is_sparse(self, grad: Variable) -> bool:
-        """Whether a gradient has some rows alone."""
+        """Whether a gradient has only some of the rows."""
         return operations.is_sparse(grad)
 
     def leave(self, grad: Variable, name: str) -> str:
@@ -295,7 +295,7 @@ class ProgramStage:
         return str(grad.name)
 
     def _refuse_rewritten(self, numbers: Iterable[int]) -> None:
-        """A value that leaves the stage or came to it must not be written over in it."""
+        """Refuses a stage that overwrites a value that leaves it or came to it."""
         made: dict[str, list[int]] = {}
         graph = self._split.graph
         for number in numbers:

@@ -1,6 +1,6 @@
-"""Jobs on a Ray cluster: Ray Train's trainer for Paddle, whose workers are the ranks.
+"""Runs jobs on a Ray cluster: a trainer of Ray Train whose workers are the ranks.
 
-Start with ``trainer.py``, what a user calls; ``backend.py`` tells each worker which rank it is.
+Start with ``trainer.py``, which a user calls; ``backend.py`` tells each worker which rank it is.
 Needs ``pip install 'fleetpipe[ray]'``; nothing of Ray or Paddle is imported before a name needs it.
 """
 
@@ -27,7 +27,7 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what needs Ray when it is asked for.
+    """Loads a name that needs Ray when it is first used.
 
     Raises:
         AttributeError: There is no such name.

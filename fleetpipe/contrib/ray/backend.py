@@ -1,7 +1,7 @@
 """Tells each worker of Ray Train which rank of a Paddle job it is.
 
-Ray numbers its workers node by node, so that neighbours in a pipeline, whose numbers are next to
-each other, stand on one node wherever that has room for them. A rank's number is its worker's.
+Ray numbers its workers node by node, and a rank has the number of its worker. So neighbours in a
+pipeline are on one node if that has room for them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 @dataclasses.dataclass
 class PaddleConfig(BackendConfig):
-    """How the workers of a :class:`fleetpipe.ray.PaddleTrainer` are one job of Paddle's.
+    """Describes how the workers of a :class:`fleetpipe.ray.PaddleTrainer` form one Paddle job.
 
     Args:
-        hybrid_configs: What the train loop gives to ``strategy.hybrid_configs``: tells which
-            workers share a replica, and so which batches of ``datasets=`` each one gets.
+        hybrid_configs: The train loop's ``strategy.hybrid_configs``, which decide which workers
+            share a replica, and so which batches of ``datasets=`` each one gets.
         wait_for_nodes: Seconds that a cluster without room for the workers may take to grow.
     """
 
@@ -46,7 +46,7 @@ class PaddleConfig(BackendConfig):
     wait_for_nodes: float = 5.0
 
     def __post_init__(self) -> None:
-        """Refuses what no strategy takes, before Ray starts a worker.
+        """Refuses degrees that no strategy takes, before Ray starts a worker.
 
         Raises:
             ConfigError: An option is unknown, or has a value that cannot be used.
@@ -59,16 +59,16 @@ class PaddleConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What makes the workers ranks."""
+        """The class that makes the workers ranks."""
         return PaddleBackend
 
     @property
     def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """What each train loop runs within."""
+        """The context manager within which each train loop runs."""
         return _as_rank
 
     def to_dict(self) -> dict[str, Any]:
-        """What Ray shows of it."""
+        """Returns the options as a dict, which Ray shows."""
         return dataclasses.asdict(self)
 
 
@@ -79,7 +79,7 @@ class PaddleBackend(Backend):
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Sets what Paddle's launcher would in every worker of ``worker_group``."""
+        """Sets the variables of Paddle's launcher in every worker of ``worker_group``."""
         addresses = [
             worker_group.execute_single_async(rank, adopt, environment)
             for rank, environment in enumerate(environments(worker_group))
@@ -88,11 +88,11 @@ class PaddleBackend(Backend):
 
 
 class RankPlace(NamedTuple):
-    """Where a worker runs.
+    """The node, the address and the GPU of a worker.
 
     Attributes:
         node: Ray's name of its node.
-        address: Where other nodes reach that.
+        address: The address at which other nodes reach it.
         device: The number of its GPU among those that it sees; "" without one.
     """
 
@@ -102,10 +102,10 @@ class RankPlace(NamedTuple):
 
 
 def environments(worker_group: Any) -> list[dict[str, str]]:
-    """Returns what the environment of each rank says of the job, by rank.
+    """Returns the environment variables that describe the job to each rank, by rank.
 
     Args:
-        worker_group: Ray's group of workers, which are asked where they run and for free ports.
+        worker_group: Ray's group of workers, which tell their places and free ports.
     """
     places: list[RankPlace] = worker_group.execute(own_place)
     nodes = [place.node for place in places]
@@ -120,10 +120,10 @@ def environments(worker_group: Any) -> list[dict[str, str]]:
 
 
 def rank_environments(places: list[RankPlace], ports: dict[str, list[int]]) -> list[dict[str, str]]:
-    """Returns what the environment of each rank says of the job, by rank.
+    """Returns the environment variables that describe the job to each rank, by rank.
 
     Args:
-        places: Where each rank runs.
+        places: The place of each rank.
         ports: Free ports of each node: one for each rank there, and one for Paddle's store.
     """
     nodes = [place.node for place in places]
@@ -163,7 +163,7 @@ def adopt(environment: Mapping[str, str]) -> None:
 
 
 def own_place() -> RankPlace:
-    """Returns where this worker runs."""
+    """Returns the place of this worker."""
     context = ray.get_runtime_context()
     gpus = context.get_accelerator_ids().get("GPU", [])
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -172,7 +172,7 @@ def own_place() -> RankPlace:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports of this host at which nobody listens."""
+    """Returns ``count`` ports of this host at which nobody listens."""
     ports: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -189,14 +189,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def _end_with_worker() -> None:
-    """Makes what a worker forks end with it: it holds the sockets by whose end Ray sees that."""
+    """Ends a child of a worker with it: it shares sockets whose close tells Ray of the end."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def _as_rank() -> Iterator[None]:
-    """Readies the thread of a train loop, and ends its job with it: the others hear of an error."""
+    """Prepares the thread of a train loop, and ends its job with it; others get its error."""
     from fleetpipe.paddle_api.loading import load_data_in_threads
 
     load_data_in_threads()

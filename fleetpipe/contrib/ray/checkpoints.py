@@ -1,4 +1,4 @@
-"""Checkpoints in the storage of a Ray Train run, from a plain loop and from ``Model.fit``."""
+"""Saves checkpoints into the storage of a Ray Train run, from a loop or from ``Model.fit``."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _STEP = "step-"
 class RayCheckpointManager(CheckpointManager):
     """A :class:`fleetpipe.CheckpointManager` whose folder is the storage of the Ray Train run.
 
-    A step that is saved is reported (``ray.train.report``) and uploaded to ``storage_path``; what
-    is kept of it, and which step is the best, ``CheckpointConfig`` says. ``restore`` and ``steps``
-    know the step that the attempt goes on from: ``ray.train.get_checkpoint()``. To be used within a
-    train loop, on all ranks alike; hosts need not share a disk.
+    A saved step is reported (``ray.train.report``) and uploaded to ``storage_path``;
+    ``CheckpointConfig`` decides which steps are kept and which is the best. ``restore`` and
+    ``steps`` know the step that the attempt goes on from, ``ray.train.get_checkpoint()``. Use it
+    within a train loop, in the same way on all ranks; hosts need not share a disk.
     """
 
     def __init__(self, *, save_interval: int = 1, names: Names = None) -> None:
         """Describes how a run is saved.
 
         Args:
-            save_interval: As of a :class:`fleetpipe.CheckpointManager`.
-            names: Likewise.
+            save_interval: The same as for a :class:`fleetpipe.CheckpointManager`.
+            names: The same as there.
 
         Raises:
             ConfigError: ``save_interval`` is below 1.
@@ -53,18 +53,18 @@ class RayCheckpointManager(CheckpointManager):
     def save(
         self, step: int, *, metrics: Mapping[str, float] | None = None, **state: Any
     ) -> Saving | None:
-        """Saves a step, as of a :class:`fleetpipe.CheckpointManager`, and reports it.
+        """Saves a step as a :class:`fleetpipe.CheckpointManager` does, and reports it.
 
         Args:
-            step: Its number; reported with the metrics.
+            step: The number of the step; it is reported with the metrics.
             metrics: Numbers by name.
-            **state: The objects, as there.
+            **state: The objects to save, as for a :class:`fleetpipe.CheckpointManager`.
 
         Returns:
-            A handle of what is done already; None where the step is not saved.
+            A handle of a save that is done already; None if the step is not saved.
 
         Raises:
-            ConfigError: ``step`` is no such number, or an object is of another kind.
+            ConfigError: ``step`` is no valid number, or an object is of an unknown kind.
             CheckpointError: Some rank cannot save it; every rank raises.
         """
         saving = super().save(step, metrics=metrics, **state)
@@ -83,10 +83,10 @@ class RayCheckpointManager(CheckpointManager):
     def restore(
         self, step: int | str = "latest", *, only: Sequence[str] | None = None, **state: Any
     ) -> Restored:
-        """Restores what the attempt goes on from, as of a :class:`fleetpipe.CheckpointManager`.
+        """Restores the checkpoint that the attempt goes on from.
 
         Raises:
-            CheckpointError: There is nothing to go on from, or it does not fit.
+            CheckpointError: There is no checkpoint, or it does not fit.
         """
         newest = ray.train.get_checkpoint()
         if newest is None:
@@ -117,11 +117,11 @@ class _Reporting(StepManager, RayCheckpointManager):
 class ReportCallback(PipelineCheckpoint):
     """Reports to Ray Train from ``Model.fit``: loss, metrics, and a checkpoint to go on from.
 
-    A ``fit`` with it goes on by itself where an earlier attempt was, in the middle of an epoch too.
+    A ``fit`` with it goes on where an earlier attempt ended, even in the middle of an epoch.
     """
 
     def __init__(self, every_steps: int | None = None, every_epochs: int | None = 1) -> None:
-        """Takes how often to report.
+        """Sets how often it reports.
 
         Args:
             every_steps: Batches from one report to the next; None for none within an epoch.
@@ -136,12 +136,12 @@ class ReportCallback(PipelineCheckpoint):
 
     @contextmanager
     def going(self, position: Position, save_dir: str | None, go_on: bool) -> Iterator[None]:
-        """While it is open, a training is reported, after it went on where it was. Collective."""
+        """While it is open, a training resumes, runs and is reported. Collective."""
         with super().going(position, save_dir, True):
             yield
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Notes what the batch tells."""
+        """Notes the figures of the batch."""
         self._logs = _numbers(logs or {})
 
     def _manager_of(self, home: Path) -> StepManager:
@@ -152,7 +152,7 @@ class ReportCallback(PipelineCheckpoint):
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Returns what ``logs`` tell of the training, by name; Paddle has a loss as a list of one."""
+    """Returns the numbers in ``logs`` by name; Paddle gives a loss as a list of one."""
     firsts = {name: one[0] if isinstance(one, list) and one else one for name, one in logs.items()}
     return {
         name: float(one)

@@ -1,4 +1,4 @@
-"""The Ray cluster that a job runs on: the user's, or one of its own that ends with it."""
+"""Connects to the Ray cluster of a job: the user's, or a new one that ends with the job."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 def connected(address: str | None, resources: Mapping[str, float]) -> Iterator[None]:
     """While it is open, this process is connected to a Ray cluster.
 
-    Where it is connected already, that is the cluster. Else the one at ``address``; and without an
-    address one of this job's own on this host, whatever else runs here: it listens on the loopback,
+    If the process is connected already, it stays with that cluster; else it joins the one at
+    ``address``. Without an address it starts a cluster on this host, which listens on the loopback,
     takes nobody without its token, and ends with the job, or with this process, however that ends.
 
     Args:
         address: ``HOST:PORT``, ``"auto"`` for the one that ``ray start`` began here, or None.
-        resources: What the job needs in all; an own cluster has at least that many CPUs.
+        resources: What the whole job needs; a cluster that is started has at least that many CPUs.
 
     Raises:
         ConfigError: There is no such cluster, or it does not take this process.
@@ -99,7 +99,7 @@ def _own_cluster(resources: Mapping[str, float]) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Leaves the cluster, but not for ever: Ray waits for a thread that may wait for a lock."""
+    """Leaves the cluster, but waits for a limited time: Ray may wait for a lock for ever."""
     leaving = threading.Thread(target=ray.shutdown, daemon=True)
     leaving.start()
     leaving.join(_LEAVE_SECONDS)
@@ -109,7 +109,7 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """While it is open, the environment has ``changes``, for the processes that begin there."""
+    """While it is open, the environment has ``changes``, which new processes inherit."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -123,7 +123,7 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """While it is open, a cluster listens at 127.0.0.1 alone."""
+    """While it is open, a cluster that starts listens at 127.0.0.1 alone."""
     changed = ray_constants.ENABLE_RAY_CLUSTER
     # On Linux Ray turns a loopback address that it is given into one that others reach.
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -135,11 +135,11 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _deaf_to_stop_signals() -> Iterator[None]:
-    """While it is open, what begins blocks the signals that ask for an end, and handlers stay.
+    """While it is open, new processes block stop signals, and handlers of this one stay.
 
-    Schedulers send them to all processes of a job: a cluster of its own is to outlive the last
-    step. Ray's handlers shut down within whatever this process was doing, with the locks of that,
-    or end it by SIGABRT.
+    Schedulers send the signals to all processes of a job, but a cluster must outlive the job's last
+    step. Ray's handlers would shut down in the middle of whatever this process does, under its
+    locks, or end it by SIGABRT.
     """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
@@ -156,7 +156,7 @@ def _deaf_to_stop_signals() -> Iterator[None]:
 
 
 def _read_settings_again() -> None:
-    """Makes Ray read the environment, its token too, as it does once for a process."""
+    """Makes Ray read the environment and its token again, which it does once by itself."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
@@ -202,12 +202,12 @@ def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> N
     """Refuses more workers than the nodes of the cluster have room for, busy or not.
 
     Args:
-        bundle: What each worker needs.
-        workers: How many there are to be.
+        bundle: The resources of each worker.
+        workers: Number of workers.
         seconds: How long to wait for more nodes.
 
     Raises:
-        ConfigError: There is no room for as many; the message says what each node has.
+        ConfigError: There is no room for them; the message says what each node has.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -242,7 +242,7 @@ def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
     """Refuses a node on which a worker could not begin.
 
     Args:
-        runtime_env: The environment that workers are given besides that of the job.
+        runtime_env: The runtime environment of workers, besides the variables of the job.
 
     Raises:
         ConfigError: A node has no Paddle, or not this version of fleetpipe, or starts no process.

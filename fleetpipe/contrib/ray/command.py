@@ -1,4 +1,4 @@
-"""``fleetpipe launch``: the local launcher, or with ``--ray`` Ray Train."""
+"""``fleetpipe launch``: runs a job by the local launcher, or with ``--ray`` by Ray Train."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def run(options: argparse.Namespace) -> int:
     """Runs a job to its end; returns the exit code that its launcher describes.
 
     Raises:
-        UsageError: Ray is asked for, and not installed.
-        FleetPipeError: What the launchers raise.
+        UsageError: ``--ray`` is given, and Ray is not installed.
+        FleetPipeError: The launcher refuses the job.
     """
     name = "fleetpipe.launch.supervisor.supervisor"
     if options.ray is not None:

@@ -1,7 +1,7 @@
-"""``fleetpipe launch --ray``: an unedited script as the train loop of a ``PaddleTrainer``.
+"""``fleetpipe launch --ray``: runs an unedited script as the loop of a ``PaddleTrainer``.
 
-Ray places the ranks, starts all of them again where one fails, and has more or fewer of them as the
-cluster grows or shrinks.
+Ray places the ranks, restarts all of them if one fails, and changes their number as the cluster
+grows or shrinks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs a job on a Ray cluster to its end.
 
     Returns:
-        0 where every rank did its work; 130 after Ctrl-C; 1 where the job failed.
+        0 if every rank did its work; 130 after Ctrl-C; 1 if the job failed.
 
     Raises:
         ConfigError: An option is for one host alone, there is no Ray at the address, or its nodes
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _trainer(options: argparse.Namespace, runs: str) -> PaddleTrainer:
-    """Returns what runs the job on the cluster that this process is connected to."""
+    """Returns the trainer of the job, for the cluster that this process is connected to."""
     gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
     on_each = options.nproc_per_node or min(filter(None, gpus), default=1)
     least, most = (nodes * on_each for nodes in options.nnodes)
@@ -102,7 +102,7 @@ def _trainer(options: argparse.Namespace, runs: str) -> PaddleTrainer:
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
-    """Returns what every rank finds in its environment, whatever its node has there."""
+    """Returns the variables that every rank gets, whatever its node has set."""
     carried = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED)}
     # Ray would show twice what the script prints.
     carried["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"
@@ -114,14 +114,14 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
 
 def run_script(config: Mapping[str, Any]) -> None:
-    """Runs a script as a rank, as ``fleetpipe run`` does: the train loop of each worker.
+    """Runs a script as a rank, as ``fleetpipe run`` does; the train loop of each worker.
 
     Args:
-        config: The ``script``, its ``arguments``, the ``folder`` that it runs in where the node has
-            it, the ``log_level``, and the ``environment`` for what the node has not set.
+        config: The ``script``, its ``arguments``, the ``folder`` that it runs in if the node has
+            it, the ``log_level``, and the ``environment`` for variables that the node has not set.
 
     Raises:
-        FleetPipeError: The script ended itself with a code other than 0. What it raises passes.
+        FleetPipeError: The script ended itself with a code other than 0. Its own exceptions pass.
     """
     from fleetpipe.launch.substitution import in_place_of_paddles
 

@@ -1,4 +1,4 @@
-"""The nodes of a cluster, and what processes on them answer."""
+"""Lists the nodes of a Ray cluster, and collects the answers of processes on them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class RayNode(NamedTuple):
     """A node of the cluster.
 
     Attributes:
-        name: Ray's.
-        address: Of its host.
+        name: Ray's name of the node.
+        address: The address of its host.
     """
 
     name: str
@@ -27,12 +27,12 @@ class RayNode(NamedTuple):
 
     @property
     def label(self) -> dict[str, str]:
-        """By which Ray starts something on this node alone."""
+        """The label by which Ray starts a process on this node alone."""
         return {"ray.io/node-id": self.name}
 
 
 def staying() -> list[RayNode]:
-    """Returns the cluster's nodes that live, save for those that are about to be taken away."""
+    """Returns the live nodes of the cluster, except those that are about to be taken away."""
     # What Ray Train itself asks for preemption: its answer to a train loop is collective.
     leaving = state.get_draining_nodes()
     return [
@@ -43,7 +43,7 @@ def staying() -> list[RayNode]:
 
 
 def answers(references: dict[RayNode, Any]) -> dict[RayNode, Any]:
-    """Returns what the processes on some nodes return.
+    """Returns the results of the processes on some nodes.
 
     Raises:
         ConfigError: A node starts no process in time, or cannot run this one.

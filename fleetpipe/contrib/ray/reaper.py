@@ -1,7 +1,7 @@
 """Ends what is left of a cluster when the process that started it is gone; runs as a script.
 
-Ray ends most of its own; two agents stay for a minute, and what a worker forks may stay for ever.
-All of them have the cluster's token in their environment, and nobody else has.
+Ray ends most of its processes, but two agents stay for a minute, and a child of a worker may stay
+for ever. All of them have the cluster's token in their environment, and no other process has it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def marked(token: bytes) -> Iterator[int]:
 
 
 def main() -> None:
-    """Reads a token, waits for the end of the other side, and ends all that has the token."""
+    """Reads a token, waits for the sender to end, and kills the processes with the token."""
     token = sys.stdin.buffer.readline().strip()
     sys.stdin.buffer.read()
     quiet_until = time.monotonic() + _QUIET_SECONDS

@@ -1,4 +1,4 @@
-"""``PaddleTrainer``: what Ray's users know as ``TorchTrainer``, for Paddle and its pipelines."""
+"""``PaddleTrainer``: the counterpart of Ray's ``TorchTrainer`` for Paddle and its pipelines."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PaddleTrainer(DataParallelTrainer):
     """Trains with Paddle on the workers of a Ray cluster, each of which is a rank.
 
     ``fit`` runs on the cluster that the process is connected to (``ray.init``), or at the address
-    ``RAY_ADDRESS``; else it starts one on this host for itself alone, which ends with it. A worker
-    that dies is no end: with ``FailureConfig(max_failures=..)`` all begin again, and go on from the
-    newest checkpoint that was reported.
+    ``RAY_ADDRESS``; else it starts a cluster on this host, which ends with it. If a worker dies and
+    ``FailureConfig(max_failures=..)`` allows it, all workers begin again and go on from the newest
+    checkpoint that was reported.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class PaddleTrainer(DataParallelTrainer):
         """Describes a training; starts nothing.
 
         Args:
-            train_loop_per_worker: What every rank runs: the body of a script of Fleet's, from
-                ``fleet.init`` on, or of one with ``fleetpipe.Model``. Takes ``train_loop_config``,
-                or nothing. ``ray.train`` works in it: ``report``, ``get_checkpoint``,
-                ``get_dataset_shard``.
+            train_loop_per_worker: The function that every rank runs: the body of a script of
+                Fleet's, from ``fleet.init`` on, or of one with ``fleetpipe.Model``. Takes
+                ``train_loop_config``, or nothing. ``ray.train`` works in it: ``report``,
+                ``get_checkpoint``, ``get_dataset_shard``.
             train_loop_config: Its argument.
             scaling_config: ``num_workers`` is the number of ranks.
-            run_config: Where results go, what is kept, and how often a failure is tried again.
-            paddle_config: The strategy's degrees, where ``datasets`` are given; and more.
+            run_config: Where results go, what is kept, and how often a failed run is tried again.
+            paddle_config: The strategy's degrees, which ``datasets`` need, and other options.
             datasets: Datasets of Ray's by name, or functions without arguments that return one. The
                 ranks of a replica get the same batches, and replicas different ones.
 
@@ -99,7 +99,7 @@ class PaddleTrainer(DataParallelTrainer):
         Raises:
             ConfigError: ``storage_path`` cannot be written, the cluster does not answer or has no
                 room for the workers, or a node lacks what they need.
-            ray.train.TrainingFailedError: A worker failed more often than ``max_failures`` says.
+            ray.train.TrainingFailedError: A worker failed more often than ``max_failures`` allows.
         """
         scaling = self.scaling_config
         self._require_storage()
@@ -127,9 +127,9 @@ class PaddleTrainer(DataParallelTrainer):
             ) from error
 
     def _create_default_callbacks(self) -> list[Any]:
-        """Returns Ray's, without one that asks for its dashboard every second.
+        """Returns Ray's callbacks without one that queries its dashboard every second.
 
-        What that one frees when a controller is lost is freed when the driver ends.
+        That one frees resources of a lost controller, which are freed too when the driver ends.
         """
         callbacks: list[Any] = super()._create_default_callbacks()
         return [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
@@ -137,7 +137,7 @@ class PaddleTrainer(DataParallelTrainer):
 
 @contextlib.contextmanager
 def _interrupt_handler_kept() -> Iterator[None]:
-    """Puts back the handler of Ctrl-C: Ray's, which asks the run's controller, stays after it."""
+    """While it is open, Ray may handle Ctrl-C; then the handler from before is put back."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -163,8 +163,8 @@ def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:
     """Returns the replica (dp and sharding) that each rank is part of, by rank.
 
     Args:
-        hybrid_configs: Those of the strategy; without ``dp_degree`` it is worked out, as there.
-        ranks: How many there are.
+        hybrid_configs: The degrees of the strategy; a missing ``dp_degree`` is computed.
+        ranks: Number of ranks.
 
     Raises:
         ConfigError: The degrees do not fit as many ranks.
@@ -177,21 +177,21 @@ def replicas(hybrid_configs: Mapping[str, Any], ranks: int) -> list[int]:
 
 
 class ReplicaDataConfig(ray.train.DataConfig):
-    """Splits datasets by replica: its ranks read the same batches, other replicas other ones.
+    """Splits datasets by replica: each replica reads its own batches, the same on all its ranks.
 
-    Each dataset is computed once and held in Ray's object store, so that what is random in it is
-    the same for all ranks of a replica.
+    Each dataset is computed once and held in Ray's object store, so that its random numbers are the
+    same for all ranks of a replica.
     """
 
     def __init__(self, hybrid_configs: Mapping[str, Any]) -> None:
-        """Takes the degrees of the strategy, which tell the replicas."""
+        """Takes the degrees of the strategy, which decide the replicas."""
         super().__init__()
         self._hybrid_configs = hybrid_configs
 
     def configure(
         self, datasets: Mapping[str, Any], world_size: int, *_: Any, **__: Any
     ) -> list[dict[str, Any]]:
-        """Returns what each rank reads of each dataset, by rank; Ray calls it."""
+        """Returns the part of each dataset that each rank reads, by rank; Ray calls this."""
         of_rank = replicas(self._hybrid_configs, world_size)
         read: list[dict[str, Any]] = [{} for _ in of_rank]
         for name, dataset in datasets.items():

@@ -1,1 +1,1 @@
-"""A job whose ranks Slurm's ``srun`` has started."""
+"""Makes the tasks that Slurm's ``srun`` started the ranks of a job."""
