@@ -1,10 +1,10 @@
-"""ColossalAI's legacy pipeline, by its names: a program changes its imports and its layers.
+"""Runs programs of ColossalAI's legacy pipeline, which change their imports and layers only.
 
-Modules stand where ColossalAI has them: ``core``, ``logging``, ``nn``, ``pipeline``, ``trainer``
-and ``utils``. ``context`` begins the job that a ``configuration`` describes, and tells the program
-its place in it (``gpc``). ``pipeline.pipelinable`` makes a model without memory;
-``sequence`` puts its layers in order and says how each is called, and ``model`` is the
-``PipelineLayer`` that comes of it. ``engine`` runs batches, and ``trainer`` epochs of them.
+Modules have ColossalAI's paths: ``core``, ``logging``, ``nn``, ``pipeline``, ``trainer`` and
+``utils``. ``context`` begins the job that a ``configuration`` describes, and tells the program its
+place in it (``gpc``). ``pipeline.pipelinable`` makes a model without memory; ``sequence`` puts its
+layers in order and records how each is called, and ``model`` turns them into a ``PipelineLayer``.
+``engine`` runs batches, and ``trainer`` epochs of them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Says what makes ColossalAI's schedules here.
+    """Refuses ColossalAI's classes of schedules, and says what takes their place.
 
     Raises:
-        UsageError: One was asked for; an ``AttributeError`` would not reach who imports it.
+        UsageError: The name is one of these classes; an import hides an ``AttributeError``.
         AttributeError: There is no such name.
     """
     if name in ("PipelineSchedule", "InterleavedPipelineSchedule"):

@@ -1,4 +1,4 @@
-"""The configuration of a program: a mapping or a Python file, read and checked."""
+"""Reads and checks the configuration of a program: a mapping or a Python file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Config(dict[str, Any]):
 
         Raises:
             ConfigError: An entry has a value that cannot be used, or the file cannot be read.
-            UsageError: It is neither.
+            UsageError: ``source`` is neither.
         """
         if isinstance(source, (str, os.PathLike)):
             config = cls(_assigned(Path(source)))
@@ -80,18 +80,18 @@ class Config(dict[str, Any]):
 
     @property
     def micro_batches(self) -> int:
-        """``NUM_MICRO_BATCHES``, the number of micro-batches of a batch; 1 where it is left out."""
+        """``NUM_MICRO_BATCHES``, the number of micro-batches of a batch; 1 by default."""
         return int(self.get("NUM_MICRO_BATCHES", 1))
 
     @property
     def tensor_shape(self) -> Sequence[int] | None:
-        """``TENSOR_SHAPE``, the shape of whatever goes from stage to stage; None: any."""
+        """``TENSOR_SHAPE``, the shape of values between stages; None for any shape."""
         shape: Sequence[int] | None = self.get("TENSOR_SHAPE")
         return shape
 
     @property
     def pipeline(self) -> int:
-        """Ranks of a pipeline; 1 where ``parallel`` does not say."""
+        """Number of ranks of a pipeline; 1 by default."""
         return self._degree("pipeline")
 
     @property

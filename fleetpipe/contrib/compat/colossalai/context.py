@@ -1,4 +1,4 @@
-"""``gpc``: what a program asks of its place among the ranks, answered by the job that runs.
+"""``gpc``: tells a program its place among the ranks of the job that runs.
 
 ``launch_from_torch`` reads a configuration and begins the job that it describes.
 """
@@ -21,7 +21,7 @@ from fleetpipe.paddle_api import paddle
 
 
 class ParallelMode(enum.Enum):
-    """The groups that a rank is in."""
+    """The kinds of groups that a rank is in."""
 
     GLOBAL = "global"
     DATA = "data"
@@ -30,7 +30,7 @@ class ParallelMode(enum.Enum):
 
 
 class GlobalContext:
-    """The configuration of the program and this process's place; the one object is ``gpc``.
+    """The configuration of the program and this process's place; there is one, ``gpc``.
 
     A process that plays all ranks of a pipeline is its first rank and its last.
     """
@@ -40,10 +40,10 @@ class GlobalContext:
 
     @property
     def config(self) -> Config:
-        """What was given to ``launch_from_torch``.
+        """The configuration that ``launch_from_torch`` was given.
 
         Raises:
-            StateError: It was not called.
+            StateError: ``launch_from_torch`` was not called.
         """
         if self._config is None:
             raise StateError(
@@ -54,7 +54,7 @@ class GlobalContext:
 
     @property
     def configured_chunks(self) -> int | None:
-        """``NUM_CHUNKS`` of the configuration; None where it, or the configuration, is left out."""
+        """``NUM_CHUNKS`` of the configuration; None without it or without a configuration."""
         return None if self._config is None else self._config.get("NUM_CHUNKS")
 
     def load_config(self, config: Config) -> None:
@@ -63,17 +63,17 @@ class GlobalContext:
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Ranks of a pipeline."""
+        """Number of ranks of a pipeline."""
         return self.get_world_size(ParallelMode.PIPELINE)
 
     @property
     def data_parallel_size(self) -> int:
-        """Replicas of the pipeline."""
+        """Number of replicas of the pipeline."""
         return self.get_world_size(ParallelMode.DATA)
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that share each layer: 1."""
+        """Number of ranks that share each layer, which is 1."""
         return self.get_world_size(ParallelMode.TENSOR)
 
     def get_world_size(self, mode: ParallelMode) -> int:
@@ -93,7 +93,7 @@ class GlobalContext:
         return sizes[mode]
 
     def get_local_rank(self, mode: ParallelMode) -> int:
-        """Returns this process's rank in a group; 0 where it plays all ranks.
+        """Returns this process's rank in a group; 0 if it plays all ranks.
 
         Raises:
             StateError: The program was not launched.
@@ -112,7 +112,7 @@ class GlobalContext:
         return self.get_local_rank(ParallelMode.GLOBAL)
 
     def is_initialized(self, mode: ParallelMode) -> bool:
-        """Returns whether the job runs, in which all groups are."""
+        """Returns whether the job runs; all groups exist with it."""
         return isinstance(mode, ParallelMode) and current_job() is not None
 
     def is_first_rank(self, mode: ParallelMode) -> bool:
@@ -120,7 +120,7 @@ class GlobalContext:
         return self.get_local_rank(mode) == 0
 
     def is_last_rank(self, mode: ParallelMode) -> bool:
-        """Returns whether this process is the last of a group, or plays it."""
+        """Returns whether this process is the last of a group, or plays the last one."""
         job = self._job()
         played = job.local and mode in (ParallelMode.PIPELINE, ParallelMode.GLOBAL)
         return played or self.get_local_rank(mode) == self.get_world_size(mode) - 1
@@ -129,7 +129,7 @@ class GlobalContext:
         """Returns whether this process is the first rank of its pipeline.
 
         Args:
-            ignore_virtual: Accepted for ColossalAI's sake: nobody asks for a chunk here.
+            ignore_virtual: Accepted without effect.
         """
         return self.is_first_rank(ParallelMode.PIPELINE)
 
@@ -137,7 +137,7 @@ class GlobalContext:
         """Returns whether this process is the last rank of its pipeline.
 
         Args:
-            ignore_virtual: Accepted for ColossalAI's sake: nobody asks for a chunk here.
+            ignore_virtual: Accepted without effect.
         """
         return self.is_last_rank(ParallelMode.PIPELINE)
 
@@ -170,7 +170,7 @@ DEFAULT_SEED = 1024
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """Returns a parser with the options of ColossalAI's that a launcher or a user may pass."""
+    """Returns a parser with ColossalAI's options ``--config`` and ``--backend``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", help="path of the configuration")
     parser.add_argument("--backend", default="gloo", help="accepted without effect")
@@ -190,10 +190,10 @@ def launch_from_torch(
         config: A mapping, or the path of a Python file that assigns ``NUM_MICRO_BATCHES`` (the
             number of micro-batches of a batch), ``parallel = dict(pipeline=2)``, and if wanted
             ``NUM_CHUNKS``, ``TENSOR_SHAPE`` and ``SCHEDULE`` (a schedule of fleetpipe's by name).
-            It is kept as ``gpc.config``, with whatever else it has.
+            ``gpc.config`` keeps it, with all its other entries.
         backend: Accepted without effect.
         seed: Seeds Python's, NumPy's and Paddle's generators.
-        verbose: Whether rank 0 says which ranks there are.
+        verbose: Whether rank 0 logs how many ranks and replicas there are.
 
     Raises:
         ConfigError: An entry has a value that cannot be used, the ranks do not fit the number of

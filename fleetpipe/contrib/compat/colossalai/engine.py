@@ -1,4 +1,4 @@
-"""``initialize`` and its engine: a batch in the steps in which ColossalAI's programs take it."""
+"""``initialize`` and its engine, which runs a batch in the steps of ColossalAI's programs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def initialize(
     lr_scheduler: Scheduler = None,
     verbose: bool = True,
 ) -> tuple[Engine, Iterable[Any] | None, Iterable[Any] | None, Scheduler]:
-    """Wraps what a program trains with. Collective over the job.
+    """Wraps a model and its optimizer in an engine. Collective over the job.
 
     Args:
-        model: What ``PipelinableContext.partition`` returned, or a ``PipelineLayer``.
+        model: The result of ``PipelinableContext.partition``, or a ``PipelineLayer``.
         optimizer: A Paddle optimizer on ``model.parameters()``.
         criterion: ``criterion(output, label)`` gives a Tensor with one element.
         train_dataloader: Returned as it is. Each rank of a pipeline reads the same batches.
-        test_dataloader: Likewise.
-        lr_scheduler: Likewise; who made it steps it.
+        test_dataloader: Returned as it is.
+        lr_scheduler: Returned as it is; the program steps it.
         verbose: Whether rank 0 prints the configuration.
 
     Returns:
@@ -72,7 +72,7 @@ def initialize(
 
 
 class RecordedLoss(paddle.nn.Layer):
-    """A loss that keeps the outputs that it is given, while somebody wants them.
+    """A loss that keeps the outputs of micro-batches while :meth:`recording` is open.
 
     Attributes:
         criterion: The user's loss.
@@ -100,12 +100,12 @@ class RecordedLoss(paddle.nn.Layer):
 
 
 class Engine:
-    """Runs batches; what ``initialize`` returns.
+    """Runs batches; ``initialize`` returns it.
 
     Attributes:
         model: The wrapped model.
         optimizer: The wrapped optimizer.
-        training: Whether :meth:`train` was called last, or :meth:`eval`.
+        training: True after :meth:`train`, False after :meth:`eval`.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class Engine:
 
     @property
     def criterion(self) -> Callable[[Nest, Nest], Tensor] | None:
-        """The loss."""
+        """The user's loss; None without one."""
         return None if self._loss is None else self._loss.criterion
 
     def train(self) -> None:
-        """Makes the batches that follow train."""
+        """Makes later batches train."""
         self.training = True
         self.model.train()
 
@@ -133,7 +133,7 @@ class Engine:
         self.model.eval()
 
     def take_back(self) -> None:
-        """Makes the model compute the engine's loss, after it had another; batches train again."""
+        """Gives the model the engine's loss back, and makes later batches train."""
         self.model.layers.take_loss(self._loss)
         self.zero_grad()
         self.train()
@@ -163,17 +163,17 @@ class Engine:
         """Runs one batch through all stages: forward and backward, or forward alone. Collective.
 
         Args:
-            data_iter: Its next item is the batch: ``(inputs, labels)``, or a dict, of which
-                ``"label"`` is the label and the rest named arguments of the layers. Every rank of
-                a pipeline takes the same.
+            data_iter: An iterator whose next item is the batch: ``(inputs, labels)``, or a dict of
+                the labels, under ``"label"``, and of named arguments of the layers. Every rank of a
+                pipeline takes the same.
             forward_only: Whether to leave out backward; after :meth:`eval` only.
             return_loss: Whether to compute the loss.
             return_output_label: Whether to return outputs and labels.
 
         Returns:
             The output of the whole batch and its labels, on the owner of the last stage (None
-            elsewhere), and the loss, on every rank: the mean over the micro-batches. What was not
-            asked for is None.
+            elsewhere), and the loss, on every rank: the mean over the micro-batches. Values that
+            the options leave out are None.
 
         Raises:
             ConfigError: NUM_MICRO_BATCHES does not divide the rows of a batch that trains, or
@@ -271,10 +271,10 @@ def _batch(data_iter: Iterator[Any]) -> tuple[Nest, Nest]:
 
 
 class ShapedSends:
-    """An observer of the engine that looks at the shape of what a forward sends.
+    """Checks the shape of the values that forwards send to other stages.
 
-    Every message tells its shape, so that a promise of it saves nothing; a broken one is an error.
-    Only an evaluation may have fewer rows, in its last batch.
+    Every message tells its shape, so that knowing it before saves nothing; but another shape is an
+    error. Only an evaluation may have fewer rows, in its last batch.
     """
 
     def __init__(self, shape: Sequence[int], model: Layer) -> None:
@@ -284,7 +284,7 @@ class ShapedSends:
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`.
 
-        What it returns raises :class:`BoundaryError` where a value has another shape.
+        The instruction that it returns raises :class:`BoundaryError` if a value has another shape.
         """
         if not isinstance(op, Send) or op.kind != "F":
             return instruction

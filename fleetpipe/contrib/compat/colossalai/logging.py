@@ -1,4 +1,4 @@
-"""``get_dist_logger``: a logger that writes on the ranks that it is told to."""
+"""``get_dist_logger``: a logger that writes on chosen ranks only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleetpipe.job import meeting
 
 
 class DistributedLogger:
-    """Python's logger, with ``ranks`` beside the message."""
+    """Python's logger, whose methods take the ranks that write a message."""
 
     def __init__(self, name: str) -> None:
         """Takes the logger of that name, which writes to stderr unless it is set up otherwise."""
@@ -23,15 +23,15 @@ class DistributedLogger:
             self._logger.propagate = False
 
     def info(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """Writes on these ranks of the job, by default on all."""
+        """Writes a message on ``ranks`` of the job, by default on all."""
         self._log(logging.INFO, message, ranks)
 
     def warning(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """Writes on these ranks of the job, by default on all."""
+        """Writes a warning on ``ranks`` of the job, by default on all."""
         self._log(logging.WARNING, message, ranks)
 
     def error(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """Writes on these ranks of the job, by default on all."""
+        """Writes an error on ``ranks`` of the job, by default on all."""
         self._log(logging.ERROR, message, ranks)
 
     def _log(self, level: int, message: str, ranks: Collection[int] | None) -> None:
@@ -46,7 +46,7 @@ def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
 
 
 def disable_existing_loggers(exclude: Collection[str] = ("colossalai",)) -> None:
-    """Makes all loggers but these write warnings and worse only."""
+    """Makes all loggers except ``exclude`` write warnings and errors only."""
     for name, logger in logging.root.manager.loggerDict.items():
         if isinstance(logger, logging.Logger) and name.split(".")[0] not in exclude:
             logger.setLevel(logging.WARNING)

@@ -1,8 +1,8 @@
-"""MindSpore's pipeline of r1.5 and r1.6, by its names: an unmodified network with stages on it.
+"""Runs programs of MindSpore's pipeline of r1.5 and r1.6, whose sublayers have stages.
 
-``context`` notes the options and begins the job, ``nn`` has the cells around a network and the
-stages of its sublayers, ``model`` captures, cuts and trains it.
-``communication`` and ``train`` have names where programs look for them.
+``context`` keeps the options and begins the job, ``nn`` has the cells around a network and the
+stages of its sublayers, ``model`` captures, cuts and trains it. ``communication`` and ``train``
+export names at MindSpore's paths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MindSpore's module of this name: the job of the options, and this process's place in it."""
+"""MindSpore's module of this name: begins the job, and tells this process's place in it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``context``: the options of MindSpore's that say how many stages there are, and the job of them.
+"""``context``: MindSpore's options for pipelines, and the job that they describe.
 
-``set_auto_parallel_context`` notes and checks options. The job begins with ``init()``, or when
+``set_auto_parallel_context`` checks and keeps options. The job begins with ``init()``, or when
 something first asks which stage this process has.
 """
 
@@ -39,16 +39,16 @@ SCHEDULERS = {"1f1b": "1F1B", "gpipe": "GPipe", "zero_bubble_v": "ZBV"}
 
 @dataclass(frozen=True)
 class Options:
-    """What ``set_auto_parallel_context`` was given.
+    """The options that ``set_auto_parallel_context`` has set.
 
     Attributes:
         pipeline_stages: Ranks of a pipeline.
-        parallel_mode: Must be ``SEMI_AUTO_PARALLEL`` where there are several.
-        gradients_mean: Whether the gradients of the replicas are averaged, or added up.
+        parallel_mode: The mode; several stages need ``SEMI_AUTO_PARALLEL``.
+        gradients_mean: Whether gradients of replicas are averaged; else they are added up.
         full_batch: Accepted without effect: each replica reads what its loader gives it.
         pipeline_config: ``{"pipeline_scheduler": name}``.
         save_graphs: Whether each rank writes its stages and its schedule into files.
-        save_graphs_path: The folder of these.
+        save_graphs_path: The folder of these files.
     """
 
     pipeline_stages: int = 1
@@ -63,8 +63,8 @@ class Options:
         """Checks the values.
 
         Raises:
-            UsageError: One is of another type.
-            ConfigError: One has a value that cannot be used.
+            UsageError: A value has the wrong type.
+            ConfigError: A value cannot be used.
         """
         stages = self.pipeline_stages
         if isinstance(stages, bool) or not isinstance(stages, int):
@@ -98,7 +98,7 @@ class Options:
 
         Args:
             micro_batches: The number of micro-batches of a batch.
-            rows: Rows of each.
+            rows: Rows of each micro-batch.
 
         Raises:
             ConfigError: There are several stages, and the mode is not ``SEMI_AUTO_PARALLEL``.
@@ -139,7 +139,7 @@ def set_auto_parallel_context(**options: Any) -> None:
 
     Raises:
         ConfigError: There is no such option, or it has a value that cannot be used.
-        UsageError: It has a value of another type.
+        UsageError: Its value has the wrong type.
         StateError: ``pipeline_stages`` changes while a job runs.
     """
     global _options
@@ -169,7 +169,7 @@ def set_context(**options: Any) -> None:
 
     Raises:
         ConfigError: There is no such option.
-        UsageError: It has a value of another type.
+        UsageError: Its value has the wrong type.
     """
     names = (*_WITHOUT_EFFECT, "save_graphs", "save_graphs_path")
     for name in options:
@@ -182,7 +182,7 @@ def get_auto_parallel_context(name: str) -> Any:
     """Returns an option.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is no option of that name.
     """
     names = [field.name for field in fields(Options)]
     if name not in names:
@@ -191,33 +191,33 @@ def get_auto_parallel_context(name: str) -> Any:
 
 
 def reset_auto_parallel_context() -> None:
-    """Makes all options what they are by default."""
+    """Sets all options to their defaults."""
     global _options
     _options = Options()
 
 
 def options() -> Options:
-    """Returns all options."""
+    """Returns the current options."""
     return _options
 
 
 def init(backend_name: str | None = None) -> None:
     """Begins the job of ``pipeline_stages``. Collective over all processes of the launcher.
 
-    What needs a job begins it by itself; call this where the data is to be sharded before.
+    Functions that need a job begin it themselves; call this if the data is sharded before that.
 
     Args:
         backend_name: Accepted without effect.
 
     Raises:
-        ConfigError: The stages do not divide the number of processes, or the mode knows none.
+        ConfigError: The stages do not divide the number of processes, or the mode has no stages.
         PipelineTimeout: Some rank did not arrive within the limit.
     """
     job()
 
 
 def job() -> Job:
-    """Returns the job of the options, which is begun where none runs. Collective then.
+    """Returns the job of the options; begins it if none runs, which is collective.
 
     Raises:
         ConfigError: The options do not fit the processes, or the job that runs.
@@ -255,7 +255,7 @@ def get_group_size() -> int:
 def require_number(
     name: str, value: object, least: int, rule: str, fix: str, where: str | None = None
 ) -> int:
-    """As :func:`require_whole`, with the TypeError of MindSpore for what is no whole number."""
+    """Calls :func:`require_whole`; a value that is no whole number is MindSpore's TypeError."""
     if isinstance(value, bool) or not isinstance(value, int):
         got = f"{value!r} of type {type(value).__name__}"
         raise UsageError(rule, where=where, got=got, fix=fix)

@@ -27,7 +27,7 @@ class Model:
     """A network with its optimizer."""
 
     def __init__(self, network: nn.PipelineCell, optimizer: Optimizer = None) -> None:
-        """Takes both.
+        """Takes a network and its optimizer.
 
         Args:
             network: The network, its loss and the number of micro-batches.
@@ -49,7 +49,7 @@ class Model:
 
     @property
     def train_network(self) -> nn.PipelineCell:
-        """What the model was made of."""
+        """The cell that the model trains."""
         return self._cell
 
     @property
@@ -106,7 +106,7 @@ class Model:
             epoch: Passes over the data.
             train_dataset: As for :meth:`build`.
             callbacks: One of ``fleetpipe.callbacks`` or ``paddle.callbacks``, or a list of them.
-            dataset_sink_mode: Accepted without effect: how data is loaded is the loader's affair.
+            dataset_sink_mode: Accepted without effect.
 
         Raises:
             ConfigError: ``epoch`` is below 1, or see :meth:`build`.
@@ -137,7 +137,7 @@ class Model:
 
 
 class Peeked:
-    """Data of which the first batch was looked at: a pass that was begun is not begun anew.
+    """Data whose first batch was read ahead, without beginning its pass again.
 
     Attributes:
         dataset: The data.
@@ -167,7 +167,7 @@ class Peeked:
             )
 
     def __iter__(self) -> Iterator[Nest]:
-        """Yields the batches of a pass; of the first one the first as it was read."""
+        """Yields the batches of a pass; the first pass begins with the batch that was read."""
         begun, self._begun = self._begun, None
         if begun is None:
             return iter(self.dataset)
@@ -193,7 +193,7 @@ def _require_declared(captured: CapturedPipeline, network: Layer) -> None:
 
 
 def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) -> None:
-    """Writes files into ``folder/rank_<rank of the job>``.
+    """Writes the stages and the plan of this rank into ``folder/rank_<rank of the job>``.
 
     For each stage of this rank ``stage_<s>.txt`` has its nodes in order, with file, line and
     parameters, and ``stage_<s>.dot`` the values between them as a graph for Graphviz. ``plan.txt``
@@ -202,9 +202,9 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
 
     Args:
         captured: The model.
-        schedule: What is run.
+        schedule: The schedule that runs.
         job: The job.
-        folder: Made where it does not exist.
+        folder: The folder, which is made if it does not exist.
     """
     place = Path(folder) / f"rank_{job.hcg.get_global_rank()}"
     place.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def _lines(form: Form, stage: int) -> Iterator[str]:
 
 
 def _graph(form: Form, stage: int) -> Iterator[str]:
-    """Yields a graph of the nodes of a stage, and of those outside that they take values of."""
+    """Yields a graph of a stage's nodes, and of the nodes outside whose values they take."""
     nodes = form.nodes(stage)
     first = form.trace.nodes.index(nodes[0])
     yield f"digraph stage_{stage} {{"
@@ -243,7 +243,7 @@ def _graph(form: Form, stage: int) -> Iterator[str]:
 
 
 def _parameters(node: Node) -> list[str]:
-    """Returns the names in the model and the shapes of what a node trains."""
+    """Returns the names and shapes of the parameters that a node uses."""
     if node.is_layer:
         layer: Layer = node.function
         named = [(f"{node.scopes[-1].path}.{name}", p) for name, p in layer.named_parameters()]

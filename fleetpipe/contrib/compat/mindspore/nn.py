@@ -1,7 +1,7 @@
-"""``nn``: the cells that a program wraps its network in, and the stages that it gives to sublayers.
+"""``nn``: the cells that a program wraps its network in, and the stages of sublayers.
 
-A network is any Layer of Paddle's. ``Cell`` is one whose forward is called ``construct``, and whose
-``pipeline_stage`` is checked when it is set; that of another Layer is checked when it is read.
+A network is any Layer of Paddle's. ``Cell`` is a Layer whose forward is called ``construct``, and
+which checks ``pipeline_stage`` when it is set; that of another Layer is checked when it is read.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class Cell(paddle.nn.Layer):
         return self.construct(*inputs, **named)
 
     def construct(self, *inputs: Nest, **named: Nest) -> Nest:
-        """What the cell computes; a subclass writes it.
+        """Computes the output of the cell; a subclass defines it.
 
         Raises:
-            UsageError: It did not.
+            UsageError: The subclass does not.
         """
         raise UsageError(
             f"{type(self).__name__} has no construct", fix="def construct(self, x): return .."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute; ``pipeline_stage``, the stage of all in the cell, is checked.
+        """Sets an attribute; checks ``pipeline_stage``, the stage of all that the cell contains.
 
         Raises:
             UsageError: ``pipeline_stage`` is no int.
@@ -66,7 +66,7 @@ def Momentum(
     """Returns Paddle's ``Momentum``, which takes its arguments in another order.
 
     Args:
-        params: What it updates, as of :func:`infer_param_pipeline_stage`.
+        params: The parameters to update, as from :func:`infer_param_pipeline_stage`.
         learning_rate: A rate, or a scheduler of Paddle's.
         momentum: How much of the last step goes into the next.
         weight_decay: How much of a parameter is added to its gradient.
@@ -81,7 +81,7 @@ class WithLossCell(Cell):
     """A network and its loss."""
 
     def __init__(self, backbone: Layer, loss_fn: Callable[[Nest, Nest], Tensor]) -> None:
-        """Takes both.
+        """Takes a network and its loss.
 
         Args:
             backbone: The network.
@@ -112,7 +112,7 @@ class WithLossCell(Cell):
 
 
 class PipelineCell(Cell):
-    """Cuts a batch into micro-batches; the loss is the sum of theirs."""
+    """Cuts a batch into micro-batches, and adds up their losses."""
 
     def __init__(self, network: WithLossCell, micro_size: int) -> None:
         """Takes a network with a loss.
@@ -171,7 +171,7 @@ def rows_of_micro_batch(rows: int, micro_size: int) -> int:
 
 
 def add_pipeline_stage(parameter: Tensor, stage: int) -> None:
-    """Says that a parameter is used in a stage other than that of the sublayer that has it.
+    """Declares that a parameter is used in another stage than its sublayer's too.
 
     ``parameter.add_pipeline_stage(stage)`` does the same. A parameter that two sublayers share,
     each with a stage, needs no such call.
@@ -193,9 +193,9 @@ give_parameters_a_method("add_pipeline_stage", add_pipeline_stage)
 
 
 def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:
-    """Returns the parameters that this process's stage trains; of all stages where it plays all.
+    """Returns the parameters that this process's stage trains, or all stages if it plays all.
 
-    The job begins here where none runs: collective then.
+    If no job runs, it begins here, which is collective.
 
     Args:
         network: The network, whose sublayers have stages.
@@ -230,9 +230,9 @@ def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:
 
 
 def stages_of_parameters(network: Layer) -> list[tuple[str, Tensor, frozenset[int]]]:
-    """Returns each parameter that is trained, its name, and the stages that it was given.
+    """Returns the name, the tensor and the declared stages of each trained parameter.
 
-    Of two sublayers in one another the inner one counts.
+    If one sublayer with a stage contains another, the stage of the inner one counts.
     """
     declared: dict[int, set[int]] = {}
     stages = stages_of_layers(network)

@@ -1,4 +1,4 @@
-"""``colossalai.nn``: what its tutorials take from there, the learning rate and the accuracy."""
+"""``colossalai.nn``, as far as its tutorials use it: the learning rate and the accuracy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Accuracy``: how many outputs are right, as ``AccuracyHook`` asks for it."""
+"""``Accuracy``: counts the right outputs, for ``AccuracyHook``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Accuracy(paddle.nn.Layer):
     """Counts the rows whose largest output is that of the label."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns their number, a Tensor [].
+        """Returns the number of right rows, a Tensor [].
 
         Args:
             logits: [rows, classes].

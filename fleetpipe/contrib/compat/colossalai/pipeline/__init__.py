@@ -1,1 +1,1 @@
-"""``colossalai.pipeline``: a model that is made without memory, put in order, cut and filled."""
+"""``colossalai.pipeline``: makes a model without memory, cuts it, and fills its stages."""

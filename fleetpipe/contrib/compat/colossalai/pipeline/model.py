@@ -1,7 +1,7 @@
 """The model that ``partition`` returns: a ``PipelineLayer`` with the plain model's keys.
 
-Layers that share parameters, and one that stands in a sequence twice, become entries with one key,
-so that they are tied on whatever ranks they are.
+Layers that share parameters, and a layer that is in a sequence twice, become entries with one key,
+which ties them on whatever ranks they are.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
     def __init__(
         self, key: str, name: str, layer: Layer, call: RecordedCall, attributes: Sequence[str]
     ) -> None:
-        """Takes the layer.
+        """Describes ``layer`` as one of several entries that share weights.
 
         Args:
             key: The key of all entries that share a weight.
-            name: What tells the layer from others of its class.
+            name: The layer's name, which tells it from others of its class.
             layer: The layer.
-            call: How it is called.
+            call: Calls the layer with the functions around it.
             attributes: The weights that it shares with other layers.
         """
         super().__init__(key, type(layer), call, list(attributes), name)
@@ -68,7 +68,7 @@ def described(steps: Sequence[SequenceStep]) -> list[Any]:
     """Returns the entries of a ``PipelineLayer``, one for each step.
 
     Raises:
-        ConfigError: Two layers share a parameter that has not the same name in both.
+        ConfigError: Two layers share a parameter under different names.
     """
     calls = _calls(steps)
     tied = _tied(steps)
@@ -87,7 +87,7 @@ def described(steps: Sequence[SequenceStep]) -> list[Any]:
 
 
 def _calls(steps: Sequence[SequenceStep]) -> list[RecordedCall]:
-    """Returns how each step is called; it passes on what names of arguments later ones have."""
+    """Returns the call of each step, which hands on the named arguments of later steps."""
     calls: list[RecordedCall] = []
     later: frozenset[str] = frozenset()
     for step in reversed(steps):
@@ -127,7 +127,7 @@ def _common(first: SequenceStep, other: SequenceStep) -> list[str]:
     """Returns the names of the parameters that two layers share.
 
     Raises:
-        ConfigError: One of them has not the same name in both, or is deeper than an attribute.
+        ConfigError: A parameter has two names or belongs to a sublayer, or the layers share none.
     """
     names = {id(tensor): name for name, tensor in first.layer.named_parameters()}
     shared = []
@@ -152,7 +152,7 @@ def _common(first: SequenceStep, other: SequenceStep) -> list[str]:
 
 
 def _with_memory(recorded: Layer) -> Layer:
-    """Returns a copy of a layer whose parameters have values, and the names of the recorded."""
+    """Returns a copy of a layer, with initialized parameters of the same names."""
     layer = copy.deepcopy(recorded)
     for parameter, before in zip(layer.parameters(), recorded.parameters()):
         parameter.name = before.name
@@ -204,8 +204,8 @@ class PipelinableModel(PipelineLayer):
         """Takes this process's parameters and buffers from a state dict of the plain model.
 
         Args:
-            state_dict: That of the whole model, or of this rank.
-            use_structured_name: As in ``nn.Layer.set_state_dict``.
+            state_dict: The state dict of the whole model, or of this rank.
+            use_structured_name: The same as for ``nn.Layer.set_state_dict``.
 
         Returns:
             The keys of this process that are missing, and those that the model does not have.

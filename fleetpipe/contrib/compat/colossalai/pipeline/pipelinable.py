@@ -1,7 +1,7 @@
-"""``PipelinableContext``: a model is made without memory, put in order, and cut into stages.
+"""``PipelinableContext``: makes a model without memory, orders its layers, and cuts it.
 
-The policies of ColossalAI return boundaries as ``fleetpipe.partition`` has them: the first layer of
-each stage, then the number of layers. Stages are ranks times chunks, dealt to the ranks in turn.
+A cut is a list of boundaries as in ``fleetpipe.partition``: the first layer of each stage, then the
+number of layers. There are ranks times chunks stages, which are dealt to the ranks in turn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLICIES = ("uniform", "balanced", "customized")
 
 
 def require_policy(policy: object) -> None:
-    """Refuses what is no policy."""
+    """Refuses a value that is no policy."""
     if not isinstance(policy, (str, Mapping)):
         raise UsageError(
             "a policy is a name, or the layers of each rank",
@@ -49,14 +49,14 @@ def require_policy(policy: object) -> None:
 def boundaries(
     policy: Policy, weights: Sequence[int], splits: Sequence[int], ranks: int, chunks: int
 ) -> list[int]:
-    """Cuts a list of layers.
+    """Cuts a list of layers; returns the first layer of each stage, then their number.
 
     Args:
-        policy: ``"uniform"``: in each of ``chunks`` equal pieces as many layers for each rank, one
-            more for the last ones; ``"balanced"``: the heaviest stage is as light as possible;
-            ``"customized"``: at ``splits``; a mapping: what it says.
+        policy: ``"uniform"``: in each of ``chunks`` equal pieces every rank gets as many layers,
+            the last ranks one more; ``"balanced"``: the heaviest stage is as light as possible;
+            ``"customized"``: at ``splits``; a mapping: the layers of each rank.
         weights: Numbers of parameters of the layers.
-        splits: How many layers stand before each SPLIT_NODE.
+        splits: Number of layers before each SPLIT_NODE.
         ranks: Ranks of the pipeline.
         chunks: Chunks of each rank.
     """
@@ -133,10 +133,10 @@ def _explicit(policy: Mapping[int, Parts], count: int, ranks: int, chunks: int) 
 
 
 class PipelinableContext:
-    """While it is open, a model is made whose parameters have no memory yet; then it is cut.
+    """Builds a model without memory while it is open, and cuts it into stages afterwards.
 
-    Parameters get their values in :meth:`partition`, those of this process's stages only. What is
-    drawn to make the model leaves no trace: all random states are put back at the end.
+    :meth:`partition` gives values to the parameters of this process's stages only. Building the
+    model changes no random state: all of them are restored at the end.
 
     Example:
         >>> from paddle.vision.models import resnet18
@@ -171,7 +171,7 @@ class PipelinableContext:
 
     @property
     def policy(self) -> Policy:
-        """Where the model is cut; may be set until :meth:`partition`."""
+        """The policy of the cut; it may be set until :meth:`partition`."""
         return self._policy
 
     @policy.setter
@@ -180,7 +180,7 @@ class PipelinableContext:
         self._policy = policy
 
     def __enter__(self) -> PipelinableContext:
-        """Makes layers be made without memory from here on."""
+        """Makes new layers have no memory from here on."""
         self._made = []
         with ExitStack() as entered:
             entered.enter_context(random_states_kept())
@@ -195,7 +195,7 @@ class PipelinableContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends that; what was made last is forgotten where an error passes through.
+        """Ends that, and takes the model that was made, unless an error passes through.
 
         Raises:
             ConfigError: More than one model was made, or none; or its constructor computes with
@@ -228,15 +228,15 @@ class PipelinableContext:
 
         Args:
             exec_seq: Names of sublayers in the order in which they run; functions, which run after
-                the layer named before them (at the beginning: on the inputs), as does
-                ``(function, "behind")``; ``(function, "front")``, which runs before the next one;
-                ``"SPLIT_NODE"``, where policy "customized" cuts. A function whose arguments have
-                names of the batch's, which is a dict then, changes these. None: the children in
-                the order in which the constructor made them, LayerLists and Sequentials opened.
+                the layer named before them (at the beginning: on the inputs), as does ``(function,
+                "behind")``; ``(function, "front")``, which runs before the next one;
+                ``"SPLIT_NODE"``, where policy "customized" cuts. If the batch is a dict, a function
+                whose arguments have names of its entries changes these. None: the children in the
+                order of their construction, and the layers in LayerLists and Sequentials.
 
         Raises:
-            ConfigError: An entry is none of these, names no sublayer, has no layer to stand at; or
-                a parameter of the model is in none of the layers named.
+            ConfigError: An entry is none of these, names no sublayer, or has no layer before or
+                after it; or a parameter of the model is in none of the named layers.
             StateError: No model was made within this context.
         """
         if self._model is None:
@@ -264,9 +264,9 @@ class PipelinableContext:
             rank: This process's rank in it.
 
         Returns:
-            The stages of this process, of all ranks where one process plays them all. Its
-            ``parameters()`` are what this process's optimizer trains. Layer i gets its initial
-            values under the seed 1234 + i, whatever the cut and the rank.
+            The stages of this process, or of all ranks if one process plays them all. Its
+            ``parameters()`` are those that this process's optimizer trains. Layer i gets its
+            initial values under the seed 1234 + i, whatever the cut and the rank.
 
         Raises:
             ConfigError: ``pipeline_size`` or ``rank`` is not that of the job, or ``num_chunks``
@@ -309,7 +309,7 @@ def _noting_layers(made: list[weakref.ref[Layer]]) -> Iterator[None]:
 
 
 def _outermost(made: list[Layer]) -> Layer:
-    """Returns the layer that holds all others; layers without parameters may stand beside it."""
+    """Returns the layer that contains all others, except layers without parameters."""
     inner = {id(part) for layer in made for part in layer.sublayers()}
     outer = [layer for layer in made if id(layer) not in inner and layer.state_dict()]
     if len(outer) == 1:

@@ -1,8 +1,8 @@
-"""From what a user writes as ``exec_seq`` to layers in order, each with the functions around it.
+"""Turns a user's ``exec_seq`` into layers in order, each with the functions around it.
 
-What goes from entry to entry is what the one before returned, and a tuple is taken apart, as
-ColossalAI does it. A batch that is a dict gives arguments by name: they go along with the output,
-in a dict with the output under :data:`OUTPUT`, as long as a later entry asks for one of them.
+Each entry gets the output of the entry before it; a tuple becomes several arguments, as in
+ColossalAI. A batch that is a dict gives named arguments: they go along with the output, in a dict
+that has the output under :data:`OUTPUT`, as long as a later entry takes one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SequenceStep(NamedTuple):
     """A layer of an execution sequence.
 
     Attributes:
-        name: Its name in the model.
+        name: The name of the layer in the model.
         layer: The layer.
         front: The functions that run before it.
         behind: The functions that run after it.
@@ -44,7 +44,7 @@ class ExecutionSequence(NamedTuple):
 
     Attributes:
         steps: The layers.
-        splits: How many layers stand before each SPLIT_NODE.
+        splits: Number of layers before each SPLIT_NODE.
     """
 
     steps: tuple[SequenceStep, ...]
@@ -56,13 +56,13 @@ def read(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionSequence:
 
     Args:
         model: The whole model.
-        exec_seq: Names of sublayers, functions, pairs ``(function, "front")`` or
-            ``(function, "behind")``, and SPLIT_NODE. None: the children in the order in which they
-            were made, those of LayerLists and Sequentials in place of these.
+        exec_seq: Names of sublayers, functions, pairs ``(function, "front")`` or ``(function,
+            "behind")``, and SPLIT_NODE. None stands for the children in the order in which they
+            were made; LayerLists and Sequentials are replaced by their children.
 
     Raises:
-        ConfigError: An entry is none of these, names no sublayer, or has no layer to stand at; or
-            a parameter or buffer of the model is in none of the layers.
+        ConfigError: An entry is none of these, names no sublayer, or has no layer before or after
+            it; or a parameter or buffer of the model is in none of the layers.
     """
     reader = _Reader(model)
     for entry in _children(model) if exec_seq is None else exec_seq:
@@ -73,7 +73,7 @@ def read(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionSequence:
 
 
 class _Reader:
-    """Takes one entry after another."""
+    """Reads the entries of an ``exec_seq`` one after another."""
 
     def __init__(self, model: Layer) -> None:
         self._model = model
@@ -144,7 +144,7 @@ def _children(model: Layer) -> list[str]:
 
 
 def _reached(model: Layer, name: str) -> Layer:
-    """Returns the sublayer at a dotted path; None where there is none."""
+    """Returns the sublayer at a dotted path; None if there is none."""
     layer = model
     for part in name.split("."):
         layer = getattr(layer, part, None)
@@ -154,10 +154,10 @@ def _reached(model: Layer, name: str) -> Layer:
 
 
 def _require_function(function: object, place: object) -> None:
-    """Refuses what cannot stand in an execution sequence.
+    """Refuses an entry that cannot be in an execution sequence.
 
     Raises:
-        ConfigError: It is neither a name nor a function, stands at no place, or has parameters.
+        ConfigError: It is neither a name nor a function, has an unknown place, or has parameters.
     """
     if place not in ("front", "behind") or not callable(function) or isinstance(function, type):
         raise ConfigError(
@@ -179,7 +179,7 @@ def _require_cover(model: Layer, steps: Sequence[SequenceStep]) -> None:
     """Refuses a sequence that leaves out a parameter or buffer of the model.
 
     Raises:
-        ConfigError: It does; the message names all of them by the sublayers that hold them.
+        ConfigError: It leaves some out; the message names the sublayers that hold them.
     """
     if not steps:
         raise ConfigError("exec_seq names no layer", fix="name at least one for each stage")
@@ -205,11 +205,11 @@ OUTPUT = "stage_output"
 
 
 class Signature(NamedTuple):
-    """What a function can be given.
+    """The arguments that a function takes.
 
     Attributes:
         names: The names of its arguments, in order.
-        most: How many it takes by position; None: any number.
+        most: How many it takes by position; None for any number.
     """
 
     names: tuple[str, ...]
@@ -217,7 +217,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Signature:
-        """Reads the signature of ``function``; of one that does not show any: one argument."""
+        """Reads the signature of ``function``; a function that shows none takes one argument."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError:
@@ -239,15 +239,15 @@ class Function:
         self.signature = Signature.of(function)
 
     def __call__(self, output: Nest, named: dict[str, Nest]) -> Nest:
-        """Returns the output for what comes next; ``named`` may be changed.
+        """Returns the output for the next entry; it may change ``named``.
 
         Args:
-            output: What the entry before returned; None at the beginning of a batch of names.
-            named: The named arguments of the batch. Where the function has arguments of such names,
-                it is given these, and returns their new values, as a tuple where they are several.
+            output: The output of the entry before; None at the beginning of a batch that is a dict.
+            named: The named arguments of the batch. A function with arguments of these names gets
+                them and returns their new values, as a tuple if there are several.
 
         Raises:
-            BoundaryError: There is nothing that it could be given.
+            BoundaryError: There is no value that the function could get.
         """
         matching = [name for name in self.signature.names if name in named]
         if matching:
@@ -283,7 +283,7 @@ class RecordedCall:
             layer: The layer, or one like it.
             front: The functions before it, in order.
             behind: The functions after it, in order.
-            takes_batch: Whether this is the first entry, which is given the batch's inputs.
+            takes_batch: Whether this is the first entry, which gets the batch's inputs.
             later: The names of arguments that later entries take.
         """
         self._signature = Signature.of(layer.forward)
@@ -293,19 +293,19 @@ class RecordedCall:
         self._later = later
 
     def names(self) -> frozenset[str]:
-        """Returns the names of all arguments that the layer or one of the functions has."""
+        """Returns the names of all arguments of the layer and the functions."""
         functions = (f.signature.names for f in (*self._front, *self._behind))
         return frozenset(self._signature.names).union(*functions)
 
     def __call__(self, layer: Layer, value: Nest) -> Nest:
-        """Returns what the next entry is given.
+        """Returns the value for the next entry.
 
         Args:
             layer: The layer, with its weights.
-            value: The inputs of the batch, or what the entry before returned.
+            value: The inputs of the batch, or the value from the entry before.
 
         Raises:
-            BoundaryError: A function of exec_seq has nothing that it could be given.
+            BoundaryError: There is no value that a function of exec_seq could get.
         """
         output, named = self._opened(value)
         for function in self._front:
@@ -326,7 +326,7 @@ class RecordedCall:
 
 
 class Called(paddle.nn.Layer):
-    """A layer of the model and how it is called, as one layer of a ``PipelineLayer``."""
+    """A layer of the model with its call, as one layer of a ``PipelineLayer``."""
 
     def __init__(self, layer: Layer, call: RecordedCall) -> None:
         super().__init__()
@@ -334,12 +334,12 @@ class Called(paddle.nn.Layer):
         self._call = call
 
     def forward(self, value: Nest) -> Nest:
-        """Returns what the next entry is given."""
+        """Returns the value for the next entry."""
         return self._call(self.layer, value)
 
 
 def arguments_of(output: Nest) -> tuple[Nest, ...]:
-    """Returns what a layer is called with after ``output``: a tuple is taken apart."""
+    """Returns the arguments of a layer after ``output``; a tuple becomes several arguments."""
     if output is None:
         return ()
     return output if isinstance(output, tuple) else (output,)

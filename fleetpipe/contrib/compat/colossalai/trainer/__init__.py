@@ -1,4 +1,4 @@
-"""``colossalai.trainer``: epochs of batches, and hooks around them, on ``fleetpipe.Model.fit``."""
+"""``colossalai.trainer``: runs epochs with hooks around them, by ``fleetpipe.Model.fit``."""
 
 from __future__ import annotations
 

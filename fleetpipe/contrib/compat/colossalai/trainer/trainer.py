@@ -1,4 +1,4 @@
-"""``Trainer``: trains and evaluates what ``initialize`` returned, epoch by epoch."""
+"""``Trainer``: trains and evaluates an engine, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fleetpipe.paddle_api.device import device_clock
 
 
 class Seen:
-    """Stands among the metrics of ``fit``, and keeps outputs and labels where they are."""
+    """Keeps the outputs and labels of a batch, as one of the metrics of ``fit``."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Nest, Tensor]] = []
 
     def compute(self, *columns: Tensor) -> list[Tensor]:
-        """Keeps those of a micro-batch: the model's outputs, then the label."""
+        """Keeps the outputs and the label of a micro-batch; the label is the last column."""
         self._parts.append((one_of(columns[:-1]), columns[-1]))
         return []
 
@@ -42,10 +42,10 @@ class Seen:
         return []
 
     def reset(self) -> None:
-        """Has nothing to forget."""
+        """Does nothing."""
 
     def take(self) -> tuple[Nest, Nest]:
-        """Returns those of the batch, and forgets them; None and None where there are none."""
+        """Returns and drops the outputs and labels of the batch; None and None without any."""
         parts, self._parts = self._parts, []
         if not parts:
             return None, None
@@ -71,52 +71,52 @@ class TrainerHookCalls(paddle.callbacks.Callback):
         self._begun = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begins the training."""
+        """Calls ``before_train`` of the hooks."""
         self._trainer.cur_step = self.model.global_step
         self._call("before_train")
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Ends it."""
+        """Calls ``after_train`` of the hooks."""
         self._trainer.cur_epoch += 1
         self._call("after_train")
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begins an epoch."""
+        """Calls ``before_train_epoch`` of the hooks."""
         self._trainer.cur_epoch = epoch
         self._call("before_train_epoch")
         self._timer.start("Train-epoch")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Ends it."""
+        """Calls ``after_train_epoch`` of the hooks."""
         self._timer.stop("Train-epoch", keep_in_history=True)
         self._call("after_train_epoch")
         self._timer.reset("Train-epoch")
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
-        """Begins a batch."""
+        """Calls ``before_train_iter`` of the hooks."""
         self._begin("Train")
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
-        """Ends it."""
+        """Calls ``after_train_iter`` of the hooks."""
         self._end("Train", logs)
         self._trainer.cur_step += 1
 
     def on_eval_begin(self, logs: Any = None) -> None:
-        """Begins an evaluation."""
+        """Calls ``before_test`` and ``before_test_epoch`` of the hooks."""
         self._call("before_test")
         self._call("before_test_epoch")
         self._timer.start("Test-epoch")
 
     def on_eval_batch_begin(self, step: int, logs: Any = None) -> None:
-        """Begins a batch of it."""
+        """Calls ``before_test_iter`` of the hooks."""
         self._begin("Test")
 
     def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
-        """Ends that."""
+        """Calls ``after_test_iter`` of the hooks."""
         self._end("Test", logs)
 
     def on_eval_end(self, logs: Any = None) -> None:
-        """Ends the evaluation."""
+        """Calls ``after_test_epoch`` and ``after_test`` of the hooks."""
         self._timer.stop("Test-epoch", keep_in_history=True)
         # For callbacks that write what they are told.
         metrics = self._trainer.metrics("test").items()
@@ -127,12 +127,12 @@ class TrainerHookCalls(paddle.callbacks.Callback):
         self._timer.reset("Test-epoch")
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what hooks have counted in the middle of an epoch."""
+        """Returns the states of the hooks in the middle of an epoch."""
         states = ((str(n), hook) for n, hook in enumerate(self._trainer.hooks))
         return {n: hook.state_dict() for n, hook in states if hasattr(hook, "state_dict")}
 
     def set_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the hooks go on with it."""
+        """Restores the states of the hooks."""
         for number, counted in state.items():
             hook: Any = self._trainer.hooks[int(number)]
             hook.set_state_dict(counted)
@@ -158,7 +158,7 @@ class TrainerHookCalls(paddle.callbacks.Callback):
 
 
 class StepProgress(Progress):
-    """The progress of ``fit``, with what ``LogMetricByStepHook`` notes."""
+    """The progress of ``fit``, with the metrics of ``LogMetricByStepHook``."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(verbose=1)
@@ -174,13 +174,13 @@ class Trainer:
     """The loop of :class:`fleetpipe.Model` around an engine, with hooks.
 
     Attributes:
-        engine: What is trained.
-        states: What hooks leave for one another: ``metrics``, ``step_metrics`` and their own.
-        hooks: Those of the ``fit`` or ``evaluate`` that runs, in their order.
+        engine: The engine that is trained.
+        states: The values that hooks share: ``metrics``, ``step_metrics`` and their own.
+        hooks: The hooks of the ``fit`` or ``evaluate`` that runs, in their order.
         cur_epoch: Epochs that have ended.
         cur_step: Batches that were trained.
         batch_size: Rows of the last batch, of all replicas.
-        step_seconds: How long it took.
+        step_seconds: Seconds of the last batch.
     """
 
     def __init__(
@@ -192,9 +192,9 @@ class Trainer:
         """Takes an engine.
 
         Args:
-            engine: What ``initialize`` returned.
-            timer: Takes the times ``Train-step``, ``Train-epoch``, ``Test-step``, ``Test-epoch``.
-            logger: Where it says which hooks there are.
+            engine: The engine that ``initialize`` returned.
+            timer: Gets the times ``Train-step``, ``Train-epoch``, ``Test-step``, ``Test-epoch``.
+            logger: Logs which hooks there are.
         """
         self.engine = engine
         self.states: dict[str, Any] = {}
@@ -224,17 +224,17 @@ class Trainer:
         Args:
             train_dataloader: Yields batches ``(input, label)`` of this replica, two Tensors, and
                 has a length; all ranks of a pipeline read the same.
-            epochs: Passes over it.
-            max_steps: Most batches, in all epochs together.
+            epochs: Passes over the data.
+            max_steps: The most batches in all epochs together.
             test_dataloader: As ``train_dataloader``; it is evaluated after epochs 0,
                 ``test_interval``, twice that and so on.
             test_interval: Epochs from one evaluation to the next.
             hooks: Called in the order of their priorities.
-            display_progress: Whether the first rank shows how far it is.
-            return_output_label: Whether hooks are given outputs and labels.
+            display_progress: Whether the first rank shows the progress.
+            return_output_label: Whether hooks get outputs and labels.
 
         Raises:
-            UsageError: The data has no length, or what stands among the hooks is none.
+            UsageError: The data has no length, or one of the hooks is none.
             ConfigError: The engine has no loss or no optimizer, or the data does not fit.
             CheckpointError: A checkpoint does not fit.
         """
@@ -271,16 +271,16 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Evaluates; the hooks know the figures. Collective over the job.
+        """Evaluates the model; the hooks get the figures. Collective over the job.
 
         Args:
-            test_dataloader: As for :meth:`fit`.
-            hooks: Likewise.
-            display_progress: Likewise.
-            return_output_label: Likewise.
+            test_dataloader: The same as for :meth:`fit`.
+            hooks: The same as for :meth:`fit`.
+            display_progress: The same as for :meth:`fit`.
+            return_output_label: The same as for :meth:`fit`.
 
         Raises:
-            UsageError: What stands among the hooks is none.
+            UsageError: One of the hooks is none.
         """
         with self._prepared(return_output_label) as (model, calls):
             attached = self._attached(hooks)
@@ -304,7 +304,7 @@ class Trainer:
         return self._required().is_rank("loss")
 
     def from_last_stage(self, value: Nest) -> list[Nest]:
-        """Returns what the owners of the last stage pass, replica by replica. Collective.
+        """Returns the values that the owners of the last stage pass, by replica. Collective.
 
         Args:
             value: Tensors and plain values; other ranks may pass None.
@@ -312,7 +312,7 @@ class Trainer:
         return self._required().pipeline.from_last_stage(value)
 
     def metrics(self, mode: str) -> Mapping[str, Metric]:
-        """Returns what hooks count, by name.
+        """Returns the metrics of the hooks by name.
 
         Args:
             mode: ``"train"`` or ``"test"``.
@@ -321,7 +321,7 @@ class Trainer:
 
     @contextmanager
     def _prepared(self, return_output_label: bool) -> Iterator[tuple[Model, TrainerHookCalls]]:
-        """While it is open, ``fit`` has the engine's loss, optimizer and model."""
+        """While it is open, a :class:`Model` has the engine's model, loss and optimizer."""
         self.engine.zero_grad()
         seen = Seen()
         model = Model(self.engine.model)
@@ -336,7 +336,7 @@ class Trainer:
             self.engine.take_back()
 
     def _attached(self, hooks: Sequence[BaseHook] | None) -> list[Any]:
-        """Takes hooks; returns the callbacks that they work by."""
+        """Attaches hooks to this trainer; returns the callbacks that do their work."""
         for hook in hooks or ():
             if not isinstance(hook, BaseHook):
                 raise UsageError(
@@ -367,5 +367,5 @@ class Trainer:
 
 
 def _on_columns(criterion: Callable[[Nest, Nest], Tensor]) -> Callable[..., Tensor]:
-    """Returns a loss of the outputs and the label one by one, as ``fit`` calls it."""
+    """Turns a loss into one that takes the columns one by one, as ``fit`` calls it."""
     return lambda *columns: criterion(one_of(columns[:-1]), columns[-1])

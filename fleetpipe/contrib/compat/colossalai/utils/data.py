@@ -1,6 +1,6 @@
 """``get_dataloader``: a loader with a shard of the samples for each replica.
 
-``build_cifar`` makes those of the tutorial's CIFAR-10, which it takes from Titans.
+``build_cifar`` makes the loaders of CIFAR-10 that the tutorial takes from Titans.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def get_dataloader(
         drop_last: Whether to drop an incomplete last batch.
         num_workers: Processes that read.
         batch_size: Rows of a batch of one replica.
-        seed: Of the order.
+        seed: The seed of the order.
         add_sampler: Accepted without effect: each replica has its own samples.
         pin_memory: Accepted without effect.
-        options: Others of Paddle's loader, by name.
+        options: Other options of Paddle's loader, by name.
 
     Raises:
         StateError: ``launch_from_torch`` was not called before, in one of several processes.
@@ -71,16 +71,16 @@ def build_cifar(
 ) -> tuple[DataLoader, DataLoader]:
     """Returns the loaders of CIFAR-10's training and test images.
 
-    Images are float32 [batch_size, 3, size, size], normalized, labels int64 [batch_size]. Those to
-    train on are shuffled, cropped at random and mirrored at random, the same on all ranks of a
-    pipeline; the others are as they are. A training batch is never short. Titans draws other
-    changes of colour as well (AutoAugment), which are left out.
+    Images are float32 [batch_size, 3, size, size], normalized, labels int64 [batch_size]. Training
+    images are shuffled, cropped at random and mirrored at random, in the same way on all ranks of a
+    pipeline; test images are not. A training batch is never short. Titans changes colours at random
+    too (AutoAugment), which is left out.
 
     Args:
         batch_size: Rows of a batch of one replica.
         root: The file ``cifar-10-python.tar.gz``, or its folder. Nothing is downloaded.
         padding: Black pixels at each side of a training image, before it is cropped.
-        crop: Size of what is cropped; None for the whole image.
+        crop: Size of the random part that is cut out; None for the whole image.
         resize: Size that the test images are scaled to; None leaves them.
         num_workers: Processes that read.
 
@@ -108,18 +108,18 @@ def build_cifar(
 
 
 class Images(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6.2 takes no argument
-    """CIFAR's images with what is to be changed of them."""
+    """CIFAR's images, cropped or resized, and normalized."""
 
     def __init__(
         self, images: Any, padding: int = 0, crop: int | None = None, resize: int | None = None
     ) -> None:
-        """Takes them.
+        """Sets how the images are changed.
 
         Args:
             images: A dataset of PIL's images and labels.
             padding: See :func:`build_cifar`.
-            crop: Likewise; what is cropped is mirrored too.
-            resize: Likewise.
+            crop: See :func:`build_cifar`; half of the cropped images are mirrored.
+            resize: See :func:`build_cifar`.
         """
         self._images = images
         self._padding, self._crop, self._size = padding, crop, resize
@@ -138,7 +138,7 @@ class Images(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6
         return len(self._images)
 
     def _cropped(self, pixels: np.ndarray, size: int) -> np.ndarray:
-        """Returns a part of the padded image, at random; in every second case mirrored."""
+        """Returns a random part of the padded image, which half of all calls mirror."""
         numbers = sample_generator()
         side = (self._padding, self._padding)
         padded = np.pad(pixels, (side, side, (0, 0)))

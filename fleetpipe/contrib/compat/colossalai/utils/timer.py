@@ -1,4 +1,4 @@
-"""``MultiTimer``: named times of a program, each with its history."""
+"""``MultiTimer``: named timers, each with its history."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fleetpipe.paddle_api.device import device_clock
 
 
 class Timer:
-    """Takes times, in seconds, one after another."""
+    """Measures times in seconds, one after another."""
 
     def __init__(self) -> None:
         self._history: list[float] = []
@@ -18,26 +18,26 @@ class Timer:
 
     @property
     def has_history(self) -> bool:
-        """Whether a time was kept."""
+        """Whether the history has a time."""
         return bool(self._history)
 
     @property
     def current_time(self) -> float:
-        """Now, in seconds, after all that was given to the device has run."""
+        """The current time in seconds, after the device has finished all its work."""
         return device_clock()()
 
     def start(self) -> None:
-        """Begins to take a time."""
+        """Begins to measure a time."""
         self._begun = self.current_time
 
     def stop(self, keep_in_history: bool = False) -> float:
-        """Ends it; returns the seconds.
+        """Ends the measurement; returns its seconds.
 
         Args:
-            keep_in_history: Whether the mean and the sum count it.
+            keep_in_history: Whether the mean and the sum include it.
 
         Raises:
-            StateError: It was not begun.
+            StateError: The timer was not started.
         """
         if self._begun is None:
             raise StateError("this timer does not run", fix="call start() before stop()")
@@ -48,19 +48,19 @@ class Timer:
         return self._elapsed
 
     def reset(self) -> None:
-        """Forgets all times."""
+        """Drops all times."""
         self._history, self._begun, self._elapsed = [], None, 0.0
 
     def get_elapsed_time(self) -> float:
-        """Returns the time taken last; 0 where there is none."""
+        """Returns the time that was measured last; 0 if there is none."""
         return self._elapsed
 
     def get_history_sum(self) -> float:
-        """Returns the sum of the times that were kept."""
+        """Returns the sum of the times in the history."""
         return sum(self._history)
 
     def get_history_mean(self) -> float:
-        """Returns their mean; 0 where there is none."""
+        """Returns the mean of the times in the history; 0 if there are none."""
         return self.get_history_sum() / max(len(self._history), 1)
 
 
@@ -68,7 +68,7 @@ class MultiTimer:
     """Timers by name; ``Trainer`` has ``Train-step``, ``Train-epoch``, ``Test-step`` and so on."""
 
     def __init__(self, on: bool = True) -> None:
-        """Begins without any.
+        """Begins without any timers.
 
         Args:
             on: False makes all calls do nothing.
@@ -77,15 +77,15 @@ class MultiTimer:
         self._timers: dict[str, Timer] = {}
 
     def start(self, name: str) -> None:
-        """Begins to take a time under a name, which may be new."""
+        """Starts the timer of a name, which may be new."""
         if self._on:
             self._timers.setdefault(name, Timer()).start()
 
     def stop(self, name: str, keep_in_history: bool = False) -> float | None:
-        """Ends it; returns the seconds, or None where timers are off.
+        """Stops a timer; returns the seconds, or None if timers are off.
 
         Raises:
-            StateError: It was not begun.
+            StateError: The timer was not started.
         """
         return self.get_timer(name).stop(keep_in_history) if self._on else None
 
@@ -93,7 +93,7 @@ class MultiTimer:
         """Returns the timer of a name.
 
         Raises:
-            StateError: There is none.
+            StateError: There is no timer of that name.
         """
         if name not in self._timers:
             raise StateError(
@@ -102,7 +102,7 @@ class MultiTimer:
         return self._timers[name]
 
     def reset(self, name: str | None = None) -> None:
-        """Forgets the times of one timer, or of all; does nothing where timers are off.
+        """Drops the times of one timer, or of all; does nothing if timers are off.
 
         Raises:
             StateError: There is no timer of that name.
@@ -113,7 +113,7 @@ class MultiTimer:
             timer.reset()
 
     def is_on(self) -> bool:
-        """Returns whether times are taken."""
+        """Returns whether times are measured."""
         return self._on
 
     def set_status(self, mode: bool) -> None:

@@ -1,4 +1,4 @@
-"""MindSpore's package of this name: ``Model``, and ``callback`` with what it calls meanwhile."""
+"""MindSpore's package of this name: ``Model``, and the callbacks that it calls."""
 
 from __future__ import annotations
 

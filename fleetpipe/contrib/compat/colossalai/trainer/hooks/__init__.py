@@ -1,7 +1,7 @@
-"""``colossalai.trainer.hooks``: what a ``Trainer`` does beside training.
+"""``colossalai.trainer.hooks``: the hooks that a ``Trainer`` calls around batches and epochs.
 
-``base`` has the events and the hooks that are a callback of fleetpipe's, ``measuring`` those that
-count and show.
+``base`` has the events and the hooks that wrap a callback of fleetpipe's, ``measuring`` the hooks
+that measure figures and log them.
 """
 
 from __future__ import annotations

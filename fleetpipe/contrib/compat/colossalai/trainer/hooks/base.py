@@ -1,4 +1,4 @@
-"""``BaseHook``: the events of a ``Trainer``, for hooks of one's own."""
+"""``BaseHook``: the events of a ``Trainer``, for hooks that users write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fleetpipe.callbacks import MetricsLogger, PipelineCheckpoint
 
 
 class Trainer(Protocol):
-    """A ``Trainer`` as hooks see it; its own class says what these are."""
+    """The attributes of a ``Trainer`` that hooks use; its class describes them."""
 
     states: dict[str, Any]
     cur_epoch: int
@@ -24,17 +24,17 @@ class Trainer(Protocol):
         """Whether this process owns the last stage of the first replica."""
 
     def from_last_stage(self, value: Nest) -> list[Nest]:
-        """Returns what the owners of the last stage pass. Collective."""
+        """Returns the values that the owners of the last stage pass. Collective."""
 
     def metrics(self, mode: str) -> Mapping[str, Metric]:
-        """Returns what hooks count, by name."""
+        """Returns the metrics of the hooks by name."""
 
 
 class BaseHook:
-    """Does something at certain times; every hook runs on every rank.
+    """Acts at events of a ``Trainer``; every hook runs on every rank.
 
     Attributes:
-        priority: Hooks with a smaller one run first.
+        priority: Hooks with a smaller number run first.
     """
 
     def __init__(self, priority: int) -> None:
@@ -47,7 +47,7 @@ class BaseHook:
         """Called before the first epoch."""
 
     def after_train(self, trainer: Trainer) -> None:
-        """Called after the last."""
+        """Called after the last epoch."""
 
     def before_train_epoch(self, trainer: Trainer) -> None:
         """Called before an epoch."""
@@ -62,18 +62,18 @@ class BaseHook:
         """Called after a batch.
 
         Args:
-            trainer: Who trains.
-            output: Of the whole batch of this replica, on the owner of the last stage; None
+            trainer: The trainer.
+            output: The output of this replica's whole batch, on the owner of the last stage; None
                 elsewhere.
-            label: Its labels, likewise.
-            loss: The mean of all replicas, on every rank; float32 [].
+            label: The labels of the batch, likewise.
+            loss: The mean loss of all replicas, on every rank; float32 [].
         """
 
     def before_test(self, trainer: Trainer) -> None:
         """Called before an evaluation."""
 
     def after_test(self, trainer: Trainer) -> None:
-        """Called after it."""
+        """Called after an evaluation."""
 
     def before_test_epoch(self, trainer: Trainer) -> None:
         """Called after :meth:`before_test`."""
@@ -85,22 +85,22 @@ class BaseHook:
         """Called before a batch of an evaluation."""
 
     def after_test_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Called after one, as :meth:`after_train_iter`."""
+        """Called after a batch of an evaluation, as :meth:`after_train_iter`."""
 
     def callbacks(self) -> list[Any]:
         """Returns the callbacks of :mod:`fleetpipe.callbacks` that do the work of this hook."""
         return []
 
     def init_runner_states(self, trainer: Trainer, key: Any, val: Any) -> None:
-        """Gives the trainer's ``states`` an entry, unless it is there."""
+        """Adds an entry to the trainer's ``states``, unless it exists."""
         trainer.states.setdefault(key, val)
 
 
 class Metric:
-    """A sum over another one: a mean loss, right rows among all, samples a second.
+    """A quotient of two sums, such as a mean loss, an accuracy, or samples per second.
 
     Attributes:
-        epoch_only: Whether the value of a step means little.
+        epoch_only: Whether only the value of an epoch is meaningful.
     """
 
     def __init__(self, epoch_only: bool) -> None:
@@ -108,15 +108,15 @@ class Metric:
         self.reset()
 
     def reset(self) -> None:
-        """Begins an epoch."""
+        """Sets the sums to 0, for a new epoch."""
         self._sum = self._count = self._last = 0.0
 
     def update(self, value: float, count: float = 1.0) -> None:
-        """Counts a step.
+        """Adds the values of a step.
 
         Args:
-            value: Is added up.
-            count: What it is divided by, added up too.
+            value: Added to the dividend.
+            count: Added to the divisor.
         """
         self._sum += value
         self._count += count
@@ -131,16 +131,16 @@ class Metric:
         return self._sum / self._count if self._count else 0.0
 
     def state_dict(self) -> dict[str, float]:
-        """Returns what was counted so far."""
+        """Returns the sums so far."""
         return {"sum": self._sum, "count": self._count}
 
     def set_state_dict(self, state: dict[str, float]) -> None:
-        """Continues in the middle of an epoch."""
+        """Restores the sums in the middle of an epoch."""
         self._sum, self._count = state["sum"], state["count"]
 
 
 class CallbackHook(BaseHook):
-    """A hook that is a callback of :mod:`fleetpipe.callbacks`."""
+    """A hook whose work is done by a callback of :mod:`fleetpipe.callbacks`."""
 
     def __init__(self, priority: int, callback: Any) -> None:
         super().__init__(priority)
@@ -154,8 +154,8 @@ class CallbackHook(BaseHook):
 class SaveCheckpointHook(CallbackHook):
     """Saves model, optimizer, random states and the place in the data, on all ranks together.
 
-    A program with this hook goes on from the newest checkpoint of the folder, if there is one, in
-    the middle of an epoch too; it is a :class:`fleetpipe.callbacks.PipelineCheckpoint`.
+    A program with this hook goes on from the newest checkpoint of the folder, if there is one, even
+    in the middle of an epoch. A :class:`fleetpipe.callbacks.PipelineCheckpoint` does the work.
     """
 
     def __init__(
@@ -166,12 +166,12 @@ class SaveCheckpointHook(CallbackHook):
         save_by_iter: bool = False,
         priority: int = 10,
     ) -> None:
-        """Takes how often and where.
+        """Sets how often and where to save.
 
         Args:
             interval: Epochs from one checkpoint to the next, or batches.
-            checkpoint_dir: A folder that every rank sees; None for that of ``fleetpipe launch``, or
-                ``checkpoints``.
+            checkpoint_dir: A folder that every rank sees; None for the folder of ``fleetpipe
+                launch``, else ``checkpoints``.
             model: Accepted without effect: the engine's is saved.
             save_by_iter: Whether ``interval`` is in batches.
             priority: See :class:`BaseHook`.
@@ -185,7 +185,7 @@ class SaveCheckpointHook(CallbackHook):
 
 
 class TensorboardHook(CallbackHook):
-    """Writes what the other hooks count to TensorBoard's files; needs tensorboardX."""
+    """Writes the figures of the other hooks to TensorBoard's files; needs tensorboardX."""
 
     def __init__(
         self,
@@ -194,12 +194,12 @@ class TensorboardHook(CallbackHook):
         parallel_mode: Any = None,
         priority: int = 10,
     ) -> None:
-        """Takes where to write.
+        """Sets the folder to write to.
 
         Args:
             log_dir: The folder.
             ranks: Accepted without effect: values are the same on every rank, and one writes.
-            parallel_mode: Likewise.
+            parallel_mode: Accepted without effect.
             priority: See :class:`BaseHook`.
 
         Raises:

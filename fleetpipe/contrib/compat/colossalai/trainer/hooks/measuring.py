@@ -1,4 +1,4 @@
-"""The hooks that count loss, accuracy, throughput and learning rate, and those that show it."""
+"""Hooks that measure loss, accuracy, throughput and learning rate, and hooks that log them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fleetpipe.contrib.compat.colossalai.trainer.hooks.base import BaseHook, Met
 
 
 class MetricHook(BaseHook):
-    """Has metrics among the trainer's ``states["metrics"]``, for the hooks that tell."""
+    """Puts metrics into the trainer's ``states["metrics"]``, for the hooks that log them."""
 
     def _show(self, trainer: Trainer, mode: str, name: str, metric: Metric) -> None:
         self.init_runner_states(trainer, "metrics", {"train": {}, "test": {}})
@@ -19,31 +19,31 @@ class MetricHook(BaseHook):
 
 
 class LossHook(MetricHook):
-    """Counts the mean loss of an epoch and of an evaluation."""
+    """Measures the mean loss of each epoch and each evaluation."""
 
     def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
-        """Shows the losses."""
+        """Adds the losses to the trainer's metrics."""
         self.train_loss, self.test_loss = Metric(False), Metric(True)
         self._show(trainer, "train", "Loss", self.train_loss)
         self._show(trainer, "test", "Loss", self.test_loss)
 
     def before_train_epoch(self, trainer: Trainer) -> None:
-        """Begins an epoch."""
+        """Resets the loss of the training."""
         self.train_loss.reset()
 
     def after_train_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Counts a batch."""
+        """Adds the loss of a batch."""
         self.train_loss.update(float(loss))
 
     def before_test_epoch(self, trainer: Trainer) -> None:
-        """Begins an evaluation."""
+        """Resets the loss of the evaluation."""
         self.test_loss.reset()
 
     def after_test_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Counts a batch of it."""
+        """Adds the loss of a batch of the evaluation."""
         self.test_loss.update(float(loss))
 
     def state_dict(self) -> dict[str, float]:
@@ -51,15 +51,15 @@ class LossHook(MetricHook):
         return self.train_loss.state_dict()
 
     def set_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on in the middle of an epoch."""
+        """Restores the losses in the middle of an epoch."""
         self.train_loss.set_state_dict(state)
 
 
 class AccuracyHook(MetricHook):
-    """Counts the right outputs of an evaluation, of all replicas."""
+    """Measures the share of right outputs in an evaluation, over all replicas."""
 
     def __init__(self, accuracy_func: Callable[..., Any], priority: int = 0) -> None:
-        """Takes what counts.
+        """Sets the function that counts right rows.
 
         Args:
             accuracy_func: ``accuracy_func(output, label)`` returns how many rows are right.
@@ -69,16 +69,16 @@ class AccuracyHook(MetricHook):
         self.accuracy_func = accuracy_func
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
-        """Shows the accuracy."""
+        """Adds the accuracy to the trainer's metrics."""
         self.metric = Metric(True)
         self._show(trainer, "test", "Accuracy", self.metric)
 
     def before_test(self, trainer: Trainer) -> None:
-        """Begins an evaluation."""
+        """Resets the accuracy."""
         self.metric.reset()
 
     def after_test_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Counts a batch. Collective over the job."""
+        """Adds the right rows of a batch. Collective over the job."""
         counts = None
         if output is not None:
             first = output[0] if isinstance(output, (list, tuple)) else output
@@ -88,46 +88,46 @@ class AccuracyHook(MetricHook):
 
 
 class ThroughputHook(MetricHook):
-    """Counts the samples a second of all replicas."""
+    """Measures the samples per second of all replicas."""
 
     def __init__(self, ignored_steps: int = 0, priority: int = 10) -> None:
-        """Takes how many steps of the first epoch do not count.
+        """Sets how many of the first steps do not count.
 
         Args:
-            ignored_steps: Their number.
+            ignored_steps: The number of these steps.
             priority: See :class:`BaseHook`.
         """
         super().__init__(priority)
         self._ignored = ignored_steps
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
-        """Shows the throughput."""
+        """Adds the throughput to the trainer's metrics."""
         self._steps = 0
         self.metric = Metric(True)
         self._show(trainer, "train", "Throughput", self.metric)
         self._show(trainer, "test", "Throughput", self.metric)
 
     def before_train_epoch(self, trainer: Trainer) -> None:
-        """Begins an epoch."""
+        """Resets the throughput."""
         self.metric.reset()
 
     def before_test(self, trainer: Trainer) -> None:
-        """Begins an evaluation."""
+        """Resets the throughput."""
         self.metric.reset()
 
     def after_train_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Counts a batch."""
+        """Adds the samples and seconds of a batch."""
         self._steps += 1
         if self._steps > self._ignored:
             self.metric.update(trainer.batch_size, trainer.step_seconds)
 
     def after_test_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Counts a batch of an evaluation."""
+        """Adds the samples and seconds of a batch of an evaluation."""
         self.metric.update(trainer.batch_size, trainer.step_seconds)
 
 
 class LRSchedulerHook(MetricHook):
-    """Steps a schedule of the learning rate, and shows the rate after it."""
+    """Steps a scheduler of the learning rate, and makes the rate a metric."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class LRSchedulerHook(MetricHook):
         store_lr_in_state: bool = True,
         priority: int = 1,
     ) -> None:
-        """Takes the schedule.
+        """Takes the scheduler.
 
         Args:
-            lr_scheduler: One of Paddle's, which the optimizer has as well.
+            lr_scheduler: The scheduler of Paddle's that the optimizer has.
             by_epoch: Whether to step it after each epoch, else after each batch.
-            store_lr_in_state: Whether to show the rate.
+            store_lr_in_state: Whether the rate is a metric.
             priority: See :class:`BaseHook`.
         """
         super().__init__(priority)
@@ -150,19 +150,19 @@ class LRSchedulerHook(MetricHook):
         self.store_lr_in_state = store_lr_in_state
 
     def after_hook_is_attached(self, trainer: Trainer) -> None:
-        """Shows the rate."""
+        """Adds the rate to the trainer's metrics."""
         self.metric = Metric(self.by_epoch)
         self.metric.update(self.lr_scheduler.last_lr)
         if self.store_lr_in_state:
             self._show(trainer, "train", "LR", self.metric)
 
     def after_train_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Steps after a batch."""
+        """Steps the scheduler after a batch, unless it goes by epochs."""
         if not self.by_epoch:
             self._step()
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        """Steps after an epoch."""
+        """Steps the scheduler after an epoch, if it goes by epochs."""
         if self.by_epoch:
             self._step()
 
@@ -179,10 +179,10 @@ class LogMetricByEpochHook(BaseHook):
     """
 
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10) -> None:
-        """Takes where to log.
+        """Sets the logger and how often to log.
 
         Args:
-            logger: Of ``get_dist_logger``.
+            logger: A logger of ``get_dist_logger``.
             interval: Epochs from one line to the next.
             priority: See :class:`BaseHook`.
         """
@@ -191,11 +191,11 @@ class LogMetricByEpochHook(BaseHook):
         self._interval = interval
 
     def after_train_epoch(self, trainer: Trainer) -> None:
-        """Logs the line of the training."""
+        """Logs the line for the training of an epoch."""
         self._log(trainer, "train")
 
     def after_test_epoch(self, trainer: Trainer) -> None:
-        """Logs the line of the evaluation."""
+        """Logs the line for an evaluation."""
         self._log(trainer, "test")
 
     def _log(self, trainer: Trainer, mode: str) -> None:
@@ -207,17 +207,17 @@ class LogMetricByEpochHook(BaseHook):
 
 
 class LogMetricByStepHook(BaseHook):
-    """Makes the progress show what the last batch came to: the trainer's ``step_metrics``."""
+    """Puts the metrics of the last batch into ``step_metrics``, which the progress shows."""
 
     def __init__(self, priority: int = 10) -> None:
         super().__init__(priority)
 
     def after_train_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Notes the values of a batch."""
+        """Notes the metrics of a batch."""
         self._note(trainer, "train")
 
     def after_test_iter(self, trainer: Trainer, output: Nest, label: Nest, loss: Tensor) -> None:
-        """Notes the values of a batch of an evaluation."""
+        """Notes the metrics of a batch of an evaluation."""
         self._note(trainer, "test")
 
     def _note(self, trainer: Trainer, mode: str) -> None:
