@@ -15,11 +15,13 @@ lower layers only (``tests/test_house.py``)::
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from fleetpipe.extras import late
 from fleetpipe.schedules.action import Action, Fused, Item, SliceNumber
 from fleetpipe.schedules.api import Plan, Schedule, forward_only
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, chain
-from fleetpipe.schedules.forms.terminal import render
 from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.registry import (
@@ -32,6 +34,11 @@ from fleetpipe.schedules.registry import (
 )
 from fleetpipe.schedules.simulation.timeline import Timeline
 from fleetpipe.schedules.verified import build_verified
+
+if TYPE_CHECKING:
+    from fleetpipe.schedules.forms.terminal import render as render
+else:
+    __getattr__ = late({"render": "fleetpipe.schedules.forms.terminal"})
 
 __all__ = [
     "Action",
@@ -62,3 +69,8 @@ __all__ = [
     "register",
     "render",
 ]
+
+
+def __dir__() -> list[str]:
+    """Returns the names of the package, those that are loaded late among them."""
+    return sorted({*globals(), *__all__})

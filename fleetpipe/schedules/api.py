@@ -12,7 +12,6 @@ from fleetpipe.schedules.check.plan import verify_plan
 from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge
-from fleetpipe.schedules.families.forward_only import forward_rows
 from fleetpipe.schedules.forms.text import read_plan, read_schedule, write_plan, write_schedule
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows, computations
@@ -170,6 +169,8 @@ def forward_only(placement: Placement, micro_batches: int) -> Schedule:
     Raises:
         ConfigError: Fewer than one micro-batch.
     """
+    from fleetpipe.schedules.families.forward_only import forward_rows  # when a model evaluates
+
     micro_batches = require_whole("micro_batches", micro_batches)
     rows = tuple(map(tuple, forward_rows(placement, micro_batches)))
     return Schedule("ForwardOnly", placement, micro_batches, rows, forward_only=True)

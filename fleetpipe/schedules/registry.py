@@ -15,7 +15,6 @@ from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families import table
-from fleetpipe.schedules.families.interleaved import balanced_groups
 from fleetpipe.schedules.options import names_of, non_defaults
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
@@ -285,6 +284,8 @@ def refuse_groups(schedule: ScheduleRows, groups: Iterable[object]) -> None:
     try:
         verify(schedule)
     except ScheduleError as error:
+        from fleetpipe.schedules.families.interleaved import balanced_groups
+
         ranks = schedule.placement.ranks
         raise ConfigError(
             f"`groups` {list(groups)} deadlock",

@@ -1,24 +1,17 @@
-"""The table of the families: the function that builds the rows of each, placement and chunks."""
+"""The table of the families: the function that builds the rows of each, placement and chunks.
+
+A family is loaded when a schedule of it is built, or when its options are asked for.
+"""
 
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError, nearest, require_whole
 from fleetpipe.schedules.action import Item
-from fleetpipe.schedules.families.controllable_memory import v_half, v_min
-from fleetpipe.schedules.families.dualpipev import dual_pipe_v
-from fleetpipe.schedules.families.f_then_b import f_then_b
-from fleetpipe.schedules.families.hanayo import hanayo
-from fleetpipe.schedules.families.head import AHEAD, with_head
-from fleetpipe.schedules.families.interleaved import interleaved_one_f_one_b
-from fleetpipe.schedules.families.k_f_k_b import k_f_k_b
-from fleetpipe.schedules.families.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from fleetpipe.schedules.families.seq_one_f_one_b import seq_one_f_one_b
-from fleetpipe.schedules.families.zbv import zb_v
-from fleetpipe.schedules.families.zero_bubble import zb_h1, zb_h2
 from fleetpipe.schedules.garbage import collector_paused
 from fleetpipe.schedules.options import names_of, non_defaults
 from fleetpipe.schedules.placement import HEAD, Placement
@@ -36,7 +29,7 @@ class Family(NamedTuple):
     """A schedule whose rows a function builds.
 
     Args:
-        rows: Builds the rows of all ranks.
+        function: Builds the rows of all ranks; ``module:name`` in this package stands for it.
         aliases: Other names for it.
         placement: "loop", "vee" or "wave".
         chunks: Default number of chunks on a rank.
@@ -47,7 +40,7 @@ class Family(NamedTuple):
         sliced: Whether it runs slices of sequences, as many as its option ``slices`` says.
     """
 
-    rows: Rows
+    function: Rows | str
     aliases: tuple[str, ...] = ()
     placement: str = "loop"
     chunks: int = 1
@@ -56,21 +49,31 @@ class Family(NamedTuple):
     registered: bool = False
     sliced: bool = False
 
+    @property
+    def rows(self) -> Rows:
+        """The function that builds the rows of all ranks."""
+        if isinstance(self.function, str):
+            named: Rows = pkgutil.resolve_name(f"{__package__}.{self.function}")
+            return named
+        return self.function
+
 
 FAMILIES: dict[str, Family] = {
-    "FThenB": Family(f_then_b, ("F-then-B", "GPipe", "AFAB"), most_chunks=None),
-    "1F1B": Family(one_f_one_b, interleaved="Interleaved1F1B"),
-    "Eager1F1B": Family(eager_one_f_one_b),
-    "kFkB": Family(k_f_k_b, ("Ada-Grouper",)),
-    "Interleaved1F1B": Family(interleaved_one_f_one_b, ("VPP",), chunks=2, most_chunks=None),
-    "ZBH1": Family(zb_h1, ("InterleavedZeroBubble",), most_chunks=None),
-    "ZBH2": Family(zb_h2),
-    "ZBV": Family(zb_v, ("ZBVPP",), "vee", 2, 2),
-    "VHalf": Family(v_half, (), "vee", 2, 2),
-    "VMin": Family(v_min, (), "vee", 2, 2),
-    "DualPipeV": Family(dual_pipe_v, (), "vee", 2, 2),
-    SLICED: Family(seq_one_f_one_b, sliced=True),
-    "Hanayo": Family(hanayo, ("Wave",), "wave", 2, None),
+    "FThenB": Family("f_then_b:f_then_b", ("F-then-B", "GPipe", "AFAB"), most_chunks=None),
+    "1F1B": Family("one_f_one_b:one_f_one_b", interleaved="Interleaved1F1B"),
+    "Eager1F1B": Family("one_f_one_b:eager_one_f_one_b"),
+    "kFkB": Family("k_f_k_b:k_f_k_b", ("Ada-Grouper",)),
+    "Interleaved1F1B": Family(
+        "interleaved:interleaved_one_f_one_b", ("VPP",), chunks=2, most_chunks=None
+    ),
+    "ZBH1": Family("zero_bubble:zb_h1", ("InterleavedZeroBubble",), most_chunks=None),
+    "ZBH2": Family("zero_bubble:zb_h2"),
+    "ZBV": Family("zbv:zb_v", ("ZBVPP",), "vee", 2, 2),
+    "VHalf": Family("controllable_memory:v_half", (), "vee", 2, 2),
+    "VMin": Family("controllable_memory:v_min", (), "vee", 2, 2),
+    "DualPipeV": Family("dualpipev:dual_pipe_v", (), "vee", 2, 2),
+    SLICED: Family("seq_one_f_one_b:seq_one_f_one_b", sliced=True),
+    "Hanayo": Family("hanayo:hanayo", ("Wave",), "wave", 2, None),
 }
 
 
@@ -114,6 +117,8 @@ def schedule_rows(
     family_options = {option: value for option, value in options.items() if option != "slices"}
     kept_options = non_defaults(name, family.rows, family_options if family.sliced else options)
     if head:
+        from fleetpipe.schedules.families.head import AHEAD, with_head  # few models have one
+
         _require_headed(name, placement)
         longer = Placement(family.placement, ranks + AHEAD)
         placement = Placement(family.placement + HEAD, ranks)
