@@ -21,8 +21,7 @@ from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateE
 from fleetpipe.extras import extra
 from fleetpipe.fleet.static_graph import await_guard, static_graph
 from fleetpipe.fleet.strategy import DistributedStrategy
-from fleetpipe.job import agreement, attempt_files, job, meeting, start
-from fleetpipe.job.groups import neighbours
+from fleetpipe.job import agreement, attempt_files, job, meeting
 from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.groups.workers import Workers
 from fleetpipe.job.job import Job, current_job
@@ -275,6 +274,9 @@ def _begin(
     if world_size == 1:
         begun = _begin_alone(degrees, arguments, config.timeout, number)
     else:
+        from fleetpipe.job import start
+        from fleetpipe.job.groups import neighbours
+
         transport = config.transport or neighbours.default_transport()
         neighbours.refuse_without_gloo(transport)
         facts = {
@@ -296,7 +298,8 @@ def _begin(
     watched = config.serve is not None or attempt_files.folder() is not None or not begun.local
     if watched and begun.leads():
         extra("watch.reporting").begin(begun, config.serve)
-    tensor_parallel.connect_shards(begun)
+    if degrees.mp > 1:
+        tensor_parallel.connect_shards(begun)
     return _fleet
 
 

@@ -27,13 +27,7 @@ from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import COPIES, REPLICA, SHARDS, Coordinate, Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 from fleetpipe.paddle_api.device import device_kind, memory_limit, process_bytes, synchronize
-from fleetpipe.transport import (
-    MemoryHub,
-    SocketTransport,
-    Store,
-    Transport,
-    View,
-)
+from fleetpipe.transport import Store, Transport, View
 
 #: Methods of Paddle's topology that return the group, which adds large tensors, along an axis.
 _PADDLE_GROUPS: Mapping[tuple[str, ...], str] = {
@@ -47,8 +41,8 @@ _PADDLE_GROUPS: Mapping[tuple[str, ...], str] = {
 }
 
 
-if TYPE_CHECKING:  # few jobs load it
-    from fleetpipe.transport import ProcessGroupTransport
+if TYPE_CHECKING:  # a job of one process loads neither
+    from fleetpipe.transport import ProcessGroupTransport, SocketTransport
 
 
 class Job:
@@ -165,6 +159,8 @@ class Job:
         """
         if not self._transports:
             if self._connections is None:
+                from fleetpipe.transport import MemoryHub
+
                 ranks = range(self.degrees.pp)
                 hub = MemoryHub(len(ranks))
                 self._transports = {rank: hub.endpoint(rank) for rank in ranks}
@@ -180,6 +176,8 @@ class Job:
             ranks: The pipeline's ranks, by their numbers in the job; one is this process.
         """
         if self._connections is None:
+            from fleetpipe.transport import MemoryHub
+
             return {0: MemoryHub(1).endpoint(0)}
         view = View(self._connections, ranks)
         return {view.rank: view}

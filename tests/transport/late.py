@@ -113,5 +113,5 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[LateHub]:
         made.append(LateHub(ranks))
         return made[-1]
 
-    monkeypatch.setattr("fleetpipe.job.job.MemoryHub", hub)
+    monkeypatch.setattr("fleetpipe.transport.memory.MemoryHub", hub)
     return made
