@@ -6,12 +6,12 @@ On CPU Paddle's layers have no kernels. Its random-state tracker works on both (
 from __future__ import annotations
 
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from paddle.distributed.fleet import meta_parallel
 from paddle.distributed.fleet.layers import mpu
 
 from fleetpipe.aliases import Layer
-from fleetpipe.dygraph.tensor_parallel import cross_entropy, embedding, linear, sequence, wrapper
 from fleetpipe.dygraph.tensor_parallel.dropout import dropout
 from fleetpipe.dygraph.tensor_parallel.groups import (
     alone,
@@ -20,6 +20,7 @@ from fleetpipe.dygraph.tensor_parallel.groups import (
     model_parallel_group,
 )
 from fleetpipe.dygraph.tensor_parallel.layer import (
+    marked,
     own_value,
     refuse_shards,
     shard_in,
@@ -28,33 +29,51 @@ from fleetpipe.dygraph.tensor_parallel.layer import (
     whole_value,
 )
 from fleetpipe.dygraph.tensor_parallel.operations import own_errors, parallel_matmul, shard_of
-from fleetpipe.dygraph.tensor_parallel.replacements import (
-    OPERATIONS,
-    connect_shards,
-    install,
-    uninstall,
-)
-from fleetpipe.dygraph.tensor_parallel.sequence import is_sequence_parallel_parameter, marked
-from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state, share_with_shards
+from fleetpipe.extras import late
 from fleetpipe.mesh.parts import split_axis
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.meta_parallel import SEQUENCE_PARALLEL
 
 _layers: ModuleType = mpu
-_wrappers: ModuleType = meta_parallel
-_on_gpu = device_kind() != "cpu"
 
 RNGStatesTracker = _layers.RNGStatesTracker
 get_rng_state_tracker = _layers.get_rng_state_tracker
 model_parallel_random_seed = _layers.model_parallel_random_seed
-ColumnParallelLinear: type[Layer] = (_layers if _on_gpu else linear).ColumnParallelLinear
-RowParallelLinear: type[Layer] = (_layers if _on_gpu else linear).RowParallelLinear
-VocabParallelEmbedding: type[Layer] = (_layers if _on_gpu else embedding).VocabParallelEmbedding
-ParallelCrossEntropy: type[Layer] = (_layers if _on_gpu else cross_entropy).ParallelCrossEntropy
-TensorParallel: type[Layer] = (_wrappers if _on_gpu else wrapper).TensorParallel
+is_sequence_parallel_parameter = SEQUENCE_PARALLEL.is_sequence_parallel_parameter
 
-#: The module that gives Fleet's names of sequence parallelism.
-sequence_parallel_utils: ModuleType = SEQUENCE_PARALLEL if _on_gpu else sequence
+if TYPE_CHECKING:
+    from fleetpipe.dygraph.tensor_parallel.replacements import OPERATIONS as OPERATIONS
+    from fleetpipe.dygraph.tensor_parallel.replacements import connect_shards as connect_shards
+    from fleetpipe.dygraph.tensor_parallel.replacements import install as install
+    from fleetpipe.dygraph.tensor_parallel.replacements import uninstall as uninstall
+    from fleetpipe.dygraph.tensor_parallel.wrapper import share_whole_state as share_whole_state
+    from fleetpipe.dygraph.tensor_parallel.wrapper import share_with_shards as share_with_shards
+
+    ColumnParallelLinear: type[Layer]
+    RowParallelLinear: type[Layer]
+    VocabParallelEmbedding: type[Layer]
+    ParallelCrossEntropy: type[Layer]
+    TensorParallel: type[Layer]
+    #: The module that gives Fleet's names of sequence parallelism.
+    sequence_parallel_utils: ModuleType
+else:
+    #: What has few users, or no use on a GPU, by the module that has it.
+    _LATE = {
+        "replacements": ("OPERATIONS", "connect_shards", "install", "uninstall"),
+        "wrapper": ("TensorParallel", "share_whole_state", "share_with_shards"),
+        "linear": ("ColumnParallelLinear", "RowParallelLinear"),
+        "embedding": ("VocabParallelEmbedding",),
+        "cross_entropy": ("ParallelCrossEntropy",),
+        "sequence": ("sequence_parallel_utils",),
+    }
+    __getattr__ = late(
+        {name: f"{__name__}.{module}" for module, names in _LATE.items() for name in names}
+    )
+    if device_kind() != "cpu":
+        TensorParallel = meta_parallel.TensorParallel
+        sequence_parallel_utils = SEQUENCE_PARALLEL
+        for _module in ("linear", "embedding", "cross_entropy"):
+            globals().update({name: getattr(mpu, name) for name in _LATE[_module]})
 
 __all__ = [
     "OPERATIONS",
@@ -90,3 +109,8 @@ __all__ = [
     "whole_shape",
     "whole_value",
 ]
+
+
+def __dir__() -> list[str]:
+    """Returns the names of the package, those that are loaded late among them."""
+    return sorted({*globals(), *__all__})

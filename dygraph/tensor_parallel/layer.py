@@ -10,7 +10,7 @@ member, and for the size of the shard: its weights depend on the degree.)
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fleetpipe.aliases import Attribute, DType, Nest, PaddleGroup, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
@@ -20,7 +20,13 @@ from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.mesh.parts import PartOfWhole, attached_part, part_of, split_axis
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import parameters_in
-from fleetpipe.paddle_api.meta_parallel import Initializer, assigned_shape, attribute, shard_weights
+from fleetpipe.paddle_api.meta_parallel import (
+    SEQUENCE_PARALLEL,
+    Initializer,
+    assigned_shape,
+    attribute,
+    shard_weights,
+)
 from fleetpipe.paddle_api.tensor import give_memory
 
 _ZEROS = paddle.nn.initializer.Constant(0.0)
@@ -216,6 +222,12 @@ def own_value(whole: Tensor, parameter: Tensor | int | None, group: PaddleGroup 
         return shard_of(whole, parameter, members.rank, members.ranks)
     part = None if parameter is None else shard_in(parameter, group)
     return whole if part is None else part.cut.taken_from(whole)
+
+
+def marked(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Returns trained parameters, without experts, whose gradient is spread over the members."""
+    trained = (p for p in parameters if not p.stop_gradient and not is_spread(p))
+    return [p for p in trained if SEQUENCE_PARALLEL.is_sequence_parallel_parameter(p)]
 
 
 def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:

@@ -19,7 +19,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.meta_parallel import OPERATION_MODULES, SEQUENCE_PARALLEL
+from fleetpipe.paddle_api.meta_parallel import GPU_OPERATIONS, OPERATION_MODULES, SEQUENCE_PARALLEL
 
 Operation = Callable[..., Tensor]
 
@@ -114,16 +114,7 @@ def _c_softmax_with_cross_entropy(
 
 #: By Paddle's name, what runs in the place of Paddle's operation; on GPU nothing does.
 OPERATIONS: Mapping[str, Operation] = (
-    {}
-    if device_kind() != "cpu"
-    else {
-        "_c_identity": _c_identity,
-        "_c_split": _c_split,
-        "_c_concat": _c_concat,
-        "_mp_allreduce": _mp_allreduce,
-        "_c_lookup_table": _c_lookup_table,
-        "_c_softmax_with_cross_entropy": _c_softmax_with_cross_entropy,
-    }
+    {} if device_kind() != "cpu" else {name: globals()[name] for name in GPU_OPERATIONS}
 )
 
 #: Likewise, what the classes of Paddle's sequence parallelism call.
@@ -186,8 +177,6 @@ def uninstall() -> None:
 
 def connect_shards(job: Job) -> None:
     """Makes tensor-parallel layers communicate over a job's connections until the job ends."""
-    if job.degrees.mp == 1:
-        return
     paddle_group = job.hcg.get_model_parallel_group()
     connect(paddle_group, job.along("mp"))
     install()

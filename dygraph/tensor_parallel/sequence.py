@@ -13,13 +13,13 @@ end of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
-from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.groups import gathered, members_of, model_parallel_group
+from fleetpipe.dygraph.tensor_parallel.layer import marked
 from fleetpipe.dygraph.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
@@ -134,12 +134,6 @@ class RowSequenceParallelLinear(RowParallelLinear):
     def _total(self, terms: Tensor) -> Tensor:
         """Returns this member's part of the sum of the results of all members."""
         return operations.reduce_scatter(terms, self.model_parallel_group)
-
-
-def marked(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Returns trained parameters, without experts, whose gradient is spread over the members."""
-    trained = (p for p in parameters if not p.stop_gradient and not is_spread(p))
-    return [parameter for parameter in trained if is_sequence_parallel_parameter(parameter)]
 
 
 def register_sequence_parallel_allreduce_hooks(

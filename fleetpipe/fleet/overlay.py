@@ -7,58 +7,67 @@ module that is neither in the table nor a file of this package is Paddle's, not 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
-from fleetpipe import dygraph
-from fleetpipe.dygraph import tensor_parallel
-from fleetpipe.dygraph.layers import chunk
 from fleetpipe.extras import spec_of
-from fleetpipe.paddle_api import meta_parallel
+from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.meta_parallel import GPU_OPERATIONS
 
 OURS = "fleetpipe.fleet"
 PADDLES = "paddle.distributed.fleet"
 _FOLDER = Path(__file__).parent
 
 
-def _of(module: ModuleType, *names: str) -> dict[str, object]:
-    return {name: getattr(module, name) for name in names}
+_DYGRAPH = "fleetpipe.dygraph:"
+_TENSOR_PARALLEL = "fleetpipe.dygraph.tensor_parallel:"
+_DESCRIPTIONS = "fleetpipe.paddle_api.meta_parallel:"
+
+
+def _of(place: str, *names: str) -> dict[str, str]:
+    return {name: place + name for name in names}
 
 
 _SLICED = _of(
-    tensor_parallel,
+    _TENSOR_PARALLEL,
     "ColumnParallelLinear",
     "ParallelCrossEntropy",
     "RowParallelLinear",
     "VocabParallelEmbedding",
 )
 
-#: Below ``fleetpipe.fleet``: a module in the place of Paddle's, and the names that differ in it.
-OVERLAYS: Mapping[str, Mapping[str, object]] = {
+#: Below ``fleetpipe.fleet``: a module in the place of Paddle's, and the names that differ in it,
+#: each with the place of the object.
+OVERLAYS: Mapping[str, Mapping[str, str]] = {
     "layers": {},
     "layers.mpu": _SLICED,
     "layers.mpu.mp_layers": _SLICED,
-    "layers.mpu.mp_ops": tensor_parallel.OPERATIONS,
-    "meta_parallel.dualpipev": _of(dygraph, "DualPipeVParallel"),
+    "layers.mpu.mp_ops": (
+        {}
+        if device_kind() != "cpu"
+        else _of("fleetpipe.dygraph.tensor_parallel.replacements:", *GPU_OPERATIONS)
+    ),
+    "meta_parallel.dualpipev": _of(_DYGRAPH, "DualPipeVParallel"),
     "meta_parallel.parallel_layers": {
         **_SLICED,
-        **_of(meta_parallel, "LocalSharedLayerDesc"),
-        **_of(dygraph, "PipelineLayer"),
+        **_of(_DESCRIPTIONS, "LocalSharedLayerDesc"),
+        **_of(_DYGRAPH, "PipelineLayer"),
     },
     "meta_parallel.parallel_layers.mp_layers": _SLICED,
     "meta_parallel.parallel_layers.pp_layers": {
-        **_of(meta_parallel, "LocalSharedLayerDesc"),
-        **_of(dygraph, "PipelineLayer"),
-        **_of(chunk, "PipelineLayerChunk"),
+        **_of(_DESCRIPTIONS, "LocalSharedLayerDesc"),
+        **_of(_DYGRAPH, "PipelineLayer"),
+        **_of("fleetpipe.dygraph.layers.chunk:", "PipelineLayerChunk"),
     },
     "meta_parallel.pipeline_parallel": {
         **_of(
-            dygraph,
+            _DYGRAPH,
             "DualPipeVParallel",
             "FakeMicroDataset",
             "NoPipelineParallel",
@@ -69,7 +78,7 @@ OVERLAYS: Mapping[str, Mapping[str, object]] = {
             "VPPFhenBInBalancedMemory",
         ),
         **_of(
-            meta_parallel,
+            _DESCRIPTIONS,
             "PipelineDatasetPreprocessor",
             "PipelineParallelMicroStepCallback",
             "PipelineParallelMicroStepLocations",
@@ -77,10 +86,10 @@ OVERLAYS: Mapping[str, Mapping[str, object]] = {
             "register_global_pipeline_parallel_hook",
         ),
     },
-    "meta_parallel.tensor_parallel": _of(tensor_parallel, "TensorParallel"),
+    "meta_parallel.tensor_parallel": _of(_TENSOR_PARALLEL, "TensorParallel"),
     "utils": {},
     "utils.sequence_parallel_utils": _of(
-        tensor_parallel.sequence_parallel_utils,
+        f"{_TENSOR_PARALLEL}sequence_parallel_utils.",
         "AllGatherOp",
         "ColumnSequenceParallelLinear",
         "GatherOp",
@@ -96,20 +105,22 @@ OVERLAYS: Mapping[str, Mapping[str, object]] = {
 
 
 def over(
-    names: Mapping[str, object], paddles: ModuleType
+    names: Mapping[str, object], paddles: ModuleType, ours: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns ``__getattr__`` and ``__dir__`` of a module that adds ``names`` to one of Paddle's.
 
     Args:
         names: The module's ``globals()``.
         paddles: Paddle's module, which answers for every other name.
+        ours: Further names that are fleetpipe's, each with the place of the object, which is loaded
+            when the name is used.
     """
 
     def get(name: str) -> Any:
-        return getattr(paddles, name)
+        return pkgutil.resolve_name(ours[name]) if name in ours else getattr(paddles, name)
 
     def listed() -> list[str]:
-        return sorted({*names, *dir(paddles)})
+        return sorted({*names, *ours, *dir(paddles)})
 
     return get, listed
 
@@ -125,12 +136,11 @@ class _Overlay(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         names = vars(module)
-        names.update(OVERLAYS[self._path])
         names["__doc__"] = f"``{PADDLES}.{self._path}`` with names of fleetpipe's."
         paddles = _paddles_module(self._path)
         replaced = [*OVERLAYS[self._path], *_inside(self._path)]
         names["__all__"] = [*dict.fromkeys([*replaced, *getattr(paddles, "__all__", ())])]
-        names["__getattr__"], names["__dir__"] = over(names, paddles)
+        names["__getattr__"], names["__dir__"] = over(names, paddles, OVERLAYS[self._path])
 
 
 def _inside(path: str) -> list[str]:

@@ -10,9 +10,14 @@ from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 
 from fleetpipe.aliases import DType
 from fleetpipe.config import PipelineConfig, scale_strategy
-from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel, wrap
+from fleetpipe.dygraph import (
+    PipelineLayer,
+    PipelineOptimizer,
+    PipelineParallel,
+    tensor_parallel,
+    wrap,
+)
 from fleetpipe.dygraph.optimizer.scaler import agreeing
-from fleetpipe.dygraph.tensor_parallel import TensorParallel
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet._library_options import refuse_library_options
 from fleetpipe.fleet.lifecycle import begin_static
@@ -83,7 +88,7 @@ def distributed_model(model: Any) -> Any:
     if job is None:
         return paddle_fleet.distributed_model(model)
     if job.degrees.split("mp", "cp", "ep") > 1:
-        return TensorParallel(model, job.hcg, strategy=user_strategy())
+        return tensor_parallel.TensorParallel(model, job.hcg, strategy=user_strategy())
     with job.guarded(lambda: "wrapping the model"):
         # Gloo gives up after 30 s: nobody enters it before all ranks are here.
         job.require_agreement({"the model to wrap": type(model).__name__})

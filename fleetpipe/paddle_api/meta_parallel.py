@@ -34,6 +34,11 @@ _pipelines: ModuleType = paddle_fleet.meta_parallel.pipeline_parallel
 LOSS_FUNCTIONS_ARE_A_LIST = hasattr(paddle_fleet.meta_parallel, "LocalSharedLayerDesc")
 #: The modules from which scripts take the operations of tensor-parallel layers.
 OPERATION_MODULES: tuple[ModuleType, ...] = (_operations, _collective)
+#: Those of them for which CPUs have no kernels.
+GPU_OPERATIONS = (
+    *("_c_identity", "_c_split", "_c_concat", "_mp_allreduce", "_c_lookup_table"),
+    "_c_softmax_with_cross_entropy",
+)
 #: The module of sequence parallelism between tensor-parallel layers.
 SEQUENCE_PARALLEL: ModuleType = _sequence_parallel
 #: Takes the values of a location by name.

@@ -19,13 +19,6 @@ from fleetpipe.dygraph import (
     PipelineParallelWithInterleaveFthenB,
     VPPFhenBInBalancedMemory,
 )
-from fleetpipe.dygraph.tensor_parallel import (
-    ColumnParallelLinear,
-    ParallelCrossEntropy,
-    RowParallelLinear,
-    TensorParallel,
-    VocabParallelEmbedding,
-)
 from fleetpipe.fleet import overlay
 from fleetpipe.fleet.meta_parallel._descriptions import (
     LayerDesc,
@@ -64,6 +57,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from fleetpipe.dygraph.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
+    from fleetpipe.dygraph.tensor_parallel import ParallelCrossEntropy as ParallelCrossEntropy
+    from fleetpipe.dygraph.tensor_parallel import RowParallelLinear as RowParallelLinear
+    from fleetpipe.dygraph.tensor_parallel import TensorParallel as TensorParallel
+    from fleetpipe.dygraph.tensor_parallel import VocabParallelEmbedding as VocabParallelEmbedding
+
     # Paddle's names, which a run asks its module for.
     # fmt: off
     # isort: off
@@ -96,4 +95,6 @@ if TYPE_CHECKING:
     sharding: Any
     tensor_parallel: Any
 else:
-    __getattr__, __dir__ = overlay.over(globals(), _theirs)
+    _sliced = overlay.OVERLAYS["layers.mpu.mp_layers"]
+    _wrapper = overlay.OVERLAYS["meta_parallel.tensor_parallel"]
+    __getattr__, __dir__ = overlay.over(globals(), _theirs, {**_sliced, **_wrapper})

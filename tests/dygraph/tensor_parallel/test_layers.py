@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 import numpy as np
@@ -164,11 +164,14 @@ def test_constructors_take_what_paddles_take(name: str) -> None:
 
 
 def test_on_gpu_the_names_are_paddles(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = find_spec("fleetpipe.dygraph.tensor_parallel")
+    assert spec is not None
+    assert spec.loader is not None
+    on_gpu = module_from_spec(spec)
     with monkeypatch.context() as patch:
         patch.setattr(device, "device_kind", lambda: "gpu")
-        importlib.reload(tensor_parallel)
-        assert all(getattr(tensor_parallel, name) is getattr(mpu, name) for name in NAMES)
-    importlib.reload(tensor_parallel)
+        spec.loader.exec_module(on_gpu)
+    assert all(vars(on_gpu)[name] is getattr(mpu, name) for name in NAMES)
     assert not any(getattr(tensor_parallel, name) is getattr(mpu, name) for name in NAMES)
     assert tensor_parallel.get_rng_state_tracker is mpu.get_rng_state_tracker
     assert tensor_parallel.model_parallel_random_seed is mpu.model_parallel_random_seed
