@@ -1,12 +1,14 @@
-"""A plain pipeline loads nothing of the features that cross borders; a model with one loads it."""
+"""What the import of fleet loads, and what a plain pipeline does not load."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.launching import command
+from tests.test_house import modules, ring
 
 PROGRAM = """
 import sys
@@ -27,6 +29,15 @@ model.train_batch([paddle.ones([4, 8, 8]), paddle.ones([4, 8, 8])], optimizer)
 features = ("contrib.slices", "contrib.experts", "dygraph.vocabulary", "dygraph.sequences")
 print("loaded", *(name for name in features if f"fleetpipe.{name}" in sys.modules))
 """
+IMPORT = """
+import sys
+from fleetpipe import fleet
+
+files = {getattr(module, "__file__", None) for module in sys.modules.values()}
+print(*sorted(filter(None, files)), sep="\\n")
+"""
+#: The faces that every import of the package loads.
+FACES = {"fleetpipe.__init__", "fleetpipe.contrib.__init__"}
 PLAIN = "[LayerDesc(nn.Linear, 8, 8) for _ in range(4)]"
 EXPERTS = (
     "[*(LayerDesc(nn.Linear, 8, 8) for _ in range(3)),"
@@ -49,3 +60,11 @@ def test_features_are_loaded_by_those_who_have_them(
     done = command(sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"loaded{loaded}"
+
+
+def test_the_import_of_fleet_loads_the_core_alone() -> None:
+    done = command(sys.executable, "-c", IMPORT)
+    files = {Path(line).resolve() for line in done.stdout.splitlines()}
+    loaded = {name for name, path in modules().items() if path.resolve() in files}
+    assert {name for name in loaded if ring(name)} == FACES
+    assert 100 < len(loaded) <= 190
