@@ -273,22 +273,6 @@ def draw(mode: str, python: bool | None = False, part: int = 0) -> Keys | None:
     return Keys(key(number, part) if part else number, python)
 
 
-def peek(mode: str, group: Group, python: bool | None = False, part: int = 0) -> Keys | None:
-    """Returns the keys of the next batch without drawing them. Collective over ``group``.
-
-    Args:
-        mode: The option ``rng``.
-        group: The ranks that hold shards of one layer.
-        python: As for :class:`Keys`.
-        part: As for :func:`draw`.
-    """
-    with random_states_kept():
-        keys = draw(mode, python, part)
-    if keys is not None:
-        keys.agree(group)
-    return keys
-
-
 def enter_loss() -> None:
     """Seeds the generators for the loss functions, after the last layer of a micro-batch."""
     if _keys is not None:

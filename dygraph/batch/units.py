@@ -54,9 +54,11 @@ class Units:
 
     Attributes:
         count: The number of units of a micro-batch.
+        slicing: How the sequences of a micro-batch are cut: the number of chunks, or their lengths.
     """
 
     count = 1
+    slicing: int | tuple[int, ...] = 1
 
     def cut(self, batches: MicroBatches) -> MicroBatches:
         """Returns the units of all micro-batches, in order.

@@ -44,16 +44,20 @@ class NumberedHooks:
     def __bool__(self) -> bool:
         return bool(self._hooks)
 
-    def register_hook(self, number: int, hook: NumberedHook) -> None:
-        """Adds ``hook(number)``."""
-        if number not in range(self.hooks_capacity):
+    def register_hook(self, location: int, hook: NumberedHook) -> None:
+        """Adds ``hook(location)``.
+
+        Raises:
+            UsageError: There is no such number in a batch.
+        """
+        if location not in range(self.hooks_capacity):
             raise UsageError(
-                f"there is no {self._kind} {number} for a hook",
+                f"there is no {self._kind} {location} for a hook",
                 fix=f"give a number from 0 to {self.hooks_capacity - 1}"
                 if self.hooks_capacity
                 else f"register no {self._kind} hooks: this schedule has none",
             )
-        self._hooks[number].append(hook)
+        self._hooks[location].append(hook)
 
     def run(self, number: int) -> None:
         """Calls the hooks of a number."""

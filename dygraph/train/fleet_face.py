@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -12,13 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 from fleetpipe.aliases import Nest, PaddleGroup, Strategy, Tensor, Topology
+from fleetpipe.dygraph.backward.crossings import Crossing
+from fleetpipe.dygraph.backward.deferral_report import DeferralReport
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import Units
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.hooks import NumberedHook
 from fleetpipe.dygraph.observe.timers import Timers
+from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.train.observers import of_all
 from fleetpipe.dygraph.train.runtime import Runtime
+from fleetpipe.engine.observer import Observer
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group
@@ -26,6 +32,12 @@ from fleetpipe.paddle_api.meta_parallel import pipeline_parallel_callbacks_
 from fleetpipe.paddle_api.topology import user_strategy
 from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
+
+if TYPE_CHECKING:
+    from fleetpipe.engine.trace import Trace
+
+#: What registers a numbered hook at a location.
+_Registers = Callable[[int, NumberedHook], None]
 
 #: How Fleet spells actions in ``get_static_scheduler``; it knows no W.
 _LETTERS: Mapping[str, str] = {"F": "f", "B": "b", "I": "b", "W": "w"}
@@ -38,9 +50,10 @@ class NothingCached:
         """Does nothing: every message tells its shape, and none is remembered."""
 
 
-def _of_runtime(path: str) -> Any:
-    """Returns a property that gives what the runtime has under a dotted path."""
-    return property(operator.attrgetter(f"_runtime.{path}"))
+def _of_runtime(place: str | Callable[[Runtime], Any]) -> Any:
+    """Returns a property that gives what the runtime has at a dotted path, or a function of it."""
+    of = place if callable(place) else operator.attrgetter(place)
+    return property(lambda wrapper: of(wrapper._runtime))
 
 
 class PipelineFace(MetaParallelBase):
@@ -73,7 +86,7 @@ class PipelineFace(MetaParallelBase):
     """What is run."""
     units: Units = _of_runtime("units")
     """How the micro-batches of a training batch are cut."""
-    timers: Timers | None = _of_runtime("timers")
+    timers: Timers | None = _of_runtime("reductions.timers")
     """Those of ``pp_configs.enable_timer``; None where it is off."""
     num_stages: int = _of_runtime("job.degrees.pp")
     """Ranks of the pipeline."""
@@ -81,24 +94,115 @@ class PipelineFace(MetaParallelBase):
     """Chunks on each rank, v."""
     micro_batch_id: int = _of_runtime("stage.micro_batch_id")
     """The number within the batch of the micro-batch whose forward runs, or else the next."""
-    weights: list[Fraction] = _of_runtime("weights")
-    """The weight of each of this replica's micro-batches in its loss of the batch."""
+    slicing: int | tuple[int, ...] = _of_runtime("units.slicing")
+    """How the sequences of a training batch are cut: the number of chunks, or their lengths."""
+    stage_id: int = _of_runtime(lambda of: int(of.job.hcg.get_stage_id()))
+    """This process's rank in the pipeline; 0 if it plays all ranks."""
+    global_rank: int = _of_runtime(lambda of: int(of.job.hcg.get_global_rank()))
+    """This process's rank in the job."""
+    pp_group: PaddleGroup = _of_runtime(lambda of: of.job.hcg.get_pipe_parallel_group())
+    """Paddle's group of the ranks of this pipeline."""
+    dp_group: PaddleGroup = _of_runtime(lambda of: of.job.hcg.get_data_parallel_group())
+    """Paddle's group of the ranks that hold the same stages in all data-parallel replicas."""
+    model_parallel: Group = _of_runtime(lambda of: of.job.model_parallel())
+    """The ranks that hold the shards of this rank's layers."""
+    replicas: Group = _of_runtime(lambda of: of.job.replicas())
+    """The ranks that hold the same stages in all replicas."""
+    sequence: Group = _of_runtime("sequence")
+    """The ranks that have parts of the same sequences."""
+    model_chunks: list[PipelineLayerChunk] | None = _of_runtime(
+        lambda of: of.layers.get_model_chunks()
+    )
+    """The chunks of this process; None if each rank has one."""
+    weights: list[Fraction] = _of_runtime("weights.usual")
+    """The weight of each micro-batch of this replica in the replica's loss of the batch."""
+    weights_in_backward: list[Fraction] = _of_runtime("weights.in_backward")
+    """These weights in the loss that backward starts from: 1 under ``delay_scale_loss``."""
+    weights_of_all_replicas: list[Fraction] = _of_runtime("weights.of_all_replicas")
+    """The weights in backward of the micro-batches of all replicas."""
+    token_weights: Callable[[Sequence[Nest], Group], list[Fraction] | None] = _of_runtime(
+        "weights.of_tokens"
+    )
+    """See :meth:`MicroBatchWeights.of_tokens`. Collective."""
+    micro_batches: Callable[[Nest], MicroBatches] = _of_runtime("data.micro_batches")
+    """Returns the micro-batches that ``train_batch`` makes of its data; raises as it does.
+
+    An iterator loses the items that are taken of it.
+    """
+    shared_micro_batches: Callable[[Nest], tuple[MicroBatches, MicroBatches]] = _of_runtime(
+        "data.share_batch"
+    )
+    """See :meth:`RankData.share_batch`. Collective."""
+    share: Callable[[MicroBatches], tuple[MicroBatches, MicroBatches]] = _of_runtime("data.share")
+    """See :meth:`RankData.share`. Collective."""
+    from_last_stage: Callable[[Nest], list[Nest]] = _of_runtime("data.from_last_stage")
+    """See :meth:`RankData.from_last_stage`. Collective."""
+    next_keys: Callable[[], Keys | None] = _of_runtime("keys.peek")
+    """See :meth:`BatchKeys.peek`. Collective over mp."""
+    key_python_draws: Callable[[], None] = _of_runtime("keys.key_python_draws")
+    """See :meth:`BatchKeys.key_python_draws`."""
+    observe: Callable[[Observer], None] = _of_runtime("engines.observe")
+    """See :meth:`Engines.observe`."""
+    accompany: Callable[[Observer | None], None] = _of_runtime("engines.accompany")
+    """See :meth:`Engines.accompany`."""
+    trace: Trace | None = _of_runtime(lambda of: of.engines.observer("trace"))
+    """What really ran, if ``fleetpipe_configs["trace"]`` asked for it."""
+    peak_held: dict[int, int] = _of_runtime("engines.training.peak_held")
+    """Most forwards held unreleased in the last training run, by rank played here."""
+    total_loss: list[Tensor] | None = _of_runtime(
+        lambda of: of.reductions.losses.by_micro_batch() if of.reductions.losses else None
+    )
+    """The losses of the last batch's micro-batches, as the last stage's owner keeps them.
+
+    A Tensor [micro-batches] for each loss function: this replica's own, weighted unless
+    ``delay_scale_loss``. None on other ranks and before the first batch.
+    """
+    gradient_of: Callable[[Tensor], Tensor | None] = _of_runtime("reductions.gradient_of")
+    """Returns the gradient that the last batch has left, or None. Collective over sharding."""
+    deferral_report: Callable[[], DeferralReport] = _of_runtime("split.report")
+    """Returns which parameters' gradients wait for W, and the bytes kept between I and W.
+
+    For the stages of this process, of a schedule that splits backward, after a first batch.
+    """
+    reordered_leaves: Callable[[], list[str]] = _of_runtime("split.reordered")
+    """Returns the layers here whose split backward may add up in another order than a full one.
+
+    Known after a first batch, as ``deferral_report`` is.
+    """
+    crossings: Callable[[], AbstractContextManager[dict[int, Crossing]]] = _of_runtime(
+        "stage.noting_crossings"
+    )
+    """While it is open, training notes how the graphs of this process's stages hang together.
+
+    The context gives, by stage, its crossing in the last micro-batch.
+    """
     forward_pipeline_parallel_hook_capacity: int = _of_runtime(
-        "hook_calls.hooks.forward.hooks_capacity"
+        "engines.hook_calls.hooks.forward.hooks_capacity"
     )
     """Forwards of a rank in a batch: m * v."""
     backward_pipeline_parallel_hook_capacity: int = _of_runtime(
-        "hook_calls.hooks.backward.hooks_capacity"
+        "engines.hook_calls.hooks.backward.hooks_capacity"
     )
     """Backwards of a rank in a batch: m * v."""
     bubble_pipeline_parallel_hook_capacity: int = _of_runtime(
-        "hook_calls.hooks.bubble.hooks_capacity"
+        "engines.hook_calls.hooks.bubble.hooks_capacity"
     )
-    """Bubbles of a rank in a batch: 2p - 2 where the schedule is interleaved, else 0."""
-    peak_held: dict[int, int] = _of_runtime("engine.peak_held")
-    """Most forwards held unreleased in the last training run, by rank played here."""
-    sequence: Group = _of_runtime("sequence")
-    """The ranks that have parts of the same sequences."""
+    """Bubbles of a rank in a batch: 2p - 2 if the schedule is interleaved, else 0."""
+    register_forward_pipeline_parallel_hook: _Registers = _of_runtime(
+        "engines.hook_calls.hooks.forward.register_hook"
+    )
+    """Adds ``hook(location)``, called before that forward of this rank in each training batch.
+
+    It raises a UsageError if ``location`` is not below the capacity of forwards.
+    """
+    register_backward_pipeline_parallel_hook: _Registers = _of_runtime(
+        "engines.hook_calls.hooks.backward.register_hook"
+    )
+    """Adds ``hook(location)``, called before that backward; as for forwards."""
+    register_bubble_pipeline_parallel_hook: _Registers = _of_runtime(
+        "engines.hook_calls.hooks.bubble.register_hook"
+    )
+    """Adds ``hook(location)``, called where this rank of an interleaved pipeline waits."""
 
     def __init__(
         self, layers: PipelineLayer, hcg: Topology = None, strategy: Strategy = None
@@ -134,9 +238,9 @@ class PipelineFace(MetaParallelBase):
         begin: Callable[..., None] = super().__init__
         begin(layers, hcg or job.hcg, strategy)
         self._runtime = Runtime(layers, strategy, job, self._has_bubble_hooks)
-        self._runtime.accompany(layers.companion(self))
+        self.accompany(layers.companion(self))
         for make in of_all:
-            self._runtime.observe(make(self))
+            self.observe(make(self))
 
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineFace:
         """Returns a copy of the model, such as an average of weights, wrapped too. Collective."""
@@ -171,11 +275,6 @@ class PipelineFace(MetaParallelBase):
         return self.train(False)
 
     @property
-    def slicing(self) -> int | tuple[int, ...]:
-        """How the sequences of a training batch are cut: the number of slices, or lengths."""
-        return getattr(self.units, "slicing", 1)
-
-    @property
     def accumulate_steps(self) -> int:
         """The number m of micro-batches of a batch. Setting it needs the same on every rank."""
         return self._runtime.config.micro_batches
@@ -193,59 +292,14 @@ class PipelineFace(MetaParallelBase):
     def micro_batch_size(self, rows: int) -> None:
         self._runtime.resize(self.accumulate_steps, rows)
 
-    @property
-    def stage_id(self) -> int:
-        """This process's rank in the pipeline; 0 where it plays all ranks."""
-        return int(self._runtime.job.hcg.get_stage_id())
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank in the job."""
-        return int(self._runtime.job.hcg.get_global_rank())
-
-    @property
-    def pp_group(self) -> PaddleGroup:
-        """Paddle's group of the ranks of this pipeline."""
-        return self._runtime.job.hcg.get_pipe_parallel_group()
-
-    @property
-    def dp_group(self) -> PaddleGroup:
-        """Paddle's group of the ranks that hold the same stages in all data-parallel replicas."""
-        return self._runtime.job.hcg.get_data_parallel_group()
-
-    @property
-    def model_chunks(self) -> list[PipelineLayerChunk] | None:
-        """The chunks of this process; None where v is 1."""
-        return self.layers.get_model_chunks()
-
-    @property
-    def total_loss(self) -> list[Tensor] | None:
-        """The losses of the last batch's micro-batches, as the last stage's owner keeps them.
-
-        A Tensor [micro-batches] for each loss function: this replica's own, weighted unless
-        ``delay_scale_loss``. None on other ranks and before the first batch.
-        """
-        losses = self._runtime.losses
-        return losses.by_micro_batch() if losses else None
-
-    @property
-    def model_parallel(self) -> Group:
-        """The ranks that hold the shards of this rank's layers."""
-        return self._runtime.job.model_parallel()
-
-    @property
-    def replicas(self) -> Group:
-        """The ranks that hold the same stages in all replicas."""
-        return self._runtime.job.replicas()
-
     def is_pipeline_first_stage(self, ignore_virtual: bool = False) -> bool:
         """Whether this process owns the first stage, which takes the inputs.
 
         Args:
             ignore_virtual: Leaves :meth:`set_virtual_pipeline_rank` out of account.
         """
-        owns = self._runtime.plays(self._runtime.first_owner)
-        return owns and (ignore_virtual or self._virtual_pp_rank in (None, 0))
+        here = ignore_virtual or self._virtual_pp_rank in (None, 0)
+        return here and self._runtime.data.owns_first
 
     def is_pipeline_last_stage(self, ignore_virtual: bool = False) -> bool:
         """Whether this process owns the last stage, which takes the labels.
@@ -254,8 +308,8 @@ class PipelineFace(MetaParallelBase):
             ignore_virtual: Leaves :meth:`set_virtual_pipeline_rank` out of account.
         """
         last = self.num_model_chunks - 1
-        owns = self._runtime.plays(self._runtime.last_owner)
-        return owns and (ignore_virtual or self._virtual_pp_rank in (None, last))
+        here = ignore_virtual or self._virtual_pp_rank in (None, last)
+        return here and self._runtime.data.owns_last
 
     def set_virtual_pipeline_rank(self, rank: int | None) -> None:
         """Says which chunk :meth:`is_pipeline_first_stage` and its like are asked of.
@@ -275,30 +329,6 @@ class PipelineFace(MetaParallelBase):
                 of the forward or backward on this rank, None in evaluation.
         """
         self.callbacks.register_hook(location, hook)
-
-    def register_forward_pipeline_parallel_hook(self, location: int, hook: NumberedHook) -> None:
-        """Adds ``hook(location)``, called before that forward of this rank in each training batch.
-
-        Raises:
-            ConfigError: ``location`` is not below :attr:`forward_pipeline_parallel_hook_capacity`.
-        """
-        self._runtime.hook_calls.hooks.forward.register_hook(location, hook)
-
-    def register_backward_pipeline_parallel_hook(self, location: int, hook: NumberedHook) -> None:
-        """Adds ``hook(location)``, called before that backward of this rank in each training batch.
-
-        Raises:
-            ConfigError: ``location`` is not below :attr:`backward_pipeline_parallel_hook_capacity`.
-        """
-        self._runtime.hook_calls.hooks.backward.register_hook(location, hook)
-
-    def register_bubble_pipeline_parallel_hook(self, location: int, hook: NumberedHook) -> None:
-        """Adds ``hook(location)``, called where this rank of an interleaved pipeline waits.
-
-        Raises:
-            ConfigError: ``location`` is not below :attr:`bubble_pipeline_parallel_hook_capacity`.
-        """
-        self._runtime.hook_calls.hooks.bubble.register_hook(location, hook)
 
     def get_static_scheduler(self) -> str:
         """Returns what this rank runs in a batch, in Fleet's spelling.

@@ -44,7 +44,7 @@ OBSERVERS: Mapping[str, ObserverRow] = {
     "users": ObserverRow("fleetpipe.engine.observer:Observers", lambda of: ()),
     "timers": ObserverRow(
         "fleetpipe.dygraph.observe.timers:TimedActions",
-        lambda of: (of.timers,) if of.timers else None,
+        lambda of: (of.reductions.timers,) if of.reductions.timers else None,
     ),
     "hooks": ObserverRow(
         "fleetpipe.dygraph.observe.hooks:HookCalls",

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe.aliases import Nest
-from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph.backward.crossings import Crossing
-from fleetpipe.dygraph.backward.deferral_report import DeferralReport
 from fleetpipe.dygraph.batch.micro_batches import (
     MicroBatches,
     counted_in,
@@ -20,19 +16,20 @@ from fleetpipe.dygraph.batch.micro_batches import (
     unwrapped,
 )
 from fleetpipe.dygraph.batch.outputs import joined, on_host
-from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.optimizer.scaler import prepared
 from fleetpipe.dygraph.train.fleet_face import PipelineFace
 from fleetpipe.dygraph.train.scheduling import require_steps, step_rate
-from fleetpipe.dygraph.train.training_batch import TrainingBatch, forwarded, take_step
-from fleetpipe.engine.observer import BatchObserver, Observer
+from fleetpipe.dygraph.train.training_batch import (
+    TrainingBatch,
+    forwarded,
+    required_functions,
+    take_step,
+)
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_types import Batch, GradScaler, LRScheduler, Optimizer, Tensor
 
 if TYPE_CHECKING:
-    from fleetpipe.engine.trace import Trace
     from fleetpipe.profiling import Profile
 
 
@@ -199,9 +196,9 @@ class PipelineParallel(PipelineFace):
             loss functions). Else a list with the output of each micro-batch on the rank that owns
             the last stage, and an empty list elsewhere.
         """
-        functions = self._runtime.loss_functions(loss_fn_idx) if compute_loss else None
+        functions = required_functions(self._runtime, loss_fn_idx) if compute_loss else None
         data = unwrapped(data)
-        batches = self._runtime.micro_batches(data, any_rows=True)
+        batches = self._runtime.data.micro_batches(data, any_rows=True)
         if functions is None and self.layers.placement.has_head:
             # Its parts would give their share of the loss for the logits that nobody has.
             batches = batches._replace(labels=None)
@@ -211,10 +208,8 @@ class PipelineParallel(PipelineFace):
             if batch.losses is not None:
                 mean = self._runtime.config.loss_reduction == "mean"
                 counted = counted_in(labels) or len(batches.labels or ()) if mean else None
-                runtime = self._runtime
-                return runtime.reductions.share_losses(
-                    runtime.losses, runtime.last_owner, counted=counted
-                )
+                last_owner = self._runtime.data.last_owner
+                return self._runtime.reductions.share_losses(last_owner, counted=counted)
             outputs = batch.ordered_outputs()
             return [on_host(output) for output in outputs] if return_host_tensor else outputs
 
@@ -230,14 +225,14 @@ class PipelineParallel(PipelineFace):
             The outputs of all micro-batches joined along axis 0, in the containers that the model
             returns. Without ``broadcast`` on the owner of the last stage; None elsewhere.
         """
-        cut = self._runtime.cut(any_rows=True)
+        cut = self._runtime.data.cut(any_rows=True)
         batches = MicroBatches(split_value(inputs, cut, "inputs"), None)
         with forwarded(self._runtime, batches) as batch:
             outputs = batch.ordered_outputs()
             output = joined(outputs) if outputs else None
             if not broadcast:
                 return output
-            return self._runtime.job.group().broadcast(output, self._runtime.last_owner)
+            return self._runtime.job.group().broadcast(output, self._runtime.data.last_owner)
 
     def profile(self, data: Batch, path: str | Path | None = None) -> Profile:
         """Measures what each layer, and each action of each stage, costs. Collective.
@@ -256,169 +251,13 @@ class PipelineParallel(PipelineFace):
             slices of sequences those of each slice as well, as it is cut now.
         """
         self._runtime.require_running()
-        batches, job = self.micro_batches(data), self._runtime.job
-        with (
-            job.guarded(lambda: "profiling"),
-            random_keys.keyed(self.next_keys(), job.model_parallel()),
-        ):
+        batches, job, keys = self.micro_batches(data), self._runtime.job, self._runtime.keys
+        with job.guarded(lambda: "profiling"), keys.keyed(keys.peek()):
             measure = pkgutil.resolve_name("fleetpipe.dygraph.observe.profile:measure")
             measured: Profile = measure(self.layers, job, batches, self.weights, self.units)
         if path is not None and job.leads():
             measured.write(path)
         return measured
-
-    @property
-    def trace(self) -> Trace | None:
-        """What really ran, where ``fleetpipe_configs["trace"]`` asked for it."""
-        trace: Trace | None = self._runtime.observer("trace")
-        return trace
-
-    def observe(self, observer: Observer) -> None:
-        """Makes ``observer`` watch later batches, or only their operations.
-
-        Args:
-            observer: A :class:`BatchObserver`, for training batches; anything else that has a
-                ``wrap`` watches the operations of all batches.
-        """
-        self._runtime.observe(observer)
-
-    def accompany(self, companion: BatchObserver | None) -> None:
-        """Makes ``companion`` watch each of the next batches; None ends that. There is one at most.
-
-        Within its ``step`` the optimizer steps before guards verify what it has done.
-        """
-        self._runtime.accompany(companion)
-
-    def gradient_of(self, parameter: Tensor) -> Tensor:
-        """Returns the gradient that the last batch has left, or None. Collective over sharding."""
-        shards = self._runtime.reductions.last_shards
-        left: Tensor = gradient_of(parameter) if shards is None else shards.gradient(parameter)
-        return left
-
-    def deferral_report(self) -> DeferralReport:
-        """Returns which parameters' gradients wait for W, and the bytes kept between I and W.
-
-        For the stages of this process, of a schedule that splits backward, after a first batch.
-        """
-        return self._runtime.split.report()
-
-    def crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
-        """While it is open, training notes how the graphs of this process's stages hang together.
-
-        Returns:
-            A context that gives, by stage, its crossing in the last micro-batch.
-        """
-        return self._runtime.stage.noting_crossings()
-
-    def reordered_leaves(self) -> list[str]:
-        """Returns the layers here whose split backward may add up in another order than a full one.
-
-        Known after a first batch, as :meth:`deferral_report` is.
-        """
-        return self._runtime.split.reordered()
-
-    @property
-    def weights_of_all_replicas(self) -> list[Fraction]:
-        """As :attr:`weights_in_backward`, for the micro-batches of all replicas."""
-        replicas = self.replicas.ranks
-        share = Fraction(1, replicas if self._runtime.reductions.scale == "avg" else 1)
-        return [weight * share for weight in self.weights_in_backward] * replicas
-
-    @property
-    def weights_in_backward(self) -> list[Fraction]:
-        """The weight of each of this replica's micro-batches in the loss that backward starts from.
-
-        These are :attr:`weights`, and 1 where ``delay_scale_loss`` divides the gradients later.
-        """
-        delayed = self._runtime.switches.delay_scale_loss
-        return [Fraction(1)] * self.accumulate_steps if delayed else self.weights
-
-    def micro_batches(self, data: Nest) -> MicroBatches:
-        """Returns the micro-batches that :meth:`train_batch` makes of ``data``; raises as it does.
-
-        An iterator loses the items that are taken of it.
-        """
-        return self._runtime.micro_batches(data)
-
-    def shared_micro_batches(self, data: Nest) -> tuple[MicroBatches, MicroBatches]:
-        """Gives every rank the inputs of the first stage and the labels of the last. Collective.
-
-        Args:
-            data: As for :meth:`train_batch`.
-
-        Returns:
-            The micro-batches of this replica, which are ``data`` for any of these methods, and
-            those of all replicas, one replica after another.
-        """
-        return self.share(self.micro_batches(data))
-
-    def share(self, batches: MicroBatches) -> tuple[MicroBatches, MicroBatches]:
-        """As :meth:`shared_micro_batches`, for a batch that is cut already. Collective.
-
-        Sequences that are split along sep and cp are whole in what it returns.
-        """
-        runtime = self._runtime
-        runtime.compare_rows(batches)
-        group = runtime.job.group()
-        inputs = group.broadcast(batches.inputs, runtime.first_owner)
-        labels = group.broadcast(batches.labels, runtime.last_owner)
-        if runtime.sequence.ranks > 1:
-            ranks = pkgutil.resolve_name("fleetpipe.dygraph.sequences:sequence_ranks")()
-            inputs, labels = ranks.whole_batch((inputs, labels))
-        replicas = self.replicas.all_gather((inputs, labels))
-        everyone = MicroBatches(
-            [one for parts, _ in replicas for one in parts],
-            [one for _, parts in replicas for one in parts],
-        )
-        return MicroBatches(inputs, labels), everyone
-
-    def token_weights(self, labels: Sequence[Nest], group: Group) -> list[Fraction] | None:
-        """Returns how much micro-batches count by their places; None where all count alike.
-
-        Collective over ``group`` with ``loss_reduction="tokens"``; nothing happens without it.
-
-        Args:
-            labels: Those of whole sequences, by micro-batch.
-            group: The ranks whose losses are averaged, each of which has other micro-batches.
-        """
-        if self._runtime.config.loss_reduction != "tokens":
-            return None
-        token_weights = pkgutil.resolve_name("fleetpipe.dygraph.batch.token_weights:TokenWeights")
-        weights = token_weights(self.layers.loss_functions(), labels, None, group)
-        return [weights.of(0, number) for number in range(len(labels))]
-
-    def from_last_stage(self, value: Nest) -> list[Nest]:
-        """Returns on every rank what the owners of the last stage pass. Collective over the job.
-
-        Args:
-            value: Tensors and plain values in tuples, lists and dicts; other ranks may pass None.
-
-        Returns:
-            The values, replica by replica.
-
-        Raises:
-            BoundaryError: A value is made of something else.
-            PipelineTimeout: Some rank did not come within the limit.
-        """
-        runtime = self._runtime
-        with runtime.job.guarded(lambda: "sharing what the last stage has"):
-            owns = runtime.plays(runtime.last_owner)
-            values = self.replicas.all_gather(value) if owns else None
-            shared: list[Nest] = runtime.job.group().broadcast(values, runtime.last_owner)
-            return shared
-
-    def next_keys(self) -> random_keys.Keys | None:
-        """Returns the random seeds that the next training batch will have. Collective over mp."""
-        runtime = self._runtime
-        group, python = runtime.job.model_parallel(), runtime.keys_python()
-        return random_keys.peek(runtime.config.rng, group, python, runtime.sequence.rank)
-
-    def key_python_draws(self) -> None:
-        """Makes layers draw from Python's and NumPy's generators under keys from now on.
-
-        For whoever runs the batches of one process once more beside it. On ranks they always do.
-        """
-        self._runtime.compared = True
 
     def _bind(self, optimizer: Optimizer) -> None:
         """Makes sure that the optimizer trains this model rightly."""

@@ -27,12 +27,16 @@ class Reductions:
         scale: Whether the gradients of the replicas are averaged ("avg") or added up ("sum").
         sole: Whether a stage is no other rank's: no gradient or loss is added to another's.
         kinds: The kinds of layers of this process that have rules of their own.
+        timers: Those of ``pp_configs.enable_timer``; None if it is off.
+        losses: Those of the last batch, if this process owns the last stage.
         shards: Who owns which parameter in the batch that comes; None where each rank keeps all.
         last_shards: As ``shards``, for the gradients of the batch before, until they are cleared.
     """
 
-    def __init__(self, layers: PipelineLayer, job: Job, scale: str, timers: Timers | None) -> None:
-        self._layers, self._job, self._timers = layers, job, timers
+    def __init__(self, layers: PipelineLayer, job: Job, scale: str, timed: bool) -> None:
+        self._layers, self._job = layers, job
+        self.timers = Timers() if timed else None
+        self.losses: Losses | None = None
         self.scale = scale
         self.sole = job.degrees.size == job.degrees.pp
         self.kinds = layer_kinds.kinds_in(layers.state.own_parameters())
@@ -53,18 +57,27 @@ class Reductions:
                 "batches, or use sharding_configs['stage'] = 1",
             )
 
+    def own_errors(self) -> AbstractContextManager[None]:
+        """Returns a context in which a collective that fails in a backward raises its own error."""
+        return nullcontext() if self.sole else tensor_parallel.own_errors()
+
+    def drop_gradients(self) -> None:
+        """Drops what a failed batch has left, to which the next one must not add."""
+        drop_gradients(self._layers.trained_parameters())
+
+    def gradient_of(self, parameter: Tensor) -> Tensor:
+        """Returns the gradient that the last batch has left, or None. Collective over sharding."""
+        shards = self.last_shards
+        left: Tensor = gradient_of(parameter) if shards is None else shards.gradient(parameter)
+        return left
+
     def share_losses(
-        self,
-        losses: Losses | None,
-        owner: int,
-        by_micro_batch: bool = False,
-        counted: int | None = None,
+        self, owner: int, by_micro_batch: bool = False, counted: int | None = None
     ) -> Nest:
         """Gives the mean losses of the last stages' copies to every rank. Collective.
 
         Args:
-            losses: What the owner of the last stage has; None elsewhere.
-            owner: That rank of the pipeline.
+            owner: The rank of the pipeline that owns the last stage.
             by_micro_batch: Whether to give those of the micro-batches, not their sum.
             counted: The rows that the loss of this replica is a mean over; None where all count
                 alike.
@@ -73,7 +86,7 @@ class Reductions:
             One loss, or a list where there are several loss functions.
         """
         with self._timing("broadcast_final_loss"):
-            total = None
+            total, losses = None, self.losses
             if losses is not None:
                 total = losses.by_micro_batch() if by_micro_batch else losses.totals()
                 if counted is not None and not self.sole:
@@ -132,7 +145,7 @@ class Reductions:
             self.last_shards.drop_others(parameters)
 
     def _timing(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._timers is None else self._timers.timing(name)
+        return nullcontext() if self.timers is None else self.timers.timing(name)
 
 
 def share_state(layers: PipelineLayer, job: Job) -> None:

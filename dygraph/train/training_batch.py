@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 
 from fleetpipe.aliases import Nest, Optimizer, Scaler
-from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.batch.input_gradients import (
     hand_back,
     with_gradients,
@@ -20,7 +18,6 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, rag
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.batch.outputs import require_count
 from fleetpipe.dygraph.batch.stage import Batch
-from fleetpipe.dygraph.batch.units import WeightOf
 from fleetpipe.dygraph.gradients import divide_gradients
 from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.errors import ConfigError
@@ -63,29 +60,30 @@ class TrainingBatch:
         """
         runtime.require_running()
         runtime.reductions.require_cleared()
-        functions = runtime.loss_functions(loss_fn_idx)
+        functions = required_functions(runtime, loss_fn_idx)
         _require_gradients()
         # First, so that it does not matter which ranks' data draw random numbers too.
-        self._keys = runtime.drawn_keys()
+        self._keys = runtime.keys.draw()
         data, self._sources = with_gradients(data)
         keeps_graph = bool(self._sources) or is_iterator(data)
-        batches = runtime.micro_batches(data, keeps_graph=keeps_graph)
-        runtime.require_data(batches, labelled=True)
+        batches = runtime.data.micro_batches(data, keeps_graph=keeps_graph)
+        runtime.data.require(batches, labelled=True)
         self._observed = ObservedBatch(
             without_gradients(batches), self._keys, weights, loss_fn_idx, None, scaler
         )
-        delayed = runtime.switches.delay_scale_loss
         if weights is not None:
-            by_tokens = runtime.config.loss_reduction == "tokens"
-            _require_weights(weights, len(runtime.weights), delayed, by_tokens)
-        weights, units = weights or runtime.weights, runtime.units
-        weight_of = _weight_of(runtime, functions, batches, weights)
+            runtime.weights.require(weights)
+        weights, units = weights or runtime.weights.usual, runtime.units
+        owns_last = runtime.data.owns_last
+        labels = batches.labels if owns_last else None
+        weight_of = runtime.weights.weight_of(functions, labels, weights)
         weight_of = units.weight_of(functions, batches, weight_of)
         batches = units.cut(batches)
+        delayed = runtime.switches.delay_scale_loss
         self._losses = Losses(functions, weights, loss_fn_idx, delayed, weight_of, units.count)
         self._shared = False
         scale = None if scaler is None else scaler.scale
-        elsewhere = () if runtime.plays(runtime.last_owner) else functions
+        elsewhere = () if owns_last else functions
         self._batch = Batch(batches, self._losses, scale, elsewhere)
         self._runtime = runtime
         self._by_micro_batch = by_micro_batch
@@ -104,22 +102,29 @@ class TrainingBatch:
         """
         runtime = self._runtime
         self._observed = self._observed._replace(optimizer=optimizer)
-        runtime.prepare(self._observed)
+        self._prepare()
         if runtime.job.copies().ranks == 1:
             # Copies add their losses up, which none of them is to wait for between actions.
             self._losses.complete = self._share_losses
         try:
-            with runtime.running(self._batch, runtime.engine, training=True):
-                with random_keys.keyed(self._keys, runtime.job.model_parallel()):
-                    collectives = {"REDUCE": self._reduce, "STEP": self._step}
-                    first = runtime.first_micro_batch * runtime.units.count
-                    runtime.engine.run(collectives, first)
-                runtime.observers.end()
-            delayed = runtime.switches.delay_scale_loss
-            hand_back(self._sources, runtime.weights[0].denominator if delayed else 1)
+            with runtime.running(self._batch) as run:
+                with runtime.keys.keyed(self._keys):
+                    run({"REDUCE": self._reduce, "STEP": self._step})
+                runtime.engines.observers.end()
+            hand_back(self._sources, runtime.weights.divisor)
         finally:
             # The losses hold on to this batch, and this to the data.
             self._losses.complete = None
+
+    def _prepare(self) -> None:
+        """Makes layers, observers and the gradients that are left ready for the batch."""
+        runtime = self._runtime
+        runtime.layers.begin(training=True)
+        if runtime.config.compare_rows:
+            with runtime.job.guarded(lambda: "comparing the rows that ranks were given"):
+                runtime.data.compare(self._observed.data)
+        runtime.engines.observers.begin(self._observed)
+        runtime.reductions.set_aside_gradients()
 
     def _share_losses(self) -> None:
         """Gives the losses to all ranks. Collective over the pipeline; its last stage waits not.
@@ -130,13 +135,18 @@ class TrainingBatch:
         if not self._shared:
             runtime = self._runtime
             self.loss = runtime.reductions.share_losses(
-                runtime.losses, runtime.last_owner, self._by_micro_batch
+                runtime.data.last_owner, self._by_micro_batch
             )
             self._shared = True
 
     def _reduce(self) -> None:
         self._share_losses()
-        self._runtime.reduce(self.loss)
+        runtime = self._runtime
+        if runtime.hidden_uses is not None:
+            runtime.hidden_uses.leave()
+        runtime.engines.observers.computed()
+        runtime.reductions.reduce_gradients()
+        runtime.engines.observers.reduced(self.loss)
 
     def _step(self) -> None:
         if self._observed.optimizer is not None:
@@ -145,11 +155,10 @@ class TrainingBatch:
 
 def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> None:
     """Steps with the gradients that a batch's reductions have left, and clears them."""
-    if runtime.switches.delay_scale_loss:
-        parameters = runtime.layers.trained_parameters()
-        divide_gradients(parameters, runtime.weights[0].denominator)
+    if runtime.weights.divisor != 1:
+        divide_gradients(runtime.layers.trained_parameters(), runtime.weights.divisor)
     update = functools.partial(_update, optimizer, scaler)
-    runtime.observers.step(update, optimizer, scaled=scaler is not None)
+    runtime.engines.observers.step(update, optimizer, scaled=scaler is not None)
     if runtime.switches.release_gradients:
         optimizer.clear_grad(set_to_zero=False)
     else:
@@ -165,32 +174,20 @@ def _update(optimizer: Optimizer, scaler: Scaler) -> None:
         scaler.update()
 
 
-def _weight_of(
-    runtime: Runtime,
-    functions: Sequence[Criterion],
-    batches: MicroBatches,
-    weights: Sequence[Fraction],
-) -> WeightOf:
-    """Returns what weighs micro-batches: by the places that all ranks' losses count, if asked.
-
-    Args:
-        runtime: What the batch runs on.
-        functions: The loss functions.
-        batches: The micro-batches, not cut into units.
-        weights: The weight of each micro-batch in the loss.
+def required_functions(runtime: Runtime, index: int) -> list[Criterion]:
+    """Returns all loss functions of the model, after a look at the chosen one.
 
     Raises:
-        ConfigError: A loss function does not say what it counts.
+        ConfigError: There is none, or none of that number.
     """
-    by_tokens = runtime.config.loss_reduction == "tokens"
-    by_places = by_tokens or runtime.sequence.ranks > 1
-    if batches.labels is None or not by_places or not runtime.plays(runtime.last_owner):
-        return lambda _, number: weights[number]
-    group = runtime.job.copies() if by_tokens else runtime.sequence
-    token_weights = pkgutil.resolve_name("fleetpipe.dygraph.batch.token_weights:TokenWeights")
-    base = None if by_tokens else weights
-    weight_of: WeightOf = token_weights(functions, batches.labels, base, group).of
-    return weight_of
+    functions = runtime.layers.loss_functions()
+    if index not in range(len(functions)):
+        raise ConfigError(
+            f"there is no loss function {index}",
+            expected=f"loss_fn_idx from 0 to {len(functions) - 1}",
+            fix="pass loss_fn=[f, g, ..] when you build the PipelineLayer",
+        )
+    return functions
 
 
 def _require_gradients() -> None:
@@ -198,30 +195,6 @@ def _require_gradients() -> None:
         raise ConfigError(
             "training needs gradients, and they are switched off",
             fix="leave paddle.no_grad(), or use eval_batch",
-        )
-
-
-def _require_weights(
-    weights: Sequence[Fraction], micro_batches: int, delayed: bool, by_tokens: bool
-) -> None:
-    if by_tokens:
-        raise ConfigError(
-            "with loss_reduction='tokens' micro-batches count by their tokens",
-            got="other weights",
-            fix="leave the weights out, or set loss_reduction to 'mean'",
-        )
-    if delayed:
-        raise ConfigError(
-            "delay_scale_loss weights all micro-batches alike, after the last backward",
-            got="other weights",
-            fix="leave delay_scale_loss out, or the weights",
-        )
-    if len(weights) != micro_batches:
-        raise ConfigError(
-            "there is one weight for each micro-batch",
-            expected=f"{micro_batches} weights (accumulate_steps)",
-            got=f"{len(weights)} weights",
-            fix="give each micro-batch its weight in the loss of the batch",
         )
 
 
@@ -251,23 +224,23 @@ def forwarded(
         StateError: ``fleet.shutdown`` ended the job of the model.
     """
     runtime.require_running()
-    runtime.require_data(batches, labelled=functions is not None)
-    keys = runtime.drawn_keys()
+    runtime.data.require(batches, labelled=functions is not None)
+    keys = runtime.keys.draw()
     runtime.layers.begin(training=False)
     with runtime.job.guarded(lambda: "evaluating"):
         # A rank without data cannot know how many micro-batches will come.
-        count = runtime.compare_rows(batches, len(batches.inputs or ()))
+        count = runtime.data.compare(batches, len(batches.inputs or ()))
         require_count(batches, count)
     losses = None
     if functions is not None:
         share = Fraction(1, 1 if runtime.config.loss_reduction == "sum" else count)
-        ragged = ragged_weights(labels, runtime.cut()) if share.denominator > 1 else None
+        ragged = ragged_weights(labels, runtime.data.cut()) if share.denominator > 1 else None
         weights = ragged or [share] * count
-        weight_of = _weight_of(runtime, functions, batches, weights)
+        here = batches.labels if runtime.data.owns_last else None
+        weight_of = runtime.weights.weight_of(functions, here, weights)
         losses = Losses(functions, weights, weight_of=weight_of)
     batch = Batch(batches, losses, value_of=runtime.layers.value_of)
-    engine = runtime.evaluation.engine(count)
-    with runtime.running(batch, engine, training=False), paddle.no_grad():
-        with random_keys.keyed(keys, runtime.job.model_parallel()):
-            engine.run({}, runtime.first_micro_batch)
+    with runtime.running(batch, count) as run, paddle.no_grad():
+        with runtime.keys.keyed(keys):
+            run({})
         yield batch

@@ -84,5 +84,5 @@ def test_a_batch_that_fails_does_not_end_and_leaves_no_gradients() -> None:
 
 def test_what_nobody_asks_for_is_not_there() -> None:
     with mlp_and_sgd(2) as (model, _):
-        there = {name for name in OBSERVERS if model._runtime.observer(name) is not None}
+        there = {name for name in OBSERVERS if model._runtime.engines.observer(name) is not None}
     assert there == {"users", "hooks", "companion", "meter"}

@@ -20,7 +20,7 @@ def test_a_rank_is_struck_once_in_its_step_before_the_operation(
     struck = []
     monkeypatch.setenv(VARIABLE, str(Strike(signal.SIGKILL, 0, at, 3)))
     with mlp_and_sgd(pp=2, micro_batches=4) as (model, optimizer):
-        where = model._runtime.engine.where
+        where = model._runtime.engines.training.where
         monkeypatch.setattr(os, "kill", lambda *killed: struck.append((*killed, where())))
         for step in range(5):
             model.eval_batch(batch(), compute_loss=True)

@@ -463,7 +463,7 @@ def test_buffers_that_no_state_dict_has_at_first_are_no_obstacle() -> None:
 def test_the_copy_has_the_memory_of_the_stages() -> None:
     pipe, model, optimizer = wrapped()
     model.train_batch(data(0), optimizer)
-    copies = model._runtime.observer("companion").members[0]._reference.tensors()
+    copies = model._runtime.engines.observer("companion").members[0]._reference.tensors()
     parameters = pipe.state.own_parameters()
     parameters = {name: p for name, p in parameters.items() if not p.stop_gradient}
     assert [n for n, p in parameters.items() if shares_memory(copies[n], p)] == [*parameters]

@@ -181,7 +181,7 @@ def test_a_hook_may_change_what_it_sees() -> None:
 def test_without_hooks_nothing_of_them_runs() -> None:
     with mlp_and_sgd(2) as (model, optimizer):
         model.register_forward_pipeline_parallel_hook(0, print)
-        model._runtime.hook_calls.hooks.forward._hooks.clear()
+        model._runtime.engines.hook_calls.hooks.forward._hooks.clear()
         model.train_batch(batch(), optimizer)
         calls = own_calls(lambda: model.train_batch(batch(), optimizer))
         found = {name: count for name, count in calls.items() if name.startswith("hooks.py")}
@@ -193,10 +193,10 @@ def test_without_hooks_nothing_of_them_runs() -> None:
 def test_the_first_hook_leaves_stage_and_engine_as_they_are() -> None:
     with mlp_and_sgd(2) as (model, optimizer):
         model.train_batch(batch(), optimizer)
-        stage, engine = model._runtime.stage, model._runtime.engine
+        stage, engine = model._runtime.stage, model._runtime.engines.training
         called: list[int] = []
         model.register_forward_pipeline_parallel_hook(0, called.append)
         model.train_batch(batch(), optimizer)
         assert called
         assert model._runtime.stage is stage
-        assert model._runtime.engine is engine
+        assert model._runtime.engines.training is engine
