@@ -1,20 +1,20 @@
-"""Runs a pipeline and its single-device model side by side and says whether a bit differs.
+"""Runs a pipeline beside its single-device model and reports whether a bit differs.
 
-:func:`begin` is the function, ``fleetpipe parity SCRIPT`` (``command``) the command for a training
-script that stays as it is. Both make a ``session``, which compares one step after another:
+:func:`begin` is for scripts that call it; ``fleetpipe parity SCRIPT`` (``command``) runs a training
+script unchanged. Both make a ``session``, which compares one step after another:
 
 1. ``cutting`` cuts the batch a second time, and the micro-batches of both sides are compared;
-2. the ``reference``, the model on one device, runs forward and backward on its own; on a GPU twice,
-   as ``repetition`` measures what the device does not repeat;
-3. the pipeline trains, while ``outputs`` keeps what layers return (of the reference too), ``edges``
-   the gradients between stages, and the session looks where sums have another order;
-4. in the place of the pipeline's optimizer ``stepping`` compares the gradients, then steps both
-   sides, each at its learning rate; where a gradient differs, the reference has run once more
-   before, to compare what arrived on the edges;
+2. the ``reference``, the model on one device, runs forward and backward; on a GPU twice, so that
+   ``repetition`` measures how far two runs of the device differ;
+3. the pipeline trains, while ``outputs`` records the outputs of layers (the reference's too),
+   ``edges`` records the gradients between stages, and the session finds sums in another order;
+4. in place of the pipeline's optimizer ``stepping`` compares the gradients, then steps both sides,
+   each at its learning rate; if a gradient differs, the reference first runs once more, to compare
+   the gradients on the edges;
 5. parameters and buffers are compared after, as is the loss.
 
-``evaluation`` does the like for ``eval_batch`` and ``predict_batch``. ``differences`` says how far
-two values are apart; the session puts those that all ranks found into one ``report``.
+``evaluation`` compares ``eval_batch`` and ``predict_batch`` likewise. ``differences`` measures how
+far two values are apart; the session merges the differences of all ranks into one ``report``.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ def begin(
     tolerance: float | None = None,
     train_batch: TrainBatch | None = None,
 ) -> Session:
-    """Begins to compare a pipeline with its single-device model. Collective over the pipeline.
+    """Starts to compare a pipeline with its single-device model. Collective over the pipeline.
 
     Args:
         pipeline: What ``fleet.distributed_model`` returned.
         optimizer: What ``fleet.distributed_optimizer`` returned, before its first step.
-        model: A single-device Layer with the same parameters in the same order; it takes the
-            pipeline's weights. None: the pipeline's own list of layers.
-        model_optimizer: The optimizer of ``model``. None: a twin of the pipeline's.
-        loss_of: ``loss_of(inputs, label)`` gives the loss of ``model`` for a micro-batch. None: the
-            pipeline's loss function of ``model(inputs)``.
-        tolerance: Largest relative difference that passes. Default: none where bits can be equal.
-            1e-6 where more than two replicas add up their gradients in another order than one
-            device does; 1e-5 where ranks that hold slices of a layer or parts of sequences do so in
-            every layer, where several stages use one weight, and where the model's graph makes the
-            pipeline add up in another order, as the report then says.
+        model: A single-device Layer with the same parameters in the same order; it gets the
+            pipeline's weights. None builds the pipeline's own list of layers.
+        model_optimizer: The optimizer of ``model``. None makes a twin of the pipeline's.
+        loss_of: ``loss_of(inputs, label)`` returns the loss of ``model`` for a micro-batch. None
+            applies the pipeline's loss function to ``model(inputs)``.
+        tolerance: Largest relative difference that passes. Default: 0 if bits can be equal; 1e-6 if
+            more than two replicas add up gradients in another order than one device; 1e-5 if ranks
+            with shards of layers or parts of sequences do, if stages share a weight, or if the
+            model's graph makes the pipeline do so, as the report then says.
         train_batch: ``train_batch(data, optimizer, lr_scheduler, scaler)`` trains the pipeline with
             that optimizer for a batch, and returns its loss: for a program that calls
-            ``forward_backward_pipeline`` and steps the optimizer itself. None: the pipeline's own.
+            ``forward_backward_pipeline`` and steps the optimizer itself. None calls the pipeline's
+            own.
 
     Returns:
-        The session; call its ``step(data)`` in the place of ``train_batch``, then read ``report``.
+        The session; call its ``step(data)`` in place of ``train_batch``, then read ``report``.
 
     Raises:
         ConfigError: The ranks run under settings that give different bits.
-        UsageError: The loss is trained too, and no ``model`` was given.
+        UsageError: The loss has trained parameters, and no ``model`` was given.
         CheckpointError: ``model`` does not fit the pipeline.
 
     Example:

@@ -1,4 +1,4 @@
-"""``fleetpipe parity``: shadows every batch of a training script with its reference."""
+"""``fleetpipe parity``: runs each batch of a training script through its reference too."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fleetpipe.parity.session import Calls, Session
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the script with its reference beside it.
+    """Runs the script, with the reference beside it.
 
     Returns:
-        0 where no bit differs, 1 where one does; 2 of ranks that have compared nothing.
+        0 if no bit differs, 1 if one does; 2 if the ranks have compared nothing.
 
     Raises:
-        UsageError: As :func:`shadow`.
+        UsageError: As for :func:`shadow`.
     """
     if not script.to_be_launched(options):
         return shadow(options.script, options.arguments, options.report)
@@ -41,10 +41,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
-    """Runs ``file`` in this process, each batch of a pipeline beside its reference.
+    """Runs ``file`` in this process, and compares each batch with the reference; see :func:`run`.
 
     Raises:
-        UsageError: It has no batch of a pipeline, or one that cannot be compared.
+        UsageError: The script runs no batch of a pipeline, or one that cannot be compared.
     """
     numerics.repeat_bits()  # before the script uses cuBLAS
     sessions: dict[int, Session] = {}
@@ -98,7 +98,7 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
 
 
 def _judged(reports: list[Report], file: Path | None) -> int:
-    """Prints and writes what was found of each pipeline; returns the exit code."""
+    """Prints and writes the report of each pipeline; returns the exit code."""
     for finding in reports:
         print(finding.verdict(), flush=True)
     if not reports:

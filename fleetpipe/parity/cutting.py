@@ -1,7 +1,7 @@
-"""What micro-batches of a batch are, said a second time: the reference does not trust dygraph's.
+"""Cuts a batch into micro-batches by code of its own, as a check of the pipeline's cut.
 
-One micro-batch is picked out of the batch at a time, by its number. What does not fit is refused by
-the pipeline, which looks at the same batch.
+It picks one micro-batch at a time out of the batch, by its number. It checks nothing: the pipeline
+gets the same batch, and refuses one that does not fit.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fleetpipe.parity.differences import Difference, compare_numbers
 
 
 class RepeatedBatch:
-    """A batch as the user gave it, to be looked at as often as needed.
+    """A user's batch that can be passed to several calls.
 
-    A preprocessor is called once, and exactly the items of one step are taken of an iterator.
+    It calls a preprocessor once, and takes exactly the items of one step from an iterator.
     """
 
     def __init__(self, data: Any, count: int) -> None:
-        """Takes what the user gave.
+        """Takes a batch from the user's data.
 
         Args:
             data: Anything that ``train_batch`` takes.
-            count: The items that a step takes of an iterator: ``accumulate_steps``.
+            count: The number of items that a step takes from an iterator: ``accumulate_steps``.
         """
         self._count = count
         self._preprocessor = type(data) if isinstance(data, PipelineDatasetPreprocessor) else None
@@ -39,19 +39,19 @@ class RepeatedBatch:
         self._taken = 0
 
     def again(self) -> Any:
-        """Returns the batch in the form in which the user gave it."""
+        """Returns the batch once more, in the form of the user's data."""
         data = self._iterator() if self._is_iterator else self._data
         return self._preprocessor(lambda: data) if self._preprocessor else data
 
     def differences(self, step: int) -> list[Difference]:
-        """Says whether other than all items were taken of the last iterator that was given."""
+        """Returns a difference if the last iterator did not have exactly all its items taken."""
         if not self._is_iterator:
             return []
         items = len(self._data)
         return compare_numbers("micro-batch", "the iterator, taken", step, self._taken, items)
 
     def parts(self) -> tuple[Nest, Nest]:
-        """Returns the inputs and the labels of the batch; of an iterator as lists."""
+        """Returns the inputs and the labels of the batch; lists if the data are an iterator."""
         if not self._is_iterator:
             return (None, None) if self._data is None else tuple(self._data)
         inputs, labels = [list(part) for part in zip(*self._data)]
@@ -84,7 +84,7 @@ def cut(value: Nest, size: int, count: int) -> list[Nest] | None:
 
 
 def shares_of_rows(value: Nest, size: int) -> list[Fraction] | None:
-    """Returns which part of all rows is in each micro-batch; None for a batch that was given cut.
+    """Returns each micro-batch's share of all rows; None for a batch that was given cut.
 
     Args:
         value: The labels of a batch.
@@ -100,14 +100,14 @@ def shares_of_rows(value: Nest, size: int) -> list[Fraction] | None:
 
 
 def copy_of(value: Nest) -> Nest:
-    """Returns a copy of a micro-batch: a model may work in place."""
+    """Returns a copy of a micro-batch, into which a model may write."""
     if isinstance(value, paddle.Tensor):
         return value.detach().clone()
     return _same(value, [copy_of(part) for part in _parts(value)])
 
 
 def _count(value: Nest, size: int) -> int | None:
-    """Returns how many micro-batches a value has; None where it has none to tell."""
+    """Returns the number of micro-batches in a value; None if it has no tensor and no list."""
     if isinstance(value, paddle.Tensor):
         return len(range(0, value.shape[0], size))
     if isinstance(value, list):
@@ -119,7 +119,7 @@ def _count(value: Nest, size: int) -> int | None:
 
 
 def _pick(value: Nest, number: int, size: int) -> Nest:
-    """Returns micro-batch ``number`` of a value that is a whole batch."""
+    """Returns micro-batch ``number`` of a whole batch."""
     if isinstance(value, paddle.Tensor):
         return copy_of(value[number * size : (number + 1) * size])
     if isinstance(value, list):
@@ -134,7 +134,7 @@ def _parts(value: Nest) -> list[Nest]:
 
 
 def _same(value: Nest, parts: list[Nest]) -> Nest:
-    """Returns a container like ``value`` of other parts; what is no container as it is."""
+    """Returns a container like ``value`` with other parts; another value unchanged."""
     if isinstance(value, dict):
         return dict(zip(value, parts))
     if isinstance(value, (tuple, list)):
@@ -143,6 +143,6 @@ def _same(value: Nest, parts: list[Nest]) -> Nest:
 
 
 def _first(items: Iterable[Nest], count: int) -> Iterator[Nest]:
-    """Yields some first items, and takes no more than these."""
+    """Yields the first ``count`` items, and takes no more than these."""
     for _, item in zip(range(count), items):
         yield item

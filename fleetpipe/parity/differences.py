@@ -1,4 +1,4 @@
-"""How far two tensors are apart, in the units in which floating-point errors are told."""
+"""Measures how far two tensors are apart, in absolute, relative and last-place units."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Difference:
         step: The training step, from 0; of an evaluation, the number of steps before it.
         absolute: Largest absolute difference.
         relative: The absolute difference over the largest absolute value of the reference.
-        ulps: Units in the last place where the difference is largest; None where shapes differ.
+        ulps: Units in the last place where the difference is largest; None if shapes differ.
     """
 
     quantity: str
@@ -66,14 +66,14 @@ def compare(
     """Compares two tensors bit by bit.
 
     Args:
-        quantity: What is compared.
-        name: Whose it is.
+        quantity: One of ``QUANTITIES``.
+        name: See :class:`Difference`.
         step: The training step.
-        pipeline: The pipeline's tensor; None where it has none.
-        reference: The single-device model's tensor; None where it has none.
+        pipeline: The pipeline's tensor; None if it has none.
+        reference: The single-device model's tensor; None if it has none.
 
     Returns:
-        None where both have the same shape, dtype and bits (or both are None).
+        None if both have the same shape, dtype and bits, or both are None.
     """
     if pipeline is None and reference is None:
         return None
@@ -99,15 +99,15 @@ def compare_values(
     reference: Nest,
     same: Callable[[Tensor, Tensor], Tensor] = lambda whole, ours: whole,
 ) -> list[Difference]:
-    """Compares all tensors in nested tuples, lists and dicts; what is no tensor by its value.
+    """Compares all tensors in nested tuples, lists and dicts bit by bit, other items by ``==``.
 
     Args:
-        quantity: What is compared.
-        name: Whose it is; the place in the containers is added.
+        quantity: One of ``QUANTITIES``.
+        name: See :class:`Difference`; the place in the containers is appended.
         step: The training step.
         pipeline: The pipeline's value.
         reference: The single-device model's.
-        same: ``same(whole, ours)`` returns the part of the reference's tensor that a rank has.
+        same: ``same(whole, ours)`` returns the part of the reference's tensor that this rank has.
     """
     ours, reference_leaves = leaves(pipeline), leaves(reference)
     differences = []
@@ -124,9 +124,9 @@ def compare_values(
 
 
 def leaves(value: Nest, path: str = "") -> dict[str, Any]:
-    """Returns what stands in nested containers, by its place: ``{"[0]['mask']": tensor}``.
+    """Returns the items of nested containers by their places: ``{"[0]['mask']": tensor}``.
 
-    A container's own place has its type.
+    The place of a container itself has its type.
     """
     if isinstance(value, (tuple, list)):
         parts = [leaves(item, f"{path}[{index}]") for index, item in enumerate(value)]
@@ -157,13 +157,13 @@ def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def largest_gap(one: Tensor | None, other: Tensor | None) -> float:
-    """Returns the largest difference; infinite where shapes, dtypes or what is finite differ."""
+    """Returns the largest difference; infinite if shapes, dtypes, or what is finite, differ."""
     difference = compare("", "", 0, one, other)
     return 0.0 if difference is None else difference.absolute
 
 
 def numbers_of(tensor: Tensor) -> Any:
-    """Returns the numbers of a tensor; of bfloat16, which NumPy lacks, as float32."""
+    """Returns the numbers of a tensor as an array; bfloat16, which NumPy lacks, as float32."""
     # The bits of bfloat16 are the upper half of a float32's.
     tensor = tensor.astype("float32") if _unused_bits(tensor) else tensor
     return (tensor if tensor.place.is_cpu_place() else to_host(tensor)).numpy()
@@ -174,7 +174,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def gaps_of(ours: Any, expected: Any) -> Any:
-    """Returns how far each number is off; infinitely where one alone is NaN or infinite."""
+    """Returns the absolute difference of each number; infinite if only one is NaN or infinite."""
     wide = np.complex128 if np.iscomplexobj(ours) else np.float64
     with np.errstate(invalid="ignore"):
         gaps = np.abs(ours.astype(wide) - expected.astype(wide))
@@ -193,7 +193,7 @@ def _units_between(one: Any, other: Any) -> int:
 
 
 def _ordered(value: Any) -> int:
-    """Maps a float to an integer that grows with it, one unit in the last place a step."""
+    """Maps a float to an integer, so that neighbouring floats have neighbouring integers."""
     if value.dtype.kind != "f":
         return int(value)
     bits = int(value.view(_BITS[value.dtype.itemsize]))

@@ -1,8 +1,8 @@
-"""The gradients that travel back over the edges between stages, to name where one was lost.
+"""Compares the gradients that go back over the edges, to find an edge that lost one.
 
-Looked at in two places: what arrived at the producer of a value, and what the value's gradient was
-there. The single device has no edges; where gradients differ it runs once more with a copy of each
-value at the borders, whose gradient is what had to arrive.
+It compares two things: the gradient that arrived at the producer of a value, and the value's whole
+gradient there. The single device has no edges; if gradients differ it runs once more with a copy of
+each value at the borders, whose gradient is the one that had to arrive.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class EdgeGradients:
     """The gradients of one batch on the edges.
 
     Attributes:
-        arrived: What the consumer sent back, None where it sent nothing.
-        used: The gradient of the value on the side of its producer, which may use it itself too.
+        arrived: The gradient that the consumer sent back; None if it sent none.
+        used: The whole gradient of the value at its producer, which may use the value itself too.
     """
 
     arrived: dict[At, Tensor | None] = field(default_factory=dict)
@@ -63,11 +63,11 @@ def _keep(tensor: Tensor, gradients: dict[At, Tensor | None], at: At) -> None:
 
 
 class EdgeWatch(BatchObserver):
-    """Keeps the gradients on the edges of this process's stages while a batch is trained.
+    """An observer that records the gradients on the edges of this process's stages.
 
     Attributes:
         first_micro_batch: The global number of the batch's micro-batch 0, or of its unit 0.
-        gradients: Those of the batch that runs.
+        gradients: The gradients of the batch that runs.
     """
 
     def __init__(self) -> None:
@@ -75,11 +75,11 @@ class EdgeWatch(BatchObserver):
         self.gradients = EdgeGradients()
 
     def begin(self, batch: Any) -> None:
-        """Begins without any."""
+        """Starts a batch without gradients."""
         self.gradients = EdgeGradients()
 
     def end(self) -> None:
-        """Lets go of them."""
+        """Drops the gradients."""
         self.gradients = EdgeGradients()
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
@@ -100,7 +100,7 @@ class EdgeWatch(BatchObserver):
         return watched
 
     def _follow(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
-        """Begins to keep the gradients of what a forward hands on."""
+        """Starts to record the gradients of the values that a forward sends."""
         for value in _of(op, "F", values):
             for path, tensor in tensors_by_place(value).items():
                 if not has_gradient(tensor):
@@ -110,7 +110,7 @@ class EdgeWatch(BatchObserver):
                 _keep(tensor, self.gradients.used, at)
 
     def _keep_arrived(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
-        """Keeps what the consumer of a stage's value sent back."""
+        """Records the gradients that the consumers of a stage's values sent back."""
         arrived = self.gradients.arrived
         here = (op.stage, self.first_micro_batch + op.micro_batch)
         places = [at for at in arrived if at[:2] == here]
@@ -120,19 +120,19 @@ class EdgeWatch(BatchObserver):
 
 
 def _of(op: Action, kind: str, values: Mapping[MessageKey, Value]) -> list[Value]:
-    """Returns what is on the edges out of an action's stage, or its gradients."""
+    """Returns the values on the edges out of an action's stage, or their gradients."""
     wanted = (kind, op.stage, op.micro_batch)
     return [v for key, v in values.items() if (key.kind, key.source, key.micro_batch) == wanted]
 
 
 @contextmanager
 def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeGradients]:
-    """While it is open, a model works on copies of the values that cross between stages.
+    """While it is open, a model runs on copies of the values that cross between stages.
 
-    Parameters keep their gradients, and buffers their values, in the end.
+    At the end parameters have their earlier gradients, and buffers their earlier values.
 
     Yields:
-        The gradients of the micro-batches that run within, numbered from 0.
+        The gradients of the micro-batches that run while it is open, numbered from 0.
     """
     kept = EdgeGradients()
     borders = {first: stage for stage, first in enumerate(pipe.partition.boundaries[1:-1])}
@@ -170,11 +170,11 @@ def differences(
     """Compares the gradients on the edges of this process.
 
     Args:
-        pipeline: What was kept of the batch.
-        reference: What had to arrive.
+        pipeline: The gradients that the pipeline had.
+        reference: The gradients that the reference had.
         first: The pipeline's number of the reference's micro-batch 0.
         step: The training step.
-        units: How micro-batches are cut. What is kept is of units, and counted so.
+        units: How the schedule cuts micro-batches; gradients are numbered by these units.
 
     Returns:
         One difference for each edge and value: in the first micro-batch in which it differs.
@@ -200,7 +200,7 @@ def differences(
 def _compare(
     name: str, step: int, ours: Tensor | None, expected: Tensor | None
 ) -> Difference | None:
-    """Compares one gradient; where there is none, zeros stand for it."""
+    """Compares one gradient; zeros stand for one that is missing."""
     if expected is None:
         if ours is None:
             return None
@@ -216,6 +216,6 @@ def _compare(
 
 
 def unit(tensor: Tensor) -> float:
-    """Returns the last place of a tensor's dtype, of 1."""
+    """Returns the unit in the last place of the number 1 in a tensor's dtype."""
     name = str(tensor.dtype).rpartition(".")[2]
     return 2.0**-7 if name == "bfloat16" else float(np.finfo(name).eps)

@@ -1,4 +1,4 @@
-"""Compares what ``eval_batch`` and ``predict_batch`` return with what the single model gives."""
+"""Compares the results of ``eval_batch`` and ``predict_batch`` with the single model's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 
 
 class Evaluations:
-    """The evaluations of a pipeline, each compared with its reference's."""
+    """Runs evaluations of a pipeline, and compares each with the reference's."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
         self._pipeline = pipeline
@@ -33,10 +33,10 @@ class Evaluations:
     def eval_batch(
         self, call: Callable[..., Any], step: int, data: Any, compute_loss: bool, *more: Any
     ) -> tuple[Nest, list[Difference]]:
-        """Evaluates a batch on both sides, after ``step`` steps; ``call`` does it here. Collective.
+        """Evaluates a batch on both sides; ``call`` is the pipeline's method. Collective.
 
         Returns:
-            What the pipeline's call returns, and what this rank found.
+            The result of the pipeline's call, and the differences on this rank.
         """
         batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
         keys = self._pipeline.next_keys()
@@ -62,10 +62,10 @@ class Evaluations:
     def predict_batch(
         self, call: Callable[..., Any], step: int, inputs: Nest, broadcast: bool
     ) -> tuple[Nest, list[Difference]]:
-        """Predicts on both sides, after ``step`` steps; ``call`` does it here. Collective.
+        """Predicts on both sides; ``call`` is the pipeline's method. Collective.
 
         Returns:
-            What the pipeline's call returns, and what this rank found.
+            The result of the pipeline's call, and the differences on this rank.
         """
         keys = self._pipeline.next_keys()
         with recorded_here(self._pipeline.layers) as outputs:
@@ -93,7 +93,7 @@ class Evaluations:
     ) -> tuple[list[Nest], list[Nest], list[Fraction], int]:
         """Gives every rank the micro-batches and their weights in the loss. Collective.
 
-        Last comes what this replica counts in the mean of all; 0 where all count alike.
+        The last item is this replica's count in the mean of all; 0 if all count alike.
         """
         pipeline, group = self._pipeline, pipeline_group()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
@@ -137,10 +137,10 @@ class Evaluations:
     def _evaluating(
         self, inputs: Sequence[Nest], keys: random_keys.Keys | None
     ) -> Iterator[tuple[Iterator[Nest], Outputs]]:
-        """While it is open, the reference evaluates, with the running statistics of this replica.
+        """While it is open, the reference evaluates with this replica's running statistics.
 
-        It gives the inputs of the micro-batches, each when its numbers may be drawn, and the
-        outputs that layers return meanwhile.
+        It yields an iterator over the micro-batches' inputs, which sets the random stream of each,
+        and the outputs of layers, which are recorded meanwhile.
         """
         reference = self._reference
         state = self._pipeline.layers.full_state_dict() if self._pipeline.replicas.ranks > 1 else {}
@@ -155,7 +155,7 @@ class Evaluations:
         _put(before, reference)
 
     def _in_turn(self, inputs: Sequence[Nest], keys: random_keys.Keys | None) -> Iterator[Nest]:
-        """Yields the inputs of micro-batches, each under the keys of its number."""
+        """Yields the micro-batches' inputs, after it set the random stream of each."""
         first = self._pipeline.replicas.rank * self._pipeline.accumulate_steps
         for number, value in enumerate(inputs, first):
             if keys is not None:

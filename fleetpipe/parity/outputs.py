@@ -1,4 +1,4 @@
-"""Keeps what each parameter-owning layer returns, to tell where two models begin to part."""
+"""Records the outputs of layers that own parameters, to find the first one that differs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Outputs = dict[str, list[Tensor]]
 
 
 class _Here(threading.local):
-    """What runs in a thread."""
+    """The state of a thread: whether a backward runs in it."""
 
     backward = False
 
@@ -27,7 +27,7 @@ _here = _Here()
 
 @contextmanager
 def backward_running() -> Iterator[None]:
-    """While it is open, no output is recorded: a recomputed layer is called a second time."""
+    """While it is open, no output is recorded, since a backward may recompute a layer."""
     before, _here.backward = _here.backward, True
     try:
         yield
@@ -64,7 +64,7 @@ def recorded(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
 def recorded_here(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
     """Records the outputs of this process's layers of a pipeline, as :func:`recorded` does.
 
-    Not those of shared layers: each rank makes some of their calls, in an order of its own.
+    It leaves out shared layers: each rank makes some of their calls, in an order of its own.
     """
     state = layers.state
     return recorded(layers, {n: n for n in state.local_tensors() if not state.has_several_calls(n)})
@@ -83,14 +83,14 @@ def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
 def compare_outputs(
     outputs: Outputs, expected: Outputs, step: int, replica: int = 0, call_of: str = ""
 ) -> list[Difference]:
-    """Compares the outputs of this replica with those that the reference had for its data.
+    """Compares the outputs of this replica with those of the reference for the same data.
 
     Args:
-        outputs: Those of the pipeline's layers.
-        expected: Those of the reference's, for the data of all replicas or of this one.
+        outputs: The outputs of the pipeline's layers.
+        expected: The outputs of the reference's, for the data of all replicas or of this one.
         step: The training step.
         replica: The place of this replica's data in the reference's.
-        call_of: Says of what they are the outputs, unless it is of a training step.
+        call_of: A text for the names of differences, as ``" of eval_batch"``.
     """
     differences = []
     for layer, kept in outputs.items():
@@ -107,7 +107,7 @@ def compare_outputs(
 
 
 def part_of(whole: Tensor, ours: Tensor) -> Tensor:
-    """Returns of an output of the reference what this rank has of it, where it has a slice."""
+    """Returns the part of a reference's output that this rank has, if it has a shard of it."""
     group, ranks = tensor_parallel.model_parallel_group(), sequence_ranks()
     for axis, (all_of_it, size) in enumerate(zip(whole.shape, ours.shape)):
         if axis == 1 and ranks.ranks > 1 and all_of_it == size * ranks.ranks:

@@ -40,7 +40,7 @@ LossesOf = Callable[[Nest, Nest], Sequence[Tensor]]
 class Reference:
     """A Layer that holds the whole model, and an optimizer over its parameters.
 
-    Every rank of the pipeline has its own. Parameters and buffers go by the pipeline's names.
+    Every rank of the pipeline has its own. Parameters and buffers have the pipeline's names.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Reference:
         optimizer: Optimizer | None,
         names: Mapping[str, str],
     ) -> None:
-        """Describes the single-device side of a comparison.
+        """Takes the single-device side of a comparison.
 
         Args:
             model: The Layer.
-            losses_of: ``losses_of(inputs, label)`` runs the model and gives the losses of a
+            losses_of: ``losses_of(inputs, label)`` runs the model and returns the losses of a
                 micro-batch; backward starts from the first.
-            optimizer: Over the model's parameters; None: a twin of the pipeline's.
+            optimizer: An optimizer of the model's parameters; None makes a twin of the pipeline's.
             names: The pipeline's name of each of the model's parameters and buffers.
         """
         self.model = model
@@ -75,7 +75,7 @@ class Reference:
         self._holders: Group = SoleGroup()
 
     def train_like(self, optimizer: PipelineOptimizer, pipe: PipelineLayer) -> None:
-        """Takes a twin of the pipeline's optimizer, unless it has an optimizer of its own.
+        """Trains with a twin of the pipeline's optimizer, unless it has its own.
 
         Collective over the pipeline the first time.
         """
@@ -95,9 +95,9 @@ class Reference:
     def twin_of(
         self, optimizer: PipelineOptimizer, pipe: PipelineLayer, only: Mapping[str, Tensor] = {}
     ) -> Optimizer:
-        """Returns a twin of the pipeline's optimizer, with what that keeps by now.
+        """Returns a copy of the pipeline's optimizer, with its state, for this model's parameters.
 
-        It steps all parameters of this rank, or ``only`` some. Collective over the pipeline the
+        It steps all parameters of this rank, or those in ``only``. Collective over the pipeline the
         first time.
         """
         ours = only or pipe.state.own_parameters()
@@ -116,10 +116,10 @@ class Reference:
         return {other: state[name] for name, other in self.names.items()}
 
     def hidden_places(self) -> dict[str, tuple[dict[str, Tensor], str]]:
-        """Returns where the buffers are that no state dict had when the model was built.
+        """Returns the places of buffers that no state dict had when the model was built.
 
-        Of a user's own model those in layers that own parameters: others have no name in common
-        with the pipeline's.
+        For a user's own model it returns those in layers that own parameters: others have no name
+        that the pipeline knows.
         """
         if isinstance(self.model, SingleModel):
             places = self.model.hidden_buffers()
@@ -136,7 +136,7 @@ class Reference:
         }
 
     def take_hidden_buffers(self, pipe: PipelineLayer) -> None:
-        """Takes the pipeline's buffers that no state dict has. Collective over the pipeline."""
+        """Copies the pipeline's buffers that no state dict has. Collective over the pipeline."""
         places = self.hidden_places()
         for part in pipe.holders().all_gather(pipe.state.hidden_buffers()):
             for name in part.keys() & places.keys():
@@ -154,14 +154,14 @@ class Reference:
     ) -> list[list[Tensor]]:
         """Runs all micro-batches forward and backward, one after another.
 
-        Under the keys of a batch (``randomness.keyed``) the micro-batches have theirs in order,
-        from that of micro-batch ``first`` on. The units of a micro-batch run forward one after
-        another, and backward the other way round, as they do in a stage. What a unit counts in the
-        loss is up to ``functions``, the pipeline's loss functions.
+        Under the keys of a batch (``random_keys.keyed``) micro-batch 0 has the random stream of the
+        global micro-batch ``first``, and so on. The units of a micro-batch run forward one after
+        another, and backward in reverse, as in a stage. ``functions``, the pipeline's loss
+        functions, set the weight of a unit in the loss.
 
         Returns:
-            By loss function, what each unit has in the loss of the batch; the gradients stand on
-            the parameters.
+            For each loss function, the share of each unit in the loss of the batch; the gradients
+            are on the parameters.
         """
         self.model.train()
         batches = MicroBatches(inputs, labels)
@@ -185,7 +185,7 @@ class Reference:
         return [list(of_function) for of_function in zip(*shares)]
 
     def take_gradients(self) -> list[Tensor | None]:
-        """Returns the gradients, and leaves the parameters without."""
+        """Returns copies of the gradients, and removes them from the parameters."""
         parameters = self.model.parameters()
         gradients = [None if p.grad is None else dense(p.grad, p).clone() for p in parameters]
         drop_gradients(parameters)
@@ -193,16 +193,16 @@ class Reference:
 
     @paddle.no_grad()
     def add_up(self, gradients: Sequence[Sequence[Tensor | None]], share: Fraction) -> None:
-        """Gives the parameters the sum of ``share`` of each list of gradients, in their order."""
+        """Sets each parameter's gradient to the sum of ``share`` of it in each list, in order."""
         for parameter, of_replicas in zip(self.model.parameters(), zip(*gradients)):
             parts = [weighted(gradient, share) for gradient in of_replicas if gradient is not None]
             if parts:
                 parameter.grad = sum_in_order(parts)
 
     def take_switches(self, pipe: PipelineLayer) -> None:
-        """Trains and clips what the pipeline does. Collective over the pipeline.
+        """Copies from the pipeline which parameters are trained and clipped. Collective.
 
-        A script may freeze parameters after the layers are built. Not of a user's own model.
+        A script may freeze parameters after it built the layers. A user's own model stays as it is.
         """
         switches = {
             name: (p.stop_gradient, p.need_clip) for name, p in pipe.state.own_parameters().items()
@@ -217,7 +217,7 @@ class Reference:
 
     @paddle.no_grad()
     def divide_gradients(self, divisor: Fraction) -> None:
-        """Divides all gradients, where ``delay_scale_loss`` has that done after backward."""
+        """Divides all gradients, as ``delay_scale_loss`` does after backward."""
         for parameter in self.model.parameters() if divisor != 1 else ():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad / int(divisor)
@@ -239,7 +239,7 @@ class Reference:
 
 @backward_running()
 def _backward(states: UnitStates, number: int, losses: list[Tensor]) -> None:
-    """Runs the backward of a unit from its first loss; detaches them all."""
+    """Runs the backward of a unit from its first loss, and detaches all its losses."""
     try:
         with states.backward(0, number) as (kept, grads):
             paddle.autograd.backward([losses[0], *kept], [None, *grads])
@@ -262,13 +262,13 @@ def of_model(
 ) -> Reference:
     """Makes a reference of the user's own single-device model and optimizer.
 
-    Collective over the pipeline: the model takes the pipeline's weights.
+    Collective over the pipeline: the model gets the pipeline's weights.
 
     Args:
         pipe: The pipeline's layers.
         model: A Layer with the same parameters in the same order.
-        loss_of: ``loss_of(inputs, label)``; None: the pipeline's loss of ``model(inputs)``.
-        optimizer: Over the model's parameters; None: a twin of the pipeline's.
+        loss_of: ``loss_of(inputs, label)``; None is the pipeline's loss of ``model(inputs)``.
+        optimizer: An optimizer of its parameters; None makes a twin of the pipeline's.
     """
     pipe.copy_to(model)
 
@@ -290,7 +290,7 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
     Collective over the pipeline.
 
     Raises:
-        UsageError: The loss is trained too: both sides would add to its gradients.
+        UsageError: The loss has trained parameters: both sides would add to their gradients.
     """
     if any(not p.stop_gradient for loss in pipe.loss_layers() for p in loss.parameters()):
         raise UsageError(
@@ -303,7 +303,7 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
 
 
 class Beside:
-    """A reference that is given a pipeline's batches."""
+    """Trains a reference with the batches of a pipeline."""
 
     def __init__(self, pipeline: PipelineParallel, reference: Reference) -> None:
         self._pipeline, self._reference = pipeline, reference
@@ -314,15 +314,15 @@ class Beside:
         weights: Sequence[Fraction] | None = None,
         by_micro_batch: bool = False,
     ) -> Nest:
-        """Runs the micro-batches of all replicas; the gradients stand on the parameters.
+        """Trains the micro-batches of all replicas; the gradients are left on the parameters.
 
         Args:
-            everyone: The micro-batches, one replica's after another's.
-            weights: Those of one replica's micro-batches; None for the usual ones.
+            everyone: The micro-batches of all replicas, one replica after another.
+            weights: The weights of one replica's micro-batches; None takes the usual ones.
             by_micro_batch: As ``return_micro_batch_loss`` of ``train_batch``.
 
         Returns:
-            The loss of the batch, or a list of several.
+            The loss of the batch; a list if there are several loss functions.
         """
         pipeline, replicas = self._pipeline, self._pipeline.replicas.ranks
         usual, reported = pipeline.weights_in_backward, pipeline.weights[0]
@@ -356,14 +356,14 @@ class Beside:
     def accumulate(
         self, batches: MicroBatches, weights: Sequence[Fraction], first: int
     ) -> list[list[Tensor]]:
-        """Runs the micro-batches of one replica, cut as the pipeline cuts them."""
+        """Trains the micro-batches of one replica, cut as the pipeline cuts them."""
         pipeline = self._pipeline
         functions: Sequence[Criterion] = pipeline.layers.loss_functions()
         return self._reference.accumulate(*batches, weights, first, pipeline.units, functions)
 
 
 def _summed(shares: Sequence[Tensor], units: int) -> Tensor:
-    """Returns the sum of shares; with a number of units a Tensor [micro-batches] of sums."""
+    """Returns the sum of shares; with ``units`` the sums of each so many, [micro-batches]."""
     if not units:
         return sum_in_order(shares)
     starts = range(0, len(shares), units)
@@ -373,7 +373,7 @@ def _summed(shares: Sequence[Tensor], units: int) -> Tensor:
 
 @contextmanager
 def as_the_next_batch(keys: random_keys.Keys | None) -> Iterator[None]:
-    """Makes the reference draw what the pipeline will; the random state is as before then."""
+    """While it is open, random numbers are those of the pipeline's next batch."""
     alone = SoleGroup()  # the keys are agreed on already
     keyed = random_keys.keyed(keys, alone)
     with random_keys.random_states_kept(), keyed, tensor_parallel.alone():

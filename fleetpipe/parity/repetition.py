@@ -1,4 +1,4 @@
-"""Whether a device repeats its bits: on a GPU the reference of each step runs a second time."""
+"""Measures whether a device repeats its bits: on a GPU each step of the reference runs twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Computed = dict[str, list[Tensor]]
 
 
 class Repetition:
-    """Compares a reference with itself, before a pipeline is compared with it."""
+    """Compares two runs of a reference's step."""
 
     def __init__(self, reference: Reference, report: Report) -> None:
         self._reference, self._report = reference, report
@@ -32,11 +32,11 @@ class Repetition:
     def run(
         self, train: Callable[[], Nest], drawing: Callable[[], AbstractContextManager[None]]
     ) -> Computed | None:
-        """Returns what a step computes, and undoes it; None on a CPU, which repeats itself.
+        """Returns the values of a step, and undoes it; None on a CPU, which repeats its bits.
 
         Args:
             train: Runs the step forward and backward, and returns the loss.
-            drawing: Makes the context in which its numbers are drawn.
+            drawing: Returns the context that sets its random streams.
         """
         if device_kind() == "cpu":
             return None
@@ -47,7 +47,7 @@ class Repetition:
             return self._computed(outputs, train())
 
     def compare(self, first: Computed | None, outputs: Outputs, loss: Nest) -> None:
-        """Notes where the step as it counts differs from its first run. Collective on a GPU."""
+        """Reports where the second run of a step differs from the first. Collective on a GPU."""
         if first is None:
             return
         for place, tensors in self._computed(outputs, loss).items():

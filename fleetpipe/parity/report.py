@@ -1,4 +1,4 @@
-"""What a comparison found, as one value: losses, largest differences, and the first of them."""
+"""The result of a comparison: losses, all differences, and the first of them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ MARGIN, _LARGEST = 16.0, 0.1
 @shows("passed", "bit_exact", "steps", "evaluations", "tolerance")
 @dataclass
 class Report:
-    """The result of comparing a pipeline with its single-device model, the same on every rank.
+    """The result of a comparison of a pipeline with its model, the same on every rank.
 
     Attributes:
-        holds_for: The settings that the claim holds for: versions and numeric environment.
+        holds_for: The settings for which the result holds: versions and numeric environment.
         single_loss: The single-device model's loss of each step.
         pipeline_loss: The pipeline's loss of each step.
-        differences: Everything that differs, the first in the order of computation first.
+        differences: All differences, in the order of computation.
         tolerance: Largest relative difference that passes; 0 asks for the same bits.
         evaluations: Number of compared calls of ``eval_batch`` and ``predict_batch``.
-        orders: Why the pipeline may add gradients up in another order than one graph does.
-        spread: By place, how far two runs of the reference are apart, or the dtype's last place;
-            empty where all have the same bits.
-        largest_spread: The largest, and its place.
+        orders: The reasons why the pipeline may add gradients up in another order than one graph.
+        spread: By place, the relative difference of two runs of the reference, or the dtype's last
+            place; empty if all runs have the same bits.
+        largest_spread: The largest such difference, and its place.
     """
 
     holds_for: dict[str, str]
@@ -49,7 +49,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing that was compared differs by more than allowed."""
+        """Whether no difference exceeds the tolerance."""
         return not self.failures
 
     @property
@@ -58,7 +58,7 @@ class Report:
         return [one for one in self.differences if not one.relative <= self.limit(one)]
 
     def limit(self, difference: Difference) -> float:
-        """Returns the largest relative difference that passes where one is."""
+        """Returns the largest relative difference that passes for this quantity and place."""
         if not self.spread:
             return self.tolerance
         # Of the norm, of edges and of what a step leaves nothing is measured.
@@ -68,7 +68,7 @@ class Report:
 
     @property
     def first_of_a_layer(self) -> Difference | None:
-        """The first of the failures that is not of an edge between two stages."""
+        """The first of the failures that does not belong to an edge between two stages."""
         return next((d for d in self.failures if not d.name.startswith("edge ")), None)
 
     @property
@@ -140,13 +140,13 @@ class Report:
 
 
 def place_of(quantity: str, name: str) -> str:
-    """Returns what a difference is of, whichever call of a layer that is."""
+    """Returns the quantity and the layer of a difference, without the number of a call."""
     layer = name.partition(",")[0]
     return f"{quantity} of {layer}" if layer else quantity
 
 
 def in_order(differences: Sequence[Difference], layers: Sequence[str]) -> list[Difference]:
-    """Sorts the differences of one step in the order in which a step computes their quantities.
+    """Sorts the differences of one step in the order of computation.
 
     Args:
         differences: The differences of all ranks.

@@ -1,4 +1,4 @@
-"""Runs a pipeline and its reference side by side and compares them step by step."""
+"""Runs a pipeline and its reference side by side, and compares them step by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fleetpipe.representation import shows
 
 
 class Calls(NamedTuple):
-    """What runs the pipeline: its own methods, also while others stand in their place."""
+    """The functions that run the pipeline, kept when a command replaces its methods."""
 
     train_batch: Callable[..., Any]
     eval_batch: Callable[..., Any]
@@ -38,10 +38,10 @@ class Calls(NamedTuple):
 
 @shows(steps="report.steps", tolerance="report.tolerance")
 class Session:
-    """A pipeline and its reference, given the same batches.
+    """Compares a pipeline with its reference on the same batches.
 
-    Making one and every call are collective over the job. Each rank runs the whole reference
-    and compares the stages it owns; the findings of all ranks are put together on each.
+    Its constructor and every method are collective over the job. Each rank runs the whole reference
+    and compares the stages it owns; every rank gets the differences of all.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Session:
         calls: Calls | None = None,
         tolerance: float | None = None,
     ) -> None:
-        """Begins a comparison; :meth:`train_with` is to follow before the first step.
+        """Prepares a comparison; call :meth:`train_with` before the first step.
 
         Args:
             pipeline: The wrapped model.
             reference: The single-device side, with the same weights.
-            calls: What runs the pipeline; its own methods where it is left out.
+            calls: The functions that run the pipeline; None takes its own methods.
             tolerance: As for :func:`fleetpipe.parity.begin`.
         """
         self._pipeline = pipeline
@@ -81,7 +81,7 @@ class Session:
         self._evaluations = Evaluations(pipeline, reference)
 
     def train_with(self, optimizer: dygraph.PipelineOptimizer) -> None:
-        """Takes the optimizer of the steps that follow. Collective the first time it is given."""
+        """Sets the optimizer of the next steps. Collective when an optimizer is new."""
         self._reference.train_like(optimizer, self._pipeline.layers)
         self._optimizer = optimizer
 
@@ -93,17 +93,17 @@ class Session:
         return_micro_batch_loss: bool = False,
         weights: Sequence[Fraction] | None = None,
     ) -> tuple[Nest, Nest]:
-        """Trains both for one batch and compares them. Collective.
+        """Trains both sides for one batch, and compares them. Collective.
 
         Args:
             data: As for ``train_batch``.
-            lr_scheduler: The pipeline's; the reference's optimizer has its own.
+            lr_scheduler: The pipeline's scheduler; the reference has a copy of its own.
             scaler: As for ``train_batch``.
-            return_micro_batch_loss: Likewise.
-            weights: Likewise.
+            return_micro_batch_loss: As for ``train_batch``.
+            weights: As for ``train_batch``.
 
         Returns:
-            The losses of the reference and of the pipeline; lists where there are several.
+            The losses of the reference and of the pipeline; lists if there are several functions.
         """
         step, layers = self.report.steps, self._pipeline.layers
         batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
@@ -153,13 +153,13 @@ class Session:
         loss_fn_idx: int = 0,
         return_host_tensor: bool = False,
     ) -> Nest:
-        """Calls ``eval_batch`` and compares what it returns. Collective; arguments as there."""
+        """Calls the pipeline's ``eval_batch`` with these arguments, and compares. Collective."""
         arguments = (compute_loss, loss_fn_idx, return_host_tensor)
         call, step = self._calls.eval_batch, self.report.steps
         return self._evaluated(*self._evaluations.eval_batch(call, step, data, *arguments))
 
     def predict_batch(self, inputs: Nest, broadcast: bool = True) -> Nest:
-        """Calls ``predict_batch`` and compares what it returns. Collective; arguments as there."""
+        """Calls the pipeline's ``predict_batch`` with these arguments, and compares. Collective."""
         call, step = self._calls.predict_batch, self.report.steps
         return self._evaluated(*self._evaluations.predict_batch(call, step, inputs, broadcast))
 
@@ -169,7 +169,7 @@ class Session:
         return result
 
     def _cut(self, batch: RepeatedBatch) -> tuple[MicroBatches, list[Difference]]:
-        """Cuts a batch without the pipeline's help, and compares with what the pipeline makes."""
+        """Cuts a batch by :mod:`cutting`, and compares with the pipeline's micro-batches."""
         # First, because it refuses what does not fit.
         pipeline_batches = self._pipeline.micro_batches(batch.again())
         reference_batches = batch.cut(self._pipeline.micro_batch_size)
@@ -213,7 +213,7 @@ class Session:
         return gradient.relative <= max(self.report.limit(gradient), ROUNDING)
 
     def _gather(self, differences: list[Difference], squares: Squares) -> None:
-        """Puts the findings of all ranks together, and compares the norm of all gradients."""
+        """Merges the differences of all ranks, and compares the norm of all gradients."""
         parts = all_ranks().all_gather((list(map(astuple, differences)), squares))
         # Each once, in the order in which a rank has found them.
         everything = [Difference(*fields) for rows, _ in parts for fields in rows]
@@ -224,7 +224,7 @@ class Session:
 
 
 def _usual_tolerance(pipeline: dygraph.PipelineParallel) -> float:
-    """Returns what passes where nothing is said; ``orders`` may raise it in a step."""
+    """Returns the default tolerance; :class:`Orders` may raise it in a step."""
     shards = dygraph.tensor_parallel.model_parallel_group().nranks
     state = pipeline.layers.state
     # An expert adds up the tokens of all ranks by micro-batch.
@@ -263,20 +263,20 @@ ROUNDING = 1e-5
 
 
 class Orders:
-    """Looks for such places, in the first steps and whenever other parameters are trained."""
+    """Finds places where the pipeline adds gradients up in another order than one graph."""
 
     def __init__(self, pipeline: PipelineParallel, report: Report) -> None:
-        """Begins before the first step.
+        """Prepares the search, which runs in the first steps and when other parameters train.
 
         Args:
             pipeline: The wrapped model.
-            report: Gets the reasons, and the tolerance where there are any.
+            report: Gets the reasons, and a higher tolerance if there are any.
         """
         self._pipeline, self._report = pipeline, report
         self._trained: frozenset[str] = frozenset()
 
     def crossings(self) -> AbstractContextManager[dict[int, Crossing]]:
-        """While it is open, the graphs of the pipeline's stages are followed, if need be.
+        """While it is open, the graphs of the stages are recorded, if a search is due.
 
         Collective.
         """
@@ -288,10 +288,10 @@ class Orders:
         return self._pipeline.crossings() if changed or self._report.steps < 2 else nullcontext({})
 
     def note(self, crossings: Mapping[int, Crossing]) -> None:
-        """Lets rounding pass where the pipeline adds up in another order. Collective.
+        """Reports the places found in ``crossings``, and raises the tolerance. Collective.
 
         Args:
-            crossings: What :meth:`crossings` found on the stages of this process.
+            crossings: The record of :meth:`crossings` for the stages of this process.
         """
         report = self._report
         plain = [(stage, crossing.plain()) for stage, crossing in crossings.items()]

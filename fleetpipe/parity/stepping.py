@@ -1,6 +1,6 @@
-"""The optimizers of both sides: gradients are compared before they step, the state after.
+"""The optimizers of both sides: compares gradients before they step, and the state after.
 
-The reference has learning rate schedulers of its own, which only the reference steps.
+The reference has copies of the learning rate schedulers, which it steps itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fleetpipe.parity.reference import Reference
 
 
 class Rates:
-    """The learning rates of the two sides of one step.
+    """The learning rates of the two sides during one step.
 
-    Between two steps the script may change the rate as it likes. So the reference begins each step
-    with a copy of what the pipeline has then, and steps it by itself.
+    Between two steps the script may change the rate. So the reference starts each step with a copy
+    of the pipeline's scheduler or rate, and steps the copy itself.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class Rates:
         lr_scheduler: Scheduler | None,
         follow: bool,
     ) -> None:
-        """Begins a step.
+        """Copies the pipeline's rate at the begin of a step.
 
         Args:
-            optimizer: The pipeline's.
-            twin: The reference's.
-            lr_scheduler: What the pipeline steps after the optimizer, or None.
-            follow: Whether the reference takes the pipeline's rate. Not where a user's own
-                optimizer has a scheduler of its own, which the user steps.
+            optimizer: The pipeline's optimizer.
+            twin: The reference's optimizer.
+            lr_scheduler: The scheduler that the pipeline steps after the optimizer, or None.
+            follow: Whether the reference takes the pipeline's rate. A user's own optimizer with a
+                scheduler of its own does not: the user steps that.
         """
         self._optimizer = optimizer.wrapped
         self._twin = twin
@@ -57,12 +57,12 @@ class Rates:
         self._twin_scheduler = copy.deepcopy(lr_scheduler, memo)
 
     def used(self, step: int) -> list[Difference]:
-        """Compares the learning rates that the optimizers have now."""
+        """Compares the current learning rates of the optimizers."""
         ours, expected = self._optimizer.get_lr(), self._twin.get_lr()
         return compare_numbers("learning rate", "", step, ours, expected)
 
     def stepped(self, step: int, loss: Nest) -> list[Difference]:
-        """Steps the reference's scheduler where the pipeline has stepped its own; compares them."""
+        """Steps the reference's scheduler after the pipeline stepped its own, and compares both."""
         if not self._follow:
             return []
         step_rate(self._twin_scheduler, loss)
@@ -79,7 +79,7 @@ Squares = dict[str, tuple[float, float]]
 
 
 class ComparingOptimizer(PipelineOptimizer):
-    """Compares the gradients of both models when they are complete, then steps both."""
+    """An optimizer that compares complete gradients of both sides, then steps both."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class ComparingOptimizer(PipelineOptimizer):
         """Wraps the pipeline's optimizer for one step.
 
         Args:
-            optimizer: The pipeline's.
+            optimizer: The pipeline's optimizer.
             reference: The single-device side, with the gradients of the batch.
             layers: The ``PipelineLayer``.
             step: The training step.
-            is_rounding: Whether a gradient of the pipeline's that differs is right, so that the
-                reference steps with it too.
-            before: Takes the gradients that differ, and returns what else does before the step.
+            is_rounding: Whether a gradient's difference is rounding; then both step with the
+                pipeline's.
+            before: Gets the gradients' differences, and returns other differences before the step.
         """
         super().__init__(optimizer.wrapped)
         self._pipelines = optimizer
@@ -116,7 +116,7 @@ class ComparingOptimizer(PipelineOptimizer):
         self._pipelines.bind(layers)
 
     def step(self) -> None:
-        """Compares the gradients and steps both optimizers. Collective as both are."""
+        """Compares the gradients, and steps both optimizers. Collective as both are."""
         reference = self._reference.tensors()
         for name, parameter in self._parameters.items():
             grad = parameter.grad if self.shards is None else self.shards.gradient(parameter)
@@ -137,7 +137,7 @@ class ComparingOptimizer(PipelineOptimizer):
 def compare_state(
     layers: PipelineLayer, reference: Reference, step: int, buffers_too: bool
 ) -> list[Difference]:
-    """Compares parameters, and all buffers where one replica saw all the data that made them."""
+    """Compares parameters, and all buffers if one replica saw all the data."""
     reference_tensors = reference.tensors()
     parameters = layers.state.own_parameters()
     if not buffers_too:
@@ -164,7 +164,7 @@ def compare_state(
 
 
 def _whole(value: Tensor | None, parameter: Tensor) -> Tensor | None:
-    """Returns a parameter or its gradient whole. Collective where the parameter is a slice."""
+    """Returns a parameter or its gradient whole. Collective if the parameter is a shard."""
     if value is None or tensor_parallel.shard_in(parameter) is None:
         return value
     return tensor_parallel.whole_value(value, parameter)
