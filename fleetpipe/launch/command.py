@@ -1,4 +1,4 @@
-"""``fleetpipe run``: a script written for ``paddle.distributed.fleet``, unedited, on fleetpipe."""
+"""``fleetpipe run``: runs a script for ``paddle.distributed.fleet`` unedited on fleetpipe."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fleetpipe.launch.substitution import in_place_of_paddles
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the script with fleetpipe's parts in the place of Paddle's.
+    """Runs the script with fleetpipe's modules in place of Paddle's.
 
     Returns:
-        The script's own exit code; of several ranks that of the first that failed.
+        The script's exit code; with several ranks that of the first that failed.
     """
     if script.to_be_launched(options):
         return script.launch(options, "run")

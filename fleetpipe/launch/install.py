@@ -1,7 +1,7 @@
-"""``fleetpipe.install()``: what ``fleetpipe run`` does, from within a script.
+"""``fleetpipe.install()``: does from within a script what ``fleetpipe run`` does.
 
-For scripts that something else starts, ``paddle.distributed.launch`` or a notebook, and that import
-a library built on ``paddle.distributed.fleet``.
+It is for scripts that ``paddle.distributed.launch`` or a notebook starts, and that import a library
+built on ``paddle.distributed.fleet``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _installed = ExitStack()
 
 
 def install() -> None:
-    """Puts fleetpipe's modules in the place of ``paddle.distributed.fleet`` from here on.
+    """Replaces ``paddle.distributed.fleet`` by fleetpipe's modules from here on.
 
-    Under ``fleetpipe run``, and the second time, nothing is left to do.
+    Under ``fleetpipe run``, and the second time, it does nothing.
 
     Raises:
-        ConfigError: Some module has imported from ``paddle.distributed.fleet`` what fleetpipe has
-            too, and would go on with Paddle's.
+        ConfigError: A module has imported a name from ``paddle.distributed.fleet`` that fleetpipe
+            replaces, and would continue to use Paddle's.
     """
     if sys.modules[PADDLES] is our_fleet:
         return
@@ -46,7 +46,7 @@ def _is_fleets(name: str) -> bool:
 
 
 def _refuse_early_imports(modules: dict[str, ModuleType]) -> None:
-    """Refuses modules that hold what was replaced: Paddle's modules, classes, functions."""
+    """Refuses modules that hold a replaced module, class or function of Paddle's."""
     replaced = {
         id(modules[name]): name for name in modules if sys.modules[name] is not modules[name]
     }

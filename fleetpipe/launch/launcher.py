@@ -1,4 +1,4 @@
-"""Paddle's launcher with its faults bridged, run by its path."""
+"""The entry point that runs Paddle's launcher, started by its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaves out of what a command shows the lines of Paddle's log, and fleetpipe's, below a level."""
+"""Hides lines of Paddle's and fleetpipe's logs below a level in a command's output."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CCACHE = "No ccache found"
 
 
 def environment(level: str) -> dict[str, str]:
-    """Returns the environment of a process that shows no lines of Paddle's below ``level``.
+    """Returns the environment of a process that hides lines of Paddle's below ``level``.
 
-    Fleet's own lines in Python are not among these: see :func:`quiet`.
+    It does not affect the lines that Fleet logs in Python: see :func:`quiet`.
     """
     if LEVELS[level] == 0:
         return dict(os.environ)
@@ -34,9 +34,9 @@ def environment(level: str) -> dict[str, str]:
 
 @contextmanager
 def quiet(level: str) -> Iterator[None]:
-    """While it is open, Paddle's lines below ``level`` are left out. Paddle is imported within it.
+    """While it is open, Paddle's lines below ``level`` are hidden. Import Paddle within it.
 
-    Another level than the default is fleetpipe's own from here on: jobs end with the process.
+    A level other than the default stays fleetpipe's until the process ends.
     """
     if level != DEFAULT_LEVEL:
         logging.getLogger(NAME).setLevel(level)

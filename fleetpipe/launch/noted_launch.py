@@ -1,4 +1,4 @@
-"""Runs Paddle's launcher, and leaves what it knows of the processes in the attempt's folder."""
+"""Runs Paddle's launcher, and records its ranks' begins and ends in the attempt's folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fleetpipe.transport.base import SOCKETS
 
 
 def launch() -> None:
-    """Runs Paddle's launcher with the arguments of this process, which it ends.
+    """Runs Paddle's launcher with the arguments of this process, and ends the process.
 
     Raises:
-        SystemExit: With the exit code of the rank that failed first, 128 + n where signal n ended
-            it; else with 0.
+        SystemExit: With the exit code of the rank that failed first, 128 + n if signal n ended it;
+            else 0.
     """
     home = Path(os.environ[attempt_files.FOLDER])
     try:
@@ -38,10 +38,10 @@ def launch() -> None:
 
 
 def require_sockets(ranks: int, cards: int) -> None:
-    """Refuses ranks that share cards, unless the environment has them send over sockets.
+    """Refuses ranks that share cards, unless the environment chooses sockets.
 
     Raises:
-        UsageError: It does not.
+        UsageError: It does not choose them.
     """
     if os.environ.get("FLEETPIPE_TRANSPORT") != SOCKETS:
         raise UsageError(
@@ -56,14 +56,14 @@ def require_sockets(ranks: int, cards: int) -> None:
 
 
 def _is_explained(home: Path) -> bool:
-    """Returns whether a rank has left the error that it raised, which is shown already."""
+    """Returns whether a rank has recorded the error that it raised, which is shown already."""
     return any(report.failure.what == "raised" for report in attempt_files.failures(home))
 
 
 def _exit_code(home: Path, seen: Mapping[int, int]) -> int:
     """Returns the exit code of the rank that failed first.
 
-    A rank that fails because of another one may have ended before it, and says so by its code.
+    A rank that fails because of another one may end before it; its code says so.
     """
     codes = dict(attempt_files.ended_ranks(home))
     for rank, code in seen.items():

@@ -17,15 +17,15 @@ from fleetpipe.launch.substitution import in_place_of_paddles
 
 
 class _Measured(BaseException):
-    """Ends a script, past its own ``except Exception``, when its model is measured."""
+    """Ends a script whose model is measured; an ``except Exception`` does not catch it."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the script as far as its first batch, which is measured in the place of training.
+    """Runs the script up to its first batch, and measures the model in place of training it.
 
     Returns:
-        0 where a profile was written, 2 where the script never trains; of several ranks the exit
-        code of the first that failed.
+        0 if a profile was written, 2 if the script never trains; with several ranks the exit code
+        of the first that failed.
     """
     if script.to_be_launched(options):
         return script.launch(options, "profile", "--output", str(options.output))
@@ -49,7 +49,7 @@ class _Measuring(BatchObserver):
         self._path, self._pipeline = path, pipeline
 
     def begin(self, batch: ObservedBatch) -> NoReturn:
-        """Measures the model in the place of the batch, and ends the script."""
+        """Measures the model in place of training the batch, and ends the script."""
         profile = self._pipeline.profile(batch.data, self._path)
         if self._pipeline.stage_id == 0:
             sys.stdout.write(f"{profile}\nwritten to {self._path}\n")

@@ -1,4 +1,4 @@
-"""What the launcher starts on every rank of a ``fleetpipe`` command; run by its path."""
+"""The entry point of every rank of a ``fleetpipe`` command, started by its path."""
 
 from __future__ import annotations
 

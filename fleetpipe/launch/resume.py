@@ -1,7 +1,7 @@
-"""``fleetpipe.resume``: goes on where the job was, and keeps what the next attempt goes on from.
+"""``fleetpipe.resume``: restores a job, and saves what the next attempt restores.
 
-The script is the same with and without ``fleetpipe launch``: which folder holds the checkpoints,
-and which attempt this is, stands in the environment.
+The script is the same with and without ``fleetpipe launch``: the environment says which folder
+holds the checkpoints, and which attempt this is.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class State(TypedDict):
 
 @shows("step", folder="_manager._home")
 class Run:
-    """A training run that may be ended after any step, and gone on with.
+    """A training run that can be ended after any step, and resumed.
 
     Attributes:
-        step: The step to go on with, from 0: as many are done.
+        step: The next step, from 0; it is the number of steps done.
     """
 
     def __init__(self, step: int, state: State, manager: CheckpointManager, kept: Any) -> None:
@@ -74,7 +74,7 @@ class Run:
         self._catch_signals()
 
     def steps(self, until: int) -> Iterator[int]:
-        """Yields the number of each step that is left, and ends it after the loop's body.
+        """Yields the number of each step left, and calls :meth:`done` after the loop's body.
 
         Collective.
 
@@ -100,16 +100,16 @@ class Run:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def done(self) -> None:
-        """Ends a step: saves where this is one to save, and ends a job that is to stop. Collective.
+        """Ends a step: saves if it is due, and ends a job that was asked to stop. Collective.
 
-        For loops of the script's own, after all that belongs to the step: the optimizer, the
-        schedule of its learning rate, whatever else the script keeps.
+        Call it in a loop of your own after everything that belongs to the step: the optimizer, the
+        schedule of its learning rate, and other state.
 
         Raises:
             CheckpointError: The step cannot be saved.
-            SystemExit: Some rank was asked to stop, all have saved, and the job has ended. Its code
-                is 75 (``PREEMPTED`` of ``job.attempt_files``) and 130 after Ctrl-C, or 0 under
-                ``fleetpipe launch``, which ends with these.
+            SystemExit: A rank was asked to stop, all have saved, and the job has ended. The code is
+                75 (``PREEMPTED`` of ``job.attempt_files``), 130 after Ctrl-C, or 0 under
+                ``fleetpipe launch``, which itself ends with 75 or 130.
         """
         self.step += 1
         if self._kept is not None:
@@ -121,7 +121,7 @@ class Run:
         self._write_begun(self.step + 1)
 
     def stop(self) -> None:
-        """Asks, on this rank alone, for the end of the job after a step that all ranks finish."""
+        """Asks, on this rank alone, that the job ends after a step that all ranks finish."""
         self._stopping.ask()
 
     def _catch_signals(self) -> None:
@@ -164,9 +164,9 @@ def resume(
     data: SavedData | None = None,
     manager: CheckpointManager | None = None,
 ) -> Run:
-    """Restores the newest complete checkpoint, if there is one, and goes on from there. Collective.
+    """Restores the newest complete checkpoint, if there is one. Collective.
 
-    From here on SIGTERM, SIGUSR1 and the first Ctrl-C have the job finish a step, save, and end,
+    From here on SIGTERM, SIGUSR1 and the first Ctrl-C make the job finish a step, save, and end,
     unless the script has handlers of its own for them.
 
     Args:
@@ -175,19 +175,19 @@ def resume(
         optimizer: What ``fleet.distributed_optimizer`` returned, or any optimizer of Paddle's.
         lr_scheduler: An ``LRScheduler``; that of the optimizer is restored without being named.
         scaler: A ``GradScaler``.
-        data: What says where the run is in its data, by ``state_dict`` and ``set_state_dict``.
-        manager: Where and when steps are saved. None: every 100 steps, the newest two, in the
+        data: The loader or sampler that is read, with ``state_dict`` and ``set_state_dict``.
+        manager: Where and when steps are saved. None saves every 100 steps and keeps two, in the
             folder ``FLEETPIPE_CHECKPOINT_DIR`` (``fleetpipe launch --checkpoint_dir``), else
             ``checkpoints``.
 
     Returns:
-        The run: ``step`` is the one to go on with, 0 where nothing was saved, and ``steps(n)`` goes
-        through those that are left.
+        The run: ``step`` is the next step, 0 if nothing was saved, and ``steps(n)`` yields those
+        that are left.
 
     Raises:
-        ConfigError: An object is of another kind, or nothing can be written into the folder.
+        ConfigError: An object has another type, or the folder cannot be written to.
         CheckpointError: The newest checkpoint is damaged, or does not fit; nothing has changed.
-        PipelineTimeout: Some rank did not come within the limit.
+        PipelineTimeout: A rank did not arrive within the limit.
     """
     if manager is None:
         manager = CheckpointManager(
@@ -204,7 +204,7 @@ def resume(
 
 
 def _go_on(state: State, manager: CheckpointManager, kept: Any) -> int:
-    """Goes back to the newest step that is kept or saved, and returns its number. Collective."""
+    """Restores the newest step, from memory or from a checkpoint, and returns it. Collective."""
     saved = [step for steps in job.all_ranks().all_gather(manager.steps()) for step in steps]
     newest: int | None = None if kept is None else kept.newest()
     if kept is not None and newest is not None and newest >= max(saved, default=0):
@@ -223,7 +223,7 @@ def _go_on(state: State, manager: CheckpointManager, kept: Any) -> int:
 
 
 def _tell(text: str) -> None:
-    """Says something once for all ranks."""
+    """Logs a line on the first rank."""
     if job.all_ranks().rank == 0:
         number = attempt_files.number()
         of_job = f"attempt {number} of the job " if number else ""
@@ -237,19 +237,19 @@ _CYCLE = 2
 
 
 class Stopping:
-    """Asked after every step; on all ranks it says yes at the same step.
+    """An agreement of all ranks after every step on whether to stop there.
 
-    A rank tells the others at the end of a step whether it was asked to stop, and takes what they
-    told at the end of the step before, which has come by then: nobody finishes a step without all
-    others. So a rank that is asked to stop finishes the step that it is in, and all do the next.
+    At the end of a step a rank sends the others whether it was asked to stop, and receives what
+    they sent at the end of the step before, which has arrived by then: no rank finishes a step
+    without the others. So after a request all ranks finish that step and the next.
     """
 
     def __init__(self, group: Group, timeout: float) -> None:
-        """Makes the agreement. Collective: all ranks make as many, in the same order.
+        """Prepares the agreement. Collective: all ranks make as many, in the same order.
 
         Args:
             group: All ranks of the job.
-            timeout: Seconds that the wait for what one rank told may last.
+            timeout: Seconds that the wait for a message may last.
         """
         self._group = group
         self._timeout = timeout
@@ -258,11 +258,11 @@ class Stopping:
         self._requested = self._announced = False
 
     def ask(self) -> None:
-        """Asks for the end, on this rank; may be called within a handler of a signal."""
+        """Requests the end on this rank; a handler of a signal may call it."""
         self._requested = True
 
     def agreed(self) -> bool:
-        """Returns whether to stop after this step. Collective.
+        """Returns whether all ranks stop after this step. Collective.
 
         Raises:
             PeerFailed: A rank died.

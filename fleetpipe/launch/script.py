@@ -1,4 +1,4 @@
-"""A training script and its arguments, run in this process or on every rank of a launched job."""
+"""Runs a training script with its arguments, in this process or on every rank of a job."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def configure_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def configure_script(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds how many processes run a script, where they log, the script and its arguments.
+    """Adds the arguments for a script: processes, logs, the script and its arguments.
 
     Args:
-        parser: A command's.
-        what: Says in a line which script it takes.
+        parser: The parser of a command.
+        what: The help text of the script.
     """
     parser.add_argument(
         "--nproc",
@@ -74,7 +74,7 @@ def configure_script(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_script(parser: argparse.ArgumentParser, what: str, logs: str) -> None:
-    """Adds where a script logs, what is shown of that, the script and its arguments."""
+    """Adds the arguments for logs, log level, the script and its arguments."""
     parser.add_argument(
         *kinds.spelled("log-dir"),
         default="log",
@@ -96,7 +96,7 @@ def add_script(parser: argparse.ArgumentParser, what: str, logs: str) -> None:
 
 
 def to_be_launched(options: argparse.Namespace) -> bool:
-    """Returns whether this process is to start the ranks, and is not one of them."""
+    """Returns whether this process must start the ranks, and is not one of them."""
     return bool(options.nproc > 1 and "PADDLE_TRAINER_ID" not in os.environ)
 
 
@@ -104,11 +104,11 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     """Runs a ``fleetpipe`` command on several ranks under Paddle's launcher.
 
     Returns:
-        The exit code of the first rank that failed, 128 + n where signal n ended it; else 0.
+        The exit code of the first rank that failed, 128 + n if signal n ended it; else 0.
 
     Raises:
-        ConfigError: Nothing can be written into the folder of the logs.
-        UsageError: This system runs no ranks.
+        ConfigError: The folder of the logs cannot be written to.
+        UsageError: This system cannot run several ranks.
     """
     systems.require_ranks()
     kinds.require_folder("--log-dir", options.log_dir)
@@ -146,7 +146,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
 
 
 def _show_failure(home: Path) -> None:
-    """Shows the error of the rank that failed first, unless the first rank has: its log is seen."""
+    """Shows the error of the rank that failed first, unless the first rank's log has shown it."""
     failures = [report.failure for report in attempt_files.failures(home)]
     seen = {failure.text for failure in failures if failure.rank == 0}
     if failures and failures[0].what == "raised" and failures[0].text not in seen:
@@ -155,7 +155,7 @@ def _show_failure(home: Path) -> None:
 
 
 def remove_logs_beyond(folder: Path, ranks: int) -> None:
-    """Removes the logs that an earlier job with more ranks has left in a folder."""
+    """Removes the logs of ranks that an earlier, larger job left in a folder."""
     for log in folder.glob("workerlog.*"):
         number = log.suffix[1:]
         if number.isdecimal() and int(number) >= ranks:
@@ -163,7 +163,7 @@ def remove_logs_beyond(folder: Path, ranks: int) -> None:
 
 
 def signal_ranks(home: Path, number: int) -> None:
-    """Sends a signal to the processes of an attempt's ranks that have not ended."""
+    """Sends a signal to those processes of an attempt's ranks that have not ended."""
     ended = {rank for rank, _ in attempt_files.ended_ranks(home)}
     for rank, process in attempt_files.started_ranks(home):
         if rank not in ended:
@@ -172,25 +172,25 @@ def signal_ranks(home: Path, number: int) -> None:
 
 
 def in_a_shell(code: int) -> int:
-    """Returns the exit code of a process as a shell has it: 128 + n where signal n ended it."""
+    """Returns a process's exit code as a shell shows it: 128 + n if signal n ended it."""
     return code if code >= 0 else 128 - code
 
 
 def execute(script: Path, arguments: Sequence[str]) -> None:
-    """Runs a script in this process as ``__main__``; what it raises passes through.
+    """Runs a script in this process as ``__main__``; its exceptions pass through.
 
-    It finds ``sys.argv``, ``sys.path[0]``, ``__file__`` and its module as under ``python SCRIPT``.
+    Its ``sys.argv``, ``sys.path[0]``, ``__file__`` and module are those of ``python SCRIPT``.
     """
     with _as_main(script, arguments) as (module, code):
         exec(code, vars(module))
 
 
 def execute_to_the_end(script: Path, arguments: Sequence[str]) -> int:
-    """Runs a script as the last thing that this process does.
+    """Runs a script as the last action of this process.
 
     Returns:
-        The exit code that ``python SCRIPT`` has. What nobody caught is printed as Python prints
-        it, with the frames of the script and below, and told to the other ranks at the end.
+        The exit code of ``python SCRIPT``. An uncaught exception is printed as Python prints it,
+        from the script's frame on, and sent to the other ranks at the end.
     """
     try:
         execute(script, arguments)
@@ -237,7 +237,7 @@ def _from_script(error: Exception, script: Path) -> TracebackType | None:
 
 
 def exit_code(status: object) -> int:
-    """Does with the argument of ``sys.exit`` what Python does with it at the end."""
+    """Returns the exit code for an argument of ``sys.exit``, and prints a text as Python does."""
     if status is None:
         return 0
     if isinstance(status, int):

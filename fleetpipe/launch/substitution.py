@@ -1,7 +1,7 @@
-"""Puts fleetpipe's modules in the place of ``paddle.distributed.fleet`` for the code that follows.
+"""Replaces ``paddle.distributed.fleet`` by fleetpipe's modules for later imports.
 
-Whoever imported Paddle's modules before keeps them: Paddle itself, and fleetpipe, which delegates
-to them. The names of older Paddle come with them, see :mod:`fleetpipe.contrib.fluid.names`.
+Modules that imported Paddle's before keep them: Paddle itself, and fleetpipe, which delegates to
+them. It also provides the names of older Paddle, see :mod:`fleetpipe.contrib.fluid.names`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fleetpipe.paddle_api.meta_parallel import resharding_within
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of Paddle's packages in whose place fleetpipe's stand.
+    """Finds the submodules of Paddle's packages that fleetpipe replaces.
 
-    Those have the folder of fleetpipe's package as their path, in which Paddle's files are not.
+    A replacement has the folder of fleetpipe's package as its path, which lacks Paddle's files.
     """
 
     def __init__(self, packages: Mapping[str, ModuleType]) -> None:
@@ -48,9 +48,9 @@ class _Finder(MetaPathFinder):
 def in_place_of_paddles() -> Iterator[None]:
     """While it is open, imports of ``paddle.distributed.fleet`` get fleetpipe's modules.
 
-    So do its attributes, as in ``paddle.distributed.fleet.init``, and every module below it that
-    fleetpipe has one for. The others stay Paddle's. On a CPU the schedules of
-    ``paddle.distributed.auto_parallel.pipelining`` run on the engine, and what needs a GPU says so.
+    So do attributes, as in ``paddle.distributed.fleet.init``, and every module below it that
+    fleetpipe replaces. The others stay Paddle's. On a CPU ``auto_parallel.pipelining`` runs on the
+    engine, and functions that need a GPU say so.
     """
     tails = ["", ".meta_parallel", *(f".{path}" for path in OVERLAYS)]
     counterparts = {PADDLES + tail: sys.modules[OURS + tail] for tail in tails}
@@ -78,9 +78,9 @@ def in_place_of_paddles() -> Iterator[None]:
 
 @contextmanager
 def _jobs_beside_groups() -> Iterator[None]:
-    """While it is open, a script may call ``init_parallel_env`` before what begins a job.
+    """While it is open, a script may call ``init_parallel_env`` before ``fleet.init``.
 
-    Paddle's store would take the address of the job's, where the launcher gave it none.
+    Without this, Paddle's store would take the address of the job's if the launcher set none.
     """
     stock = paddle.distributed.init_parallel_env
 
@@ -96,14 +96,14 @@ def _jobs_beside_groups() -> Iterator[None]:
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """While it is open, nothing asks for a GPU where none is.
+    """While it is open, Paddle's libraries run without a GPU, if there is none.
 
-    Paddle 3.3's flexible checkpoints, which PaddleFormers reads and writes, move to a GPU what the
-    processes of a job send each other, where Gloo sends from where a value is: they copy values
-    where they are. ``paddle.device.synchronize()``, which its Trainer calls, does nothing.
+    Paddle 3.3's flexible checkpoints, which PaddleFormers reads and writes, move values to a GPU
+    before processes exchange them; here they copy them on the CPU, from which Gloo sends.
+    ``paddle.device.synchronize()``, which its Trainer calls, does nothing.
 
-    Everybody else's ``Tensor.cuda`` and ``pin_memory`` are Paddle's. Nothing happens where this
-    process computes on a GPU.
+    Other callers' ``Tensor.cuda`` and ``pin_memory`` are Paddle's. It does nothing if this process
+    computes on a GPU.
     """
     if device_kind() == "cpu":
         skipping = _skipping(paddle.device.synchronize)

@@ -1,5 +1,5 @@
-"""``fleetpipe launch``: starts a job under Paddle's launcher, and starts it again where it fails.
+"""``fleetpipe launch``: starts a job under Paddle's launcher, and restarts it if it fails.
 
-Start with ``supervisor.py``; ``attempts.py`` has the rules. It loads no Paddle: that is in
-``pod_server.py``, a process of its own in which Paddle's launcher runs, once for each attempt.
+Start with ``supervisor.py``; ``attempts.py`` has the rules. The supervisor loads no Paddle:
+Paddle's launcher runs in a process of its own, ``pod_server.py``, once for each attempt.
 """

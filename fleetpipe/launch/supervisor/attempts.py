@@ -1,7 +1,7 @@
-"""How an attempt ended, whether the job is started again, and with which code it ends where not.
+"""Judges how an attempt ended, and decides whether the job restarts or ends.
 
-The verdict says which rank failed first, in which step, and with which error. Nothing here
-starts a process, looks at a clock or loads Paddle.
+The verdict says which rank failed first, in which step, and with which error. This module starts no
+process, reads no clock and loads no Paddle.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class Verdict:
     """How an attempt ended.
 
     Attributes:
-        code: 0 where every rank did its work; else the code of the rank that failed first, as a
-            shell has it.
-        saved: Steps that were saved where the attempt was asked to end; else None.
-        step: The step in which the first rank failed; None before the first.
-        culprit: Who failed first, and how; empty where nobody did.
-        details: What its last words were, or where all ranks were.
-        raised: Whether it raised an error, as it would again.
-        permanent: Whether no restart mends that error.
-        shown: Whether the terminal has what it raised already.
-        done: Steps that the pipeline did in the attempt; None where ``step`` says more.
+        code: 0 if every rank succeeded; else the code of the rank that failed first, as a shell
+            shows it.
+        saved: Number of steps saved, if the attempt was asked to end; else None.
+        step: The step in which the first rank failed; None before the first step.
+        culprit: The rank that failed first, and how; empty if none did.
+        details: The end of its traceback, or the places of all ranks.
+        raised: Whether it raised an error, which a restart may repeat.
+        permanent: Whether a restart cannot cure that error.
+        shown: Whether the terminal has shown that error already.
+        done: Number of steps that the pipeline did in the attempt; None if ``step`` is known.
     """
 
     code: int
@@ -50,10 +50,10 @@ class Verdict:
     done: int | None = None
 
     def repeats(self, other: Verdict) -> bool:
-        """Whether this failure is the one of ``other`` once more.
+        """Whether this failure is the same as ``other``.
 
-        That is one in the same step; before any step, where a rank may have been killed while it
-        loaded, one with the same kind of error from the same line.
+        It is if both failed in the same step; before any step, when a rank may have been killed
+        while it loaded, if both raised the same kind of error in the same line.
         """
         if self.step is None or other.step is None:
             both = self.raised and other.raised
@@ -62,26 +62,26 @@ class Verdict:
 
     @property
     def disk_full(self) -> bool:
-        """Whether the disk had no room left: nothing is wrong with the step."""
+        """Whether the disk was full, in which case the step itself is not at fault."""
         words = f"{self.culprit}\n{self.details}"
         return any(os.strerror(number) in words for number in (errno.ENOSPC, errno.EDQUOT))
 
     def _cause(self) -> tuple[str, list[str]]:
         """Returns the kind of the error, and the line of code that raised it.
 
-        What it says may have a time in it, or an address, and any rank may be the first to say it.
+        The message is left out, as it may contain a time or an address; so is the rank.
         """
         _, _, error = self.culprit.partition(" raised: ")
         return error.partition(":")[0], re.findall(r'File "[^"]+", line \d+', self.details)[-1:]
 
 
 def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
-    """Judges an attempt by what its ranks and its launcher left in its folder.
+    """Judges an attempt by the records of its ranks and its launcher in its folder.
 
     Args:
-        home: The folder.
-        code: That of the launcher.
-        shown: The rank whose output is on the terminal; None: none is.
+        home: The folder of the attempt.
+        code: The exit code of the launcher.
+        shown: The rank whose output is on the terminal; None if there is none.
     """
     saved = attempt_files.preempted_at(home)
     if code == 0 or saved is not None:
@@ -113,7 +113,7 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
 
 
 def _first(home: Path) -> tuple[int | None, int, Failure | None]:
-    """Returns the rank that failed first, its exit code, and what is told of it."""
+    """Returns the rank that failed first, its exit code, and its failure record."""
     failures = [report.failure for report in attempt_files.failures(home)]
     ended = [
         (rank, attempt_files.code_of(home, rank) or code)
@@ -148,12 +148,12 @@ POISONED = 65
 
 
 class Attempt(NamedTuple):
-    """An attempt, and what came before it.
+    """The number of an attempt, and the failures before it.
 
     Attributes:
-        number: From 1 on.
-        restarts: How many attempts before it failed.
-        failed: How the one before it failed; None where it did not.
+        number: Its number, from 1.
+        restarts: Number of earlier attempts that failed.
+        failed: The failure of the attempt before; None if there was none.
     """
 
     number: int = 1
@@ -162,11 +162,11 @@ class Attempt(NamedTuple):
 
 
 class End(NamedTuple):
-    """The job ends.
+    """The decision that the job ends.
 
     Attributes:
-        code: With this exit code.
-        said: What the user is told.
+        code: The exit code of the job.
+        said: Lines for the user.
     """
 
     code: int
@@ -174,11 +174,11 @@ class End(NamedTuple):
 
 
 class Again(NamedTuple):
-    """The job is started again.
+    """The decision that the job is started again.
 
     Attributes:
-        attempt: The one that begins.
-        said: What the user is told.
+        attempt: The next attempt.
+        said: Lines for the user.
     """
 
     attempt: Attempt
@@ -186,11 +186,11 @@ class Again(NamedTuple):
 
 
 def interrupted(verdict: Verdict, stopped_by: int | None) -> Verdict:
-    """Returns the verdict on an attempt that Ctrl-C ended, whatever its ranks have left.
+    """Returns the verdict on an attempt: interrupted if Ctrl-C ended it, whatever its records.
 
     Args:
-        verdict: What they have left says.
-        stopped_by: The first signal that asked the job to stop; None where none did.
+        verdict: The verdict by its records.
+        stopped_by: The first signal that asked the job to stop; None if none did.
     """
     if stopped_by != signal.SIGINT or verdict == Verdict(0):
         return verdict
@@ -207,9 +207,9 @@ def after(
 
     Args:
         attempt: The attempt.
-        verdict: How it ended, as :func:`interrupted` returns it.
-        max_restart: How many failures are followed by another attempt.
-        stopped_by: The first signal that asked the job to stop; None where none did.
+        verdict: Its verdict from :func:`interrupted`.
+        max_restart: The largest number of restarts.
+        stopped_by: The first signal that asked the job to stop; None if none did.
     """
     saved = verdict.saved
     if verdict.code == attempt_files.INTERRUPTED and stopped_by == signal.SIGINT:
@@ -245,7 +245,7 @@ def _after_failure(
 
 
 def _account(number: int, verdict: Verdict) -> str:
-    """Says how an attempt failed."""
+    """Returns a text that says how an attempt failed."""
     when = _progress(verdict) if verdict.step is None else f" in step {verdict.step}"
     said, *more = f"attempt {number} ended{when}: {verdict.culprit}".splitlines()
     if verdict.shown:
@@ -254,7 +254,7 @@ def _account(number: int, verdict: Verdict) -> str:
 
 
 def _progress(verdict: Verdict) -> str:
-    """Says how many steps ran in an attempt whose script does not say in which step it is."""
+    """Returns a text with the steps that ran, for an attempt whose script reports no step."""
     if verdict.done is None:
         return ""
     steps = "1 step" if verdict.done == 1 else f"{verdict.done} steps"
@@ -262,7 +262,7 @@ def _progress(verdict: Verdict) -> str:
 
 
 def _poison(verdict: Verdict) -> str:
-    """Says why a job is not started again that failed twice alike."""
+    """Returns a text that says why a job that failed twice alike is not restarted."""
     what = f"the job failed twice in a row with the same error{_progress(verdict)}"
     if verdict.step is not None:
         what = f"step {verdict.step} failed twice in a row"

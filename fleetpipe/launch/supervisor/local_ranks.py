@@ -1,4 +1,4 @@
-"""The ranks of this host: an attempt of theirs is started, judged, and asked to stop."""
+"""Starts, judges and stops the attempts of this host's ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions
 
 
 class Local:
-    """The ranks of this host, one attempt after another."""
+    """The ranks of this host, for one attempt after another."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, pods: Pods, board: Any) -> None:
-        """Describes them; starts none.
+        """Prepares the ranks, and starts none.
 
         Args:
-            options: Of the command.
+            options: The options of the command.
             folder: The supervisor's folder in memory.
             pods: The process in which Paddle's launcher runs.
             board: Shows the attempts.
@@ -38,11 +38,11 @@ class Local:
         self._home = folder
 
     def fileno(self) -> int:
-        """Returns the descriptor that can be read when an attempt has ended."""
+        """Returns the descriptor that becomes readable when an attempt ends."""
         return self._pods.fileno()
 
     def start(self, attempt: Attempt) -> None:
-        """Begins an attempt."""
+        """Starts an attempt."""
         self._home = self._folder / f"attempt-{attempt.number}"
         self._home.mkdir()
         if self._options.nproc_per_node is not None:
@@ -53,16 +53,16 @@ class Local:
         self._pods.start(Order(self._arguments(), self._environment(attempt.number)))
 
     def end(self) -> Verdict:
-        """Judges the attempt, once it has ended, and ends what is left of it."""
+        """Judges an attempt that has ended, and kills processes that are left of it."""
         try:
             return judge(self._home, self._pods.code(), shown=0)
         finally:
             end_sessions(self._home)
 
     def record(self, number: int, verdict: Verdict) -> None:
-        """Writes how an attempt ended where its run is recorded, for ``fleetpipe report``.
+        """Writes how an attempt ended to the records of its run, for ``fleetpipe report``.
 
-        One that did its work has written so itself.
+        An attempt that succeeded has written that itself.
         """
         if verdict == Verdict(0):
             return
@@ -82,13 +82,13 @@ class Local:
                 run_files.append_line(folder / run_files.ATTEMPTS, end)
 
     def stop(self, number: int) -> None:
-        """Asks the ranks to finish their step, save and end, by a signal; begins none any more."""
+        """Signals the ranks to finish their step, save and end; if none has started, none will."""
         signal_ranks(self._home, number)
         if not attempt_files.started_ranks(self._home):
             self._pods.stop()
 
     def kill(self) -> None:
-        """Ends the ranks at once, and a launcher that has not started any."""
+        """Kills the ranks at once, and a launcher that has not started any."""
         signal_ranks(self._home, systems.SIGKILL)
         self._pods.stop()
 

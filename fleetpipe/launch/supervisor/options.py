@@ -1,4 +1,4 @@
-"""The arguments of ``fleetpipe launch``: Paddle's own where Paddle has them, spelled as there."""
+"""The arguments of ``fleetpipe launch``, named as in Paddle's launcher if Paddle has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fleetpipe launch`` to its parser.
 
     Raises:
-        UsageError: This system runs no ranks.
+        UsageError: This system cannot run several ranks.
     """
     systems.require_ranks()
     add = parser.add_argument
@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    """Reads a number of hosts, or the least and the most."""
+    """Parses a number of hosts, or a least and a largest number."""
     least, colon, most = text.partition(":")
     if not least.isdecimal() or not (most.isdecimal() if colon else True):
         raise argparse.ArgumentTypeError(f"invalid: {text!r}; give 2, or 1:4")
@@ -77,5 +77,5 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _of_several_hosts(_: str) -> None:
-    """Refuses an option of the launcher of several hosts that went."""
+    """Refuses an option that belonged to a launcher of several hosts, which was removed."""
     raise argparse.ArgumentTypeError("several hosts are nodes of a Ray cluster: give --ray ADDRESS")

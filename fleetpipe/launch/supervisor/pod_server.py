@@ -1,12 +1,12 @@
-"""Runs Paddle's launcher, once for each attempt, in a fork of a process that has loaded it.
+"""Runs Paddle's launcher once for each attempt, in a fork of a process that has loaded it.
 
-Run by its path, with the number of a socket to the supervisor, which asks for one attempt after
-another: an object of JSON on a line with arguments and environment, answered by one with the code.
-Another line ends the attempt that runs. Where the supervisor is gone, that is ended too, and then
-this process.
+It is started by its path, with the descriptor of a socket to the supervisor, which orders one
+attempt after another: a line of JSON with arguments and environment, answered by one with the exit
+code. Another line ends the attempt that runs. When the supervisor is gone, the attempt ends, and
+then this process.
 
-It is also given the name of a file, which has what this process says until it can serve, and is
-gone from then on.
+Its second argument is a file, which gets the output of this process until it can serve, and is then
+removed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _attempt(order: pods.Order, supervisor: socket.socket) -> int:
 
 
 def _launch(order: pods.Order) -> NoReturn:
-    """Becomes Paddle's launcher."""
+    """Runs Paddle's launcher in this process, which then exits."""
     code = 1
     try:
         # Names and ports would be those of the attempt before.
@@ -89,7 +89,7 @@ def _launch(order: pods.Order) -> NoReturn:
 
 
 def _end_loading() -> None:
-    """Gives this process its errors back, and says what was said meanwhile."""
+    """Restores standard error, and prints the output so far to it."""
     sys.stderr.flush()
     os.dup2(_ERRORS, 2)
     os.close(_ERRORS)

@@ -1,4 +1,4 @@
-"""The supervisor's end of the process in which Paddle's launcher runs."""
+"""The supervisor's handle of the process in which Paddle's launcher runs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Order:
-    """An attempt that is to be run.
+    """The order to run an attempt.
 
     Attributes:
-        arguments: Those of Paddle's launcher.
-        environment: What the environment has beside this process's.
+        arguments: The arguments of Paddle's launcher.
+        environment: Variables to add to the environment.
     """
 
     arguments: Sequence[str]
@@ -57,11 +57,11 @@ class Pods:
             )
 
     def fileno(self) -> int:
-        """Returns the descriptor that can be read when an attempt has ended."""
+        """Returns the descriptor that becomes readable when an attempt ends."""
         return self._socket.fileno()
 
     def start(self, order: Order) -> None:
-        """Begins an attempt; in another process where the one of before was ended."""
+        """Starts an attempt; starts the process anew if it has ended."""
         if self._process.poll() is not None:
             self._socket.close()
             self._begin()
@@ -70,14 +70,14 @@ class Pods:
             self._socket.sendall(json.dumps(asdict(order)).encode() + b"\n")
 
     def stop(self) -> None:
-        """Ends the launcher of the attempt that runs."""
+        """Ends the launcher of the running attempt."""
         with contextlib.suppress(ConnectionError):
             self._socket.sendall(STOP)
 
     def code(self) -> int:
-        """Returns the code of the launcher whose attempt has ended; waits until it has.
+        """Waits for the attempt's end, and returns the exit code of the launcher.
 
-        Where the process was ended itself, nothing of it is left, and its code is returned.
+        If the process itself was killed, it kills what is left of it, and returns its code.
 
         Raises:
             UsageError: The process could not load Paddle's launcher.
@@ -97,7 +97,7 @@ class Pods:
         return int(json.loads(answer)["code"])
 
     def _not_loaded(self, code: int) -> UsageError:
-        """Returns the error of a process that ended before it could serve."""
+        """Returns the error of a process that ended before it had loaded Paddle's launcher."""
         said = self._loading.read_text(encoding="utf-8", errors="replace").splitlines()
         # The last thing that was said, and what belongs to it.
         first = max((n for n, line in enumerate(said) if line and line[0] != " "), default=0)
@@ -119,6 +119,6 @@ class Pods:
 
 
 def end_sessions(home: Path) -> None:
-    """Ends what the ranks of an attempt have left: each had a session of its own."""
+    """Kills the processes that ranks of an attempt left: each rank had its own session."""
     for _, process in attempt_files.started_ranks(home):
         systems.end_session(process)

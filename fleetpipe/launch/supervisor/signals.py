@@ -1,4 +1,4 @@
-"""Signals to the supervisor, as something that can be waited for beside other things."""
+"""Turns signals to the supervisor into a descriptor that ``select`` can wait for."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ BREAK_SIGNALS = (signal.SIGINT,)
 
 
 class Signals:
-    """Signals that have come, read from a socket."""
+    """Reads the signals that have arrived from a socket."""
 
     def __init__(self, received: socket.socket) -> None:
-        """Reads from a socket into which Python writes the number of each signal."""
+        """Takes the socket into which Python writes the number of each signal."""
         self._received = received
 
     def fileno(self) -> int:
-        """Returns the descriptor that can be read when a signal has come."""
+        """Returns the descriptor that becomes readable when a signal arrives."""
         return self._received.fileno()
 
     def take(self) -> list[int]:
-        """Returns the signals that have come since."""
+        """Returns the signals since the last call."""
         with suppress(BlockingIOError):
             return list(self._received.recv(64))
         return []
@@ -33,7 +33,7 @@ class Signals:
 
 @contextmanager
 def caught() -> Iterator[Signals]:
-    """While it is open, the signals above do nothing but come here. For the main thread."""
+    """While it is open, signals only go to the yielded :class:`Signals`. For the main thread."""
     received, sent = socket.socketpair()
     numbers = (*STOP_SIGNALS, *BREAK_SIGNALS)
     before = {number: signal.getsignal(number) for number in numbers}

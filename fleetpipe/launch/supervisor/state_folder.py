@@ -1,7 +1,7 @@
-"""The supervisor's folder in the host's memory, which no death of a rank ends.
+"""The supervisor's folder in the host's memory, which outlives its ranks.
 
-It holds a folder for each attempt. A lock says whose it is: what a supervisor that was killed has
-left behind is removed by the next one.
+It holds a folder for each attempt. A lock shows that its supervisor lives: the next supervisor
+removes the folder of one that was killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOCK = "lock"
 
 @contextmanager
 def state_folder() -> Iterator[Path]:
-    """Makes the folder, for this user alone, and removes it in the end."""
+    """Makes the folder, for this user alone, and removes it at the end."""
     place = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     for left in place.glob(f"{_PREFIX}*"):
         _remove_left_over(left)

@@ -1,4 +1,4 @@
-"""Starts the ranks of a job on this host, and starts all of them again where one fails."""
+"""Starts the ranks of a job on this host, and restarts all of them if one fails."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fleetpipe.launch.supervisor.state_folder import state_folder
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs a job to its end, however often it has to be started.
+    """Runs a job to its end, with as many attempts as it needs.
 
     Returns:
-        0 where every rank did its work; 75 (``life.PREEMPTED``) where the job was asked to stop,
-        saved and ended; 65 (``POISONED``) where one step failed twice in a row; 130 after Ctrl-C;
-        128 + n where signal n stopped it and nothing was saved; else the code of the rank that
-        failed first in the last attempt.
+        0 if every rank succeeded; 75 (``attempt_files.PREEMPTED``) if the job was asked to stop,
+        saved and ended; 65 (``POISONED``) if one step failed twice in a row; 130 after Ctrl-C; 128
+        + n if signal n stopped it and nothing was saved; else the code of the rank that failed
+        first in the last attempt.
 
     Raises:
-        ConfigError: Several hosts, or nothing can be written into the folder of the logs or the
-            checkpoints.
+        ConfigError: ``--nnodes`` asks for several hosts, or the folder of the logs or of the
+            checkpoints cannot be written to.
         UsageError: Paddle's launcher cannot be loaded.
     """
     if options.nnodes[1] > 1:
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Supervisor:
-    """One job, from its first attempt to its last."""
+    """Runs one job, from its first attempt to its last."""
 
     def __init__(self, options: argparse.Namespace, local: Local, signals: Signals) -> None:
         self._options = options
@@ -67,7 +67,7 @@ class Supervisor:
         self._deadline: float | None = None
 
     def run(self) -> int:
-        """Runs one attempt after another; returns the exit code of the job."""
+        """Runs one attempt after another, and returns the exit code of the job."""
         attempt = Attempt()
         while True:
             self._deadline = None
@@ -82,7 +82,7 @@ class Supervisor:
             attempt = then.attempt
 
     def _verdict(self) -> Verdict:
-        """Waits for the end of an attempt, and does what signals ask for meanwhile."""
+        """Waits for the end of an attempt, and handles signals meanwhile."""
         waited: list[Signals | Local] = [self._signals, self._local]
         while True:
             left = None
@@ -98,7 +98,7 @@ class Supervisor:
                 self._local.kill()
 
     def _stop(self, number: int) -> None:
-        """Makes the ranks save and end; Ctrl-C after another signal has them end at once."""
+        """Asks the ranks to save and end; Ctrl-C after another signal ends them at once."""
         again, self._stopped_by = self._stopped_by, self._stopped_by or number
         if number in BREAK_SIGNALS and again is not None:
             self._deadline = time.monotonic()
@@ -110,7 +110,7 @@ class Supervisor:
 
 
 def say(text: str) -> None:
-    """Tells the user."""
+    """Prints a line for the user to standard error."""
     sys.stdout.flush()
     sys.stderr.write(f"fleetpipe: {text}\n")
     sys.stderr.flush()
