@@ -1,7 +1,7 @@
 """The drop-in face of ``paddle.distributed.fleet``: same names, same paths, pipelines that run.
 
-Every name that fleetpipe does not define is Paddle's very object; ``overlay`` has the table of the
-modules below that are fleetpipe's.
+Every name that fleetpipe does not define is Paddle's own object; ``overlay`` has the table of the
+submodules that fleetpipe changes.
 """
 
 from __future__ import annotations

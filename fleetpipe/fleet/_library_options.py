@@ -1,7 +1,7 @@
-"""Refuses, by name, what a model of a library is asked to do and its layers cannot do here.
+"""Refuses options of a library's model that its layers cannot follow here.
 
-Such a model tells its options in ``config``. Without this it would fail in its first batch, on one
-rank, in a kernel that is not there, or train something else without a word.
+Such a model has its options in ``config``. Without this check it would fail in its first batch, on
+one rank, in a missing kernel, or silently train wrongly.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NORM, FUSES_SINCE = "paddleformers.nn.norm.RMSNorm", (1, 1)
 
 
 def refuse_library_options(model: Layer) -> None:
-    """Looks at the configuration of a model whose class comes from one of the libraries.
+    """Checks the configuration of a model whose class comes from one of the libraries.
 
     Raises:
-        ConfigError: Its layers attend to this rank's places alone, or the mesh does not know its
-            experts; on a CPU, its values are float16 or bfloat16, or it calls a fused kernel.
+        ConfigError: Its attention sees one rank's part of a sequence, or the mesh does not know its
+            experts; on a CPU, its dtype is float16 or bfloat16, or it calls a fused kernel.
     """
     origins = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
     if origins.isdisjoint(LIBRARIES):
@@ -61,7 +61,7 @@ def refuse_library_options(model: Layer) -> None:
 
 
 def _refuse_lost_degrees(model: Layer) -> None:
-    """Refuses flags of the Trainer that split what the model's layers do not join."""
+    """Refuses flags of the library's Trainer for axes that the model's layers ignore."""
     job = current_job()
     ranks = 1 if job is None else job.degrees.sep * job.degrees.cp
     if ranks > 1:
@@ -86,7 +86,7 @@ def _refuse_lost_degrees(model: Layer) -> None:
 
 
 def _fuses_norms(model: Layer) -> bool:
-    """Tells whether PaddleFormers' norms would call Paddle's ``fused_rms_norm_ext``."""
+    """Whether PaddleFormers' norms would call Paddle's ``fused_rms_norm_ext``."""
     kinds = {kind for layer in model.sublayers() for kind in type(layer).__mro__}
     if all(f"{kind.__module__}.{kind.__name__}" != NORM for kind in kinds):
         return False

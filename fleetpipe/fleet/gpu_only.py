@@ -1,6 +1,6 @@
-"""Other ways of Paddle's to a pipeline or to sharding, which fail on a CPU, or end the process.
+"""Refuses, on a CPU, other pipelines and shardings of Paddle's that fail there.
 
-Each is refused where a script asks for it, before any rank waits, and says what to use.
+Each is refused when a script asks for it, before any rank waits; the error says what to use.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _cut(model: Any, optimizer: Any = None, config: Any = None) -> NoReturn:
 
 
 def _engine(stock: Callable[..., None]) -> Callable[..., None]:
-    """Returns a constructor of the engine of static graph: that of ``dist.to_static`` too."""
+    """Returns a constructor of static graph's ``Engine`` that refuses ``pipeline.enable``."""
 
     @functools.wraps(stock)
     def begin(*arguments: Any, **options: Any) -> None:

@@ -1,6 +1,6 @@
-"""What else of Paddle meets a pipeline: ``paddle.Model``, and the constructors of optimizers.
+"""Changes to ``paddle.Model`` and to constructors of optimizers for pipelines.
 
-``paddle.Model`` refuses a pipeline, and says what it does with another model beside one. An
+``paddle.Model`` refuses a pipeline, and warns that it copies another model to each rank. An
 optimizer may have no parameters on a rank whose stages have nothing to train.
 """
 
@@ -20,7 +20,7 @@ from fleetpipe.paddle_api.optimizer import allow_no_parameters, check_norms_by_h
 
 
 def install() -> None:
-    """Changes these constructors; models and optimizers of no pipeline are built as ever."""
+    """Changes these constructors; without a pipeline they work as before."""
     allow_no_parameters(lambda: pipeline_group().ranks > 1)
     check_norms_by_hand(_refuse_norm_of_a_stage)
     constructor: Any = paddle.Model.__init__
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def _refuse_norm_of_a_stage(parameters: Sequence[Tensor]) -> None:
-    """Refuses to clip by the norm of what this rank has of a pipeline."""
+    """Refuses to clip by the norm of the gradients of this rank's stages alone."""
     job = current_job()
     if job is None or job.group().ranks * job.model_parallel().ranks == 1:
         return
@@ -64,7 +64,7 @@ def _refuse_pipelines(network: Layer) -> None:
 
 
 def _warn_of_copies() -> None:
-    """Says that nothing cuts a model, in a job whose ranks are to share one."""
+    """Warns that ``paddle.Model`` does not cut its network, in a job with several stages."""
     job = current_job()
     if job is not None and job.degrees.pp > 1 and not job.local:
         warnings.warn(

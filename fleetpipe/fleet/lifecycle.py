@@ -1,4 +1,4 @@
-"""From ``fleet.init`` to ``fleet.shutdown``: checks options, gathers the ranks, ends the job."""
+"""``fleet.init`` and ``fleet.shutdown``: check options, connect the ranks, end the job."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def init(
     Raises:
         ConfigError: The degrees do not fit the number of processes, an option is wrong, or another
             framework's launcher started the processes.
-        PipelineTimeout: Some rank did not arrive within the limit.
+        PipelineTimeout: A rank did not arrive within the limit.
         StateError: This process was started by ``multiprocessing``, and imports the script.
     """
     _refuse_second_reading()
@@ -116,7 +116,7 @@ def init(
 
 
 def _refuse_second_reading() -> None:
-    """Refuses a process that runs the script only to find the functions and classes in it."""
+    """Refuses a process of ``multiprocessing`` that only imports the main script."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise StateError(
             "a process that multiprocessing started runs the script from its top, and begins a job",
@@ -127,7 +127,7 @@ def _refuse_second_reading() -> None:
 
 
 def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job:
-    """Begins the job of a static program, whose degrees its guards tell. Collective over the job.
+    """Begins the job of a static program, whose ``device_guard`` s set the degrees. Collective.
 
     Args:
         strategy: The strategy of the program's optimizer.
@@ -135,11 +135,11 @@ def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job
         config: The options of ``strategy``.
 
     Returns:
-        The running job where it has these degrees, else a new one.
+        The running job if it has these degrees, else a new one.
 
     Raises:
         ConfigError: ``fleet.init`` was not called, or a job with other degrees is running.
-        PipelineTimeout: Some rank did not arrive within the limit.
+        PipelineTimeout: A rank did not arrive within the limit.
         StateError: The job was shut down while it began.
     """
     if _static_arguments is None:
@@ -176,10 +176,10 @@ def begin_static(strategy: Any, degrees: Degrees, config: PipelineConfig) -> Job
 def shutdown() -> None:
     """Ends the job: closes this process's connections, so that another job can begin.
 
-    Every rank calls it for itself; what was sent before is still delivered. Called while an error
-    passes through (in a ``finally``, say), it tells the other ranks of it. What the import changed
-    in Paddle for static graph is taken back; the next ``init`` puts it in again. Whatever is
-    raised, the job has ended and another can begin.
+    Every rank calls it for itself; messages sent before are still delivered. If it is called while
+    an error is raised (in a ``finally``, say), it reports the error to the other ranks. It undoes
+    the changes to Paddle for static graph; the next ``init`` makes them again. Even if it raises,
+    the job has ended and another can begin.
 
     Raises:
         PeerFailed: Another rank has failed, and this one was not told of it before.
@@ -197,7 +197,7 @@ def shutdown() -> None:
 
 
 def get_hybrid_communicate_group() -> HybridCommunicateGroup:
-    """Returns the topology of the job: Paddle's own object, or one process's stand-in for it.
+    """Returns the topology of the job: Paddle's own object, or a stand-in in one process.
 
     Raises:
         NotInitialized: There is no job.
@@ -212,7 +212,7 @@ def get_hybrid_communicate_group() -> HybridCommunicateGroup:
 
 
 def _refuse_other_launchers() -> None:
-    """Refuses processes whose launcher does not say where the others are: each would train all."""
+    """Refuses processes whose launcher does not connect them: each would train the whole model."""
     counts = {name: os.environ.get(name, "") for name in _OTHER_LAUNCHERS}
     for name, count in counts.items():
         if "PADDLE_TRAINERS_NUM" not in os.environ and count.isdecimal() and int(count) > 1:
@@ -225,7 +225,7 @@ def _refuse_other_launchers() -> None:
 
 
 def _init_static(degrees: Degrees, arguments: tuple[Any, ...]) -> Fleet:
-    """Takes note of a job that begins when the stages of its program are known."""
+    """Stores the arguments of a job that begins when the stages of its program are known."""
     global _static_arguments
     role_maker, is_collective, strategy, log_level = arguments
     if degrees.pp > 1 and not strategy.pipeline:
@@ -304,7 +304,7 @@ def _begin(
 
 
 def _rehearse(config: PipelineConfig) -> None:
-    """Makes ``paddle.amp`` work where this is a CPU and the options ask for it."""
+    """Makes ``paddle.amp`` compute in low precision on a CPU, if the options ask for it."""
     if config.rehearse is not None and device_kind() != "cpu":
         log.once(_log.warning, f"nothing is rehearsed: this device has {config.rehearse} itself")
     elif config.rehearse is not None:
@@ -319,7 +319,7 @@ def _end_rehearsal() -> None:
 
 
 def _rehearsal() -> Any:
-    """Loads what rehearses, which few jobs need."""
+    """Loads the module of rehearsals, which few jobs need."""
     return importlib.import_module("fleetpipe.paddle_api.rehearsal")
 
 
@@ -337,8 +337,8 @@ def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     """Makes Paddle make its groups. Collective over the job.
 
     Returns:
-        Paddle's topology, and its group of those that hold the same parameters where several axes
-        span them.
+        Paddle's topology, and its group of the ranks with the same parameters, if several axes span
+        them.
     """
     role_maker, is_collective, strategy, log_level = arguments
     strategy = copy.deepcopy(strategy)
@@ -360,7 +360,7 @@ def _make_groups(mesh: Mesh, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=1)
 def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> None:
-    """Gives Paddle's functions such as ``fleet.worker_index`` their answers for one process."""
+    """Makes functions such as ``fleet.worker_index`` answer for a single process."""
     with warnings.catch_warnings():
         # Paddle warns that this is no parallel environment, once for every group it makes.
         warnings.simplefilter("ignore")
@@ -387,7 +387,7 @@ start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install
 
 
 def _end_with_process() -> None:
-    """Ends the job with the process; an error that nobody caught reaches the other ranks."""
+    """Ends the job when the process ends, and sends an uncaught error to the other ranks."""
     error = process_exit.error()
     if isinstance(error, AttributeError) and _STOCK_ON_CPU in str(error):
         _log.error(_STOCK_HINT)

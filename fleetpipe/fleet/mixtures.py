@@ -1,4 +1,4 @@
-"""Paddle's mixtures of experts, which load fleetpipe's when one of them first computes."""
+"""Makes Paddle's mixtures of experts load fleetpipe's when one of them first computes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPERATIONS = {
 
 
 def _late(name: str) -> Callable[..., Any]:
-    """Returns a function that loads another of ``fleetpipe.contrib.experts`` in its first call."""
+    """Returns a function that imports one of ``fleetpipe.contrib.experts`` at its first call."""
 
     def call(*args: Any, **named: Any) -> Any:
         return _resolve(f"fleetpipe.contrib.experts.{name}")(*args, **named)
@@ -34,10 +34,10 @@ def _late(name: str) -> Callable[..., Any]:
 
 
 def mend_mixtures() -> None:
-    """Mends ``MoELayer``, and has Paddle's functions do its operations where there is no GPU.
+    """Changes ``MoELayer``, and replaces Paddle's functions for it if there is no GPU.
 
-    ``paddle.incubate.distributed.models.moe.MoELayer`` and its gates call them, and layers of
-    libraries; a script may build one before the pipeline.
+    ``paddle.incubate.distributed.models.moe.MoELayer``, its gates, and layers of libraries call
+    them; a script may build one before the pipeline.
     """
     replace_in_moe(
         _local_gather=_late("replacements:local_gather"),

@@ -1,7 +1,7 @@
-"""What stands below ``fleetpipe.fleet``: the modules of one table, and Paddle's very own.
+"""The modules below ``fleetpipe.fleet``: a table of changed ones; all others are Paddle's.
 
-The names that ``OVERLAYS`` gives a module are fleetpipe's, every other name in it is Paddle's. A
-module that is neither in the table nor a file of this package is Paddle's, not a second copy.
+The names that ``OVERLAYS`` lists for a module are fleetpipe's, all others in it are Paddle's. A
+module that is neither in the table nor a file of this package is Paddle's own, not a second copy.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Overlay(Loader):
         self._path = path
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Leaves the making of the module object to Python."""
+        """Returns None, so that Python makes the module object."""
 
     def exec_module(self, module: ModuleType) -> None:
         names = vars(module)
@@ -144,12 +144,12 @@ class _Overlay(Loader):
 
 
 def _inside(path: str) -> list[str]:
-    """Lists the modules of the table that stand directly in the package ``path``."""
+    """Returns the modules of the table that stand directly in the package ``path``."""
     return [name for parent, _, name in (one.rpartition(".") for one in OVERLAYS) if parent == path]
 
 
 def _paddles_module(path: str) -> ModuleType:
-    """Returns Paddle's module, or an empty one of its name: 2.6.2 has no ``dualpipev``."""
+    """Returns Paddle's module, or an empty one if Paddle lacks it: 2.6.2 has no ``dualpipev``."""
     name = f"{PADDLES}.{path}"
     try:
         return importlib.import_module(name)
@@ -160,10 +160,10 @@ def _paddles_module(path: str) -> ModuleType:
 
 
 class _Finder(MetaPathFinder):
-    """Answers for ``fleetpipe.fleet.*`` where this package has no file of that name.
+    """Finds ``fleetpipe.fleet.*`` if this package has no file of that name.
 
-    It must stand before the path finder: the packages it hands out carry Paddle's ``__path__``,
-    in which the path finder would find their submodules and load them a second time.
+    It must stand before the path finder: the packages that it finds have Paddle's ``__path__``,
+    from which the path finder would load their submodules a second time.
     """
 
     def find_spec(
@@ -187,7 +187,7 @@ def _is_file(name: str) -> bool:
 
 
 def install() -> None:
-    """Puts the finder in front, once, makes the table's modules, and shares what Paddle has loaded.
+    """Installs the finder, imports the table's modules, and shares those that Paddle has loaded.
 
     Sharing them now keeps an import from binding a module over the attribute of the same name:
     ``fleet.fleet`` is Paddle's singleton, and ``paddle.distributed.fleet.fleet`` also a module.

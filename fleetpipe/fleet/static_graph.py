@@ -1,4 +1,4 @@
-"""Static graph, which a script loads by its first ``device_guard`` or by ``fleet.init``."""
+"""Loads static graph at a script's first ``device_guard``, or by ``fleet.init``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fleetpipe.paddle_api.static import swap_switch_device, switch_device
 
 
 def static_graph() -> Any:
-    """Loads ``fleetpipe.static``."""
+    """Loads and returns ``fleetpipe.static``."""
     return importlib.import_module("fleetpipe.static")
 
 
@@ -32,7 +32,7 @@ _guard: _FirstGuard | None = None
 
 
 def await_guard() -> None:
-    """Makes the next ``device_guard`` load static graph; ``fleet.shutdown`` takes that back."""
+    """Makes the next ``device_guard`` load static graph; ``fleet.shutdown`` undoes that."""
     global _guard
     if _guard is None:
         _guard = _FirstGuard()

@@ -26,14 +26,14 @@ _stock: Mapping[str, Any] = vars(paddle_fleet.DistributedStrategy)
 
 
 class DistributedStrategy(paddle_fleet.DistributedStrategy):
-    """Paddle's strategy; what is fleetpipe's own stands in ``fleetpipe_configs``."""
+    """Paddle's strategy, with fleetpipe's own options in ``fleetpipe_configs``."""
 
     # Paddle's __setattr__ refuses attributes that the class does not have.
     _fleetpipe_configs: Mapping[str, Any] = FLEETPIPE_DEFAULTS
 
     @property
     def hybrid_configs(self) -> Any:
-        """Paddle's; setting some options leaves the others, and the mapping given, as they are.
+        """Paddle's options; setting some leaves the others, and the given mapping, as they are.
 
         Raises:
             ConfigError: An option is unknown, or has a value that cannot be used.
@@ -52,7 +52,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
 
     @property
     def pipeline_configs(self) -> Any:
-        """Paddle's; an unknown option is refused with the nearest.
+        """Paddle's options; the error for an unknown one names the nearest.
 
         Raises:
             ConfigError: An option is unknown, or has a value of another type.
@@ -65,7 +65,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         self._set("pipeline_configs", configs)
 
     def _get(self, group: str) -> Any:
-        """Returns Paddle's options of a group, which Paddle reads by their descriptions."""
+        """Returns a group of Paddle's options through its property, as Paddle reads it."""
         try:
             return _stock[group].fget(self)
         except AttributeError as error:
@@ -78,7 +78,7 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
             ) from error
 
     def _set(self, group: str, configs: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
-        """Sets some options of a group in Paddle; its refusals become fleetpipe's errors."""
+        """Sets some options of a group in Paddle; turns its errors into fleetpipe's."""
         keys = {*self._get(group), *also}
         for key in configs:
             if key not in keys:
@@ -106,34 +106,30 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
         """Options that Fleet does not have; setting some leaves the others as they are.
 
         ``loss_reduction``: ``"mean"`` (default) or ``"sum"`` over the micro-batches of a batch, or
-            over its ``"tokens"``.
-        ``timeout``: seconds that any wait for another rank may last; default
-        ``FLEETPIPE_TIMEOUT`` in the environment, else 600.
-        ``memory_cap``: most forwards that a rank may hold unreleased; a schedule that needs more is
-        refused before it runs. ``trace``: a folder, in which the trace and the pictures of what
-        really ran are written at the end of the job. ``costs``: what actions cost, a mapping or a
-        JSON file from ``model.profile``, for the schedule ``auto``. ``rng``: what layers draw
-        random numbers from, ``"keyed"`` (default) or ``"fleet"``, Paddle's generator as it is.
-        ``serve``: a port at which a rank serves the page of the running job (default none).
-        ``transport``: what tensors between ranks go over, ``"sockets"`` or Paddle's
-        ``"process_group"`` (default ``FLEETPIPE_TRANSPORT``, else the latter on GPUs alone).
-        ``fast_leaves``: whether layers may compute the same bits in less time (default True).
-        ``overlap``: whether exchanges of a fused forward and backward, as DualPipeV has them,
-        travel while the other one computes (default True).
-        ``rehearse``: ``"bfloat16"`` or ``"float16"``, in which a CPU is to compute what
-        ``paddle.amp`` computes in it on a GPU (default none).
-        ``compare_rows``: whether the ranks of a pipeline make sure before each batch that they
-        were given the same rows (default True).
-        ``sums``: ``"tree"`` makes gradients, norms and losses sums whose bits no degree changes;
-        ``"running"`` (default) adds them up one after another, rank after rank.
-        ``guards``: after how many steps the invariants of training are verified again (default 0:
-        never).
-        ``groups`` and ``warmup_slack``: of Interleaved1F1B, ``groups`` of kFkB too, and likewise
-        the options of a schedule that was registered before; ``slices``:
-        of Seq1F1B, what each sequence is cut into, a number or a list of lengths, and of auto how
-        many slices there may be at most. ``fetch``: in static graph what
-        ``exe.run`` returns of a value that each micro-batch has, the ``"mean"`` (default), the
-        ``"last"`` or ``"all"``; ``fetch_broadcast``: whether every rank gets it (default False).
+            over its ``"tokens"``. ``timeout``: seconds that any wait for another rank may last;
+            default ``FLEETPIPE_TIMEOUT`` in the environment, else 600. ``memory_cap``: the most
+            forwards whose activations a rank may hold; a schedule that needs more is refused before
+            it runs. ``trace``: a folder for the trace and the pictures of the actions that ran,
+            written at the end of the job. ``costs``: the costs of actions, a mapping or a JSON file
+            from ``model.profile``, for the schedule ``auto``. ``rng``: the source of layers' random
+            numbers, ``"keyed"`` (default) or ``"fleet"``, Paddle's generator as it is. ``serve``: a
+            port at which a rank serves the page of the running job (default none). ``transport``:
+            the way of tensors between ranks, ``"sockets"`` or Paddle's ``"process_group"`` (default
+            ``FLEETPIPE_TRANSPORT``, else the latter on GPUs alone). ``fast_leaves``: whether layers
+            may compute the same bits in less time (default True). ``overlap``: whether exchanges of
+            a fused forward and backward, as in DualPipeV, travel while the other one computes
+            (default True). ``rehearse``: ``"bfloat16"`` or ``"float16"``, in which a CPU computes
+            what ``paddle.amp`` computes in it on a GPU (default none). ``compare_rows``: whether
+            the ranks of a pipeline make sure before each batch that they were given the same rows
+            (default True). ``sums``: ``"tree"`` makes gradients, norms and losses sums whose bits
+            no degree changes; ``"running"`` (default) adds them up one after another, rank after
+            rank. ``guards``: after how many steps the invariants of training are verified again
+            (default 0: never). ``groups`` and ``warmup_slack``: of Interleaved1F1B, ``groups`` of
+            kFkB too, and likewise the options of a schedule that was registered before; ``slices``:
+            of Seq1F1B, what each sequence is cut into, a number or a list of lengths, and of auto
+            how many slices there may be at most. ``fetch``: in static graph what ``exe.run``
+            returns of a value that each micro-batch has, the ``"mean"`` (default), the ``"last"``
+            or ``"all"``; ``fetch_broadcast``: whether every rank gets it (default False).
 
         Raises:
             ConfigError: An option is unknown; the message names the nearest.

@@ -1,4 +1,4 @@
-"""``distributed_model`` and ``distributed_optimizer``: from the user's objects to a pipeline's."""
+"""``distributed_model`` and ``distributed_optimizer``: make a user's objects a pipeline's."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def distributed_model(model: Any) -> Any:
             ``nn.Layer``.
 
     Returns:
-        For a ``PipelineLayer`` a :class:`~fleetpipe.dygraph.PipelineParallel`, in the type that
-        Fleet would choose: ``NoPipelineParallel`` where pp_degree is 1. Any other model comes back
-        as it is in a job of one process, else wrapped for the ranks that share it.
+        For a ``PipelineLayer`` a :class:`~fleetpipe.dygraph.PipelineParallel` of the type that
+        Fleet would choose: ``NoPipelineParallel`` if pp_degree is 1. Any other model is returned
+        unchanged in a job of one process, else wrapped for the ranks that share it.
 
     Raises:
         ConfigError: ``pp_degree`` is above 1 and the model is no ``PipelineLayer`` of fleetpipe's,
             it is wrapped already, or a library's model has an option that does not run here.
-        PipelineTimeout: Some rank did not arrive within the limit.
+        PipelineTimeout: A rank did not arrive within the limit.
     """
     job = current_job()
     if isinstance(model, MixPrecisionLayer) and isinstance(wrapped_layer(model), PipelineLayer):
@@ -96,7 +96,7 @@ def distributed_model(model: Any) -> Any:
 
 
 def _decorated(model: PipelineLayer) -> Any:
-    """Casts a model as ``strategy.amp`` with pure float16 or bfloat16 asks; on CPU it stays."""
+    """Casts a model to pure float16 or bfloat16 if ``strategy.amp`` asks; not on a CPU."""
     strategy = user_strategy()
     if strategy is None or not strategy.amp:
         return model
@@ -117,14 +117,14 @@ def distributed_optimizer(
 
     Args:
         optimizer: Any Paddle optimizer, in dynamic graph built on ``model.parameters()``.
-        strategy: Takes the place of the strategy given to ``fleet.init``.
+        strategy: Replaces the strategy given to ``fleet.init``.
 
     Returns:
         A :class:`~fleetpipe.dygraph.PipelineOptimizer`, in static graph a
         :class:`~fleetpipe.static.StaticOptimizer` (which to a type checker is the former).
 
     Raises:
-        ConfigError: The optimizer cannot be right on several ranks; or a static program has several
+        ConfigError: The optimizer would be wrong on several ranks; or a static program has several
             stages, and ``strategy.pipeline`` is False.
     """
     wrapped: PipelineOptimizer = _wrapped(optimizer, strategy)
@@ -150,7 +150,7 @@ def _wrapped(optimizer: Optimizer, strategy: DistributedStrategy | None) -> Any:
 
 
 def _require_same_options(strategy: Any) -> None:
-    """Refuses options that a model which is wrapped already would go without."""
+    """Refuses a strategy whose options differ from those of the model wrapped already."""
     expected, got = (
         (PipelineConfig.from_strategy(one), scale_strategy(one), one.hybrid_configs["pp_configs"])
         for one in (user_strategy(), strategy)
@@ -166,11 +166,11 @@ def _require_same_options(strategy: Any) -> None:
 
 
 def distributed_scaler(scaler: GradScaler) -> GradScaler:
-    """Makes a ``GradScaler`` ask all ranks whether a gradient overflowed: all step, or none.
+    """Makes all ranks of a ``GradScaler`` agree on an overflow: all step, or none.
 
     Args:
         scaler: A ``paddle.amp.GradScaler``, which is changed in place. One that is switched off, as
-            on CPU, stays as it is.
+            on a CPU, stays as it is.
 
     Returns:
         ``scaler``.

@@ -1,7 +1,7 @@
-"""``paddle.distributed.fleet.meta_parallel`` with fleetpipe's pipeline in the place of Paddle's.
+"""``paddle.distributed.fleet.meta_parallel`` with fleetpipe's pipeline in place of Paddle's.
 
-A file of its own, where the modules below it are made from ``overlay``'s table: editors and type
-checkers look here.
+It is a file, unlike its submodules, which are made from ``overlay``'s table, so that editors and
+type checkers find its names.
 """
 
 from __future__ import annotations

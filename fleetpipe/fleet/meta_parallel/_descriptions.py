@@ -1,4 +1,4 @@
-"""Paddle's own descriptions of layers, for type checkers with the types that Paddle leaves out."""
+"""Types for Paddle's own descriptions of layers, which Paddle does not annotate."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from paddle.nn import Layer
 
     class LayerDesc:
-        """A layer that the rank that owns it builds: its class and the arguments of that."""
+        """A layer's class and its arguments, from which the rank that owns the layer builds it."""
 
         def __init__(
             self, layer_func: type[Layer] | LayerSpec, *inputs: Any, **kwargs: Any
         ) -> None: ...
 
         def build_layer(self, **extra_kwargs: Any) -> Layer:
-            """Returns the layer."""
+            """Builds the layer."""
 
     class _Keyed(LayerDesc):
         def __init__(
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
         ) -> None: ...
 
     class SharedLayerDesc(_Keyed):
-        """A layer that shares weights with all others of the same key."""
+        """A description of a layer that shares weights with all others of the same key."""
 
     class LocalSharedLayerDesc(_Keyed):
-        """A layer that is handed the weights of the first of its key, on the same rank."""
+        """A description of a layer that uses the weights of the first of its key on its rank."""
 
 else:
     from paddle.distributed.fleet.meta_parallel import LayerDesc, SharedLayerDesc
