@@ -73,7 +73,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, those that are loaded late among them."""
+    """Returns the public names, also those that are loaded late."""
     return __all__
 
 
@@ -82,12 +82,12 @@ if not TYPE_CHECKING:  # to a type checker it would give the module every name
 
 
 def install() -> None:
-    """Puts fleetpipe in the place of ``paddle.distributed.fleet`` for all later imports.
+    """Replaces ``paddle.distributed.fleet`` by fleetpipe for all later imports.
 
-    As ``fleetpipe run`` does; to be called at the top of a script, above the import of a library
-    that is built on Fleet. Paddle is imported by this call, not by ``import fleetpipe``.
+    ``fleetpipe run`` does the same. Call it at the top of a script, above the import of a library
+    that is built on Fleet. This call imports Paddle, ``import fleetpipe`` does not.
 
     Raises:
-        ConfigError: It came too late: a module has imported Paddle's classes before.
+        ConfigError: It is too late: a module has imported Paddle's classes before.
     """
     importlib.import_module("fleetpipe.launch.install").install()

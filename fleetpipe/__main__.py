@@ -1,4 +1,4 @@
-"""Lets ``python -m fleetpipe`` be the command line."""
+"""Makes ``python -m fleetpipe`` run the command line."""
 
 from __future__ import annotations
 

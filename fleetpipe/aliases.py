@@ -1,7 +1,7 @@
-"""Names for Paddle's values in signatures; its stubs are weak, so each is ``Any`` to a checker.
+"""Names of Paddle's types for signatures; each is ``Any``, as Paddle's stubs are weak.
 
-They say what a value is, and are written where a reader would otherwise meet ``Any``. Importable
-where no Paddle is.
+They tell a reader the type of a value where the signature would otherwise have ``Any``. The import
+needs no Paddle.
 """
 
 from __future__ import annotations

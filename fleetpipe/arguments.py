@@ -1,4 +1,4 @@
-"""What arguments of the command line may be: numbers and files, refused with what to give."""
+"""Parsers of command line arguments: numbers and files, with errors that say what to give."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def spelled(name: str) -> list[str]:
 
 
 def number(text: str) -> float:
-    """Reads a number; one without a point stays whole."""
+    """Reads a number; an integer stays an ``int``."""
     try:
         return int(text)
     except ValueError:
@@ -65,7 +65,7 @@ def seconds(text: str) -> float:
 
 
 def script(text: str) -> Path:
-    """Reads the path of a script, which must be there."""
+    """Reads the path of an existing script, whose packages must be installed."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"there is no file {text}; give a training script")
     for package in missing(Path(text)):
@@ -76,7 +76,7 @@ def script(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """Reads the path of a file to write, which must be possible before the work begins."""
+    """Reads the path of a file to write, after a check that it can be written."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
@@ -98,14 +98,14 @@ def new_file(text: str) -> Path:
 
 
 def require_folder(name: str, folder: Path | str) -> None:
-    """Makes a folder, before the work begins whose files it is to hold.
+    """Makes a folder for later files, after a check that it can be written to.
 
     Args:
-        name: What chooses it, as the user types it.
-        folder: The folder, which may be there.
+        name: The option that names it, as the user types it.
+        folder: The folder, which may exist.
 
     Raises:
-        ConfigError: It cannot be made, or nothing can be written into it.
+        ConfigError: The folder cannot be made, or not be written to.
     """
     with using(name, folder, "a folder that can be written"):
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -113,19 +113,19 @@ def require_folder(name: str, folder: Path | str) -> None:
 
 
 def _write_into(folder: Path) -> None:
-    """Writes a block, of which nothing stays: a disk that is full takes an empty file."""
+    """Writes a block to a temporary file: a full disk would accept an empty one."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(4096))
 
 
 @contextmanager
 def using(name: str, path: Path | str, give: str) -> Iterator[None]:
-    """While it is open, a file that cannot be read or written is a :class:`ConfigError`.
+    """While it is open, errors of a file become a ``ConfigError`` about the argument.
 
     Args:
         name: The argument, as the user types it.
         path: The file.
-        give: What the argument takes.
+        give: A phrase for what the argument takes.
     """
     try:
         yield

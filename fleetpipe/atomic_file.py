@@ -1,8 +1,7 @@
-"""Files that are, at any moment, the old ones or the new ones whole.
+"""Replaces files and folders at once: a reader sees the old or the new one, never a part.
 
-They are written as a draft beside their place and renamed. What is to survive a crash of the host
-goes through :func:`replacing` or :func:`appearing`, which sync; the others survive the death of a
-process.
+Each is written as a draft beside its place and renamed. :func:`replacing` and :func:`appearing`
+sync, so that files survive a crash of the host; the others survive the death of a process.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ _DRAFT = re.compile(r"\.draft-(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{8}")
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder; the files that the body writes there replace those in ``folder``.
+    """Yields an empty folder; the files that the body writes there replace those in ``folder``.
 
-    They are synced first. Several are renamed one right after the other: between two renames a kill
-    leaves some of both. A process that is killed leaves the draft; the next one removes it.
+    They are synced first. Several files are renamed one right after the other: a kill between two
+    renames leaves some of both. A process that is killed leaves its draft; the next one removes it.
 
     Args:
-        folder: Made where it does not exist.
+        folder: Is made if it does not exist.
 
     Raises:
-        OSError: They cannot be written; the files that were there stay.
+        OSError: The files cannot be written; the older ones stay.
     """
     draft = _draft_folder(folder)
     try:
@@ -50,13 +49,13 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder; when the body ends it is ``folder``, synced and whole.
+    """Yields an empty folder; when the body ends it becomes ``folder``, synced and whole.
 
     Args:
-        folder: Does not exist, or is empty.
+        folder: Must not exist, or be empty.
 
     Raises:
-        OSError: It cannot be written, or there is such a folder; then nothing has changed.
+        OSError: The folder cannot be written, or exists; then nothing has changed.
     """
     draft = _draft_folder(folder.parent)
     try:
@@ -71,10 +70,10 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def draft_of(file: Path) -> Iterator[Path]:
-    """Gives a path for the body to write a file at, which then replaces ``file``; not synced.
+    """Yields a path at which the body writes a file, which then replaces ``file``; not synced.
 
     Raises:
-        OSError: It cannot be written; a file that was there stays.
+        OSError: The file cannot be written; an older one stays.
     """
     draft = _draft_name(file)
     try:
@@ -88,14 +87,14 @@ def replace_text(file: Path, text: str) -> None:
     """Writes a file whole; not synced.
 
     Raises:
-        OSError: It cannot be written; a file that was there stays.
+        OSError: The file cannot be written; an older one stays.
     """
     with draft_of(file) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 def write_once(file: Path, text: str) -> None:
-    """Writes a file whole, or leaves the one that is there: of several writers the first one's."""
+    """Writes a file whole, unless it exists: of several writers the first one wins."""
     draft = _draft_name(file)
     try:
         draft.write_text(text, encoding="utf-8")
@@ -112,7 +111,7 @@ def sync(file: Path) -> None:
 
 
 def _draft_folder(parent: Path) -> Path:
-    """Makes a new draft in a folder, which is made where it is not."""
+    """Makes a new draft in a folder, and the folder itself if it is missing."""
     parent.mkdir(parents=True, exist_ok=True)
     _remove_left(parent)
     draft = parent / f".draft-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

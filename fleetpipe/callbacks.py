@@ -1,4 +1,4 @@
-"""Callbacks for :class:`fleetpipe.Model`, beside those of ``paddle.callbacks``, which work too."""
+"""Callbacks for :class:`fleetpipe.Model`; those of ``paddle.callbacks`` work too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: a table of subcommands, each of which lives beside what it commands."""
+"""The command line: a table of subcommands, each of which is defined in its own package."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fleetpipe.version import __version__
 
 
 class Command(NamedTuple):
-    """A subcommand. What it names as ``module:function`` is imported when it is needed.
+    """A subcommand. A ``module:function`` in it is imported when it is needed.
 
     Args:
         name: What the user types.
         help: One line for ``fleetpipe --help``.
-        configure: A function that adds the subcommand's arguments to the parser that it takes.
-            Its module loads no Paddle: help and usage errors need none.
-        run: A function that takes the parsed arguments and returns the exit code; "" for the one
-            beside ``configure`` that has ``run`` in its name instead.
+        configure: A function ``configure(parser)`` that adds the subcommand's arguments. Its module
+            loads no Paddle: help and usage errors need none.
+        run: A function that takes the parsed arguments and returns the exit code; "" for the
+            function whose name is that of ``configure`` with ``run`` in its place.
     """
 
     name: str
@@ -122,13 +122,14 @@ COMMANDS = (
 
 
 def commands(words: Sequence[str] = ()) -> tuple[Command, ...]:
-    """Returns all commands: those of the table, then those that other packages bring.
+    """Returns all commands: those of the table, then those of other packages.
 
-    Such a package names, as an entry point of the group ``fleetpipe.commands``, a module with the
-    functions ``configure`` and ``run`` of a :class:`Command`.
+    Such a package has an entry point of the group ``fleetpipe.commands`` that names a module with
+    the functions ``configure`` and ``run`` of a :class:`Command`.
 
     Args:
-        words: What the user types. If that is a command of the table, no package is looked for.
+        words: The user's arguments; if they begin with a command of the table, only that is
+            searched.
     """
     names = [command.name for command in COMMANDS]
     if words and words[0] in names:
@@ -190,14 +191,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _without_help_command(words: list[str]) -> list[str]:
-    """Returns ``fleetpipe help COMMAND`` as ``fleetpipe COMMAND --help``."""
+    """Turns ``fleetpipe help COMMAND`` into ``fleetpipe COMMAND --help``."""
     return [*words[1:2], "--help"] if words[:1] == ["help"] else words
 
 
 def _open_closed_streams() -> None:
-    """Makes a stream that was closed, as by ``>&-``, take all and give nothing.
+    """Opens ``/dev/null`` for each standard stream that was closed, as by ``>&-``.
 
-    Its number would be another file's otherwise, here and in the processes that this one starts.
+    Otherwise another file would get its descriptor, here and in the processes that this one starts.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -207,7 +208,7 @@ def _open_closed_streams() -> None:
 
 
 def _flush(more: str = "") -> OSError | None:
-    """Writes ``more`` and what stdout still holds; returns why that cannot be written."""
+    """Writes ``more`` and the buffer of stdout; returns the error if that fails."""
     try:
         if more:  # without buffer, a full disk refuses even nothing
             sys.stdout.write(more)
@@ -220,7 +221,7 @@ def _flush(more: str = "") -> OSError | None:
 
 
 class _PrintCompletion(argparse.Action):
-    """Prints a completion of all commands, and ends."""
+    """Prints a shell completion of all commands, and exits."""
 
     def __call__(
         self,
@@ -262,9 +263,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Answers an option that a parser lacks with the nearest; argparse speaks of other words first.
+    """Refuses an option that a parser lacks, and names the nearest; argparse would not.
 
-    Options behind a script are the script's.
+    It ignores options after a script, which are the script's.
     """
     actions = {
         name: action for name, action in parser._option_string_actions.items() if name[1] == "-"

@@ -24,11 +24,11 @@ _ADDRESS = "fleetpipe.contrib.watch.address"
 
 
 def _option(check: Callable[[str, Any], Any], default: object = None) -> Any:
-    """Returns the field of one of ``fleetpipe_configs``.
+    """Returns the dataclass field of one of ``fleetpipe_configs``.
 
     Args:
-        check: Turns a name and a user's value into the field's value, or raises ConfigError.
-        default: The option where the user leaves it out.
+        check: ``check(name, value)`` returns the field's value for a user's, or raises ConfigError.
+        default: The value if the user leaves the option out.
     """
     return field(default=default, metadata={"check": check, "default": default})
 
@@ -38,7 +38,7 @@ def _positive(name: str, value: object, group: str = "fleetpipe_configs") -> int
 
 
 def _refused(name: str, rule: str, value: object, usual: object) -> ConfigError:
-    """Returns the error about an option of ours, with a value that it may have."""
+    """Returns the error for a wrong value of an option, with one that it may have."""
     fix = f"set strategy.fleetpipe_configs = {{{name!r}: {usual!r}}}"
     return ConfigError(rule, got=repr(value), fix=fix)
 
@@ -50,7 +50,7 @@ def _switch(name: str, value: object) -> bool:
 
 
 def _choice(*words: str) -> Callable[[str, object], str]:
-    """Returns the check of an option that is one of a few words, the usual one first."""
+    """Returns the check of an option that is one of ``words``, of which the first is usual."""
 
     def check(name: str, value: object) -> str:
         if isinstance(value, str) and value in words:
@@ -67,7 +67,7 @@ def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
 
 
 def _slices(name: str, value: Any) -> int | tuple[int, ...]:
-    """Returns the number of slices, or their lengths in proportion."""
+    """Checks the number of slices, or their lengths in proportion."""
     sizes = value if isinstance(value, (list, tuple)) else [value]
     if sizes and all(map(is_whole_number, sizes)):
         return tuple(map(int, sizes)) if isinstance(value, (list, tuple)) else int(value)
@@ -91,13 +91,13 @@ def _trace(name: str, value: object) -> str:
 
 
 def _transport(name: str, value: object) -> str | None:
-    """Returns what tensors between ranks go over, if the strategy or the environment says it."""
+    """Returns the transport that the strategy or the environment chooses; else None."""
     value = os.environ.get("FLEETPIPE_TRANSPORT") or None if value is None else value
     return None if value is None else _choice(SOCKETS, PROCESS_GROUP)(name, value)
 
 
 def _serve(name: str, value: object) -> str | None:
-    """Returns where the first rank serves; a command may say so where the script does not."""
+    """Returns the address at which the first rank serves: the strategy's, else a command's."""
     value = os.environ.get("FLEETPIPE_SERVE") if value is None else value
     if value in (None, ""):
         return None
@@ -105,7 +105,7 @@ def _serve(name: str, value: object) -> str | None:
 
 
 def _costs(name: str, value: object) -> Costs | None:
-    """Reads costs given as a value, as a mapping, or as the path of a JSON file."""
+    """Reads costs: a value, a mapping, or the path of a JSON file."""
     if value is None or isinstance(value, Costs):
         return value
     if isinstance(value, Mapping):
@@ -148,9 +148,9 @@ def _timeout_of_environment() -> float:
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """What a strategy asks of a pipeline: Fleet's own options, then those of fleetpipe.
+    """The options of a pipeline in a strategy: Fleet's own, then fleetpipe's.
 
-    The docstring of ``fleet.DistributedStrategy.fleetpipe_configs`` says what each of these does.
+    ``fleet.DistributedStrategy.fleetpipe_configs`` describes each of these.
     """
 
     #: ``accumulate_steps``, the number m of micro-batches of a batch.
@@ -213,7 +213,7 @@ class PipelineConfig:
 
     @property
     def most_slices(self) -> int:
-        """Most slices that are asked for; 1 where none are."""
+        """The number of slices of a sequence; 1 without slices."""
         return len(self.slices) if isinstance(self.slices, tuple) else self.slices or 1
 
     def resized(self, micro_batches: int, micro_batch_size: int) -> PipelineConfig:
@@ -242,7 +242,7 @@ class PipelineConfig:
             ranks: Ranks of the pipeline, p.
             chunks: Model parts of each rank, v; None for the schedule's own default.
             edges: The edges of the model; None for a chain of stages.
-            placed: The placement of a model that stands, which ``auto`` keeps.
+            placed: The placement of a model that is built already, which ``auto`` keeps.
             head: Whether the model has a vocabulary head.
 
         Raises:
@@ -265,7 +265,7 @@ _REMOVED = {"post_validation": "leave it out: ranks wait for the norm, and the b
 
 
 def scale_strategy(strategy: Strategy) -> str:
-    """Returns what ``gradient_scale_configs`` makes of the replicas' gradients: "avg" or "sum".
+    """Returns how ``gradient_scale_configs`` combines the replicas' gradients: "avg" or "sum".
 
     Raises:
         ConfigError: It asks for neither the mean nor the sum.
@@ -325,7 +325,7 @@ def _schedule_for(
 def merge_fleetpipe_configs(
     current: Mapping[str, object], changes: Mapping[str, object]
 ) -> dict[str, object]:
-    """Returns ``current`` with ``changes`` put in; an unknown key is refused with the nearest."""
+    """Returns ``current`` updated by ``changes``; refuses an unknown key with the nearest."""
     names = {*FLEETPIPE_DEFAULTS, *option_names()} - {"placed"}
     for key in changes:
         if key not in names:
@@ -335,7 +335,7 @@ def merge_fleetpipe_configs(
 
 
 def _schedule(name: str, strategy: Strategy) -> str:
-    """Returns the schedule's canonical name; Fleet's switch for DualPipeV takes 1F1B's place."""
+    """Returns the schedule's canonical name; Fleet's switch for DualPipeV overrides 1F1B."""
     schedule = canonical_name(name)
     if not _switched_on(strategy, "use_dualpipev"):
         return schedule
@@ -354,7 +354,7 @@ def _switched_on(strategy: Strategy, name: str) -> bool:
 
 
 def _of_schedule(options: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
-    """Returns what belongs to the schedule alone, with tuples for lists."""
+    """Returns the options of the schedule alone, with tuples in place of lists."""
     groups = options["groups"]
     if groups is not None and not isinstance(groups, (list, tuple)):
         raise ConfigError("`groups` is no list of sizes", got=repr(groups), fix="groups=[4, 4]")

@@ -1,4 +1,4 @@
-"""The one family of errors that fleetpipe raises.
+"""The family of errors that fleetpipe raises.
 
 A message says where it happened, what was expected and what was found, the likely cause and the
 next step, each on its own line, so that a log of any rank can be read alone.
@@ -18,11 +18,11 @@ class FleetPipeError(Exception):
     Args:
         summary: What went wrong, in one sentence.
         where: Rank, stage, action and micro-batch, as far as they are known.
-        expected: What the rule asks for.
-        got: What was found instead.
+        expected: The rule, or the value that was expected.
+        got: The value that was there instead.
         cause: The likely cause.
         fix: The next step for the reader.
-        permanent: Whether the same job fails with it however often it is started.
+        permanent: Whether every restart of the job fails with it again.
     """
 
     #: That of the errors of a class that are not told otherwise.
@@ -52,7 +52,7 @@ class FleetPipeError(Exception):
         super().__init__(self._text())
 
     def add_place(self, place: str) -> None:
-        """Puts what a caller further out knows in front of ``where``."""
+        """Puts a place that a caller knows in front of ``where``."""
         where = self._labelled["where"]
         self._labelled["where"] = f"{place}: {where}" if where else place
         self.args = (self._text(),)
@@ -69,7 +69,7 @@ class ConfigError(FleetPipeError, ValueError):
 
 
 class UsageError(FleetPipeError, TypeError):
-    """An object that was given to, or asked for, what is not made for it."""
+    """An object of the wrong kind, or one that was asked for something that it does not do."""
 
     permanent = True
 
@@ -79,11 +79,11 @@ class StateError(FleetPipeError, RuntimeError):
 
 
 class NotInitialized(StateError, AttributeError):
-    """There is no job: an AttributeError too, as in Paddle's Fleet, which libraries catch."""
+    """There is no job. It is an AttributeError too, as in Paddle's Fleet, which libraries catch."""
 
 
 class InvariantError(FleetPipeError, RuntimeError):
-    """What must hold of a parallel training does not: a guard has seen it."""
+    """A guard found that an invariant of parallel training is broken."""
 
 
 class ScheduleError(FleetPipeError, ValueError):
@@ -139,9 +139,9 @@ class PaddleNotFound(FleetPipeError, ImportError):
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Whether a job fails with an error however often it is started: nothing that passes caused it.
+    """Whether every restart of a job would fail with an error again.
 
-    That is an error of the script's text, of what is installed, or of what the script asks for.
+    That is an error in the script's text, in the installation, or in the script's arguments.
     """
     if isinstance(error, FleetPipeError):
         return error.permanent
@@ -151,7 +151,7 @@ def is_permanent(error: BaseException) -> bool:
 
 
 class PackageNotFound(ConfigError, ImportError):
-    """A package that only some parts need is not installed."""
+    """An optional package that was needed is not installed."""
 
 
 def require_whole(
@@ -163,18 +163,18 @@ def require_whole(
     where: str | None = None,
     fix: str = "give a number such as 1 or 4",
 ) -> int:
-    """Returns an argument that must be a whole number.
+    """Returns an argument after a check that it is a whole number.
 
     Args:
         name: The argument's name.
         value: Its value.
-        least: The smallest that is taken.
-        rule: What it must be, where a whole number of at least ``least`` says too little.
-        where: As of :class:`FleetPipeError`.
-        fix: Likewise.
+        least: The smallest number allowed.
+        rule: The rule for the message; by default "a whole number of at least ``least``".
+        where: As for :class:`FleetPipeError`.
+        fix: As for :class:`FleetPipeError`.
 
     Raises:
-        ConfigError: It is no whole number, or below ``least``.
+        ConfigError: The value is no whole number, or below ``least``.
     """
     if is_whole_number(value, least):
         return int(value)
@@ -188,9 +188,9 @@ def is_whole_number(value: Any, least: int = 1) -> bool:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns a phrase that names the entries of ``names`` closest to ``name``, or all of them.
+    """Returns a phrase with the ``names`` that are most like ``name``, or with all of them.
 
-    Upper and lower case do not count.
+    Upper and lower case are equal.
     """
     options = sorted(names)
     spellings = {option.lower(): option for option in options}
@@ -201,14 +201,14 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Returns the first of some names for a message; ``..`` stands for the others."""
+    """Returns the first names for a message, with ``..`` for the rest."""
     return ", ".join(names[:most]) + (", .." if len(names) > most else "")
 
 
 def reason(error: Exception) -> str:
-    """Returns the kind of an error and the line of it that says most.
+    """Returns the type of an error and the most telling line of its message.
 
-    Of an error of Paddle's this is the last that does not only name the kernel.
+    For an error of Paddle's this is the last line that does not only name the kernel.
     """
     lines = [line.strip() for line in str(error).splitlines()]
     telling = [line for line in lines if line and not line.startswith("[operator <")]
@@ -216,7 +216,7 @@ def reason(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns text as a terminal may show it: no control characters, and no line without an end."""
+    """Escapes control characters in a text for a terminal, and cuts lines after 1000 letters."""
     lines = [
         "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in text.split("\n")
     ]

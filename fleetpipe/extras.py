@@ -1,4 +1,4 @@
-"""What is there when it is asked for: fleetpipe's extras, and packages of others."""
+"""Loads modules on demand: fleetpipe's extras, and optional packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def extra(name: str) -> Any:
     """Loads a module of ``fleetpipe.contrib``, which the core and the standard ring never import.
 
     Args:
-        name: Its path there, as ``"watch.reporting"``.
+        name: Its path below ``contrib``, as ``"watch.reporting"``.
     """
     return importlib.import_module(f"fleetpipe.contrib.{name}")
 
@@ -44,7 +44,7 @@ def late(names: Mapping[str, str]) -> Callable[[str], object]:
     """Returns the ``__getattr__`` of a package that loads its public names when they are used.
 
     Args:
-        names: The module that has each; a name that it lacks is the module itself.
+        names: The module of each name; a name that its module lacks stands for the module itself.
     """
 
     def get(name: str) -> object:
@@ -57,7 +57,7 @@ def late(names: Mapping[str, str]) -> Callable[[str], object]:
 
 
 class _SharedModule(Loader):
-    """Hands out a module under a second name, and leaves its ``__spec__`` as it is."""
+    """Loads a module under a second name, and keeps its ``__spec__``."""
 
     def __init__(self, name: str) -> None:
         self._module = importlib.import_module(name)
@@ -71,10 +71,10 @@ class _SharedModule(Loader):
 
 
 def spec_of(second: str, name: str) -> ModuleSpec | None:
-    """Returns the spec that imports a module under a second name too; None if there is no module.
+    """Returns the spec that imports a module under a second name too; None if it does not exist.
 
-    A package has its own ``__path__``, in which the path finder would find its modules and load
-    them again: what finds this spec stands before it.
+    The finder that returns this spec must stand before the path finder, which would find the
+    submodules of a package by its ``__path__`` and load them again.
     """
     try:
         return ModuleSpec(second, _SharedModule(name))
@@ -86,13 +86,13 @@ def spec_of(second: str, name: str) -> ModuleSpec | None:
 
 @contextmanager
 def needed_for(purpose: str) -> Iterator[None]:
-    """While it is open, the import of a package that is not there says what to do.
+    """While it is open, the error of an import that fails says how to install the package.
 
     Args:
         purpose: What the package is for, as the subject of a sentence.
 
     Raises:
-        PackageNotFound: A package of ``INSTALLED_BY`` is not there.
+        PackageNotFound: A package of ``INSTALLED_BY`` is not installed.
     """
     try:
         yield
@@ -106,10 +106,10 @@ def needed_for(purpose: str) -> Iterator[None]:
 
 
 def missing(script: Path) -> list[str]:
-    """Returns the packages of ``INSTALLED_BY`` without which a script ends as soon as it starts.
+    """Returns the packages of ``INSTALLED_BY`` that a script imports at its top and lacks.
 
-    Only what is certain: imports at the top of the script, and of what it imports from beside it.
-    A script that changes ``sys.path`` may find them elsewhere.
+    It reads imports at the top of the script, and of modules beside it that it imports. A file that
+    changes ``sys.path`` may find packages elsewhere, so its imports are not reported.
     """
     return [name for name in sorted({*_imports(script, {script})}) if find_spec(name) is None]
 
@@ -133,7 +133,7 @@ def _imports(file: Path, seen: set[Path]) -> Iterator[str]:
 
 
 def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yields the top names of what these statements import whenever they run."""
+    """Yields the top-level names that these statements import unconditionally."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)

@@ -1,8 +1,8 @@
 """Keeps the memory of freed tensors in the process, for those of the next micro-batch.
 
-Paddle takes a tensor's memory on a CPU from the C library. glibc hands the end of its heap back to
-the system as soon as twice the largest freed block is free there, so a stage whose gradients come
-and go pays for the same pages with each micro-batch: a fault for every 4 KiB.
+Paddle allocates a tensor on a CPU by the C library. glibc returns the end of its heap to the system
+as soon as twice the largest freed block is free there, so a stage whose gradients come and go pays
+for the same pages with each micro-batch: a page fault for every 4 KiB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def prepare() -> bool:
     in ``GLIBC_TUNABLES``. ``FLEETPIPE_HEAP=0`` turns this off.
 
     Returns:
-        Whether it was set; never where the C library is another one.
+        Whether it was set; never with another C library than glibc.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     chosen = "glibc.malloc.trim_threshold" in tunables or "glibc.malloc.mmap_thr" in tunables

@@ -1,10 +1,10 @@
-"""Reads JSON that anybody may have written: each value knows where it stands, and is checked.
+"""Reads JSON from any source: each value knows its place, and is checked when it is read.
 
     value = parse(text, Source("this is no profile", ConfigError, "measure one"))
     names = [layer["name"].text() for layer in value["layers"].items()]
 
-What is not as expected raises the error of the source, which names the place, what was expected and
-what stands there, and the file where :func:`read` reads one.
+An unexpected value raises the error of the source, which names the place, the expected and the
+actual value, and the file if :func:`read` read one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MOST_COUNT = 1 << 63
 
 
 class Source(NamedTuple):
-    """What is read.
+    """The source of a value, for errors.
 
     Attributes:
-        summary: What is wrong where it cannot be read, in a sentence.
+        summary: The first line of an error, a sentence.
         error: The class of the error.
-        fix: What to do then.
+        fix: The next step for the reader.
     """
 
     summary: str
@@ -44,7 +44,7 @@ class Source(NamedTuple):
     fix: str
 
     def refused(self, place: str = "", *, expected: str, got: str) -> FleetPipeError:
-        """Returns the error for what stands at a place."""
+        """Returns the error for the value at a place."""
         return self.error(self.summary, where=place, expected=expected, got=got, fix=self.fix)
 
 
@@ -52,9 +52,9 @@ class JsonValue:
     """A value of JSON.
 
     Attributes:
-        content: It, as :mod:`json` reads it.
-        place: Where it stands, such as ``stages[0].forward``; "" for the whole.
-        source: What it was read from.
+        content: The value, as :mod:`json` returns it.
+        place: Its place in the document, such as ``stages[0].forward``; "" for the whole.
+        source: The source that it was read from.
     """
 
     __slots__ = ("content", "place", "source")
@@ -63,7 +63,7 @@ class JsonValue:
         self.content, self.source, self.place = content, source, place
 
     def refused(self, expected: str) -> FleetPipeError:
-        """Returns the error for another value than the expected one."""
+        """Returns the error that says what was expected in place of this value."""
         return self.source.refused(self.place, expected=expected, got=reprlib.repr(self.content))
 
     def fields(self) -> dict[str, JsonValue]:
@@ -79,12 +79,12 @@ class JsonValue:
         return [self._at(value, f"[{index}]") for index, value in enumerate(self.content)]
 
     def get(self, name: str) -> JsonValue | None:
-        """Returns a value of an object; None where it is missing, or null."""
+        """Returns the value of a field of an object; None if it is missing or null."""
         value = self.fields().get(name)
         return None if value is None or value.content is None else value
 
     def __getitem__(self, name: str) -> JsonValue:
-        """Returns a value of an object, which must be there."""
+        """Returns the value of a field of an object, which must exist."""
         value = self.fields().get(name)
         if value is None:
             raise self.refused(f"an object with {name!r}")
@@ -97,7 +97,7 @@ class JsonValue:
         return self.content
 
     def number(self) -> float:
-        """Returns a number, whole or not, of any sign; infinite ones and NaN are numbers."""
+        """Returns a number, whole or not, of any sign; infinities and NaN are allowed."""
         if isinstance(self.content, float):
             return self.content
         if type(self.content) is not int or abs(self.content) >= _MOST_COUNT:
@@ -137,7 +137,7 @@ class JsonValue:
         return tuple(item.count() for item in self.items())
 
     def require_names(self, names: Collection[str]) -> None:
-        """Refuses an object that has others than these, and names the nearest."""
+        """Refuses an object with other fields than these, and names the nearest."""
         for name in self.fields():
             if name not in names:
                 raise self.source.refused(
@@ -152,15 +152,15 @@ class JsonValue:
         each: Callable[[JsonValue], Any] | None = None,
         **readers: Callable[[JsonValue], Any],
     ) -> Record:
-        """Returns a dataclass or named tuple whose fields are those of an object.
+        """Returns a dataclass or named tuple with the fields of an object.
 
         Fields with a default may be left out; null stands for a default of None.
 
         Args:
             kind: The class.
-            each: Reads a field; by default what suits its annotation, a number, a text or a tuple
-                of these.
-            readers: By the name of a field, what else reads it.
+            each: Reads a field; by default its annotation decides: a number, a text or a tuple of
+                these.
+            readers: A function for a field, by its name, in place of ``each``.
         """
         cls: Any = kind
         defaults = _defaults(cls)
@@ -175,11 +175,11 @@ class JsonValue:
         return kind(**values)
 
     def row(self, kind: type[Record], **readers: Callable[[JsonValue], Any]) -> Record:
-        """Returns a named tuple whose fields are the values of a list, in their order.
+        """Returns a named tuple with the values of a list, in their order.
 
         Args:
             kind: The class.
-            readers: By the name of a field, what reads it; by default what suits its annotation.
+            readers: A function for a field, by its name; by default its annotation decides.
         """
         cls: Any = kind
         items, names = self.items(), _defaults(cls)
@@ -196,7 +196,7 @@ def parse(text: str | bytes, source: Source) -> JsonValue:
     """Reads JSON.
 
     Raises:
-        FleetPipeError: It is no JSON, or nested too deeply; of the class that the source says.
+        FleetPipeError: The text is no JSON, or nested too deeply; the class is the source's.
     """
     try:
         return JsonValue(json.loads(text), source)
@@ -207,15 +207,15 @@ def parse(text: str | bytes, source: Source) -> JsonValue:
 def read(
     path: str | os.PathLike[str], source: Source, build: Callable[[JsonValue], Record]
 ) -> Record:
-    """Reads a file of JSON, or of TOML where its name ends so.
+    """Reads a file of JSON, or of TOML if its name ends in ``.toml``.
 
     Args:
         path: The file.
-        source: What it is, for errors.
-        build: Makes what it stands for; the file is named in what this raises.
+        source: Describes it for errors.
+        build: Converts the value; an error that it raises names the file.
 
     Raises:
-        FleetPipeError: It cannot be read, or as :func:`parse` and ``build``.
+        FleetPipeError: The file cannot be read; or as for :func:`parse` and ``build``.
     """
     toml = str(path).endswith(".toml")
     return read_text(
@@ -224,10 +224,10 @@ def read(
 
 
 def parse_toml(text: str, source: Source) -> JsonValue:
-    """Reads TOML, which Python does from 3.11 on.
+    """Reads TOML, for which Python has a parser from 3.11 on.
 
     Raises:
-        FleetPipeError: It is no TOML, or Python is older; of the class that the source says.
+        FleetPipeError: The text is no TOML, or Python is older; the class is the source's.
     """
     try:
         toml = importlib.import_module("tomllib")

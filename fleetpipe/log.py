@@ -1,7 +1,7 @@
-"""Notices: what a user should know and no command puts out, as records of ``logging``.
+"""Notices for the user that no command prints, as records of ``logging``.
 
-Every module has the logger of its own name, so that ``logging.getLogger("fleetpipe")`` stands for
-all. Where nobody has configured logging, a line on standard error shows a notice.
+Every module has the logger of its own name, so that ``logging.getLogger("fleetpipe")`` controls
+all. If nobody has configured logging, a notice is a line on standard error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def once(log: Callable[..., None], text: str, any_rank: bool = False) -> None:
     Args:
         log: A logger's method, say ``warning``.
         text: The notice.
-        any_rank: Whether it is news of this rank alone; else rank 0 logs it for all.
+        any_rank: Whether the notice is about this rank alone; else rank 0 logs it for all.
     """
     if any_rank or _own_rank() == 0:
         log(text, stacklevel=2)
@@ -47,7 +47,7 @@ def once(log: Callable[..., None], text: str, any_rank: bool = False) -> None:
 
 @contextmanager
 def once_if_slow(log: Callable[..., None], text: str) -> Iterator[None]:
-    """While it is open, :func:`once` logs ``text`` after a few seconds, unless it has ended."""
+    """While it is open, :func:`once` logs ``text`` after a few seconds, unless it has closed."""
     timer = threading.Timer(_PATIENCE, _once_in_turn, [log, text])
     timer.daemon = True
     timer.start()
@@ -63,7 +63,7 @@ def _once_in_turn(log: Callable[..., None], text: str) -> None:
 
 
 class _Unconfigured(logging.Handler):
-    """Writes to today's ``sys.stderr`` what no handler of the user's takes."""
+    """Writes records to the current ``sys.stderr`` if no handler of the user's takes them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         handlers = [handler for handler in _handlers(record) if handler is not self]
@@ -89,7 +89,7 @@ def _add_rank(record: logging.LogRecord) -> bool:
 
 
 def _handlers(record: logging.LogRecord) -> Iterator[logging.Handler]:
-    """Yields what the record goes to, as logging finds it."""
+    """Yields the handlers that get a record, as ``logging`` finds them."""
     source: logging.Logger | None = logging.getLogger(record.name)
     while source is not None:
         yield from source.handlers
@@ -97,7 +97,7 @@ def _handlers(record: logging.LogRecord) -> Iterator[logging.Handler]:
 
 
 def _is_paddles(handler: logging.Handler) -> bool:
-    """Whether a handler came by ``import paddle``, which gives one to the root logger."""
+    """Whether a handler is the one that ``import paddle`` gives to the root logger."""
     return type(handler) is logging.StreamHandler and any(
         handler is not one and _look(handler) == _look(one)
         for one in logging.getLogger(FLEETS_LOGGER).handlers
@@ -113,7 +113,7 @@ _kept_out: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
 
 
 def _keep_out(handler: logging.Handler) -> None:
-    """Makes a handler of Paddle's leave out fleetpipe's records, for as long as it is Paddle's."""
+    """Makes a handler of Paddle's ignore fleetpipe's records, as long as it is Paddle's."""
     if handler not in _kept_out:
         _kept_out.add(handler)
         handler.addFilter(
@@ -122,7 +122,7 @@ def _keep_out(handler: logging.Handler) -> None:
 
 
 def _begin() -> None:
-    """Has notices shown, unless the user has said something else before."""
+    """Makes notices visible, unless the user has configured logging before."""
     base = logging.getLogger(NAME)
     if base.level == logging.NOTSET:
         base.setLevel(logging.INFO)

@@ -1,8 +1,8 @@
-"""What decides the bits of a result, and the setting that makes AMD CPUs fast.
+"""The settings that change the bits of results, and the one that makes AMD CPUs fast.
 
 The CPU wheels of Paddle bundle an MKL of 2019 that takes a slow path on AMD processors unless
-``MKL_DEBUG_CPU_TYPE=5`` stands in the environment before the first product. The setting changes
-the last bits of results, so a model and its reference must both run under it.
+``MKL_DEBUG_CPU_TYPE=5`` is in the environment before the first product. The setting changes the
+last bits of results, so a model and its reference must both run under it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _REPEATING = {
 
 
 def prepare() -> None:
-    """Sets ``MKL_DEBUG_CPU_TYPE=5`` where the CPU is AMD with AVX2 and the user set nothing.
+    """Sets ``MKL_DEBUG_CPU_TYPE=5`` if the CPU is AMD with AVX2 and the user set nothing.
 
-    ``FLEETPIPE_MKL=0`` turns this off. After ``import paddle`` is still in time, after the first
-    product is not.
+    ``FLEETPIPE_MKL=0`` turns this off. It has effect after ``import paddle`` too, but not after the
+    first product.
     """
     if os.environ.get("FLEETPIPE_MKL", "1") == "0" or "MKL_DEBUG_CPU_TYPE" in os.environ:
         return
@@ -35,7 +35,7 @@ def prepare() -> None:
 
 
 def repeat_bits() -> None:
-    """Makes a GPU repeat its bits as far as Paddle can; a CPU does by itself.
+    """Makes a GPU repeat its bits as far as Paddle can; a CPU always does.
 
     cuBLAS reads its variable when it is first used.
     """
@@ -55,7 +55,7 @@ def environment() -> dict[str, str]:
 
 
 def settings() -> dict[str, str]:
-    """Returns everything that decides the bits of a result on this machine."""
+    """Returns all facts that decide the bits of a result on this machine."""
     import paddle
 
     device = paddle.device.get_device().split(":")[0]
@@ -65,7 +65,7 @@ def settings() -> dict[str, str]:
 
 
 def is_amd_with_avx2(description: str) -> bool:
-    """Tells from the text of ``/proc/cpuinfo`` whether MKL's slow path would be taken."""
+    """Whether MKL takes its slow path on a processor, by the text of ``/proc/cpuinfo``."""
     return "AuthenticAMD" in description and " avx2 " in description.replace("\n", " ")
 
 

@@ -1,7 +1,7 @@
-"""Paddle's own classes, for the signatures that users meet; each is ``Any`` to a run.
+"""Paddle's own classes for the signatures that users see; each is ``Any`` at run time.
 
-To a checker they are what Paddle's annotations say, and ``Any`` where it has none: without Paddle,
-and on 2.6.2. What a user never calls takes ``fleetpipe.aliases``, whose names are always ``Any``.
+A type checker sees Paddle's annotations, or ``Any`` if there are none: without Paddle, and on
+2.6.2. Functions that no user calls take ``fleetpipe.aliases``, whose names are always ``Any``.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from paddle.static import Program as Program
 
     class Optimizer(Protocol):
-        """A ``paddle.optimizer.Optimizer``, or what stands for one.
+        """A ``paddle.optimizer.Optimizer``, or an object with its methods.
 
-        By methods, for mypy sees nothing in the file of that class (``# type: ignore`` stands in
-        its first line), and would take anything for one.
+        It is a protocol: mypy ignores the file of that class, whose first line is ``# type:
+        ignore``, and would accept any object.
         """
 
         def step(self) -> Any:
-            """Changes the parameters by their gradients."""
+            """Updates the parameters by their gradients."""
 
         def clear_grad(self) -> Any:
-            """Drops the gradients."""
+            """Removes the gradients."""
 
         def state_dict(self) -> Any:
-            """Returns what the optimizer keeps, by parameter."""
+            """Returns the state of the optimizer, by parameter."""
 
     #: Of :class:`fleetpipe.Model`'s methods.
     FitCallbacks = Callback | str | Sequence[Callback | str] | None

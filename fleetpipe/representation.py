@@ -1,4 +1,4 @@
-"""How values look as text: what ``repr`` says in one short line, and tables."""
+"""Text forms of values: a short ``repr``, and tables."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def shows(*names: str, **labelled: str) -> Callable[[Class], Class]:
     """Gives a class a ``repr`` such as ``<Profile layers=12, splits=True>``.
 
     Args:
-        names: Attributes that it shows, those that the object has.
-        labelled: By what stands before it, an attribute or one of another: ``ranks="plan.ranks"``.
+        names: Attributes to show, if the object has them.
+        labelled: Attributes, or paths of them, by the label to show: ``ranks="plan.ranks"``.
     """
     shown = {**{name: name for name in names}, **labelled}
 
@@ -52,7 +52,7 @@ def _in_short(value: object) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Sets rows of cells in columns, numbers to the right, the columns ``left`` to the left."""
+    """Formats rows of cells in columns: numbers to the right, the columns ``left`` to the left."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join(

@@ -1,7 +1,7 @@
-"""What operating systems differ in. Everything else of the package is written once for all of them.
+"""The differences of operating systems; all other code is the same on all of them.
 
-Ranks run on Linux and, within one host, on macOS; Windows has one process that plays all of them,
-so that nothing it lacks may be needed by an import.
+Ranks run on Linux and, within one host, on macOS. On Windows one process plays all ranks, so no
+import may need a feature that Windows lacks.
 """
 
 # Each system leaves what belongs to others unreachable.
@@ -54,7 +54,7 @@ _BLOCK = bytes(1 << 20)
 
 
 def require_ranks() -> None:
-    """Refuses what starts ranks, or is one of several, where there can be none."""
+    """Refuses Windows, on which a job cannot have several ranks."""
     if sys.platform == "win32":
         raise UsageError(
             "on Windows one process plays all ranks; several ranks run in WSL: wsl --install"
@@ -62,23 +62,23 @@ def require_ranks() -> None:
 
 
 def processors() -> int:
-    """Returns how many processors this process may use, as far as the system tells."""
+    """Returns the number of processors that this process may use, as far as the system tells."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
-    """Returns the bytes of this host's memory; the largest number where it is not told."""
+    """Returns the bytes of this host's memory; the largest number if they are unknown."""
     if sys.platform == "win32":
         return sys.maxsize
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_limit() -> int:
-    """Returns the bytes that this process may have, with others: of the host, or of its container.
+    """Returns the bytes that the processes of this host, or of its container, may have together.
 
-    The largest number where it is not told.
+    It is the largest number if they are unknown.
     """
     limit = ""
     with contextlib.suppress(OSError):
@@ -87,7 +87,7 @@ def memory_limit() -> int:
 
 
 def descriptor_limits() -> tuple[float, float]:
-    """Returns how many descriptors a process may have, and what it may raise that to by itself."""
+    """Returns how many descriptors a process may have, and up to how many it may raise that."""
     if sys.platform == "win32":
         return float("inf"), float("inf")
     import resource
@@ -98,10 +98,10 @@ def descriptor_limits() -> tuple[float, float]:
 
 
 def resident_bytes(peak: bool = False) -> int:
-    """Returns the bytes of memory that this process has, or the most that it had.
+    """Returns the bytes of memory that this process has; with ``peak`` the most that it had.
 
-    On Linux that is no figure of ``getrusage``, which is at least what the process had that
-    started this one. 0 where it is not told; on macOS it is always the most.
+    Linux's ``getrusage`` is not used, as it counts the process that started this one. The result is
+    0 if it is unknown, and on macOS always the peak.
     """
     if sys.platform == "darwin":
         import resource
@@ -116,10 +116,10 @@ def resident_bytes(peak: bool = False) -> int:
 
 
 class ProcessorQueue:
-    """How long the thread that made this was ready to run and did not."""
+    """The time that the thread of its making was ready to run, and waited for a processor."""
 
     def __init__(self) -> None:
-        """Opens what the kernel keeps of this thread and its group, where it does."""
+        """Opens the kernel's statistics of this thread and its group, if there are any."""
         self._file = self._open("/proc/thread-self/schedstat")
         self._group: int | None = None
         with contextlib.suppress(OSError):
@@ -136,7 +136,7 @@ class ProcessorQueue:
         return None
 
     def seconds(self) -> float:
-        """Returns the seconds of its whole life; 0 where that is not told, or it has ended."""
+        """Returns the seconds since the thread began; 0 if they are unknown, or it has ended."""
         if sys.platform == "win32" or self._file is None:
             return 0.0
         fields: list[bytes] = []
@@ -145,9 +145,9 @@ class ProcessorQueue:
         return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
     def limited_seconds(self) -> float:
-        """Returns the seconds in which a limit let its group not run, of all processors together.
+        """Returns the seconds in which its group's limit stopped it, summed over processors.
 
-        Always 0 where the group, that is the container, had no limit when this was made.
+        It is always 0 if the group, that is the container, had no limit when this was made.
         """
         if sys.platform == "win32" or self._group is None:
             return 0.0
@@ -162,7 +162,7 @@ def _limited_group(groups: str, root: Path) -> Path | None:
 
     Args:
         groups: The process's groups, as Linux lists them.
-        root: Where groups are mounted. A container has its own there, whatever name is listed.
+        root: The folder in which groups are mounted. A container's own is there, whatever its name.
     """
     for line in groups.splitlines():
         _, names, path = line.split(":", 2)
@@ -180,7 +180,7 @@ def _limited_group(groups: str, root: Path) -> Path | None:
 
 
 def anonymous_memory(size: int) -> mmap.mmap:
-    """Returns memory of this process alone, in large pages where the system has them."""
+    """Returns new private memory, in large pages if the system has them."""
     if sys.platform == "win32":
         return mmap.mmap(-1, size)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -191,10 +191,10 @@ def anonymous_memory(size: int) -> mmap.mmap:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Takes the place of an empty file's first ``size`` bytes, which are zeros.
+    """Allocates the first ``size`` bytes of an empty file, which become zeros.
 
     Raises:
-        OSError: There is not so much; its ``errno`` is ``ENOSPC``.
+        OSError: The disk has less room; ``errno`` is ``ENOSPC``.
     """
     if sys.platform == "linux":
         os.posix_fallocate(descriptor, 0, size)
@@ -205,7 +205,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Waits until a folder's entries are on the disk; Windows opens no folder."""
+    """Waits until a folder's entries are on the disk; does nothing on Windows."""
     if sys.platform != "win32":
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -215,7 +215,7 @@ def sync_folder(path: Path) -> None:
 
 
 def is_running(process: int) -> bool:
-    """Whether there is a process of this number; on Windows, where asking may end it: yes."""
+    """Whether a process exists; always true on Windows, where the check might end it."""
     if sys.platform != "win32":
         try:
             os.kill(process, 0)
@@ -227,14 +227,14 @@ def is_running(process: int) -> bool:
 
 
 def end_session(leader: int) -> None:
-    """Ends what is left of the session that a process began."""
+    """Kills the processes that are left of the session that a process began."""
     if sys.platform != "win32":
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
 
 
 def lower_priority(nice: int) -> None:
-    """Gives this thread at least the nice value ``nice``; only Linux has one for each thread."""
+    """Raises the nice value of this thread to at least ``nice``; only on Linux."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
@@ -243,15 +243,15 @@ def lower_priority(nice: int) -> None:
 
 
 def call_in_forked_child(function: Callable[[], None]) -> None:
-    """Makes a forked child call ``function`` first of all; on Windows there are none."""
+    """Makes every forked child call ``function`` first; Windows has no forks."""
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=function)
 
 
 def interfaces() -> list[tuple[str, str]]:
-    """Returns the interfaces of this host that are up, by name and IPv4 address.
+    """Returns name and IPv4 address of each interface of this host that is up.
 
-    Beside Linux these are the loopback ones alone: the ranks are of one host there.
+    On other systems than Linux it returns loopback alone: all ranks are on one host there.
     """
     if sys.platform == "linux":
         import fcntl
@@ -271,10 +271,10 @@ def interfaces() -> list[tuple[str, str]]:
 
 
 def unix_domain() -> str:
-    """Returns what two processes share when a unix-domain socket can join them; else "".
+    """Returns a key that is equal in two processes that a unix-domain socket can join; else "".
 
-    It is the running kernel and its network namespace: names of the abstract kind, which leave no
-    file behind, are seen within one. It is the user too, since others are refused.
+    It has the running kernel and its network namespace, within which abstract names, which leave no
+    file, are visible. It has the user too, since other users are refused.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -285,7 +285,7 @@ def unix_domain() -> str:
 
 
 def is_other_user(sock: socket.socket) -> bool:
-    """Tells whether the other end of a connected unix-domain socket belongs to another user."""
+    """Whether the other end of a connected unix-domain socket belongs to another user."""
     if sys.platform == "linux" and sock.family == AF_UNIX:
         said = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         _, user, _ = _PEERCRED.unpack(said)
@@ -294,10 +294,10 @@ def is_other_user(sock: socket.socket) -> bool:
 
 
 def send_again_soon(sock: socket.socket) -> None:
-    """Makes a TCP socket send what was lost again each second, where the kernel can be asked.
+    """Makes a TCP socket repeat lost data each second, if the kernel allows to set that.
 
-    By itself it waits longer each time, up to as long again as a cable was out: so a limit might
-    be passed that the cut itself was below.
+    By default the kernel waits longer each time, up to as long again as a cable was out: a wait
+    could then exceed a limit although the outage itself did not.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # an older kernel
@@ -307,7 +307,7 @@ def send_again_soon(sock: socket.socket) -> None:
 
 
 def unacknowledged_bytes(sock: socket.socket) -> int:
-    """Returns how many sent bytes a TCP socket's peer has not acknowledged, where that is told."""
+    """Returns how many sent bytes a TCP socket's peer has not acknowledged; 0 if unknown."""
     if sys.platform == "linux":
         import fcntl
         import termios
@@ -322,10 +322,10 @@ def unacknowledged_bytes(sock: socket.socket) -> int:
 
 
 def send_pieces(sock: socket.socket, pieces: Sequence[bytes | memoryview]) -> int:
-    """Sends pieces one behind another, as far as the kernel takes them; returns how many bytes.
+    """Sends pieces one after another, as far as the kernel takes them; returns the bytes sent.
 
     Raises:
-        BlockingIOError: It takes none now.
+        BlockingIOError: The kernel takes none now.
         OSError: The stream has ended.
     """
     if sys.platform == "win32":
