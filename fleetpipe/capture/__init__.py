@@ -1,8 +1,8 @@
-"""Any ``nn.Layer`` as a pipeline: captured as nodes and edges, cut into stages, and proved.
+"""Makes a pipeline of any ``nn.Layer``: captures its forward, cuts it into stages, proves it.
 
 Start with ``api.py``. ``tracing/`` makes a capture: it runs ``forward`` once in dynamic graph, and
-notes every call of a sublayer and every operation outside of one; ``value.py`` there says what a
-capture is. ``cutting/`` says where the stages begin. ``running/`` does the same calls again, a
-stage at a time; so the kernels, and the order in which autograd adds up, are those of the plain
-model. ``proof/`` compares the two.
+records every call of a sublayer and every operation outside of one; ``value.py`` there defines a
+capture. ``cutting/`` chooses where the stages begin. ``running/`` makes the same calls again, a
+stage at a time, so that the kernels, and the order in which autograd adds up, are those of the
+plain model. ``proof/`` compares the two.
 """

@@ -1,4 +1,4 @@
-"""``fleetpipe.pipeline``: a plain model becomes a pipeline."""
+"""``fleetpipe.pipeline``: makes a pipeline of a plain model."""
 
 from __future__ import annotations
 
@@ -55,55 +55,56 @@ def pipeline(
     memory_cap: float | str | None = None,
     memory_limit: float | None = None,
 ) -> CapturedPipeline:
-    """Makes a pipeline of a plain model. Collective over the job, where there is one.
+    """Makes a pipeline of a plain model. Collective over the job, if there is one.
 
-    The forward is run on the example and its calls are noted; each stage makes its part of the same
-    calls again. A batch with other shapes is captured anew when it comes.
+    The forward runs on the example and its calls are recorded; each stage makes its part of the
+    same calls again. A batch with other shapes is captured anew when it comes.
 
     Args:
-        model: Any layer. Where ranks share a pipeline it keeps the memory of this rank's stages
-            alone: build it under ``paddle.LazyGuard`` and it is whole on no rank. In one process
-            it stays as it is, and its parameters are those of the pipeline.
-        example_inputs: One micro-batch: a Tensor, a tuple of arguments or a dict by name, in which
-            None, bools, numbers, texts and nested containers may stand; or ``InputSpec`` in the
-            place of tensors, with None for the number of rows. The same on every rank. Tensors
-            that a batch leaves out are left out of the call; plain values are as in the example.
-        loss_fn: ``loss_fn(output, label)``, as for ``PipelineLayer``; the output is what the model
-            returns, whatever its containers.
-        split_spec: ``"auto"``: the cut whose slowest stage is fastest by what the nodes take.
-            ``["layer2", "layer3"]``: stages that begin with these sublayers.
-            ``{"layer3": SplitPoint.END}``: before or after them. ``"llama.layers"``: the sublayers
-            of that one, shared evenly. ``{"layer1": 0, "layer2": 1}``: the stage of each; the
-            others go with what runs before them. None: ``sublayer.pipeline_stage = k``, or calls
-            of :func:`fleetpipe.pipe_split`. A plan of :func:`fleetpipe.plan`: what it says of cut,
-            chunks, schedule and recompute.
+        model: Any layer. If ranks share a pipeline it keeps the memory of this rank's stages alone:
+            build it under ``paddle.LazyGuard`` and it is whole on no rank. In one process it stays
+            as it is, and its parameters are those of the pipeline.
+        example_inputs: One micro-batch: a Tensor, a tuple of arguments or a dict by name, which may
+            contain None, bools, numbers, texts and nested containers; or ``InputSpec`` in place of
+            tensors, with None for the number of rows. The same on every rank. Tensors that a batch
+            leaves out are left out of the call; plain values are as in the example.
+        loss_fn: ``loss_fn(output, label)``, as for ``PipelineLayer``; the output has the containers
+            that the model returns.
+        split_spec: ``"auto"``: the cut whose slowest stage is fastest, by the nodes' costs.
+            ``["layer2", "layer3"]``: stages that begin with these sublayers. ``{"layer3":
+            SplitPoint.END}``: before or after them. ``"llama.layers"``: the sublayers of that one,
+            shared evenly. ``{"layer1": 0, "layer2": 1}``: the stage of each; the others go with
+            what runs before them. None: ``sublayer.pipeline_stage = k``, or calls of
+            :func:`fleetpipe.pipe_split`. A plan of :func:`fleetpipe.plan`: its cut, chunks,
+            schedule and recompute.
         num_stages: Ranks of the pipeline; in a job it is its ``pp_degree``, and may be left out.
         num_chunks: Chunks on each rank; 1 leaves it to the schedule.
         no_split: Classes of layers, or their names, that are never cut within.
-        verify: True: before anything trains, the forward is run on other numbers, of which it must
-            call the same, and the untouched model and the stages train alike in this process: a few
-            micro-batches under the schedule, a step, evaluation; ``proof`` of what is returned says
-            what was compared. Under ``LazyGuard`` only where one process has all stages.
-            ``"first"``: the first two batches are trained beside the untouched model as well,
-            with the real data, loss and optimizer, on every rank that has the memory for it (and
-            under ``LazyGuard`` as above); a difference ends the job before the parameters change.
-            False: neither.
-        vocabulary_head: The name of the ``nn.Linear`` that gives the logits, all that the model
-            returns: each rank gets a part of it, which stands in its place in the model, and the
-            loss is a :class:`fleetpipe.dygraph.VocabularyLoss`. ``verify`` compares what it takes.
-        recompute_interval: Nodes of a stage whose activations are dropped together after forward,
+        verify: True: before anything trains, the forward runs on other numbers and must make the
+            same calls, and the untouched model and the stages train in this process and are
+            compared: a few micro-batches under the schedule, a step, evaluation; ``proof`` of the
+            result says what was compared. Under ``LazyGuard`` this needs one process with all
+            stages. ``"first"``: the first two batches are trained beside the untouched model as
+            well, with the real data, loss and optimizer, on every rank that has the memory for it
+            (and under ``LazyGuard`` as above); a difference ends the job before the parameters
+            change. False: neither.
+        vocabulary_head: The name of the ``nn.Linear`` whose logits are the model's only output:
+            each rank gets a part of it, which replaces it in the model, and the loss is a
+            :class:`fleetpipe.dygraph.VocabularyLoss`. ``verify`` compares the input of the
+            ``nn.Linear``.
+        recompute_interval: Number of nodes whose activations are dropped together after forward,
             and computed again in backward; 0 keeps all.
         memory_cap: With "auto", the bytes that a stage may have, as a number or as ``"2GiB"``.
         memory_limit: Former name of ``memory_cap``.
 
     Returns:
-        What ``fleet.distributed_model`` takes: a ``PipelineLayer`` whose parameters and buffers
-        have the names of the plain model.
+        A ``PipelineLayer`` for ``fleet.distributed_model``, whose parameters and buffers have the
+        names of the plain model.
 
     Raises:
-        CaptureError: The forward does what no node can be made of, the stages do not do what the
-            model does, or two stages share what the forward writes into.
-        ConfigError: An argument names what is not there, or another number of stages.
+        CaptureError: The forward does something that a capture cannot repeat, the stages differ
+            from the model, or two stages share a tensor that the forward writes into.
+        ConfigError: An argument has an unknown name, or another number of stages.
         PartitionError: "auto" finds no cut.
         UsageError: ``model`` is no built layer, or a pipeline already.
     """
@@ -157,9 +158,9 @@ def pipeline(
 def _head_in_place(
     model: Layer, path: str | None, ranks: int | None, chunks: int | None, plan: PipelinePlan | None
 ) -> Iterator[HeadInParts | None]:
-    """Puts a head in parts into the model, if one is named and the schedule of the job takes it.
+    """Replaces the vocabulary head in the model by parts, if one is named.
 
-    An error within it leaves the model as it was.
+    An error within the context undoes that.
     """
     if path is None:
         yield None
@@ -181,7 +182,7 @@ def _head_in_place(
 
 
 def _whole(model: Layer) -> bool:
-    """Whether this process may have all of a model; initializes it where it does."""
+    """Whether this process may hold the whole model; allocates its lazy parameters then."""
     job = current_job()
     lazy = without_memory(model)
     if lazy and job is not None and not job.local:

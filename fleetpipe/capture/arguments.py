@@ -1,4 +1,4 @@
-"""What a user asks of ``fleetpipe.pipeline``, checked before anything runs."""
+"""Checks the arguments of ``fleetpipe.pipeline`` before anything runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fleetpipe.paddle_api import paddle
 
 
 class StageArguments(NamedTuple):
-    """How many stages are asked for.
+    """The number of stages in the arguments.
 
     Attributes:
-        ranks: Ranks of the pipeline; None where the cut says.
-        chunks: Chunks on each.
+        ranks: Ranks of the pipeline; None if the cut decides.
+        chunks: Chunks on each rank.
     """
 
     ranks: int | None
@@ -25,14 +25,14 @@ class StageArguments(NamedTuple):
 
     @property
     def total(self) -> int | None:
-        """The number of stages; None where the cut says."""
+        """The number of stages; None if the cut decides."""
         return None if self.ranks is None else self.ranks * self.chunks
 
     def ranks_of(self, stages: int, cut: str) -> int:
-        """Returns the ranks for as many stages as there are.
+        """Returns the number of ranks for a cut into so many stages.
 
         Raises:
-            ConfigError: They are not as many as were asked for.
+            ConfigError: The cut has another number of stages than the arguments.
         """
         if stages != (self.total or stages) or stages % self.chunks:
             raise ConfigError(
@@ -47,15 +47,15 @@ class StageArguments(NamedTuple):
 
 
 def requested_stages(num_stages: int | None, num_chunks: int, job: Job | None) -> StageArguments:
-    """Returns how many stages are asked for.
+    """Returns the number of stages in the arguments.
 
     Args:
-        num_stages: Ranks of the pipeline, as the user says it.
-        num_chunks: Chunks on each.
+        num_stages: The user's number of ranks of the pipeline, or None.
+        num_chunks: Chunks on each rank.
         job: The current job, whose ``pp_degree`` counts.
 
     Raises:
-        ConfigError: One is no number of stages, or the job has another.
+        ConfigError: An argument is no positive number, or the job has another one.
     """
     for name, value in (("num_stages", num_stages), ("num_chunks", num_chunks)):
         if value is not None and (type(value) is not int or value < 1):
@@ -71,10 +71,10 @@ def requested_stages(num_stages: int | None, num_chunks: int, job: Job | None) -
 
 
 def plain_model(model: Layer) -> Layer:
-    """Returns a model that may become a pipeline.
+    """Checks that a model may become a pipeline, and returns it.
 
     Raises:
-        UsageError: It is no built layer, or a pipeline already.
+        UsageError: ``model`` is no built layer, or a pipeline already.
     """
     if isinstance(model, PipelineLayer) or hasattr(type(model), "train_batch"):
         raise UsageError(
@@ -100,10 +100,10 @@ def plain_model(model: Layer) -> Layer:
 
 
 def classes_of(model: Layer, no_split: Sequence[type | str]) -> list[type]:
-    """Returns the classes that ``no_split`` means.
+    """Returns the classes in ``no_split``, looked up by name if it has names.
 
     Raises:
-        ConfigError: It is no sequence of such, or the model has no sublayer of that class.
+        ConfigError: ``no_split`` is no sequence, or the model has no sublayer of a class in it.
     """
     classes: dict[str, type] = {type(layer).__name__: type(layer) for layer in model.sublayers()}
     if isinstance(no_split, str) or not isinstance(no_split, Iterable):

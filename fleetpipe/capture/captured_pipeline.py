@@ -1,4 +1,4 @@
-"""A captured model with the face of a ``PipelineLayer``."""
+"""``CapturedPipeline``: a captured model as a ``PipelineLayer``."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _FIRST = GlobalMicroBatch(0)
 
 
 class Findings(NamedTuple):
-    """What was found out about a model before it was cut.
+    """The results of the checks of a model before it was cut.
 
     Attributes:
-        choice: The cut that was chosen by cost; None where the user said one.
-        proof: What was compared with the plain model; None where nothing was.
-        plan: The plan that said the cut; None where there is none.
-        shadowed: How many batches are to be trained beside the plain model.
-        head: The head whose parts are stages of their own; None where there is none.
+        choice: The cut that was chosen by cost; None if the user gave one.
+        proof: The comparison with the plain model; None if there was none.
+        plan: The plan that the cut comes from; None if there is none.
+        shadowed: Number of first batches to train beside the plain model.
+        head: The vocabulary head whose parts are stages of their own; None without one.
     """
 
     choice: Choice | None = None
@@ -62,14 +62,14 @@ class Findings(NamedTuple):
 class CapturedPipeline(PipelineLayer):
     """The stages of a captured model that this process owns.
 
-    It does what a ``PipelineLayer`` does; the parameters and buffers have the plain model's names.
+    It is a ``PipelineLayer`` whose parameters and buffers have the plain model's names.
 
     Attributes:
-        plain: The plain model. Where ranks share a pipeline it has the memory of this rank's
-            stages alone.
-        forms: The runs of its forward that are known.
-        choice: The cut that was chosen by cost; None where the user said one.
-        proof: What was compared with the plain model; None where nothing was.
+        plain: The plain model. If ranks share a pipeline it has the memory of this rank's stages
+            alone.
+        forms: The captured runs of its forward.
+        choice: The cut that was chosen by cost; None if the user gave one.
+        proof: The comparison with the plain model; None if there was none.
         users: By name, the stages that use a parameter or buffer.
     """
 
@@ -92,15 +92,15 @@ class CapturedPipeline(PipelineLayer):
         loss_fn: Any = None,
         findings: Findings | None = None,
     ) -> None:
-        """Takes the nodes of this process's stages. Collective where ranks share weights.
+        """Makes a pipeline of this process's stages. Collective if ranks share weights.
 
         Args:
             plain: The plain model.
-            forms: The runs of its forward.
+            forms: The captured runs of its forward.
             num_stages: Ranks of the pipeline.
-            num_chunks: Chunks on each; None for the schedule's own number.
+            num_chunks: Chunks on each rank; None takes the schedule's own number.
             loss_fn: As for ``PipelineLayer``.
-            findings: What was found out about it.
+            findings: The results of the checks of the model.
         """
         # Around Layer.__setattr__, which would make a sublayer of the model.
         stages = CapturedStages(forms, lambda: self.training)
@@ -126,7 +126,7 @@ class CapturedPipeline(PipelineLayer):
         self._follow()
 
     def _build(self) -> None:
-        """Takes what this process's stages use. Collective where ranks share weights."""
+        """Allocates the tensors of this process's stages. Collective if ranks share weights."""
         example = self.forms.example(training=True)
         functions: dict[int, Callable[[Nest], Nest]] = dict(enumerate(example.functions))
         if self._head is not None:
@@ -153,7 +153,7 @@ class CapturedPipeline(PipelineLayer):
             release(t for t in self.plain.state_dict().values() if id(t) not in kept)
 
     def _hold(self, users: dict[str, tuple[int, ...]]) -> None:
-        """Makes sublayers of what this process's stages use, under the names of the model."""
+        """Registers the sublayers of this process's stages under the model's names."""
         slots = [Slot.of(name, tensor) for name, tensor in self.plain.state_dict().items()]
         nodes = [node.name for node in self.forms.example(training=True).trace.nodes]
         self.state = CapturedState(self, slots, users, nodes, self.holders)
@@ -164,7 +164,7 @@ class CapturedPipeline(PipelineLayer):
         self.state.keep_parameters()
 
     def _take_part(self) -> None:
-        """Has the tables of the plain model, or what this process's stages use of them."""
+        """Shares the tables of sublayers and tensors that this process's stages need."""
         part, state, owned = self.plain, self.plain.state_dict(), set(self._owned)
         if len(owned) < self.placement.stages:
             # What no node uses is in stage 0.
@@ -174,38 +174,38 @@ class CapturedPipeline(PipelineLayer):
 
     @property
     def head_names(self) -> Mapping[str, str]:
-        """Paddle's names of the parameters of the Linear that a head in parts has replaced."""
+        """Paddle's names of the parameters of the Linear that a vocabulary head replaced."""
         return {} if self._head is None else self._head.counted_names
 
     def train(self, mode: bool = True) -> CapturedPipeline:
-        """Puts the plain model into training, by its own ``train()``."""
+        """Switches the plain model to training, by its own ``train()``."""
         self.plain.train() if mode else self.plain.eval()
         return self._follow()
 
     def eval(self) -> CapturedPipeline:
-        """Puts the plain model into evaluation, by its own ``eval()``."""
+        """Switches the plain model to evaluation, by its own ``eval()``."""
         return self.train(False)
 
     def begin(self, training: bool) -> None:
-        """As that of a list, of the plain model's modes."""
+        """Begins a batch as a list of layers does, with the plain model's modes."""
         super().begin(training)
         self._follow()
 
     @property
     def with_modes(self) -> Layer:
-        """The plain model."""
+        """The plain model, whose modes count."""
         return self.plain
 
     def follow(self) -> None:
-        """Does nothing: the runs of the forward that are known say what runs."""
+        """Does nothing: the captured runs decide which layers run."""
 
     require_listed = hidden_uses = follow
 
     def _follow(self) -> CapturedPipeline:
-        """Runs the plain model as it is by now: its modes, and what a script has changed on it.
+        """Captures the plain model anew if a script has changed it, and follows its modes.
 
         Raises:
-            CaptureError: It does not fit the stages any more.
+            CaptureError: The changed model does not fit the stages.
         """
         change, now = self.forms.follow(), tensors_of(self.plain)
         require_same_parameters(self._tensors, now)
@@ -224,12 +224,12 @@ class CapturedPipeline(PipelineLayer):
 
     @property
     def draws_python(self) -> bool:  # type: ignore[override]
-        """Whether nodes draw from Python's or NumPy's own generators: each then has a key."""
+        """Whether nodes draw from Python's or NumPy's generators, which then need keys."""
         return self.forms.example(training=True).trace.draws
 
     @property
     def borders(self) -> Borders:
-        """What crosses between the stages."""
+        """The values that cross between the stages."""
         return self._stages
 
     def edges(self, training: bool) -> Sequence[Edge]:
@@ -237,39 +237,40 @@ class CapturedPipeline(PipelineLayer):
         return self._stages.edges(training)
 
     def function(self, stage: int) -> Run:
-        """Returns what runs the nodes of a stage in the mode that the model is in."""
+        """Returns the function that runs the nodes of a stage in the current mode."""
         return self._stages.function(stage)
 
     def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
-        """Returns the nodes that a stage runs for a value, by number, and what the first takes."""
+        """Returns the functions of a stage's nodes by number, and the first one's input."""
         if stage >= self.placement.body:
             return self.stage_layers(stage), value
         form, value = self._stages.form(stage, value)
         return {number: form.functions[number] for number in self._range(stage)}, value
 
     def cut_places(self) -> tuple[int, ...]:
-        """Returns the nodes with which a stage may begin, but the first, by their numbers."""
+        """Returns the numbers of the nodes with which a later stage may begin."""
         named, _ = places(*(self.forms.example(training).trace for training in (True, False)))
         return tuple(number + 1 for number in named)
 
     def graphviz(self) -> str:
-        """Returns the nodes in Graphviz's language, coloured by stage. Any rank alone can call it.
+        """Returns the graph of nodes in Graphviz's language, coloured by stage, on any rank.
 
-        What crosses between stages is red, with its bytes for one micro-batch like the example.
+        Values that cross between stages are red, with their bytes for a micro-batch like the
+        example.
         """
         form = self.forms.example(training=True)
         text: str = extra("pictures.graphviz").graph(form.trace, form.starts)
         return text
 
     def companion(self, pipeline: PipelineParallel) -> BatchObserver | None:
-        """Returns the plain model's training beside the first batches, where it was asked for."""
+        """Returns the observer that trains the plain model beside the first batches, if any."""
         if not self._shadowed:
             return None
         shadow: BatchObserver = extra("shadow.shadow").Shadow(pipeline, self.forms, self._shadowed)
         return shadow
 
     def single_model(self) -> Untouched:
-        """Returns a copy of the plain model, which draws under keys what the pipeline draws."""
+        """Returns a copy of the plain model that draws the pipeline's random numbers."""
         capturing = self.forms.capturing
         return Untouched(self.plain, capturing.example, capturing.unopened)
 
@@ -280,20 +281,20 @@ class CapturedPipeline(PipelineLayer):
         keys: Keys | None = None,
         micro_batch: GlobalMicroBatch = _FIRST,
     ) -> Nest:
-        """Calls a plain model like this one, as a reference to compare with.
+        """Calls a copy of the plain model, as a reference to compare with.
 
         Args:
             model: A copy of the plain model, which this process has whole.
             inputs: One micro-batch.
-            keys: What ``next_keys`` of the wrapper gave: random numbers are drawn as the pipeline
-                draws them in that batch. None draws as the model does by itself.
+            keys: The result of ``next_keys`` of the wrapper: random numbers are those of the
+                pipeline in that batch. None draws as the model does by itself.
             micro_batch: The global number of the micro-batch.
         """
         output = called(model, inputs, self.forms.capturing.unopened, keys, micro_batch)
         return with_logits(model, output)
 
     def stage_layers(self, stage: int) -> dict[int, Layer]:
-        """Returns the layers that are nodes of a stage, each by the number of its first call."""
+        """Returns the layers that are nodes of a stage, by the number of their first call."""
         if stage >= self.placement.body:
             return {number: self._functions[number] for number in self._range(stage)}
         return self.forms.example(training=True).layers(stage)
@@ -301,7 +302,7 @@ class CapturedPipeline(PipelineLayer):
     def layer_tensors(self) -> dict[int, list[Tensor]]:
         """Returns the parameters and buffers of each entry of this process, by its number.
 
-        What no node uses in training counts with the inputs.
+        Tensors that no node uses in training belong to the entry of the inputs.
         """
         uses = self._uses()
         return {n: [tensor for tensor in uses[n] if has_memory(tensor)] for n in self._functions}
@@ -314,7 +315,7 @@ class CapturedPipeline(PipelineLayer):
         ]
 
     def _uses(self) -> list[list[Tensor]]:
-        """Returns the parameters and buffers that each entry uses; the first has those unused."""
+        """Returns the tensors that each entry uses; the first entry has the unused ones."""
         nodes = self.forms.example(training=True).trace.nodes
         uses = [state_of(node) for node in nodes]
         used = {id(tensor) for tensors in uses for tensor in tensors}

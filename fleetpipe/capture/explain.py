@@ -1,4 +1,4 @@
-"""``fleetpipe.explain``: what a capture of a model holds, where it may be cut, and why not."""
+"""``fleetpipe.explain``: shows the nodes of a model, where it may be cut, and why not elsewhere."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fleetpipe.representation import shows, table
 @shows("places", "parameters", nodes="trace.nodes")
 @dataclass(frozen=True)
 class Explanation:
-    """What was captured; as text a table of the nodes in the order in which they run.
+    """The capture of a model; its text is a table of the nodes in the order of their run.
 
     Attributes:
-        trace: The run of the forward in training.
-        places: What names the place before a node, where a stage may begin with it.
-        refused: Why a stage may not begin with a node.
+        trace: The captured forward in training.
+        places: The name of the place before each node with which a stage may begin.
+        refused: The reason why a stage may not begin with a node.
         crossing: By node, the bytes of the values that would cross if a stage began with it.
         parameters: By node, the bytes of its parameters and buffers that no earlier node uses.
-        unopened: Why a layer that has sublayers is a node as a whole, by its path.
-        costs: What each node costs; None where nothing was measured.
+        unopened: The reason why a layer with sublayers is a single node, by its path.
+        costs: The cost of each node; None if nothing was measured.
     """
 
     trace: Capture
@@ -76,12 +76,12 @@ class Explanation:
 def explain(
     model: Layer, example_inputs: Inputs, no_split: Sequence[type | str] = (), measure: bool = False
 ) -> Explanation:
-    """Captures a model and tells what was found; print what it returns.
+    """Captures a model, and returns a printable explanation of it.
 
     Args:
-        model: Any layer, which stays as it is.
+        model: Any layer, which is not changed.
         example_inputs: As for :func:`fleetpipe.pipeline`.
-        no_split: Classes of layers, or their names, that are nodes as a whole.
+        no_split: Classes of layers, or their names, each of which is a single node.
         measure: Whether to measure how long each node takes.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Makes sure that a forward calls the same whatever numbers it gets.
+"""Checks that a forward makes the same calls for all numbers.
 
-A capture notes one run, and what Python computes in it stays as it was: how often the model was
-called, what time it is. Runs on other numbers show where.
+A capture records one run, and the values that Python computed in it stay fixed: a count of calls, a
+time. Runs on other numbers show such places.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _WHAT = "calls something else when it runs again on other numbers"
 
 
 class _Difference(NamedTuple):
-    """Where two runs part.
+    """The place where two runs of a forward differ.
 
     Attributes:
-        path: The layer whose forward does it.
+        path: The layer in whose forward it is.
         place: File and line.
-        expected: What the first run calls.
-        got: What the second calls.
+        expected: The call of the first run.
+        got: The call of the second run.
     """
 
     path: str
@@ -42,13 +42,12 @@ class _Difference(NamedTuple):
 
 
 def require_same_calls(capturing: Capturing) -> None:
-    """Runs a model's forward on other numbers than the example's, and compares what it calls.
+    """Runs a model's forward on other numbers, and checks that it makes the same calls.
 
-    A sublayer that does not always call the same is not opened any more: as a whole it may do
-    anything.
+    A sublayer that does not becomes a single node, which may do anything.
 
     Raises:
-        CaptureError: It is the model's own forward that does not.
+        CaptureError: The model's own forward makes other calls.
     """
     model = capturing.model
     layers = dict(model.named_sublayers(include_self=True))
@@ -75,11 +74,11 @@ def require_same_calls(capturing: Capturing) -> None:
 
 
 def require_same_modes(first: Capture, again: Capture) -> None:
-    """Refuses a forward that switches layers between training and evaluation, and not always alike.
+    """Refuses a forward that switches layers' modes, and not in the same way each time.
 
     Args:
-        first: A run that switches some.
-        again: One from the modes in which that has left them.
+        first: A run that switches modes.
+        again: A second run, which starts from the modes that the first has left.
     """
     parts = _parting(first, again)
     if parts is not None or first.switched != _modes_after(first, again):
@@ -94,26 +93,26 @@ def require_same_modes(first: Capture, again: Capture) -> None:
 
 
 def _modes_after(first: Capture, again: Capture) -> tuple[Mode, ...]:
-    """Returns the modes that a second run leaves of the layers that the first has switched."""
+    """Returns the modes that the second run leaves in the layers that the first has switched."""
     modes = {id(mode.layer): mode for mode in again.switched}
     return tuple(modes.get(id(mode.layer), mode) for mode in first.switched)
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """Returns other numbers of the same kind: rows and columns in another order."""
+    """Returns numbers of the same kind, with rows and columns in another order."""
     share = 0.75 if tensor.is_floating_point() else 1
     return with_numbers(tensor, lambda numbers: np.roll(numbers, 1) * share)
 
 
 def turned(tensor: Tensor) -> Tensor:
-    """Returns numbers of which others are positive."""
+    """Returns numbers of the same kind, with other signs."""
     if not tensor.is_floating_point():
         return moved(moved(tensor))
     return with_numbers(tensor, lambda numbers: -1.5 * numbers)
 
 
 def _difference(capturing: Capturing) -> _Difference | None:
-    """Returns where runs on other numbers part from those on the example."""
+    """Returns the first place where runs on other numbers differ from the run on the example."""
     look = signature_of(capturing.example)
     # Numbers that a forward reads are refused: it takes little to find what comes from elsewhere.
     for training, change in ((True, moved), (False, turned)):
@@ -138,7 +137,7 @@ def _difference(capturing: Capturing) -> _Difference | None:
 
 
 def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: bool) -> Capture:
-    """Runs the forward on other numbers; on nearer ones where it fails on these."""
+    """Runs the forward on changed numbers; on less changed ones if it fails on these."""
     try:
         return capturing.with_numbers(mapped(change, capturing.example), training)
     except CaptureError as error:
@@ -148,7 +147,7 @@ def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: boo
 
 
 def _selecting(first: Capture, second: Capture) -> Iterator[str]:
-    """Yields the names of nodes whose outputs have another size in another run."""
+    """Yields the names of nodes whose outputs have another size in the other run."""
     for node, other in zip(first.nodes, second.nodes):
         if node.function != other.function or node.makes != other.makes:
             return
@@ -170,7 +169,7 @@ def _parting(first: Capture, second: Capture) -> _Difference | None:
 
 
 def _differing(node: Node | None, other: Node | None) -> tuple[str, str] | None:
-    """Says what differs between two nodes."""
+    """Returns texts for two nodes that differ; None if they are the same."""
     if node is None or other is None or node.name != other.name:
         return _described(node), _described(other)
     for one, another in zip_longest(_arguments(node), _arguments(other), fillvalue="nothing"):
@@ -186,7 +185,7 @@ def _described(node: Node | None) -> str:
 
 
 def _arguments(node: Node) -> Iterator[object]:
-    """Yields what a node is given, and the keys and places of it."""
+    """Yields the arguments of a node, with their keys and places."""
     for path, leaf in parts((node.args, node.named)):
         yield path
         yield leaf

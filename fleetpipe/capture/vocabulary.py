@@ -1,6 +1,6 @@
-"""A captured model whose logits are computed in parts: the Linear that gives them is replaced.
+"""Computes the logits of a captured model in parts, which replace a Linear.
 
-The model then returns what that Linear took, and its parts are stages behind those of the model,
+The model then returns the input of that Linear, and its parts are stages after those of the model,
 as in a list of layers that ends in a ``VocabularyHead``.
 """
 
@@ -32,26 +32,26 @@ from fleetpipe.schedules import Edge, Placement
 
 
 class LinearHead(VocabularyHead):
-    """Weights are [hidden, vocabulary], as the Linear has them."""
+    """A vocabulary head with weights [hidden, vocabulary], as a Linear has them."""
 
     axis = 1
 
 
 class HeadInParts(paddle.nn.Layer):
-    """Stands in the place of a Linear, and returns what it is given: its parts run elsewhere.
+    """Replaces a Linear, and returns its input unchanged: the parts run as stages of their own.
 
     Attributes:
         path: The name of the Linear in the model.
-        description: What it would be in a list of layers.
+        description: The equivalent head for a list of layers.
     """
 
     def __init__(self, linear: Layer, path: str, ranks: int) -> None:
-        """Takes over the values of a Linear, part by part.
+        """Copies the values of a Linear, part by part.
 
         Args:
-            linear: It, of weights [hidden, vocabulary].
+            linear: The Linear, of weights [hidden, vocabulary].
             path: Its name in the model.
-            ranks: How many parts there are.
+            ranks: Number of parts.
         """
         super().__init__()
         weight, bias = linear.weight, linear.bias
@@ -71,7 +71,7 @@ class HeadInParts(paddle.nn.Layer):
             self.add_sublayer(str(number), part)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the hidden values, as a value of its own."""
+        """Returns a copy of the hidden values."""
         return hidden.clone()
 
     @property
@@ -80,7 +80,7 @@ class HeadInParts(paddle.nn.Layer):
         return tuple(part for part in self.sublayers() if isinstance(part, VocabularyPart))
 
     def functions(self) -> list[Callable[[Nest], Nest]]:
-        """Returns what runs the stages behind those of the model: the parts, and the loss."""
+        """Returns the functions of the stages after those of the model: the parts, and the loss."""
         return [*self.parts, vocabulary_loss]
 
     @property
@@ -94,10 +94,10 @@ class HeadInParts(paddle.nn.Layer):
         return [Node(part, (), {}, (), (), (scope,), "") for part in parts]
 
     def require_last(self, *traces: Capture) -> None:
-        """Refuses a model that does something with its logits, in training or in evaluation.
+        """Refuses a model that uses its logits itself, in training or in evaluation.
 
         Raises:
-            CaptureError: It returns something else than them, or calls the layer several times.
+            CaptureError: The model returns something else, or calls the layer several times.
         """
         for trace in traces:
             last = trace.nodes[-1]
@@ -112,7 +112,7 @@ class HeadInParts(paddle.nn.Layer):
 
 
 def _built(description: Any, weight: Tensor) -> Any:
-    """Returns a part in the dtype of a Linear's weights; without memory where these have none."""
+    """Returns a part in the dtype of a Linear's weights; without memory if these have none."""
     if has_memory(weight):
         return description.build_layer().to(dtype=weight.dtype)
     usual = paddle.get_default_dtype()
@@ -126,7 +126,7 @@ def _built(description: Any, weight: Tensor) -> Any:
 
 
 def _attributes_of(parameter: Tensor) -> Any:
-    """Returns what has a part of a parameter trained as the parameter would be."""
+    """Returns the ``ParamAttr`` with which a part is trained as the parameter would be."""
     return paddle.ParamAttr(
         initializer=initializer_of(parameter) or paddle.nn.initializer.Constant(0.0),
         learning_rate=parameter.optimize_attr["learning_rate"],
@@ -137,7 +137,7 @@ def _attributes_of(parameter: Tensor) -> Any:
 
 
 def required_linear(model: Layer, path: str) -> Layer:
-    """Returns the Linear of a model that parts are to replace.
+    """Returns the Linear of a model that the parts replace.
 
     Raises:
         ConfigError: The model has no Linear of that name, other layers use its weights, or it has
@@ -168,24 +168,24 @@ def required_linear(model: Layer, path: str) -> Layer:
 
 
 def put_in_place(model: Layer, path: str, layer: Layer) -> None:
-    """Gives a model another sublayer of a name."""
+    """Replaces the sublayer of a model that has the name ``path``."""
     owner, _, name = path.rpartition(".")
     sublayers_in(dict(model.named_sublayers(include_self=True))[owner])[name] = layer
 
 
 def with_logits(model: Layer, output: Nest) -> Nest:
-    """Returns what the loss of a plain model takes: logits that are deferred, if it has a head."""
+    """Returns the model's output for its loss: deferred logits if it has a head in parts."""
     heads = [layer for layer in model.sublayers() if isinstance(layer, HeadInParts)]
     return DeferredLogits(output, heads[0].parts) if heads else output
 
 
 class HeadedStages(CapturedStages):
-    """The stages of a captured model, and behind them the parts of its head and the loss."""
+    """The stages of a captured model, followed by the parts of its head and the loss."""
 
     def __init__(
         self, forms: Forms, training: Callable[[], bool], head: StageRunner, placement: Placement
     ) -> None:
-        """Takes the runs of the model, and what runs the stages behind them."""
+        """Takes the captured runs, and the runner of the stages after them."""
         super().__init__(forms, training)
         self._head, self._body = head, placement.body
         self._chain: Borders = HeadBorders(placement)
@@ -197,16 +197,16 @@ class HeadedStages(CapturedStages):
         return (*super().edges(training), *self._edges)
 
     def function(self, stage: int) -> Run:
-        """Returns what runs a stage."""
+        """Returns the function that runs a stage."""
         return super().function(stage) if stage < self._body else self._head.function(stage)
 
     def joined(self, values: Values) -> Nest:
-        """Returns what a stage takes."""
+        """Returns the input of a stage."""
         of_head = next(iter(values)).target >= self._body
         return self._chain.joined(values) if of_head else super().joined(values)
 
     def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns what leaves a stage on each edge."""
+        """Returns the values that leave a stage on each edge."""
         of_head = stage >= self._body - 1
         parted = self._chain.parted if of_head else super().parted
         return parted(stage, output, labels)

@@ -1,7 +1,7 @@
-"""Trains a captured model beside the untouched one before anything is trusted to it.
+"""Trains a captured model beside the untouched one before it is used.
 
-Start with ``prove``: a plain loop over the user's own model gives the moments of a training, and
-the captured stages under a schedule have to give the same ones.
+Start with ``prove``: a plain loop over the user's own model yields the moments of a training, and
+the captured stages under a schedule must yield the same ones.
 """
 
 from fleetpipe.capture.proof.prove import Proof, prove

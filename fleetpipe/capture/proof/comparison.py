@@ -1,7 +1,7 @@
-"""Compares two trainings of one model, the second as it runs, in the memory of one training.
+"""Compares two trainings of one model, the second while it runs, with the memory of one.
 
-Of the first training only digests are kept. Where bits differ, and rounding may be why, it runs
-once more for its numbers.
+It keeps only digests of the first training. If bits differ, and rounding may be the reason, the
+first training runs once more for its numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ State = Mapping[str, Tensor]
 
 @contextmanager
 def kept(model: Layer) -> Iterator[None]:
-    """Puts back everything that a training changes, and leaves no gradients."""
+    """While it is open, a training may change a model; then its state is restored."""
     with state_kept(model), in_mode(model, model.training):
         try:
             yield
@@ -40,7 +40,7 @@ def kept(model: Layer) -> Iterator[None]:
 
 
 def give(model: Layer, state: State) -> None:
-    """Gives a model other values; what has them stays untouched."""
+    """Sets a model's values from a state, whose tensors it copies."""
     with paddle.no_grad():
         for name, tensor in training.state_of_model(model).items():
             if name in state and not same_bits(tensor, state[name]):
@@ -49,16 +49,16 @@ def give(model: Layer, state: State) -> None:
 
 
 class Digests:
-    """The moments of a plain training: digests of their numbers, and the numbers where asked for.
+    """The digests of all moments of a plain training.
 
     Attributes:
         moments: All moments, without tensors.
-        digests: Of each, by name.
-        course: What was trained.
+        digests: For each moment, the digest of each tensor by name.
+        course: The course of the training.
     """
 
     def __init__(self, model: Layer, plain: PlainLoop, course: training.Course) -> None:
-        """Trains the model, which is to be put back afterwards; see :func:`kept`."""
+        """Trains the model, whose state the caller restores; see :func:`kept`."""
         self._model, self._plain, self.course = model, plain, course
         self.moments: list[training.Moment] = []
         self.digests: list[dict[str, bytes]] = []
@@ -68,7 +68,7 @@ class Digests:
             self.digests.append(digests_of(moment))
 
     def tensors(self, number: int, initial: State) -> State:
-        """Returns the tensors of a moment; what the model has by now stays."""
+        """Returns the tensors of a moment from another run of the training."""
         if number not in self._whole:
             with _beside(self._model, initial):
                 again = enumerate(training.moments(self._model, self._plain, self.course))
@@ -81,7 +81,7 @@ class Digests:
         return self._whole[number]
 
     def moved(self, step: int, start: State) -> State:
-        """Returns the gradients of a step whose parameters start a unit in the last place off."""
+        """Returns the gradients of a step whose parameters are off by a unit in the last place."""
         with _beside(self._model, start):
             move_by_a_unit(p for p in self._model.parameters() if not p.stop_gradient)
             self._plain.train(self.course.steps[step])
@@ -90,7 +90,7 @@ class Digests:
 
 @contextmanager
 def _beside(model: Layer, start: State) -> Iterator[None]:
-    """While it is open, a model starts afresh; then its values and gradients are restored."""
+    """While it is open, a model has the state ``start``; then its own state is restored."""
     # Copies, for to clear a gradient empties it.
     gradients = [(p, copy_of(p.grad)) for p in model.parameters() if p.grad is not None]
     with kept(model), uncounted():
@@ -102,15 +102,15 @@ def _beside(model: Layer, start: State) -> Iterator[None]:
 
 
 class Comparison:
-    """What the second training is compared with, step by step.
+    """Compares a second training with the first, moment by moment.
 
     Attributes:
-        rounded: By parameter, how far its gradient is off by the order of a sum, over the largest
+        rounded: By parameter, the rounding difference of its gradient, divided by the largest
             gradient of its layer.
     """
 
     def __init__(self, model: Layer, expected: Digests, initial: State) -> None:
-        """Begins before the second training."""
+        """Prepares the comparison, before the second training."""
         self.rounded: dict[str, float] = {}
         self._model, self._expected, self._initial = model, expected, initial
         self._start = initial
@@ -119,9 +119,9 @@ class Comparison:
         self._off: dict[str, float] = {}
 
     def differences(self, moment: training.Moment) -> list[str]:
-        """Compares the next moment; returns what differs by more than its place carries, by name.
+        """Compares the next moment; returns the names that differ by more than rounding.
 
-        After a step the model takes the values of the first training.
+        After a step it sets the model to the values of the first training.
         """
         number, self._number = self._number, self._number + 1
         left, right = digests_of(moment), self._expected.digests[number]
@@ -135,7 +135,7 @@ class Comparison:
         return differing + [f"the mode of {path or 'the model'}" for path in wrong]
 
     def _beyond(self, moment: training.Moment, number: int) -> list[str]:
-        """Returns what rounding does not explain."""
+        """Returns the names whose differences rounding does not explain."""
         moment = moment.cloned()
         right = self._expected.tensors(number, self._initial)
         names = {**right, **moment.tensors}
@@ -155,7 +155,7 @@ class Comparison:
         return beyond
 
     def _of_update(self, name: str, right: Tensor) -> float:
-        """Returns how far a step puts a parameter off whose gradient is off."""
+        """Returns how far a step may move a parameter off, given its gradient's difference."""
         gap = self._off.get(name, 0.0)
         return 2 * training.RATE * gap + 2 * ulp(right) if gap else 0.0
 

@@ -1,4 +1,4 @@
-"""Other numbers than the example's, and other rows: what a proof runs a model on."""
+"""The inputs of a proof: variations of the example's numbers and rows."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _TIMES, _MORE = 10, 1000
 
 
 class _Endless(BaseException):
-    """A forward that does not come to an end; no error, so that no user's ``except`` catches it."""
+    """Ends a forward that runs too long; no ``Exception``, which a user's ``except`` could stop."""
 
 
 class _Counted(Walk):
-    """Counts operations, and ends a forward that has too many."""
+    """Counts operations, and ends a forward that makes too many."""
 
     def __init__(self, model: Layer, most: float) -> None:
         super().__init__(model, Unopened())
         self.count, self._most = 0, most
 
     def operation(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Does it, and counts it."""
+        """Counts an operation, and runs it."""
         self.count += 1
         if self.count > self._most:
             raise _Endless
@@ -41,15 +41,15 @@ class _Counted(Walk):
 
 
 class Trial:
-    """Finds out which inputs the plain model takes."""
+    """Finds the inputs that the plain model accepts."""
 
     def __init__(self, model: Layer) -> None:
-        """Begins without a run; the first one says how long a forward is."""
+        """Starts without a run; the first one sets the limit of operations."""
         self._model = model
         self._most = float("inf")
 
     def accepts(self, inputs: Nest, training: bool = True) -> bool:
-        """Whether the model takes inputs, comes to an end, and returns finite numbers."""
+        """Whether the model runs on inputs, comes to an end, and returns finite numbers."""
         args, named = arguments_of(mapped(lambda tensor: tensor.clone(), inputs))
         walk = _Counted(self._model, self._most)
         try:
@@ -67,10 +67,10 @@ class Trial:
 
 
 def variants(example: Nest) -> Iterator[Nest]:
-    """Yields inputs that look like an example, the example first.
+    """Yields the example, and inputs of its shapes with other numbers.
 
-    Rows and columns in another order, numbers drawn anew, others negative, zeros (where a mask
-    selects nothing) and all equal (where the largest of several is a tie).
+    They have rows and columns in another order, new random numbers, other signs, zeros (with which
+    a mask selects nothing) and equal numbers (with which a maximum is a tie).
     """
     numbers = np.random.default_rng(0)
 
@@ -88,7 +88,7 @@ def variants(example: Nest) -> Iterator[Nest]:
 
 
 def with_another_row(example: Nest) -> Nest:
-    """Returns an example with its first row once more, in every tensor that has as many rows."""
+    """Returns an example with its first row repeated at the end of every tensor of as many rows."""
     rows = next((tensor.shape[0] for tensor in tensors_of(example) if tensor.ndim), 0)
 
     def longer(tensor: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    """Returns zeros, or the least of whole numbers above zero: some are numbers of classes."""
+    """Returns zeros; for whole numbers their least one, at least 0, as they may number classes."""
 
     def least(numbers: Any) -> Any:
         whole = numbers.dtype.kind in "iu" and numbers.size

@@ -1,4 +1,4 @@
-"""The first node whose captured call gives others than the untouched model's."""
+"""Finds the first node whose captured call returns other values than the model's."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fleetpipe.parity.differences import largest_gap
 
 
 class _Recorded(Keyed):
-    """Keeps what each node of the untouched model returns."""
+    """Records the outputs of each node of the untouched model."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.outputs: list[list[Tensor]] = []
 
     def node(self, call: NodeCall) -> Any:
-        """Calls it under its key, if there are keys."""
+        """Calls a node under its key, if there are keys."""
         output = super().node(call)
         made = list(tensors_of(output))
         self.outputs.append([t.clone() if has_memory(t) else t for t in made])
@@ -40,15 +40,15 @@ class _Recorded(Keyed):
 def first_difference(
     capturing: Capturing, form: Form, inputs: Nest, keys: random_keys.Keys | None
 ) -> Node | None:
-    """Returns the first node whose captured call does not return what the untouched model's does.
+    """Returns the first node whose captured call returns other values than the model's.
 
-    Both run forward, in the mode that the model is in.
+    Both run forward in the current mode of the model.
 
     Args:
         capturing: The model.
         form: Its captured run.
         inputs: One micro-batch.
-        keys: The seeds of both; None where nothing is drawn.
+        keys: The random keys of both; None if nothing is drawn.
     """
     model, unopened = capturing.model, capturing.unopened
     with paddle.no_grad(), random_keys.keyed(keys, SoleGroup()):
@@ -61,7 +61,7 @@ def first_difference(
 def _of_model(
     model: Layer, unopened: Unopened, inputs: Nest, keys: random_keys.Keys | None
 ) -> list[list[Tensor]]:
-    """Runs the untouched model and returns what each node returned."""
+    """Runs the untouched model, and returns the outputs of each node."""
     args, named = arguments_of(mapped(lambda tensor: tensor.clone(), inputs))
     recorded = _Recorded(model, unopened, keys)
     with intercepting(recorded):
@@ -72,7 +72,7 @@ def _of_model(
 def _first(
     form: Form, inputs: Nest, keys: random_keys.Keys | None, right: Sequence[list[Tensor]]
 ) -> Node | None:
-    """Runs the captured calls and returns the first that does not return the same."""
+    """Runs the captured calls, and returns the first whose outputs differ."""
     values: Nest = form.functions[0](inputs)
     calls = zip(form.functions[1:-1], form.trace.nodes, right)
     for number, (function, node, expected) in enumerate(calls):

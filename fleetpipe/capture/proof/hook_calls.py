@@ -1,4 +1,4 @@
-"""Counts how often the hooks that a user has put on layers are called."""
+"""Counts the calls of hooks that a user has put on layers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _pauses: list[None] = []
 
 @contextmanager
 def counted(model: Layer) -> Iterator[Calls]:
-    """While it is open, the calls of the hooks of all sublayers are counted.
+    """While it is open, calls of the hooks of all sublayers are counted.
 
-    Those of the model itself are around all stages: what they do with tensors is captured.
+    Hooks of the model itself are left out: their operations are captured.
     """
     calls: Calls = Counter()
     replaced: list[tuple[dict[int, Any], dict[int, Any]]] = []
@@ -41,7 +41,7 @@ def counted(model: Layer) -> Iterator[Calls]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """While this context is open, calls of hooks are not counted: a proof measures rounding."""
+    """While it is open, calls of hooks are not counted, as a proof only measures rounding."""
     _pauses.append(None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The two that a proof compares: the user's own model in a plain loop, and its captured stages."""
+"""The two sides of a proof: the user's model in a plain loop, and its captured stages."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _FIRST = GlobalMicroBatch(0)
 
 
 def copied(inputs: Nest) -> Nest:
-    """Returns inputs into which a forward may write."""
+    """Returns copies of inputs, which a forward may overwrite."""
     return mapped(lambda tensor: tensor.clone(), inputs)
 
 
 class PlainLoop:
-    """The untouched model, one micro-batch after another."""
+    """Trains the untouched model, one micro-batch after another."""
 
     def __init__(
         self, model: Layer, unopened: Unopened, keys_of: Callable[[TrainedStep], Keys | None]
@@ -46,8 +46,8 @@ class PlainLoop:
 
         Args:
             model: The model.
-            unopened: Which of its layers are nodes as a whole: each node has a key of its own.
-            keys_of: Returns the keys of the captured nodes in a step; None where nothing is drawn.
+            unopened: The layers that are single nodes: each node has a random key of its own.
+            keys_of: Returns the random keys of a step; None if nothing is drawn.
         """
         self.model, self._unopened, self._keys_of = model, unopened, keys_of
 
@@ -71,17 +71,17 @@ class PlainLoop:
 
 
 class CapturedRun:
-    """The captured stages, all in this process, under the schedule of each step."""
+    """Trains the captured stages, all in this process, under the schedule of each step."""
 
     def __init__(
         self, forms: Forms, model: Layer, keys_of: Callable[[TrainedStep], Keys | None]
     ) -> None:
-        """Takes the runs of the forward, cut.
+        """Takes the captured runs of the forward.
 
         Args:
-            forms: The runs.
-            model: The model, whose mode says which of them is meant.
-            keys_of: Returns the keys of a step; None where nothing is drawn.
+            forms: The captured runs.
+            model: The model, whose mode selects the run.
+            keys_of: Returns the random keys of a step; None if nothing is drawn.
         """
         self._forms, self._keys_of = forms, keys_of
         self._parts = CapturedStages(forms, lambda: model.training)

@@ -1,8 +1,8 @@
-"""Trains an untouched model and its captured stages alike, and compares them moment by moment.
+"""Trains an untouched model and its captured stages alike, and compares them.
 
-The plain loop runs first, on the user's own model, and what it leaves is kept. Then everything is
-put back, and the stages train the same course under their schedules. After each step they take
-the plain model's parameters and buffers, so that a difference in rounding stays in its step.
+The plain loop runs first, on the user's own model, and leaves digests. Then the state is restored,
+and the stages train the same course under their schedules. After each step they get the plain
+model's parameters and buffers, so that a difference in rounding stays in its step.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _SCHEDULES = ("1F1B", "ZBH1")
 
 
 class Proof(NamedTuple):
-    """What was compared, all in bits but for gradients that are ``rounded``.
+    """The extent of a comparison, in which all bits are equal but those of ``rounded`` gradients.
 
     Attributes:
         outputs: The number of tensors that the model returns, over all micro-batches.
         gradients: The number of parameters with a gradient.
         buffers: The number of buffers, running statistics among them.
-        rounded: By parameter, the largest difference over the largest gradient of the parameter's
-            layer, where a gradient is off by the order of a sum.
+        rounded: By parameter, the largest difference of its gradient, divided by the largest
+            gradient of its layer, if the order of a sum explains it.
         summed: The values and parameters whose gradients are added up stage by stage.
         keyed: Whether the model drew random numbers, under keys.
-        trained: Each step: the schedule and the number of micro-batches.
-        evaluated: The rows of each evaluation.
+        trained: For each step the schedule's name and the number of micro-batches.
+        evaluated: The number of rows of each evaluation.
     """
 
     outputs: int
@@ -81,18 +81,18 @@ class Proof(NamedTuple):
 
 
 def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) -> Proof:
-    """Trains a model and its captured stages, and leaves the model as it was.
+    """Trains a model and its captured stages, compares them, and restores the model.
 
     Gradients are cleared.
 
     Args:
         capturing: The model, with an example of its inputs.
-        forms: Its runs, cut.
-        schedule: What will train it; None where nothing says so: a schedule with a plain and one
-            with a split backward then.
+        forms: Its captured runs.
+        schedule: The schedule that will train it; None takes one with a plain and one with a split
+            backward.
 
     Raises:
-        CaptureError: They differ; it names the first layer that does, with file and line.
+        CaptureError: They differ; the error names the first layer that does, with file and line.
     """
     model = capturing.model
     python = forms.example(training=True).trace.draws
@@ -120,7 +120,7 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
 
 
 def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Course]:
-    """Yields what may be trained: on other numbers and rows, and on less where a model fails."""
+    """Yields courses to train: on varied numbers and rows, then on less in case a model fails."""
     trial = Trial(capturing.model)
     example = capturing.example
     inputs = [numbers for numbers in variants(example) if trial.accepts(numbers)]
@@ -134,7 +134,7 @@ def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Cour
 
 
 def _trained(plain: PlainLoop, courses: Iterator[Course]) -> tuple[Digests, Calls]:
-    """Trains the plain model, and returns what came of it, with the calls of hooks."""
+    """Trains the plain model; returns the digests, and the number of calls of hooks."""
     failure = Exception()
     for course in courses:
         try:
@@ -168,7 +168,7 @@ def _usual(stages: int) -> list[Schedule]:
 
 
 def _steps(inputs: Sequence[Nest], planned: Sequence[Schedule]) -> list[TrainedStep]:
-    """Returns steps in which each of the inputs is a micro-batch at least once."""
+    """Returns steps that have each of the inputs as a micro-batch at least once."""
     optimizers = (paddle.optimizer.SGD, paddle.optimizer.Momentum)
     endless = itertools.cycle(inputs)
     steps: list[TrainedStep] = []

@@ -1,7 +1,7 @@
-"""How far a gradient may be from the plain model's: as far as an order of sums can put it.
+"""Decides whether a gradient's difference is rounding: as large as an order of sums can make it.
 
-A gradient is compared with what its place carries, never with itself alone: that of a key's bias
-under a softmax is 0 but for rounding, and all of it may change with the order of a sum.
+A difference is compared with the gradients of the whole layer, never with one alone: that of a
+key's bias under a softmax is 0 but for rounding, so all of it may change with an order of sums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNITS = 16.0
 
 
 class Rounding:
-    """What the order of sums can make of each gradient of one step."""
+    """The largest difference of each gradient of a step that the order of sums explains."""
 
     def __init__(
         self, gradients: Mapping[str, Tensor], moved: Callable[[], Mapping[str, Tensor]]
@@ -30,16 +30,16 @@ class Rounding:
         """Stores the plain model's gradients.
 
         Args:
-            gradients: By name of the parameter.
-            moved: Computes them once more, of parameters that are moved by a unit in the last
-                place; called where the scale of a layer does not explain a difference.
+            gradients: The gradients by the names of the parameters.
+            moved: Computes them once more with parameters that are moved by a unit in the last
+                place; called if the scale of a layer does not explain a difference.
         """
         self._gradients = gradients
         self._moved: Callable[[], Mapping[str, Tensor]] = moved
         self._moved_state: Mapping[str, Tensor] | None = None
 
     def carries(self, name: str, off: float) -> bool:
-        """Whether rounding explains that the gradient of a parameter is off by so much."""
+        """Whether rounding explains a difference of ``off`` in a parameter's gradient."""
         if off <= SHARE * self.scale(name):
             return True
         if not np.isfinite(off):
@@ -49,7 +49,7 @@ class Rounding:
         return off <= _UNITS * largest_gap(self._moved_state.get(name), self._gradients.get(name))
 
     def scale(self, name: str) -> float:
-        """Returns the largest gradient of the parameters of the layer that has ``name``."""
+        """Returns the largest gradient among the parameters of the layer that has ``name``."""
         return max(map(largest_of, self._beside(name)), default=0.0)
 
     def _beside(self, name: str) -> Iterable[Tensor]:
@@ -58,14 +58,14 @@ class Rounding:
 
 
 def largest_of(tensor: Tensor) -> float:
-    """Returns the largest absolute number; 0 where one is infinite or NaN, or there is none."""
+    """Returns the largest absolute number; 0 if one is infinite or NaN, or there is none."""
     numbers = np.abs(numbers_of(tensor))
     return float(numbers.max()) if numbers.size and np.isfinite(numbers).all() else 0.0
 
 
 @paddle.no_grad()
 def move_by_a_unit(parameters: Iterable[Tensor]) -> None:
-    """Moves each number of parameters by a unit in the last place, up or down by chance."""
+    """Moves each number of parameters by a unit in the last place, up or down at random."""
     signs = np.random.default_rng(0)
     for parameter in parameters:
         if parameter.dtype not in (paddle.float32, paddle.float64):
@@ -76,5 +76,5 @@ def move_by_a_unit(parameters: Iterable[Tensor]) -> None:
 
 
 def ulp(tensor: Tensor) -> float:
-    """Returns a unit in the last place of the largest number of a tensor."""
+    """Returns the unit in the last place of the largest number of a tensor."""
     return float(np.spacing(np.abs(numbers_of(tensor)).max())) if tensor.size else 0.0

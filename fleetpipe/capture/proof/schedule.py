@@ -1,4 +1,4 @@
-"""The schedule under which a proof trains: the one that the strategy of the job asks for."""
+"""Chooses the schedule of a proof: the one that the strategy of the job asks for."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def planned_schedule(
 
     Args:
         ranks: Ranks of the pipeline.
-        chunks: Chunks on each; None for the schedule's own number.
-        plan: The plan that says the cut; None where there is none.
+        chunks: Chunks on each rank; None takes the schedule's own number.
+        plan: The plan that the cut comes from; None if there is none.
         stages: The number of stages of the cut.
 
     Returns:
-        None where it cuts sequences, or places another number of stages, which is refused later.
+        None if it cuts sequences, or places another number of stages, which is refused later.
 
     Raises:
         ConfigError: The strategy asks for no schedule that can be built.

@@ -1,4 +1,4 @@
-"""Where the stages add gradients up in another order than the plain model does."""
+"""Finds gradients that the stages add up in another order than the plain model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from fleetpipe.capture.running.variants import Forms
 
 
 def summed(forms: Forms) -> tuple[str, ...]:
-    """Names the values and parameters whose gradients are sums in another order than the model's.
+    """Names the values and parameters whose gradients the stages sum in another order.
 
-    Each stage adds up its own uses first. Of a value two uses make one sum, whichever comes first;
-    that of a parameter goes on from micro-batch to micro-batch.
+    Each stage adds up its own uses first. Two uses of a value make the same sum in any order, but
+    the sum of a parameter continues from micro-batch to micro-batch.
     """
     form = forms.example(training=True)
     names = {id(p): name for name, p in forms.capturing.model.named_parameters()}

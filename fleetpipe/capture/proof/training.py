@@ -1,7 +1,7 @@
-"""One training of a model, moment by moment, whoever runs it: the plain loop or the stages.
+"""One training of a model, moment by moment, run by the plain loop or by the stages.
 
-A training is a few steps of micro-batches, each with an optimizer, then evaluations. What comes
-of it is yielded as it happens, so that two trainings can be compared while they run.
+A training is a few steps of micro-batches, each with an optimizer, then evaluations. Its results
+are yielded one by one, so that two trainings can be compared while they run.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class TrainedStep(NamedTuple):
     """One step of a training.
 
     Attributes:
-        micro_batches: The inputs of each.
-        schedule: What the stages run.
+        micro_batches: The inputs of each micro-batch.
+        schedule: The schedule that the stages run.
         optimizer: The class of the optimizer that takes the step.
-        draw: The number that seeds what is drawn, as that of a batch.
+        draw: The seed of its random numbers, as the number of a batch is.
     """
 
     micro_batches: Sequence[Nest]
@@ -42,7 +42,7 @@ class TrainedStep(NamedTuple):
 
 
 class Course(NamedTuple):
-    """What a training does.
+    """The steps and evaluations of a training.
 
     Attributes:
         steps: The steps, in order.
@@ -54,12 +54,12 @@ class Course(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What a training has made at some moment.
+    """The results of a training at one moment.
 
     Attributes:
         quantity: "output", "gradient", "state" (parameters and buffers) or "mode".
-        step: The number of the step; that after the last one is the evaluation.
-        tensors: By name. Of an output the names count the micro-batches.
+        step: The number of the step; the evaluation counts as one more.
+        tensors: The tensors by name. Names of outputs have the number of the micro-batch.
         modes: By path, whether a layer is in training.
     """
 
@@ -69,13 +69,13 @@ class Moment(NamedTuple):
     modes: dict[str, bool]
 
     def cloned(self) -> Moment:
-        """Returns a copy that stays as it is while the training goes on."""
+        """Returns a copy with tensors that the training does not change."""
         copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return self._replace(tensors=copies)
 
 
 class Side(Protocol):
-    """What runs a model: the model itself, or its stages."""
+    """One side of a comparison, which runs the model itself or its stages."""
 
     def train(self, step: TrainedStep) -> list[Nest]:
         """Adds the gradients of all micro-batches to the parameters; returns the outputs."""
@@ -85,14 +85,14 @@ class Side(Protocol):
 
 
 def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
-    """Trains a model in place, and yields what comes of it.
+    """Trains a model in place, and yields the moments of the training.
 
-    Whoever takes a moment may give the model other values before the next is asked for.
+    The caller may change the model's values between two moments.
 
     Args:
         model: The model, whose own ``train`` and ``eval`` set the modes.
-        side: What runs it.
-        course: What to do.
+        side: Runs the model.
+        course: The steps and evaluations to run.
     """
     parameters = list(dict.fromkeys(p for p in model.parameters() if not p.stop_gradient))
     for number, step in enumerate(course.steps):
@@ -115,7 +115,7 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
 
 
 def _update(step: TrainedStep, parameters: Sequence[Tensor]) -> None:
-    """Steps parameter by parameter: what an optimizer keeps of all needs more memory."""
+    """Makes a separate optimizer step of each parameter, whose state needs less memory."""
     # Names of an optimizer's state are counted: the user's are to be those of a first optimizer.
     with paddle.utils.unique_name.guard():
         for parameter in parameters:
@@ -125,12 +125,12 @@ def _update(step: TrainedStep, parameters: Sequence[Tensor]) -> None:
 
 
 def gradients_of(model: Layer) -> dict[str, Tensor]:
-    """Returns the gradients of a model's parameters by name, where there are any."""
+    """Returns the gradients of a model's parameters by name, for those that have one."""
     return {n: dense(p.grad, p) for n, p in model.named_parameters() if p.grad is not None}
 
 
 def state_of_model(model: Layer) -> dict[str, Tensor]:
-    """Returns the parameters and all buffers of a model by name, those of no state dict too."""
+    """Returns all parameters and buffers of a model by name, also those of no state dict."""
     buffers = {
         f"{path}.{name}" if path else name: holder[name]
         for path, layer in model.named_sublayers(include_self=True)
@@ -141,9 +141,9 @@ def state_of_model(model: Layer) -> dict[str, Tensor]:
 
 
 def projected(output: Nest) -> Tensor:
-    """Returns a number on which every number that a model returns has another influence.
+    """Returns a weighted sum of all numbers that a model returns, each with another weight.
 
-    Backward may start from it even where nothing in the output is trained.
+    Backward may start from it even if no output depends on a trained parameter.
     """
     total = paddle.zeros([])
     total.stop_gradient = False

@@ -1,4 +1,4 @@
-"""What is said of stages that do not train as the model does: the first layer that differs."""
+"""Builds the errors for stages that train otherwise than the model, with the first such layer."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def refuted(
 
     Args:
         capturing: The model, in the state of that moment.
-        forms: Its runs, cut.
-        moment: What the stages made.
-        differing: The names of what differs.
-        course: What was run.
-        keys_of: Returns the keys of a step; None where nothing is drawn.
+        forms: Its captured runs.
+        moment: The moment of the stages' training.
+        differing: The names of the tensors that differ.
+        course: The course of the training.
+        keys_of: Returns the random keys of a step; None if nothing is drawn.
     """
     training = moment.step < len(course.steps)
     form = forms.example(training)
@@ -70,7 +70,7 @@ def refuted(
 
 
 def unequal_hooks(model: Layer, calls: Calls, expected: Calls) -> CaptureError:
-    """Returns the error for hooks that the stages do not call as often as the model does."""
+    """Returns the error for hooks that the stages call more or less often than the model."""
     path = next(path for path in [*expected, *calls] if calls[path] != expected[path])
     return CaptureError(
         f"the captured stages call the hooks of {path} "
@@ -82,7 +82,7 @@ def unequal_hooks(model: Layer, calls: Calls, expected: Calls) -> CaptureError:
 
 
 def _inputs_of(name: str, moment: Moment, course: Course) -> Nest:
-    """Returns the inputs of which an output came; its name ends with their number."""
+    """Returns the inputs of an output; the end of its name is their number."""
     number = int(name.rpartition(" ")[2])
     if moment.step == len(course.steps):
         return course.evaluations[number]
@@ -90,7 +90,7 @@ def _inputs_of(name: str, moment: Moment, course: Course) -> Nest:
 
 
 def node_of(form: Form, model: Layer, names: Sequence[str], backwards: bool) -> Node | None:
-    """Returns the first node, or the last, that uses one of some parameters or buffers."""
+    """Returns the first node, or the last, that uses one of these parameters or buffers."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = {id(state[name]) for name in names if name in state}
     nodes = reversed(form.trace.nodes) if backwards else iter(form.trace.nodes)
@@ -103,7 +103,7 @@ def node_of(form: Form, model: Layer, names: Sequence[str], backwards: bool) -> 
 
 
 def _written(form: Form) -> str:
-    """Names what the forward writes: another order of micro-batches shows there."""
+    """Returns a text that names a tensor that the forward writes, since order matters there."""
     for node in form.trace.nodes:
         for name in node.state & form.trace.changed.keys():
             return f"; the forward writes into {name}, which {node.name} uses, {node.place}"

@@ -1,1 +1,1 @@
-"""The nodes of a capture run again, a stage at a time, on the tensors that are here."""
+"""Runs the nodes of a capture again, a stage at a time, on this process's tensors."""

@@ -1,7 +1,7 @@
-"""What a forward depends on beside its inputs, its modes and the values of its tensors.
+"""Finds the values that a forward depends on beside inputs, modes and tensors' values.
 
-A script may change that on the model between two batches: numbers and functions in attributes,
-entries of lists, dicts and configurations, sublayers, hooks, what the code reads from outside.
+A script may change them on the model between two batches: numbers and functions in attributes,
+entries of lists, dicts and configurations, sublayers, hooks, variables that the code reads.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _MOST = 2**16
 
 
 class Same:
-    """Stands for an object, and is equal to what stands for the very same."""
+    """A reference to an object, equal only to references to the same object."""
 
     __slots__ = ("value",)
 
     def __init__(self, value: object) -> None:
-        """Takes it, and so keeps it alive."""
+        """Takes the object, and keeps it alive."""
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -52,11 +52,11 @@ class Same:
 
 
 def attributes_of(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
-    """Returns what the forwards of opened layers depend on; other layers are called as they are.
+    """Returns marks of the values on which the forwards of opened layers depend.
 
     Args:
         model: The model, which is opened.
-        opens: Whether a layer is, by its path.
+        opens: Whether a layer is opened, by its path; others are single nodes, and are left out.
     """
     marks: dict[str, object] = {}
     visited: dict[int, object] = {}
@@ -80,7 +80,7 @@ def attributes_of(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
 
 
 def tensors_of(model: Layer) -> dict[str, Same]:
-    """Returns what stands for each parameter, and for each buffer, by name."""
+    """Returns a reference to each parameter and buffer, by name."""
     return {
         _joined(path, name): Same(tensor)
         for path, layer in _layers_in("", model)
@@ -90,15 +90,15 @@ def tensors_of(model: Layer) -> dict[str, Same]:
 
 
 def difference(before: Marks, now: Marks) -> str:
-    """Returns the first name of which something else is there."""
+    """Returns the first name whose mark has changed."""
     return next(name for name in {**now, **before} if before.get(name) != now.get(name))
 
 
 def require_same_parameters(before: Mapping[str, Same], now: Mapping[str, Same]) -> None:
-    """Refuses other parameters than there were; of buffers there may be others.
+    """Refuses a model whose parameters are other objects; buffers may be others.
 
     Raises:
-        CaptureError: The model has another parameter.
+        CaptureError: A parameter was added, removed or replaced.
     """
     for name in {**before, **now} if before != now else ():
         tensor: Any = (now.get(name) or before[name]).value
@@ -108,7 +108,7 @@ def require_same_parameters(before: Mapping[str, Same], now: Mapping[str, Same])
 
 
 def unfitting(name: str, cause: str) -> CaptureError:
-    """Says that the stages cannot follow what was changed on the plain model."""
+    """Returns the error for a change of the plain model that does not fit the stages."""
     return CaptureError(
         f"{name!r} has changed on the model, and does not fit the stages that were made of it",
         where=name,
@@ -130,7 +130,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _mark(value: Any, visited: dict[int, object]) -> object:
-    """Returns what stands for a value, with all that it holds where it is first met."""
+    """Returns a mark that is equal as long as a value, with all that it contains, is unchanged."""
     if isinstance(value, _NUMBERS):
         return type(value), value if value == value else "nan"
     if isinstance(value, paddle.Tensor):
@@ -150,7 +150,7 @@ def _mark(value: Any, visited: dict[int, object]) -> object:
 
 
 def _parts_of(value: Any) -> Iterator[object]:
-    """Yields what an object of the user's has, and what a function of theirs reads."""
+    """Yields the parts of a user's object or function on which its behaviour depends."""
     if isinstance(value, (functools.partial, MethodType, property, staticmethod, classmethod)):
         yield from (getattr(value, name, None) for name in _WITHIN)
     elif isinstance(value, (ModuleType, type, paddle.nn.Layer)) or (

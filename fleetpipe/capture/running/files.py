@@ -1,7 +1,7 @@
-"""Fleet's files of a captured model: one for each layer with parameters or buffers of its own.
+"""Fleet's files of a captured model: one for each layer with parameters or buffers.
 
-They are numbered in the plain model's order, whatever the cut is, and hold its names: what was
-saved from two stages is read into three.
+They are numbered in the plain model's order, whatever the cut is, and hold its names: a save of two
+stages can be loaded into three.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fleetpipe.schedules import Placement
 
 
 class _ShardOnly(paddle.nn.Layer):
-    """Tensors under their names in the whole model, as a layer has them."""
+    """A layer with some tensors under their names in the whole model."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -43,11 +43,11 @@ def files_of_model(
     Args:
         slots: The parameters and buffers of the whole model, in its order.
         users: By name, the stages that use a parameter or buffer.
-        tensors: Those of this process, by name.
+        tensors: The tensors of this process, by name.
         stages: The stages of this process.
-        placement: Which rank has which stage.
-        job: The job of the model; None where it was built outside of one.
-        group: Returns the ranks that hold the stages.
+        placement: The rank of each stage.
+        job: The job of the model; None if it was built outside of one.
+        group: Returns the group of the ranks that hold the stages.
 
     Raises:
         ConfigError: The first uses of a layer's parameters are on several ranks.

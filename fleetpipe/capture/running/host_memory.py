@@ -1,4 +1,4 @@
-"""Whether this host has the memory for another copy of a model that trains, and its return."""
+"""Estimates whether a host has memory for another copy of a model, and frees memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COPIES = 5
 
 
 def return_memory() -> None:
-    """Returns to the system what was freed: glibc keeps all but the largest of it."""
+    """Returns freed memory to the system: glibc by itself returns only the largest blocks."""
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -28,7 +28,7 @@ def bytes_to_train(model: Layer, trace: Capture) -> int:
 
     Args:
         model: The model, whose tensors need have no memory.
-        trace: The run of its forward in training; what is within its nodes is not counted.
+        trace: The captured forward in training; memory within its nodes is not counted.
     """
     state = sum(like(tensor).nbytes for tensor in model.state_dict().values())
     activations: list[Like] = [one for one in trace.likes if math.prod(one.shape)]
@@ -36,7 +36,7 @@ def bytes_to_train(model: Layer, trace: Capture) -> int:
 
 
 def bytes_for_each_process() -> int | None:
-    """Returns the memory that is free now, shared by the processes of this host; None: unknown."""
+    """Returns the free memory for each process of this host; None if it is unknown."""
     if device_kind() == "gpu":
         return memory_limit() - process_bytes()
     free = _available()

@@ -1,6 +1,6 @@
-"""Tensors of a model that have no memory: those of other ranks' stages, and of a lazy model.
+"""Handles tensors without memory: those of other ranks' stages, and of a lazy model.
 
-A capture needs shapes, and no numbers: a node gets zeros for as long as it runs.
+A capture needs shapes, and no numbers: a node gets zeros while it runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fleetpipe.paddle_api.tensor import has_memory, is_parameter, release_memory
 
 
 def without_memory(model: Layer) -> dict[str, Tensor]:
-    """Returns the parameters of a model that have no memory, by name; a buffer may be empty."""
+    """Returns the parameters of a model that have no memory, by name; buffers are left out."""
     state = model.state_dict().items()
     return {name: t for name, t in state if is_parameter(t) and not has_memory(t)}
 
@@ -37,17 +37,17 @@ def lent(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def release(tensors: Iterable[Tensor]) -> None:
-    """Gives back the memory of tensors, which keep their shapes."""
+    """Frees the memory of tensors, which keep their shapes."""
     for tensor in tensors:
         if has_memory(tensor):
             release_memory(tensor)
 
 
 def initialize(model: Layer, parameters: Mapping[str, Tensor]) -> None:
-    """Gives parameters that were made under ``paddle.LazyGuard`` their first values.
+    """Sets the first values of parameters that were made under ``paddle.LazyGuard``.
 
-    Each is drawn under a seed of its own, by its place in the whole model: they do not depend on
-    which of them a rank has.
+    Each has a seed of its own by its place in the whole model, so that its value does not depend on
+    which parameters a rank has.
     """
     with random_states_kept():
         for number, (name, tensor) in enumerate(model.state_dict().items()):

@@ -1,4 +1,4 @@
-"""Calls an untouched model as the reference of a captured one: each node under its key."""
+"""Calls an untouched model as the reference of a captured one, each node under its random key."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _FIRST = GlobalMicroBatch(0)
 
 
 class Keyed(Walk):
-    """Enters the key of each node, if there are keys."""
+    """Enters the random key of each node, if there are keys."""
 
     def __init__(self, model: Layer, unopened: Unopened, keys: random_keys.Keys | None) -> None:
-        """Begins before a run of the model; see :class:`Walk`."""
+        """Prepares one run of the model; see :class:`Walk`."""
         super().__init__(model, unopened)
         self._keys = keys
         # The first entry of a list of layers takes the inputs.
         self._entry = 1
 
     def node(self, call: NodeCall) -> Any:
-        """Calls it under its key."""
+        """Calls a node under its key."""
         if self._keys is not None:
             self._keys.enter(self._entry)
         self._entry += 1
@@ -43,17 +43,17 @@ class Keyed(Walk):
 
 
 class Untouched(ModelWithParts):
-    """A copy of a plain model, called as :func:`called` does under the keys of a batch."""
+    """A copy of a plain model, which is called as by :func:`called` under the keys of a batch."""
 
     def __init__(
         self, model: Layer, example: Nest, unopened: Unopened, shared: Iterable[Tensor] = ()
     ) -> None:
-        """Copies a model, of which this process may have a part: the rest are zeros.
+        """Copies a model, of which this process may have a part: missing tensors are zeros.
 
         Args:
             model: The model.
             example: An example of its inputs, whose plain values complete those of a batch.
-            unopened: Which layers are nodes as a whole.
+            unopened: The layers that are single nodes.
             shared: Parameters whose copies have the memory of the model's own.
         """
         super().__init__()
@@ -77,13 +77,13 @@ class Untouched(ModelWithParts):
         return self._model
 
     def train(self, mode: bool = True) -> Untouched:
-        """Puts the model into training as a pipeline does."""
+        """Switches the model to training as a pipeline does."""
         switch(self._model, mode)
         self.training = mode
         return self
 
     def eval(self) -> Untouched:
-        """Puts the model into evaluation as a pipeline does."""
+        """Switches the model to evaluation as a pipeline does."""
         return self.train(False)
 
     def forward(self, inputs: Nest) -> Nest:
@@ -102,13 +102,13 @@ def called(
     keys: random_keys.Keys | None,
     micro_batch: GlobalMicroBatch,
 ) -> Nest:
-    """Returns what a model returns, its random numbers drawn as the captured nodes draw theirs.
+    """Calls a model, whose random numbers are those of the captured nodes.
 
     Args:
         model: The untouched model.
         inputs: As for :func:`fleetpipe.pipeline`.
-        unopened: Which layers are nodes as a whole.
-        keys: The seeds of the batch; None to draw as the model does by itself.
+        unopened: The layers that are single nodes.
+        keys: The random keys of the batch; None draws as the model does by itself.
         micro_batch: The number of the micro-batch.
     """
     args, named = arguments_of(inputs)

@@ -1,7 +1,7 @@
-"""Runs the nodes of a capture again: the entries of the list of layers that a pipeline runs.
+"""Makes the list of functions that a pipeline runs from the nodes of a capture.
 
-What goes from entry to entry is the values that are still needed, by name. The first entry makes
-them of the model's inputs, the last makes the model's outputs of them.
+Each entry of the list takes and returns a dict of the values that are still needed. The first entry
+makes it from the model's inputs, the last makes the model's outputs from it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def name_of(value: ValueId) -> str:
 def entries(trace: Capture, signature: Signature) -> list[Callable[[Nest], Nest]]:
     """Returns functions of one argument which, called one after another, run a trace again.
 
-    That of a node which calls a layer, or takes parameters of layers, is a ``partial`` with these
-    layers as arguments.
+    The function of a node that calls a layer, or takes parameters of layers, is a ``partial`` with
+    these layers as arguments.
     """
     needed = _needed_after(trace)
     functions: list[Callable[[Nest], Nest]] = [_Inputs(trace, needed[0], signature)]
@@ -65,7 +65,7 @@ def _needed_after(trace: Capture) -> list[frozenset[str]]:
 
 
 class _Inputs:
-    """Makes the first values of the model's inputs."""
+    """Makes the first values from the model's inputs."""
 
     __name__ = "inputs"
 
@@ -81,7 +81,7 @@ class _Inputs:
 
 
 class _Outputs:
-    """Makes the model's outputs of the last values."""
+    """Makes the model's outputs from the last values."""
 
     __name__ = "outputs"
 
@@ -93,7 +93,7 @@ class _Outputs:
 
 
 class _Call:
-    """Calls what a node calls."""
+    """Makes the call of a node."""
 
     def __init__(self, node: Node, needed: frozenset[str], modes: Sequence[Mode]) -> None:
         self._function = node.function
@@ -128,7 +128,7 @@ class _Call:
 
 
 def _fill(value: Nest) -> _Fill:
-    """Returns what puts values in the place of what stands for them in a nest."""
+    """Returns a function that puts values in place of the placeholders in a nest."""
     if isinstance(value, Ref):
         name = name_of(value.value)
         return lambda values: values[name]

@@ -1,4 +1,4 @@
-"""Runs the stages of a captured model, each micro-batch by the run that it looks like."""
+"""Runs the stages of a captured model, each micro-batch by the run that was captured for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fleetpipe.schedules.action import GlobalMicroBatch
 
 
 class CapturedStages:
-    """What runs the stages, and what crosses between them: the ``Borders`` of dygraph's stage."""
+    """Runs the stages, and says what crosses between them: the ``Borders`` of dygraph's stage."""
 
     def __init__(self, forms: Forms, training: Callable[[], bool]) -> None:
-        """Takes the runs that are known."""
+        """Takes the captured runs."""
         self._forms = forms
         self._training = training
 
@@ -27,7 +27,7 @@ class CapturedStages:
         return tuple(self._forms.example(training).crossing)
 
     def function(self, stage: int) -> Run:
-        """Returns what runs the nodes of a stage in the mode that the model is in."""
+        """Returns the function that runs the nodes of a stage in the current mode."""
 
         def run(value: Nest, micro_batch: GlobalMicroBatch | None) -> Nest:
             form, value = self.form(stage, value)
@@ -40,7 +40,7 @@ class CapturedStages:
         return run
 
     def form(self, stage: int, value: Nest) -> tuple[Form, Nest]:
-        """Returns how a value that came to a stage is run, and it as the first node takes it."""
+        """Returns the run for a value that came to a stage, and the value for the first node."""
         forms = self._forms
         if stage:
             look = value.get(LOOK, forms.first)
@@ -50,11 +50,11 @@ class CapturedStages:
         return forms.of(look, self._training()), value
 
     def joined(self, values: Values) -> Nest:
-        """Returns all values that came, by name."""
+        """Returns all values that came to a stage, by name."""
         return {name: tensor for part in values.values() for name, tensor in part.items()}
 
     def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
-        """Returns what leaves a stage on each edge, by name, with the look of the batch."""
+        """Returns the values that leave a stage on each edge, by name, with the batch's look."""
         look: Signature = output[LOOK]
         training = self._training()
         crossing = self._forms.of(look, training).crossing

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a captured model under its own names, whoever holds them."""
+"""The parameters and buffers of a captured model under its own names, on all ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fleetpipe.paddle_api.tensor import is_parameter
 
 
 class CapturedState(ModelState):
-    """The state of a plain model whose nodes are on several ranks, as one of them sees it.
+    """The state of a plain model whose nodes are on several ranks, for one of them.
 
-    The lasting names are the plain model's.
+    Its lasting names are the plain model's.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class CapturedState(ModelState):
         """Describes a model of which this process holds a part.
 
         Args:
-            part: That part; its sublayers have the names that they have in the model.
+            part: The part; its sublayers have the names that they have in the model.
             slots: The names and shapes of the whole model.
             stages: By name, the stages that use a parameter or buffer.
             nodes: The names of all nodes, in order.
-            group: Returns the ranks that hold the stages.
+            group: Returns the group of the ranks that hold the stages.
         """
         self._model = part
         self._slots = list(slots)
@@ -53,7 +53,7 @@ class CapturedState(ModelState):
         self._parameters: dict[str, Tensor] = {}
 
     def keep_parameters(self) -> None:
-        """Has the parameters that the part has now be those of the stages for good."""
+        """Fixes the current parameters of the part as those of the stages."""
         self._parameters = {n: t for n, t in super()._named_tensors() if is_parameter(t)}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -63,21 +63,21 @@ class CapturedState(ModelState):
         return iter({**here, **kept}.items())
 
     def hidden_buffers(self) -> dict[str, Tensor]:
-        """Returns none: the buffers that no state dict has go by no number of a layer."""
+        """Returns none: the names of such buffers would need the number of a layer."""
         return {}
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether experts are on other ranks of a stage than others: no capture follows them."""
+        """Whether ranks of a stage hold different experts: never in a capture."""
         return False
 
     @property
     def adds_up_uses(self) -> bool:
-        """Whether several stages use one weight: its gradient is added up stage by stage."""
+        """Whether several stages use one weight, so that its gradient is added up by stage."""
         return any(len(users) > 1 for users in self._stages.values())
 
     def has_several_calls(self, name: str) -> bool:
-        """Whether calls of the layer that has a parameter or buffer may be on several ranks."""
+        """Whether calls of the layer of a tensor may be on several ranks."""
         return len(self._stages[name]) > 1
 
     def stage_of(self, name: str) -> int | None:
@@ -89,7 +89,7 @@ class CapturedState(ModelState):
         return self._slots
 
     def places(self) -> dict[str, int]:
-        """Returns where the plain model has each of its tensors."""
+        """Returns the place of each tensor in the plain model."""
         return {slot.name: place for place, slot in enumerate(self._slots)}
 
     def outlines(self) -> list[str]:
@@ -108,9 +108,9 @@ class CapturedState(ModelState):
 def stages_of(
     model: Layer, nodes_of: Callable[[int], Sequence[Node]], stages: int
 ) -> dict[str, tuple[int, ...]]:
-    """Returns, by name, the stages that use a parameter or buffer of a model.
+    """Returns the stages that use each parameter or buffer of a model, by name.
 
-    What no node uses is in stage 0.
+    A tensor that no node uses is in stage 0.
     """
     users: dict[int, list[int]] = {}
     for stage in range(stages):
@@ -121,10 +121,10 @@ def stages_of(
 
 
 def part_of(model: Layer, nodes: Sequence[Node], more: Collection[int] = ()) -> Layer:
-    """Returns a Layer that has what nodes use of a model, under the same names.
+    """Returns a Layer with the tensors and sublayers that nodes use, under the model's names.
 
     Args:
-        model: The model, which stays as it is.
+        model: The model, which is not changed.
         nodes: The nodes.
         more: The ids of further parameters and buffers.
     """
@@ -134,7 +134,7 @@ def part_of(model: Layer, nodes: Sequence[Node], more: Collection[int] = ()) -> 
 
 
 def _part(layer: Layer, layers: set[int], tensors: set[int]) -> Layer:
-    """Returns the layer itself where nothing in it is missing, so that it is found as it is."""
+    """Returns the layer itself if all of it is used, so that it can be found by its identity."""
     part = paddle.nn.Layer()
     whole = True
     for name, sublayer in sublayers_in(layer).items():

@@ -1,4 +1,4 @@
-"""The runs of a forward that a pipeline knows, by what a batch looks like and by mode, each cut."""
+"""The captured runs of a forward, by the look of a batch and by mode, each cut into stages."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _MOST = 4
 
 
 class Form(NamedTuple):
-    """One run of the forward, cut.
+    """One captured run of the forward, cut into stages.
 
     Attributes:
-        trace: The run.
+        trace: The capture of the run.
         starts: The first node of each stage but stage 0.
-        functions: What runs the nodes, between what takes the inputs and what gives the outputs.
+        functions: The functions of the nodes, between one for the inputs and one for the outputs.
         runner: Runs the stages.
-        crossing: The values on each edge, by name.
-        written: By stage, what its nodes write into.
+        crossing: The names of the values on each edge.
+        written: By stage, the tensors that its nodes write into.
     """
 
     trace: Capture
@@ -61,9 +61,9 @@ class Form(NamedTuple):
     written: tuple[tuple[Owned, ...], ...]
 
     def renew(self, stage: int) -> None:
-        """Moves what a stage writes into to new memory, as a micro-batch begins.
+        """Moves the tensors that a stage writes into to new memory, before a micro-batch.
 
-        The graphs of the micro-batches before it keep what it was for them, till their backward.
+        The graphs of earlier micro-batches keep the old memory until their backward.
         """
         for owned in self.written[stage]:
             renew(getattr(owned.layer, owned.name))
@@ -76,7 +76,7 @@ class Form(NamedTuple):
     def layers(self, stage: int) -> dict[int, Layer]:
         """Returns the layers that are nodes of a stage, each by the number of its first call.
 
-        Numbers are those of ``functions``, of which the first takes the inputs.
+        The numbers are indices of ``functions``, of which the first takes the inputs.
         """
         first = self.starts[stage - 1] if stage else 0
         layers: dict[int, tuple[int, Layer]] = {}
@@ -87,7 +87,7 @@ class Form(NamedTuple):
 
 
 class Forms:
-    """Makes them when they are asked for, and keeps them."""
+    """Captures runs of a forward when they are needed, and caches them."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class Forms:
         interval: int = 0,
         recompute: Collection[int] = (),
     ) -> None:
-        """Begins with the look of the example, in both modes.
+        """Captures runs for the look of the example, in both modes.
 
         Args:
-            capturing: Runs the forward. The edges of its example are those of the pipeline.
-            borders: Where it is cut.
-            interval: Nodes of a stage that are recomputed as one; 0 for none.
-            recompute: Functions of which each is recomputed by itself, by their numbers.
+            capturing: Runs the forward. The edges of the pipeline are those of its example.
+            borders: The places where it is cut.
+            interval: Number of nodes that are recomputed together; 0 recomputes none.
+            recompute: The numbers of functions each of which is recomputed by itself.
         """
         self.capturing = capturing
         self._borders = borders
@@ -124,9 +124,9 @@ class Forms:
                 self._forms[self._key(self.first, training)] = form
 
     def follow(self) -> str | None:
-        """Finds out what the forward depends on by now; returns what has changed to something new.
+        """Checks whether the forward depends on new values; returns the name of the first.
 
-        Whoever begins a batch calls it: what a script changes on the model is run from then on.
+        It is called at the begin of a batch, so that changes of a script to the model take effect.
         """
         marks, current = self._marks(), next(reversed(self._fingerprints), None)
         if current is None:
@@ -151,17 +151,17 @@ class Forms:
 
     @property
     def number(self) -> int:
-        """Numbers what the forward depends on now."""
+        """The number of the values on which the forward depends now."""
         return next(reversed(self._fingerprints))
 
     def _marks(self) -> Marks:
         return attributes_of(self.capturing.model, self.capturing.unopened.opens)
 
     def of(self, signature: Signature, training: bool) -> Form:
-        """Returns how a batch of a look is run, with the modes and the numbers that there are.
+        """Returns the run for a batch of this look, with the current modes and numbers.
 
         Raises:
-            CaptureError: It crosses between stages where the example does not.
+            CaptureError: Values cross on an edge that the example lacks.
         """
         key = self._key(signature, training)
         form = self._forms.get(key)
@@ -180,14 +180,14 @@ class Forms:
         return form
 
     def require_same_stages(self, change: str, users: Mapping[str, Sequence[int]]) -> None:
-        """Runs what the script has changed, unless weights would have to be in other stages.
+        """Captures a changed model, unless weights would have to be in other stages.
 
         Args:
-            change: What it is.
+            change: The name of the value that changed.
             users: By name, the stages that have a parameter or buffer.
 
         Raises:
-            CaptureError: They would.
+            CaptureError: A stage uses a tensor that it does not have.
         """
         begin = time.perf_counter()
         try:
@@ -208,7 +208,7 @@ class Forms:
         )
 
     def tell(self, form: Form) -> None:
-        """Tells of what the model's own code does beside operations: no stage does it again."""
+        """Warns of side effects of the model's own code, which no stage repeats."""
         model = self.capturing.model
         hooks = [f"it calls a hook of {type(model).__name__}'s own"] if has_hooks(model) else []
         for text in (*form.trace.left_out, *hooks):
@@ -216,11 +216,11 @@ class Forms:
 
     @property
     def numbers(self) -> list[Tensor]:
-        """The buffers whose numbers Python reads, at every capture."""
+        """The buffers whose numbers Python reads in some run."""
         return [getattr(owned.layer, owned.name) for owned in self._numbers.values()]
 
     def example(self, training: bool) -> Form:
-        """Returns how the example is run."""
+        """Returns the run of the example."""
         return self._examples[training]
 
     def _key(self, signature: Signature, training: bool) -> _Key:
@@ -255,7 +255,7 @@ def _bytes(owned: Owned) -> bytes:
 
 
 def _written(trace: Capture, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ...]:
-    """Returns, for each stage, what its nodes write into, and backward may need."""
+    """Returns, for each stage, the tensors that its nodes write into and backward may need."""
     names: list[set[str]] = [set() for _ in (0, *starts)]
     for number, node in enumerate(trace.nodes):
         if not _normalizes(node):
@@ -264,7 +264,7 @@ def _written(trace: Capture, starts: Sequence[int]) -> tuple[tuple[Owned, ...], 
 
 
 def _normalizes(node: Node) -> bool:
-    """Whether a node is a layer of Paddle's that trains: backward needs no running statistics."""
+    """Whether a node is a training layer of Paddle's, whose backward needs no statistics."""
     layer: Layer = node.function
     plain = node.is_layer and not has_hooks(layer)
     return (
@@ -275,10 +275,10 @@ def _normalizes(node: Node) -> bool:
 
 
 def _require_recomputable(form: Form) -> None:
-    """Refuses to compute again what takes more of a micro-batch's state than one layer keeps.
+    """Refuses to recompute nodes that change or share state of a micro-batch.
 
     Raises:
-        CaptureError: Several nodes use a buffer that is written into, or it is no layer's state.
+        CaptureError: Several nodes use a written buffer, or it is not the state of one layer.
     """
     if form.trace.switched:
         raise CaptureError(
