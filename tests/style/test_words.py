@@ -39,9 +39,7 @@ TWICE = {
 #: Packages in which a function says with a verb or a noun what it does or returns.
 VERBS = (
     *("schedules", "partition", "transport", "engine", "mesh", "job", "paddle_api", "profiling"),
-    *("io", "static", "capture.tracing", "capture.cutting", "contrib.clusters", "contrib.search"),
-    *("contrib.report", "contrib.why", "contrib.pictures", "contrib.starter", "contrib.doctor"),
-    *("contrib.locator", "contrib.kept_state", "contrib.formats"),
+    *("io", "static", "capture.tracing", "capture.cutting", "contrib"),
 )
 
 #: Bare participles, and those functions of ``VERBS`` that keep one.

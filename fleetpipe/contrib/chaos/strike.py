@@ -73,13 +73,13 @@ class Chaos(BatchObserver):
         if played.rank != self._rank or str(op) != self._strike.at:
             return instruction
 
-        def struck() -> Blocked | None:
+        def strike_first() -> Blocked | None:
             self._steps += 1
             if self._steps == self._strike.every:
                 os.kill(os.getpid(), self._strike.number)
             return instruction()
 
-        return struck
+        return strike_first
 
 
 def _texts(op: Op) -> list[str]:

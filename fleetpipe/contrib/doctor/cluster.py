@@ -23,7 +23,7 @@ def findings(address: str, ranks: int, folder: Path) -> list[Finding]:
         folder: The folder of the checkpoints on each node.
     """
     try:
-        with cluster.connected(None if address == "local" else address, {"CPU": ranks}):
+        with cluster.connect(None if address == "local" else address, {"CPU": ranks}):
             cluster.require_packages()
             return _of_nodes(ranks, folder)
     except FleetPipeError as error:

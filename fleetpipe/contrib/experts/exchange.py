@@ -38,7 +38,7 @@ def scatter(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group)
         PipelineTimeout: Some member did not come within the limit.
         UsageError: The counts do not add up to the number of tokens.
     """
-    return _exchanged(True, tokens, counts_out, counts_in, group)
+    return _exchange_both_ways(True, tokens, counts_out, counts_in, group)
 
 
 def gather(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) -> Tensor:
@@ -54,10 +54,10 @@ def gather(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) 
         PipelineTimeout: Some member did not come within the limit.
         UsageError: The counts do not add up to the number of tokens.
     """
-    return _exchanged(False, tokens, counts_out, counts_in, group)
+    return _exchange_both_ways(False, tokens, counts_out, counts_in, group)
 
 
-def _exchanged(
+def _exchange_both_ways(
     outward: bool, tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group
 ) -> Tensor:
     sent, received = (_by_member(counts, group) for counts in (counts_out, counts_in))
@@ -78,18 +78,18 @@ def _exchange(
 ) -> Tensor:
     """Exchanges tokens: to the experts if ``outward``, else back from them."""
     if not outward:
-        tokens = _transposed(tokens, list(zip(*received)))
+        tokens = _transpose(tokens, list(zip(*received)))
     parts = _split(tokens, [sum(counts) for counts in (sent if outward else received)])
-    arrived = _joined(group.all_to_all(parts))
-    return _transposed(arrived, received) if outward else arrived
+    arrived = _join(group.all_to_all(parts))
+    return _transpose(arrived, received) if outward else arrived
 
 
-def _transposed(tokens: Tensor, counts: Counts) -> Tensor:
+def _transpose(tokens: Tensor, counts: Counts) -> Tensor:
     """Sorts tokens by column and row of ``counts`` that are sorted by row and column."""
     flat = [count for row in counts for count in row]
     columns = len(counts[0])
     pieces = _split(tokens, flat)
-    return _joined([piece for column in range(columns) for piece in pieces[column::columns]])
+    return _join([piece for column in range(columns) for piece in pieces[column::columns]])
 
 
 def _split(tokens: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -102,7 +102,7 @@ def _split(tokens: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return pieces
 
 
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
+def _join(pieces: Sequence[Tensor]) -> Tensor:
     filled = [piece for piece in pieces if piece.shape[0]]
     return paddle.concat(filled) if filled else pieces[0]
 

@@ -103,10 +103,10 @@ def _carrier(function: Function, take: Any) -> Function:
     parts = (function,)
     if isinstance(function, functools.partial):
         parts = (function.func, *function.args)
-    return functools.partial(_carried, take, *parts)
+    return functools.partial(_run_and_carry, take, *parts)
 
 
-def _carried(take: Take, *call: Any) -> Nest:
+def _run_and_carry(take: Take, *call: Any) -> Nest:
     function, *arguments, value = call
     total = value[_LOSS] if _is_carrier(value) else None
     output = function(*arguments, AuxiliaryLoss.value_of(value))

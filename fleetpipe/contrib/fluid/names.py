@@ -55,7 +55,7 @@ def conv2d(
         bias_attr=bias_attr,
         data_format=data_format,
     )
-    return _activated(layer(input), act)
+    return _activate(layer(input), act)
 
 
 def batch_norm(
@@ -77,7 +77,7 @@ def batch_norm(
         moving_mean_name=moving_mean_name,
         moving_variance_name=moving_variance_name,
     )
-    return _activated(layer(input), act)
+    return _activate(layer(input), act)
 
 
 def pool2d(
@@ -115,7 +115,7 @@ def elementwise_add(
     x: Variable, y: Variable, act: str | None = None, name: str | None = None
 ) -> Variable:
     """Adds two values of one shape."""
-    return _activated(paddle.add(x, y), act)
+    return _activate(paddle.add(x, y), act)
 
 
 def embedding(
@@ -137,7 +137,7 @@ def _channels(images: Variable, data_format: _Format) -> int:
     return int(images.shape[1 if data_format == "NCHW" else -1])
 
 
-def _activated(value: Variable, act: str | None) -> Variable:
+def _activate(value: Variable, act: str | None) -> Variable:
     return getattr(_functional, act)(value) if act else value
 
 
@@ -251,7 +251,7 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise FluidName(**_gone(f"{self.__name__}.{name}"))
+        raise FluidName(**_error_of(f"{self.__name__}.{name}"))
 
 
 class _Finder(MetaPathFinder):
@@ -261,11 +261,11 @@ class _Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.startswith(f"{FLUID}."):
-            raise FluidImport(**_gone(fullname))
+            raise FluidImport(**_error_of(fullname))
         return None
 
 
-def _gone(name: str) -> dict[str, Any]:
+def _error_of(name: str) -> dict[str, Any]:
     today = name_today(name)
     return {
         "summary": f"{name} is gone since Paddle 2.5, and is not among the names that fleetpipe "
@@ -292,7 +292,7 @@ def name_today(old: str) -> str | None:
 
 
 @contextmanager
-def provided() -> Iterator[None]:
+def provide() -> Iterator[None]:
     """While it is open, Paddle has the names of the table."""
     with ExitStack() as undo:
         finder = _Finder()
@@ -314,7 +314,7 @@ def _paddle_has(name: Older) -> bool:
 def _put(name: Older, undo: ExitStack) -> None:
     """Adds a name to Paddle, and the modules above it that do not exist."""
     path, _, last = f"paddle.{name.old}".rpartition(".")
-    value = name.stand_in or _named(name.today)
+    value = name.stand_in or _object_at(name.today)
     undo.enter_context(replaced((_owner(path, undo), last, value)))
     if isinstance(value, ModuleType):
         sys.modules[f"{path}.{last}"] = value
@@ -324,7 +324,7 @@ def _put(name: Older, undo: ExitStack) -> None:
 def _owner(path: str, undo: ExitStack) -> Any:
     """Returns the module or class at a path, and makes it if it is below ``paddle.fluid``."""
     if not f"{path}.".startswith(f"{FLUID}."):
-        return _named(path)
+        return _object_at(path)
     if path not in sys.modules:
         module = _Module(path)
         # A package: what is imported from it is asked of the finder.
@@ -336,7 +336,7 @@ def _owner(path: str, undo: ExitStack) -> Any:
     return sys.modules[path]
 
 
-def _named(path: str) -> Any:
+def _object_at(path: str) -> Any:
     """Returns the object at a dotted path, which may lead into a class."""
     parts = path.split(".")
     value: Any = importlib.import_module(parts[0])

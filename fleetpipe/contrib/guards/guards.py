@@ -68,13 +68,13 @@ class Guards(BatchObserver):
         if not isinstance(op, Recv):
             return instruction
 
-        def received() -> Blocked | None:
+        def receive() -> Blocked | None:
             blocked = instruction()
             if blocked is not None and self._due:
                 self._publish()
             return blocked
 
-        return received
+        return receive
 
     def computed(self) -> None:
         """Verifies a batch that has run, before its gradients are added up over ranks. Collective.
@@ -90,7 +90,7 @@ class Guards(BatchObserver):
             self._publish()
         if not self._scaled:  # a scaler looks for such itself
             self._require_finite()
-        drawn = self._drawn(self._keys)
+        drawn = self._streams_drawn_from(self._keys)
         for holders, gathering in self._gatherings:
             values = gathering.values()
             self._require_equal(holders, [value["parameters"].split(",") for value in values])
@@ -108,7 +108,7 @@ class Guards(BatchObserver):
         if not self._on or scaled or not getattr(optimizer, "clips_all", False):
             step()
             return
-        of_rank = counted(optimized_parameters(optimizer.wrapped), self._layers, self._job)
+        of_rank = norm_parameters(optimized_parameters(optimizer.wrapped), self._layers, self._job)
         squares = _squares([g for p in of_rank if (g := gradient_of(p)) is not None])
         everyone = self._job.members(range(self._job.degrees.size), PURPOSE)
         gathering = everyone.begin_all_gather(squares)
@@ -121,7 +121,7 @@ class Guards(BatchObserver):
         if abs(used - norm) > (_ROUNDING_OF_HALVES if halves else _ROUNDING) * max(used, norm):
             raise InvariantError(
                 "gradients are clipped by a norm that is not that of all of them, each once",
-                where=self._here,
+                where=self._location,
                 expected=f"{norm:.7g}, over all ranks",
                 got=f"{used:.7g}",
                 cause=NORM,
@@ -146,7 +146,7 @@ class Guards(BatchObserver):
         if bad:
             raise InvariantError(
                 f"the gradient of {bad[-1]} is not finite",
-                where=f"{self._here}, before gradients are added up over ranks",
+                where=f"{self._location}, before gradients are added up over ranks",
                 got=f"NaN or Inf in {len(bad)} of {len(gradients)} gradients",
                 cause="a too large learning rate, a product that passed the dtype's range, or such "
                 "numbers in the data of this rank",
@@ -169,7 +169,7 @@ class Guards(BatchObserver):
         raise InvariantError(
             f"the {'tied weight' if holders.tied else 'parameter'} {name} is not the same on the "
             f"ranks that hold it{more}",
-            where=f"rank {_listed(differing)} of {_listed(holders.ranks)}, along {axis}, at the "
+            where=f"rank {_text_of(differing)} of {_text_of(holders.ranks)}, along {axis}, at the "
             f"begin of step {self._step}",
             expected="the same bits, as "
             + ("before the first step" if self._passed is None else f"in step {self._passed}"),
@@ -191,9 +191,9 @@ class Guards(BatchObserver):
                 if not axis or equal == (axis == "mp" and stream == DEFAULT):
                     continue
                 raise InvariantError(
-                    f"ranks {_listed(sorted([rank, self._rank]))} draw "
+                    f"ranks {_text_of(sorted([rank, self._rank]))} draw "
                     f"{'the same' if equal else 'other'} random numbers along {axis}",
-                    where=f"{self._here}, the {stream}",
+                    where=f"{self._location}, the {stream}",
                     cause=STREAMS.format(axis)
                     if equal
                     else "dropout draws other numbers for the same values on ranks along mp",
@@ -205,7 +205,7 @@ class Guards(BatchObserver):
     def _axis_to(self, rank: int) -> str:
         return axis_between(self._job, [rank], [rank, self._rank])
 
-    def _drawn(self, keys: random_keys.Keys | None) -> list[str]:
+    def _streams_drawn_from(self, keys: random_keys.Keys | None) -> list[str]:
         """Returns the names of the streams that this batch has drawn from, to be compared."""
         if keys is not None:
             return sorted(keys.common_streams & random_keys.OF_SHARDS)
@@ -222,7 +222,7 @@ class Guards(BatchObserver):
         return self._job.progress.step
 
     @property
-    def _here(self) -> str:
+    def _location(self) -> str:
         return f"rank {self._rank}, step {self._step}"
 
 
@@ -275,7 +275,7 @@ def _of_unequal(axis: str, step: int) -> str:
     return of_unequal(axis, step)
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _text_of(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
@@ -335,7 +335,7 @@ def named_parameters(layers: PipelineLayer) -> dict[str, Tensor]:
     return {name: p for name, p in named.items() if not p.stop_gradient}
 
 
-def counted(parameters: Iterable[Tensor], layers: PipelineLayer, job: Job) -> list[Tensor]:
+def norm_parameters(parameters: Iterable[Tensor], layers: PipelineLayer, job: Job) -> list[Tensor]:
     """Returns the parameters that this rank contributes to the norm over all ranks."""
     tensors, place = layers.state.local_tensors(), job.coordinate
     elsewhere = {id(tensors[w.name]) for w in layers.shared_weights if w.holders[0] != place.pp}

@@ -62,7 +62,7 @@ class ProgramReader:
             if kept:
                 written[len(operations)] = tuple(self._current[name] for name in kept)
             writes = tuple(self._write(name) for name in outputs if name not in kept)
-            operations.append(_described(program, op, reads, writes))
+            operations.append(_describe(program, op, reads, writes))
         names = dict(enumerate(self._names))
         self._offset = len(sources)
         self.graph = Graph(
@@ -191,7 +191,7 @@ def _sources(program: Program) -> list[str]:
     return list(sources)
 
 
-def _described(
+def _describe(
     program: Program, op: Op, reads: tuple[int, ...], writes: tuple[int, ...]
 ) -> Operation:
     within = list(inside(program, op))

@@ -40,7 +40,7 @@ _WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 
 
 @contextlib.contextmanager
-def connected(address: str | None, resources: Mapping[str, float]) -> Iterator[None]:
+def connect(address: str | None, resources: Mapping[str, float]) -> Iterator[None]:
     """While it is open, this process is connected to a Ray cluster.
 
     If the process is connected already, it stays with that cluster; else it joins the one at
@@ -173,12 +173,12 @@ def _join(address: str) -> None:
             _read_settings_again()
             ray.init(address, logging_level="WARNING")
     except (OSError, ValueError, RuntimeError, RayError) as error:
-        raise _refused(address, error) from error
+        raise _refusal(address, error) from error
     finally:
         _read_settings_again()
 
 
-def _refused(address: str, error: Exception) -> ConfigError:
+def _refusal(address: str, error: Exception) -> ConfigError:
     cause, text = error.__cause__, str(error)
     while cause is not None:
         cause, text = cause.__cause__, f"{text}: {cause}"
@@ -218,10 +218,10 @@ def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> N
         if time.monotonic() > deadline:
             break
         time.sleep(0.2)
-    each = [f"{node['NodeManagerAddress']}: {_shown(node['Resources'])}" for node in alive]
+    each = [f"{node['NodeManagerAddress']}: {_text_of(node['Resources'])}" for node in alive]
     raise ConfigError(
         f"the cluster has room for {places} worker(s), {workers} are asked for",
-        expected=f"{_shown(bundle)} for each of {workers}",
+        expected=f"{_text_of(bundle)} for each of {workers}",
         got="; ".join(each),
         fix="lower num_workers (of fleetpipe launch --nnodes or --nproc) or resources_per_worker, "
         "add nodes, or have the job wait for them: PaddleConfig(wait_for_nodes=600), --wait 600",
@@ -233,7 +233,7 @@ def _fitting(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int
     return min((int(resources.get(name, 0) / amount) for name, amount in needed.items()), default=1)
 
 
-def _shown(resources: Mapping[str, float]) -> str:
+def _text_of(resources: Mapping[str, float]) -> str:
     named = {name: n for name, n in resources.items() if not name.startswith(("node:", "object_"))}
     return ", ".join(f"{name} {n:g}" for name, n in sorted(named.items()) if name != "memory")
 

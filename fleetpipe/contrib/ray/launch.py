@@ -18,7 +18,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 
 from fleetpipe.contrib.ray.backend import PaddleConfig
-from fleetpipe.contrib.ray.cluster import connected
+from fleetpipe.contrib.ray.cluster import connect
 from fleetpipe.contrib.ray.trainer import PaddleTrainer
 from fleetpipe.contrib.watch.address import SERVE
 from fleetpipe.errors import ConfigError, FleetPipeError
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"fleetpipe launch --ray does not take {option}", fix=fix)
     address = None if options.ray == "local" else options.ray
     most = options.nnodes[1] * (options.nproc_per_node or 1)
-    with tempfile.TemporaryDirectory() as runs, connected(address, {"CPU": most}):
+    with tempfile.TemporaryDirectory() as runs, connect(address, {"CPU": most}):
         try:
             _trainer(options, runs).fit()
         except TrainingFailedError as error:

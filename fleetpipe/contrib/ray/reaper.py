@@ -24,7 +24,7 @@ from fleetpipe import systems
 _QUIET_SECONDS = 1.0
 
 
-def marked(token: bytes) -> Iterator[int]:
+def processes_with(token: bytes) -> Iterator[int]:
     """Yields the processes of this host that have ``token`` in their environment."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -38,7 +38,7 @@ def main() -> None:
     sys.stdin.buffer.read()
     quiet_until = time.monotonic() + _QUIET_SECONDS
     while time.monotonic() < quiet_until:
-        for process in marked(token):
+        for process in processes_with(token):
             with contextlib.suppress(OSError):
                 os.kill(process, systems.SIGKILL)
                 quiet_until = time.monotonic() + _QUIET_SECONDS

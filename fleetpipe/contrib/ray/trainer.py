@@ -106,7 +106,7 @@ class PaddleTrainer(DataParallelTrainer):
         if self.running_in_local_mode:
             return super().fit()
         bundle = scaling._resources_per_worker_not_none
-        with cluster.connected(os.environ.get("RAY_ADDRESS"), scaling.total_resources):
+        with cluster.connect(os.environ.get("RAY_ADDRESS"), scaling.total_resources):
             config: PaddleConfig = self.backend_config
             cluster.require_room(bundle, scaling.min_workers, config.wait_for_nodes)
             cluster.require_packages(self.run_config.worker_runtime_env)

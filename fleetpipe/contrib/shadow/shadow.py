@@ -106,10 +106,10 @@ class Shadow(BatchObserver):
                 self._begin(batch)
 
     def _begin(self, batch: ObservedBatch) -> None:
-        if self._given_up(obstacle(self._pipeline, self._forms, batch, self._reference is None)):
+        if self._give_up(obstacle(self._pipeline, self._forms, batch, self._reference is None)):
             return
         begin = time.perf_counter()
-        reference = self._prepared(batch.optimizer)
+        reference = self._prepare(batch.optimizer)
         return_memory()
         batches_here, everyone = self._pipeline.share(batch.data)
         keys = copy.copy(batch.keys)
@@ -126,7 +126,7 @@ class Shadow(BatchObserver):
             failure = _NO_MEMORY if lacks else str(error).partition("\n")[0]
         self._failure = next(filter(None, all_ranks().all_gather(failure)), None)
         if self._failure == _NO_MEMORY:
-            self._given_up(_NO_MEMORY)
+            self._give_up(_NO_MEMORY)
             return
         added = [n for n, grad in self._gradients().items() if _apart(grad, held.get(n))]
         for name in added:
@@ -134,7 +134,7 @@ class Shadow(BatchObserver):
             drop_gradients([parameter])
             if name in held:
                 set_gradient(parameter, held[name])
-        if self._given_up(f"the loss uses {added[0]} of the model" if added else None):
+        if self._give_up(f"the loss uses {added[0]} of the model" if added else None):
             return
         self._batch = _Batch(
             batches_here.inputs, keys, loss, batch.optimizer, everyone, batch.weights, held
@@ -153,7 +153,7 @@ class Shadow(BatchObserver):
         with losses_kept(self._pipe.loss_functions()):
             return Beside(self._pipeline, reference).train(everyone, weights)
 
-    def _given_up(self, obstacle: str | None) -> bool:
+    def _give_up(self, obstacle: str | None) -> bool:
         """Ends the comparison if a rank has an obstacle, and returns whether. Collective."""
         first = next(filter(None, all_ranks().all_gather(obstacle)), None)
         if first is not None:
@@ -184,7 +184,7 @@ class Shadow(BatchObserver):
         begin = time.perf_counter()
         tensors = reference.tensors().items()
         gradients = {name: dense(t.grad, t) for name, t in tensors if t.grad is not None}
-        rounding = Rounding(gradients, lambda: self._moved(reference, batch, gradients))
+        rounding = Rounding(gradients, lambda: self._moved_gradients(reference, batch, gradients))
         off: list[str] = []
         of_stages = self._gradients()
         for name, gradient in of_stages.items():
@@ -203,7 +203,7 @@ class Shadow(BatchObserver):
         drop_gradients(expected[n] for n, gradient in of_stages.items() if gradient is not None)
         self._batch = batch._replace(held={})
         if batch.optimizer is None:
-            self._ended()
+            self._count_batch()
 
     def step(self, step: Callable[[], None], optimizer: Optimizer, scaled: bool) -> None:
         """Steps both optimizers and compares the parameters. Collective if the steps are.
@@ -215,7 +215,7 @@ class Shadow(BatchObserver):
         if batch is None or reference is None or not self._has_twin:
             step()
             if batch is not None:  # one without an optimizer has ended already
-                self._ended()
+                self._count_batch()
             return
         begin = time.perf_counter()
         expected = self._expected_update(reference, batch.optimizer)
@@ -240,7 +240,7 @@ class Shadow(BatchObserver):
         for name in self._shared:
             set_data(expected[name], parameters[name].detach())
         del before
-        self._ended()
+        self._count_batch()
 
     def _expected_update(self, reference: Reference, optimizer: Optimizer) -> dict[str, Tensor]:
         """Returns the plain model's parameters after copies of the optimizer have updated them.
@@ -282,7 +282,7 @@ class Shadow(BatchObserver):
         return_memory()
         return expected
 
-    def _prepared(self, optimizer: Optimizer) -> Reference:
+    def _prepare(self, optimizer: Optimizer) -> Reference:
         """Gives the plain model the pipeline's values, before a batch. Collective."""
         pipe, capturing = self._pipe, self._forms.capturing
         marks = attributes_of(capturing.model, lambda *_: True)
@@ -337,7 +337,7 @@ class Shadow(BatchObserver):
         for path, layer in copied.named_sublayers(include_self=True):
             layer.training = modes[path]
 
-    def _moved(
+    def _moved_gradients(
         self, reference: Reference, batch: _Batch, gradients: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Returns the plain gradients after all parameters moved by a unit in the last place.
@@ -430,7 +430,7 @@ class Shadow(BatchObserver):
         node = node_of(form, self._forms.capturing.model, names, backwards=True)
         return None if node is None else f"in backward first in {node.name}, {node.place}"
 
-    def _ended(self) -> None:
+    def _count_batch(self) -> None:
         """Counts the batch, and ends the comparison after the last one."""
         self._batch = None
         self._left = self._buffers()

@@ -9,7 +9,7 @@ from typing import Any
 from fleetpipe.aliases import Nest
 from fleetpipe.config import PipelineConfig
 from fleetpipe.contrib.slices import kept
-from fleetpipe.contrib.slices.lengths import Slicing, bounds_of, sliced, slices_in
+from fleetpipe.contrib.slices.lengths import Slicing, bounds_of, cut_sequences, slices_in
 from fleetpipe.contrib.slices.shares import slice_shares
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
@@ -32,7 +32,7 @@ class SequenceChunks(Units):
 
     def cut(self, batches: MicroBatches) -> MicroBatches:
         """See :meth:`Units.cut`."""
-        return sliced(batches, self.slicing)
+        return cut_sequences(batches, self.slicing)
 
     def weight_of(
         self, functions: Sequence[Criterion], batches: MicroBatches, weight_of: WeightOf

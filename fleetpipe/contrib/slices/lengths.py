@@ -24,7 +24,7 @@ def slices_in(slicing: Slicing) -> int:
     return slicing if isinstance(slicing, int) else len(slicing)
 
 
-def sliced(batches: MicroBatches, slicing: Slicing) -> MicroBatches:
+def cut_sequences(batches: MicroBatches, slicing: Slicing) -> MicroBatches:
     """Cuts each micro-batch along axis 1 into slices.
 
     Args:

@@ -100,7 +100,7 @@ def adopt() -> None:
     )
 
 
-def expanded(listed: str) -> list[str]:
+def expand_nodes(listed: str) -> list[str]:
     """Expands a list of nodes such as ``node[01-03,07],login`` to its names, in order.
 
     Args:
@@ -117,7 +117,7 @@ def expanded(listed: str) -> list[str]:
     return names
 
 
-def repeated(counts: str) -> list[int]:
+def expand_counts(counts: str) -> list[int]:
     """Expands a list such as ``2(x3),1`` to its numbers, 2, 2, 2, 1.
 
     Args:
@@ -140,9 +140,9 @@ def _numbers(ranges: str) -> Iterator[str]:
 
 
 def _step(tasks: int) -> _Step:
-    nodes = expanded(_variable("SLURM_STEP_NODELIST", "SLURM_NODELIST"))
+    nodes = expand_nodes(_variable("SLURM_STEP_NODELIST", "SLURM_NODELIST"))
     # Slurm tells it always; where there is one node it is plain.
-    counts = repeated(
+    counts = expand_counts(
         _variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", default=str(tasks))
     )
     rank = _number("SLURM_PROCID")

@@ -100,13 +100,13 @@ def show(source: Source) -> None:
     with needed_for("watching a job in the terminal"):
         from rich.live import Live
     board, times = source(), deque[float](maxlen=60)
-    with Live(rendered(board, times), refresh_per_second=4, screen=False) as live:
+    with Live(render(board, times), refresh_per_second=4, screen=False) as live:
         while not _over(board):
             time.sleep(_PERIOD)
             try:
                 board = source()
                 times.append(board.step_time)
-                live.update(rendered(board, times))
+                live.update(render(board, times))
             except ConfigError as error:
                 live.update(str(error))
 
@@ -115,10 +115,10 @@ def show_once(source: Source) -> None:
     """Prints the state of a job once; raises the errors of :func:`show`."""
     with needed_for("watching a job in the terminal"):
         from rich.console import Console
-    Console().print(rendered(source(), ()))
+    Console().print(render(source(), ()))
 
 
-def rendered(board: JobBoard, times: Sequence[float]) -> RenderableType:
+def render(board: JobBoard, times: Sequence[float]) -> RenderableType:
     """Renders a board for the terminal.
 
     Args:
@@ -206,10 +206,10 @@ def source_of(text: str) -> Source:
     parts = urlsplit(text if "://" in text else f"//{text}")
     address = Address.parse(parts.netloc)
     token = parse_qs(parts.query).get("token", [os.environ.get(TOKEN, "")])[0]
-    return lambda: _fetched(address, token)
+    return lambda: _fetch(address, token)
 
 
-def _fetched(address: Address, token: str) -> JobBoard:
+def _fetch(address: Address, token: str) -> JobBoard:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         # A proxy of the environment is not for what is nearby.

@@ -78,7 +78,7 @@ class Server:
         try:
             with using("--serve", str(address), "a port that is free"):
                 serving = asyncio.start_server(
-                    self._connected, address.host, address.port, limit=_MOST_BYTES, backlog=64
+                    self._serve, address.host, address.port, limit=_MOST_BYTES, backlog=64
                 )
                 self._server = self._loop.run_until_complete(serving)
         except BaseException:
@@ -104,10 +104,10 @@ class Server:
             self._server.close()
             for task in list(self._open):
                 task.cancel()
-            self._loop.run_until_complete(_finished(list(self._open)))
+            self._loop.run_until_complete(_wait_for(list(self._open)))
             self._loop.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         if len(self._open) >= MOST_CONNECTIONS:
             oldest = next(iter(self._open))
@@ -156,19 +156,19 @@ class Server:
     def _page(self, path: str) -> bytes:
         made, body = self._texts.get(path, (-PERIOD, b""))
         if time.monotonic() - made >= PERIOD:
-            body = self._made(path, self._board().seen_at(time.time()))
+            body = self._make_text(path, self._board().seen_at(time.time()))
             self._texts[path] = time.monotonic(), body
         return body
 
-    def _made(self, path: str, board: JobBoard) -> bytes:
+    def _make_text(self, path: str, board: JobBoard) -> bytes:
         if path == "/metrics":
             return text(board)
         if path == "/":
-            return page(board, self._seen(board)).encode()
+            return page(board, self._note_step(board)).encode()
         content = board.status() if path == "/status.json" else board.content()
         return json.dumps(content).encode() + b"\n"
 
-    def _seen(self, board: JobBoard) -> dict[int, StepFigures]:
+    def _note_step(self, board: JobBoard) -> dict[int, StepFigures]:
         """Adds the figures of the board's step to the history, and returns it."""
         if board.step_time:
             busy = [rank.busy for rank in board.ranks]
@@ -178,7 +178,7 @@ class Server:
         return self._history
 
 
-async def _finished(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _wait_for(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -129,7 +129,7 @@ class StepComparison:
                 self._figures[rank].append(figure)
             if self._count % WINDOW == 0 or not self._usual:
                 self._learn()
-        self._recent.append(self._compared(figures, costs))
+        self._recent.append(self._compare_step(figures, costs))
         if len(self._recent) == WINDOW:
             factors = {rank: self._factor(rank, learns) for rank in figures}
             self.slow = {rank: factor for rank, factor in factors.items() if factor is not None}
@@ -145,7 +145,7 @@ class StepComparison:
                 margin = _MARGIN + _FEW / len(past)
                 self._thresholds[rank] = max(self._least, margin * most)
 
-    def _compared(
+    def _compare_step(
         self, figures: Mapping[int, float], costs: Mapping[int, float]
     ) -> dict[int, _Compared]:
         changes = {rank: math.log(figures[rank] / self._usual[rank]) for rank in figures}

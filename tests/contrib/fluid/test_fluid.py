@@ -29,7 +29,7 @@ def found(path: str) -> Any:
 
 def found_by(code: str) -> Any:
     names: dict[str, Any] = {}
-    with fluid.provided():
+    with fluid.provide():
         exec(code, names)
     return names["found"]
 
@@ -39,7 +39,7 @@ def test_a_name_is_there_while_a_script_runs_and_on_the_page(name: Older) -> Non
     page = (ROOT / "docs" / "coming-from-fleetx.md").read_text()
     assert f"| `paddle.{name.old}` | `{name.today}` | " in page
     above, _, last = f"paddle.{name.old}".rpartition(".")
-    with fluid.provided():
+    with fluid.provide():
         there = found(f"paddle.{name.old}")
         if name.stand_in is None:
             assert there is found(name.today)
@@ -53,7 +53,7 @@ def test_afterwards_nothing_of_it_is_left() -> None:
         return [[sorted(vars(place)) for place in places], sorted(sys.modules), paddle.CUDAPlace]
 
     before, finders = everything(), list(sys.meta_path)
-    with fluid.provided():
+    with fluid.provide():
         assert everything() != before
     assert everything() == before
     assert sys.meta_path == finders
@@ -154,7 +154,7 @@ def test_layers_have_the_parameters_that_they_are_told() -> None:
 
 @pytest.mark.skipif(device_kind() == "gpu", reason="Paddle's own CUDAPlace works here")
 def test_a_cuda_place_is_a_cpu_where_there_is_no_gpu() -> None:
-    with fluid.provided():
+    with fluid.provide():
         place = paddle.CUDAPlace(0)
     assert isinstance(place, paddle.CPUPlace)
     with static_mode():

@@ -29,7 +29,7 @@ OWNER = """
 import json, os, subprocess, sys, time
 from fleetpipe.contrib.ray import cluster
 
-with cluster.connected(None, {"CPU": 1}):
+with cluster.connect(None, {"CPU": 1}):
     import ray
 
     @ray.remote
@@ -50,7 +50,7 @@ import sys
 from fleetpipe.contrib.ray import cluster
 from fleetpipe.errors import ConfigError
 try:
-    with cluster.connected(sys.argv[1], {}):
+    with cluster.connect(sys.argv[1], {}):
         print("taken")
 except ConfigError as error:
     print(error)
@@ -117,12 +117,12 @@ def test_an_own_cluster_takes_no_stranger_and_ends_with_its_driver() -> None:
         )
         refused = f"the Ray cluster at {address!r} does not take this process: it has another token"
         assert stranger.stdout.startswith(refused)
-        assert child in reaper.marked(token.encode())
+        assert child in reaper.processes_with(token.encode())
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
     deadline = time.monotonic() + 30
-    while left := [*reaper.marked(token.encode())]:
+    while left := [*reaper.processes_with(token.encode())]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
@@ -137,7 +137,7 @@ def test_other_versions_than_the_clusters_are_named(monkeypatch: pytest.MonkeyPa
         listening.listen()
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         refused = pytest.raises(ConfigError, match=r"has other versions.*\n.*Ray: 2\.59\.0")
-        with refused, cluster.connected(address, {}):
+        with refused, cluster.connect(address, {}):
             pass
 
 
@@ -153,11 +153,11 @@ def test_a_shutdown_that_waits_for_ever_is_not_waited_for(monkeypatch: pytest.Mo
 def test_where_no_ray_is_says_so_at_once() -> None:
     began = time.monotonic()
     address = f"127.0.0.1:{backend.free_ports(1)[0]}"
-    with pytest.raises(ConfigError, match=address), cluster.connected(address, {}):
+    with pytest.raises(ConfigError, match=address), cluster.connect(address, {}):
         pass
     with (
         pytest.raises(ConfigError, match=r"'nowhere' does not answer\n  got: no port"),
-        cluster.connected("nowhere", {}),
+        cluster.connect("nowhere", {}),
     ):
         pass
     assert time.monotonic() - began < 10

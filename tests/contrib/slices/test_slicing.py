@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paddle import nn
 from paddle.nn import functional as F
 
-from fleetpipe.contrib.slices.lengths import bounds, sliced
+from fleetpipe.contrib.slices.lengths import bounds, cut_sequences
 from fleetpipe.contrib.slices.shares import slice_shares
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.errors import ConfigError
@@ -51,7 +51,7 @@ def test_lengths_that_add_up_are_kept() -> None:
 def test_slices_keep_containers_and_order() -> None:
     tokens = paddle.arange(12).reshape([2, 6])
     batches = MicroBatches([(tokens, tokens + 1)], None)
-    cut = sliced(batches, (1, 2))
+    cut = cut_sequences(batches, (1, 2))
     assert cut.labels is None
     assert [first.shape for first, _ in cut.inputs] == [[2, 2], [2, 4]]
     assert (cut.inputs[1][1].numpy() == tokens.numpy()[:, 2:] + 1).all()
@@ -93,7 +93,7 @@ def test_the_shares_make_the_loss_of_the_whole(loss: Any, ignored: int, slicing:
         labels = labels.unsqueeze(-1)
     batches = MicroBatches([logits], [labels])
     (shares,) = slice_shares([loss], batches, slicing)
-    cut = sliced(batches, slicing)
+    cut = cut_sequences(batches, slicing)
     losses = [float(loss(*one)) * float(share) for *one, share in zip(*cut, shares)]
     assert sum(losses) == pytest.approx(float(loss(logits, labels)), rel=1e-6)
 

@@ -183,19 +183,19 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, str | None], mes
     ],
 )
 def test_lists_of_nodes(listed: str, names: list[str]) -> None:
-    assert slurm.expanded(listed) == names
+    assert slurm.expand_nodes(listed) == names
 
 
 @pytest.mark.parametrize("listed", ["", "a,", "a[1-2", "a[]", "a[1-]", "a b", "a[x]", "a]"])
 def test_what_is_no_list_of_nodes(listed: str) -> None:
     with pytest.raises(ConfigError, match="no readable list of nodes"):
-        slurm.expanded(listed)
+        slurm.expand_nodes(listed)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=5))
 def test_repeated_counts(runs: list[tuple[int, int]]) -> None:
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
-    assert slurm.repeated(text) == [count for count, times in runs for _ in range(times)]
+    assert slurm.expand_counts(text) == [count for count, times in runs for _ in range(times)]
 
 
 def test_a_task_computes_on_its_card_from_the_start(environment: pytest.MonkeyPatch) -> None:

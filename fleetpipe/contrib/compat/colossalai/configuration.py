@@ -51,7 +51,7 @@ class Config(dict[str, Any]):
             UsageError: ``source`` is neither.
         """
         if isinstance(source, (str, os.PathLike)):
-            config = cls(_assigned(Path(source)))
+            config = cls(_run_file(Path(source)))
         elif isinstance(source, Mapping):
             config = cls(source)
         else:
@@ -107,7 +107,7 @@ class Config(dict[str, Any]):
         return int(size)
 
 
-def _assigned(path: Path) -> dict[str, Any]:
+def _run_file(path: Path) -> dict[str, Any]:
     try:
         names = runpy.run_path(str(path))
     except OSError as error:

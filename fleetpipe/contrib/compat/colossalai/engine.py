@@ -290,7 +290,7 @@ class ShapedSends:
             return instruction
         key = message_of(op)
 
-        def checked() -> Blocked | None:
+        def check() -> Blocked | None:
             value = played.values[key]
             if not all(self._fits(tuple(tensor.shape)) for tensor in tensors_of(value)):
                 raise BoundaryError(
@@ -302,7 +302,7 @@ class ShapedSends:
                 )
             return instruction()
 
-        return checked
+        return check
 
     def _fits(self, shape: tuple[int, ...]) -> bool:
         short = not self._model.training and shape[:1] < self._shape[:1]

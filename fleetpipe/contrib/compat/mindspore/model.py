@@ -45,7 +45,7 @@ class Model:
         self._cell = network
         self._optimizer = optimizer
         self._trainer: Trainer | None = None
-        self._data: Peeked | None = None
+        self._data: PeekedData | None = None
 
     @property
     def train_network(self) -> nn.PipelineCell:
@@ -59,7 +59,7 @@ class Model:
         Raises:
             StateError: Neither :meth:`build` nor :meth:`train` was called.
         """
-        return self._built().pipeline
+        return self._require_trainer().pipeline
 
     def build(self, train_dataset: Iterable[Nest]) -> None:
         """Captures the network on the first batch, cuts it and wraps it. Collective over the job.
@@ -74,7 +74,7 @@ class Model:
                 that it was not declared for.
             UsageError: ``train_dataset`` is an iterator, or its items are no batches.
         """
-        self._data = Peeked(train_dataset)
+        self._data = PeekedData(train_dataset)
         inputs = self._data.first[0]
         size = self._cell.micro_size
         rows = nn.rows_of_micro_batch(_rows(inputs), size)
@@ -125,9 +125,9 @@ class Model:
             self.build(train_dataset)
         peeked = self._data is not None and self._data.dataset is train_dataset
         data = self._data if peeked else train_dataset
-        self._built().fit(data, epochs=epoch, callbacks=callbacks, verbose=0)
+        self._require_trainer().fit(data, epochs=epoch, callbacks=callbacks, verbose=0)
 
-    def _built(self) -> Trainer:
+    def _require_trainer(self) -> Trainer:
         if self._trainer is None:
             raise StateError(
                 "the pipeline is made of a first batch",
@@ -136,7 +136,7 @@ class Model:
         return self._trainer
 
 
-class Peeked:
+class PeekedData:
     """Data whose first batch was read ahead, without beginning its pass again.
 
     Attributes:

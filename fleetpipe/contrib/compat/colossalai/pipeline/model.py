@@ -64,14 +64,14 @@ class LazyTiedLayer(_descriptions.SharedLayerDesc):  # type: ignore[misc]
         return self._layer
 
 
-def described(steps: Sequence[SequenceStep]) -> list[Any]:
+def entries_of(steps: Sequence[SequenceStep]) -> list[Any]:
     """Returns the entries of a ``PipelineLayer``, one for each step.
 
     Raises:
         ConfigError: Two layers share a parameter under different names.
     """
     calls = _calls(steps)
-    tied = _tied(steps)
+    tied = _group_by_tensor(steps)
     entries: list[Any] = []
     for step, call in zip(steps, calls):
         members = tied[id(step.layer)]
@@ -97,7 +97,7 @@ def _calls(steps: Sequence[SequenceStep]) -> list[RecordedCall]:
     return calls[::-1]
 
 
-def _tied(steps: Sequence[SequenceStep]) -> dict[int, list[SequenceStep]]:
+def _group_by_tensor(steps: Sequence[SequenceStep]) -> dict[int, list[SequenceStep]]:
     """Returns, by the id of each layer, the steps that share a tensor with it, itself included."""
     groups: dict[int, list[SequenceStep]] = {}
     user: dict[int, int] = {}
@@ -182,7 +182,7 @@ class PipelinableModel(PipelineLayer):
             chunks: Chunks of each rank.
         """
         super().__init__(
-            described(steps),
+            entries_of(steps),
             num_stages=ranks,
             seg_method=list(bounds),
             num_virtual_pipeline_stages=chunks,

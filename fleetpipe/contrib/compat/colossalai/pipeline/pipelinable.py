@@ -216,12 +216,12 @@ class PipelinableContext:
     @property
     def layers_count(self) -> int:
         """The number of layers of the list."""
-        return len(self._listed().steps)
+        return len(self._require_sequence().steps)
 
     @property
     def funcs_count(self) -> int:
         """The number of functions around the layers of the list."""
-        return sum(len(step.front) + len(step.behind) for step in self._listed().steps)
+        return sum(len(step.front) + len(step.behind) for step in self._require_sequence().steps)
 
     def to_layer_list(self, exec_seq: Iterable[object] | None = None) -> None:
         """Puts the layers of the model in the order of their execution.
@@ -277,15 +277,15 @@ class PipelinableContext:
         _require_configured(num_chunks)
         bounds = self._bounds(num_chunks, pipeline_size)
         _require_rank_of_process(rank, pipeline_size)
-        steps = self._listed().steps
+        steps = self._require_sequence().steps
         return PipelinableModel(self._model, steps, bounds, pipeline_size, num_chunks)
 
     def _bounds(self, num_chunks: int, pipeline_size: int) -> list[int]:
-        listed = self._listed()
+        listed = self._require_sequence()
         weights = [count_parameters(step.layer) for step in listed.steps]
         return boundaries(self._policy, weights, listed.splits, pipeline_size, num_chunks)
 
-    def _listed(self) -> ExecutionSequence:
+    def _require_sequence(self) -> ExecutionSequence:
         if self._sequence is None:
             raise StateError(
                 "the layers of the model are not in order yet",

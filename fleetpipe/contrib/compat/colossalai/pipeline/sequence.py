@@ -67,7 +67,7 @@ def read(model: Layer, exec_seq: Iterable[object] | None) -> ExecutionSequence:
     reader = _Reader(model)
     for entry in _children(model) if exec_seq is None else exec_seq:
         reader.take(entry)
-    sequence = reader.finished()
+    sequence = reader.finish()
     _require_cover(model, sequence.steps)
     return sequence
 
@@ -93,7 +93,7 @@ class _Reader:
         else:
             self._take_function(entry, "behind" if self._steps else "front")
 
-    def finished(self) -> ExecutionSequence:
+    def finish(self) -> ExecutionSequence:
         if self._front:
             raise ConfigError(
                 "exec_seq ends with a function that stands in front of nothing",
@@ -120,7 +120,7 @@ class _Reader:
         layer: Layer = self._sublayers.get(name)
         if layer is None:
             # A layer that the model has twice is known by its first name.
-            layer = _reached(self._model, name)
+            layer = _sublayer_at(self._model, name)
         if layer is None:
             raise ConfigError(
                 f"exec_seq names {name!r}, and the model has no such sublayer",
@@ -143,7 +143,7 @@ def _children(model: Layer) -> list[str]:
     return names
 
 
-def _reached(model: Layer, name: str) -> Layer:
+def _sublayer_at(model: Layer, name: str) -> Layer:
     """Returns the sublayer at a dotted path; None if there is none."""
     layer = model
     for part in name.split("."):
@@ -307,7 +307,7 @@ class RecordedCall:
         Raises:
             BoundaryError: There is no value that a function of exec_seq could get.
         """
-        output, named = self._opened(value)
+        output, named = self._take_apart(value)
         for function in self._front:
             output = function(output, named)
         arguments = arguments_of(output)[: self._signature.most]
@@ -318,7 +318,7 @@ class RecordedCall:
         going_on = {name: item for name, item in named.items() if name in self._later}
         return {OUTPUT: output, **going_on} if going_on else output
 
-    def _opened(self, value: Nest) -> tuple[Nest, dict[str, Nest]]:
+    def _take_apart(self, value: Nest) -> tuple[Nest, dict[str, Nest]]:
         if isinstance(value, dict) and (self._takes_batch or OUTPUT in value):
             named = dict(value)
             return named.pop(OUTPUT, None), named

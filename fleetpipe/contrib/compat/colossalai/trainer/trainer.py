@@ -19,7 +19,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_clock
 
 
-class Seen:
+class OutputRecorder:
     """Keeps the outputs and labels of a batch, as one of the metrics of ``fit``."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class TrainerHookCalls(paddle.callbacks.Callback):
 
     model: Any
 
-    def __init__(self, trainer: Trainer, seen: Seen, timer: MultiTimer | None) -> None:
+    def __init__(self, trainer: Trainer, seen: OutputRecorder, timer: MultiTimer | None) -> None:
         super().__init__()
         self._trainer = trainer
         self._seen = seen
@@ -248,8 +248,8 @@ class Trainer:
         self.max_epochs, self.max_steps = epochs, max_steps
         self.steps_per_epoch = len(train_dataloader)
         steps = epochs * self.steps_per_epoch
-        with self._prepared(return_output_label) as (model, calls):
-            callbacks = self._attached(hooks)
+        with self._prepare_model(return_output_label) as (model, calls):
+            callbacks = self._attach(hooks)
             saves = any(isinstance(callback, PipelineCheckpoint) for callback in callbacks)
             # Hooks step the learning rate; fit would do so by itself after each batch.
             still = paddle.callbacks.LRScheduler(by_step=False, by_epoch=False)
@@ -282,8 +282,8 @@ class Trainer:
         Raises:
             UsageError: One of the hooks is none.
         """
-        with self._prepared(return_output_label) as (model, calls):
-            attached = self._attached(hooks)
+        with self._prepare_model(return_output_label) as (model, calls):
+            attached = self._attach(hooks)
             callbacks = [calls, *self._progress(display_progress), *attached]
             model.evaluate(test_dataloader, verbose=0, callbacks=callbacks)
 
@@ -301,7 +301,7 @@ class Trainer:
     @property
     def is_rank_to_log(self) -> bool:
         """Whether this process owns the last stage of the first replica."""
-        return self._required().is_rank("loss")
+        return self._require_model().is_rank("loss")
 
     def from_last_stage(self, value: Nest) -> list[Nest]:
         """Returns the values that the owners of the last stage pass, by replica. Collective.
@@ -309,7 +309,7 @@ class Trainer:
         Args:
             value: Tensors and plain values; other ranks may pass None.
         """
-        return self._required().pipeline.from_last_stage(value)
+        return self._require_model().pipeline.from_last_stage(value)
 
     def metrics(self, mode: str) -> Mapping[str, Metric]:
         """Returns the metrics of the hooks by name.
@@ -320,10 +320,10 @@ class Trainer:
         return self.states.get("metrics", {}).get(mode, {})  # type: ignore[no-any-return]
 
     @contextmanager
-    def _prepared(self, return_output_label: bool) -> Iterator[tuple[Model, TrainerHookCalls]]:
+    def _prepare_model(self, return_output_label: bool) -> Iterator[tuple[Model, TrainerHookCalls]]:
         """While it is open, a :class:`Model` has the engine's model, loss and optimizer."""
         self.engine.zero_grad()
-        seen = Seen()
+        seen = OutputRecorder()
         model = Model(self.engine.model)
         criterion = self.engine.criterion
         loss = None if criterion is None else _on_columns(criterion)
@@ -335,7 +335,7 @@ class Trainer:
             self._model = None
             self.engine.take_back()
 
-    def _attached(self, hooks: Sequence[BaseHook] | None) -> list[Any]:
+    def _attach(self, hooks: Sequence[BaseHook] | None) -> list[Any]:
         """Attaches hooks to this trainer; returns the callbacks that do their work."""
         for hook in hooks or ():
             if not isinstance(hook, BaseHook):
@@ -358,7 +358,7 @@ class Trainer:
     def _progress(self, wanted: bool) -> list[StepProgress]:
         return [StepProgress(self)] if wanted else []
 
-    def _required(self) -> Model:
+    def _require_model(self) -> Model:
         if self._model is None:
             raise StateError(
                 "this is known while a Trainer trains or evaluates", fix="ask for it within a hook"

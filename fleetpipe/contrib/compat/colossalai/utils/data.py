@@ -130,14 +130,14 @@ class Images(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6
             image = image.resize((self._size, self._size))
         pixels = np.asarray(image, "float32") / 255
         if self._crop is not None:
-            pixels = self._cropped(pixels, self._crop)
+            pixels = self._crop_at_random(pixels, self._crop)
         pixels = (pixels - _MEAN) / _SCALE
         return np.ascontiguousarray(pixels.transpose(2, 0, 1)), np.int64(label)
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def _cropped(self, pixels: np.ndarray, size: int) -> np.ndarray:
+    def _crop_at_random(self, pixels: np.ndarray, size: int) -> np.ndarray:
         """Returns a random part of the padded image, which half of all calls mirror."""
         numbers = sample_generator()
         side = (self._padding, self._padding)
