@@ -126,7 +126,7 @@ def _rename(group: str, named: Mapping[str, LazyTensor]) -> Iterator[tuple[str, 
 
 
 def _meaning(name: str, everything: Mapping[str, LazyTensor]) -> TensorName:
-    """Returns the meaning of a name in a single folder: the optimizer's contain a parameter's."""
+    """Tells a model's tensor from an optimizer's, whose name begins with its parameter's name."""
     parameter, _, kind = name.rpartition(".")
     if parameter not in everything:
         return TensorName(MODEL, name)

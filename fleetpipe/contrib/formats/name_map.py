@@ -115,7 +115,7 @@ def rename(state: Checkpoint, names: NameMap) -> Checkpoint:
 
 
 def _beside(state: Checkpoint) -> list[tuple[str, str, dict[str, LazyTensor]]]:
-    """Returns the tensors that belong to parameters: group, kind, and tensors by parameter."""
+    """Returns the optimizer's tensors and master weights: group, kind, tensors by parameter."""
     kinds: dict[str, dict[str, LazyTensor]] = {}
     for name, tensor in state.of(OPTIMIZER).items():
         parameter, _, kind = name.rpartition("/")
@@ -185,7 +185,7 @@ def _names(statement: str, *, right: bool) -> list[str]:
 
 
 def _layers(pattern: str, model: Mapping[str, LazyTensor]) -> set[str]:
-    """Returns the layers in which a model has the tensor; "" for a name without a number."""
+    """Returns the numbers of the layers that have a tensor; "" if the pattern has no number."""
     if _LAYER not in pattern:
         return {""} if pattern in model or "$" in pattern else set()
     text = re.escape(pattern).replace(re.escape(_LAYER), r"(\d+)", 1)

@@ -76,9 +76,9 @@ def read_folder(folder: Path) -> Checkpoint:
 
 
 def _sorted_names(contents: Mapping[TensorName, LazyTensor]) -> tuple[str, ...]:
-    """Returns the model's names that are sorted, in an index all, in a file those of a dtype.
+    """Returns the model's names if they are sorted, else none; an index or a dtype sorts them.
 
-    Their order says nothing about the order in the model.
+    Then their order says nothing about the order in the model.
     """
     model = {n.name: -one.described.itemsize for n, one in contents.items() if n.group == MODEL}
     in_order = [*model] in (sorted(model), sorted(model, key=lambda name: (model[name], name)))

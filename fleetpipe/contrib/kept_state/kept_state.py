@@ -156,7 +156,7 @@ class KeptState:
         return segment
 
     def _forget_others(self, kept: Segment) -> None:
-        """Removes states of other forms: all ranks have these steps in their newest one."""
+        """Removes the other segments; ``kept`` has the two newest steps, as on all ranks."""
         for file, segment in list(self._segments.items()):
             if segment is not kept:
                 del self._segments[file]

@@ -249,7 +249,7 @@ class StepBesideTwin:
         return None
 
     def _are_alike(self, one: RankTensors, other: RankTensors, place: Meaning) -> bool:
-        """Whether two members drop numbers of the same values."""
+        """Whether two ranks have the same values before a dropout."""
         value, copy = one.tensors.get(place), other.tensors.get(place)
         if value is None or copy is None:
             return True

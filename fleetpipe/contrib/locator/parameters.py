@@ -363,7 +363,7 @@ class ParameterChecks:
         return apart, self._tolerance(phase, name, whole)
 
     def _apart_from(self, bad: Sequence[int], of: Iterable[int]) -> tuple[list[RankTensors], str]:
-        """Returns some of several ranks, and the axis along which the others differ."""
+        """Returns the bad ranks, and an axis that separates them from the other ranks of ``of``."""
         wrong = [self._ranks[n] for n in bad]
         rest = [self._ranks[n] for n in of if n not in bad]
         return wrong, axis_between(wrong, rest, self._job.degrees)
@@ -396,7 +396,7 @@ class ParameterChecks:
         return self._tolerances.at(Meaning(self._step, phase, name, part=part), whole.dtype)
 
     def _position(self, name: str) -> float:
-        """Returns when the twin has a parameter's gradient: after its layer's gradient."""
+        """Returns the place of a parameter's gradient in the order of the twin's backward."""
         layer = name.rpartition(".")[0]
 
         def last(phase: str) -> float:

@@ -118,7 +118,7 @@ def ratio_of(shares: dict[tuple[int, ...], dict[int, float]], expected: dict[int
 
 
 def shares_by_place(job: Record, step: int, *more: str) -> dict[tuple[int, ...], dict[int, float]]:
-    """Returns the losses that backward started from, by the place on some axes, as of data."""
+    """Returns the losses that backward started from, by place on the axes of data and ``more``."""
     shares: dict[tuple[int, ...], dict[int, float]] = {}
     axes = ("dp", "sharding", "sep", "cp", "ep", *more)
     for rank in job.ranks:

@@ -147,7 +147,7 @@ def _about(path: Path, notes: list[str]) -> Mapping[str, Any]:
 
 
 def _rows(path: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
-    """Returns the rows of batches and those of evaluations."""
+    """Returns the rows of training batches, and the rows of evaluations."""
     by_phase: dict[str, dict[int, Row]] = {"train": {}, "eval": {}}
     strange = 0
     for line in _lines(path, notes):

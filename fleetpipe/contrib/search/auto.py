@@ -68,7 +68,7 @@ def auto(
     placed: str | None = None,
     slices: int | None = None,
 ) -> ScheduleRows:
-    """Returns the schedule with the shortest span that it finds; among equals, makespan.
+    """Finds a schedule with a short span; of several equal ones, that with the least makespan.
 
     Args:
         placement: Ranks and chunks.
@@ -252,7 +252,7 @@ class _Search:
 
 
 def _policies(problem: Problem, budget: int, orders: int) -> list[tuple[float, int]]:
-    """Returns pairs of patience, in shares of the idle time so far, and tail.
+    """Returns the policies to try: patience, as a share of the idle time so far, and tail.
 
     There are fewer if they would take too long to simulate.
     """

@@ -102,7 +102,7 @@ def read_columns(path: str | Path) -> list[TracedOperation]:
 
 
 def read_trace(path: str | Path) -> list[TracedOperation]:
-    """Reads the ``trace.json`` that a traced run writes: its measured steps.
+    """Reads the measured operations from the ``trace.json`` of a traced run.
 
     Raises:
         ConfigError: It is not a trace of fleetpipe.

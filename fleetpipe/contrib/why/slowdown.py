@@ -232,7 +232,7 @@ def _of(field: str, value: int) -> Member:
 
 
 def ideal_times(steps: Sequence[ReplayedStep]) -> dict[str, float]:
-    """Returns the mean time of each kind of computation, the median of each communication's."""
+    """Returns the mean time of each kind of computation and the median of each communication."""
     by_kind: defaultdict[str, list[float]] = defaultdict(list)
     for step in steps:
         for one, seconds in zip(step.operations, step.transfer_times):
