@@ -201,6 +201,8 @@ class VocabularyPart(paddle.nn.Layer):
     """
 
     bias: Tensor | None
+    #: It returns numbers of the loss, which no layer of a plain model returns.
+    has_plain_output = False
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +17,12 @@ from fleetpipe.capture.cutting.in_place import require_one_stage
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.capture.proof import planned_schedule, prove
 from fleetpipe.capture.repeatability import require_same_calls
+from fleetpipe.capture.running.head import Head
 from fleetpipe.capture.running.host_memory import return_memory
 from fleetpipe.capture.running.memory import initialize, without_memory
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.signature import ROWS, example_of
-from fleetpipe.capture.vocabulary import HeadInParts, put_in_place, required_linear
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
@@ -157,7 +158,7 @@ def pipeline(
 @contextmanager
 def _head_in_place(
     model: Layer, path: str | None, ranks: int | None, chunks: int | None, plan: PipelinePlan | None
-) -> Iterator[HeadInParts | None]:
+) -> Iterator[Head | None]:
     """Replaces the vocabulary head in the model by parts, if one is named.
 
     An error within the context undoes that.
@@ -171,14 +172,8 @@ def _head_in_place(
             fix="call fleet.init with a pp_degree first, or pass num_stages",
         )
     Arrangement(ranks, chunks, use_dualpipev=False, plan=plan, head=True)
-    linear = required_linear(model, path)
-    head = HeadInParts(linear, path, ranks)
-    put_in_place(model, path, head)
-    try:
+    with pkgutil.resolve_name("fleetpipe.capture.vocabulary:in_place")(model, path, ranks) as head:
         yield head
-    except BaseException:
-        put_in_place(model, path, linear)
-        raise
 
 
 def _whole(model: Layer) -> bool:

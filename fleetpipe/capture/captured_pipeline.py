@@ -12,13 +12,13 @@ from fleetpipe.capture.cutting.node_meter import state_of
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.dependencies import Same, require_same_parameters, tensors_of
 from fleetpipe.capture.running.files import files_of_model
+from fleetpipe.capture.running.head import Head, loss_input
 from fleetpipe.capture.running.memory import initialize, release
 from fleetpipe.capture.running.plain_model import Untouched, called
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.tracing.value import Node
-from fleetpipe.capture.vocabulary import HeadedStages, HeadInParts, with_logits
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.batch.borders import Borders
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
@@ -56,7 +56,7 @@ class Findings(NamedTuple):
     proof: Proof | None = None
     plan: PipelinePlan | None = None
     shadowed: int = 0
-    head: HeadInParts | None = None
+    head: Head | None = None
 
 
 class CapturedPipeline(PipelineLayer):
@@ -80,7 +80,7 @@ class CapturedPipeline(PipelineLayer):
     users: dict[str, tuple[int, ...]]
     _stages: CapturedStages
     _tensors: dict[str, Same]
-    _head: HeadInParts | None
+    _head: Head | None
     _shadowed: int
 
     def __init__(
@@ -132,8 +132,8 @@ class CapturedPipeline(PipelineLayer):
         if self._head is not None:
             functions = dict(enumerate([*example.functions, *self._head.functions()]))
             head = StageRunner(functions, self.partition, recompute=self._recompute)
-            self.__dict__["_stages"] = HeadedStages(
-                *(self.forms, lambda: self.training, head, self.placement)
+            self.__dict__["_stages"] = self._head.stages(
+                self.forms, lambda: self.training, head, self.placement
             )
         self._functions = {i: functions[i] for stage in self._owned for i in self._range(stage)}
         self.runner = example.runner
@@ -291,7 +291,7 @@ class CapturedPipeline(PipelineLayer):
             micro_batch: The global number of the micro-batch.
         """
         output = called(model, inputs, self.forms.capturing.unopened, keys, micro_batch)
-        return with_logits(model, output)
+        return loss_input(model, output)
 
     def stage_layers(self, stage: int) -> dict[int, Layer]:
         """Returns the layers that are nodes of a stage, by the number of their first call."""

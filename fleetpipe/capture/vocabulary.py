@@ -6,7 +6,8 @@ as in a list of layers that ends in a ``VocabularyHead``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
@@ -93,6 +94,16 @@ class HeadInParts(paddle.nn.Layer):
         parts, scope = self.parts[number : number + 1], Scope(f"{self.path}.{number}", 0)
         return [Node(part, (), {}, (), (), (scope,), "") for part in parts]
 
+    def defer_logits(self, hidden: Tensor) -> DeferredLogits:
+        """Returns the logits of a plain model that ends in it, which the loss computes."""
+        return DeferredLogits(hidden, self.parts)
+
+    def stages(
+        self, forms: Forms, training: Callable[[], bool], runner: StageRunner, placement: Placement
+    ) -> HeadedStages:
+        """Returns the stages of the model, and behind them the parts and the loss."""
+        return HeadedStages(forms, training, runner, placement)
+
     def require_last(self, *traces: Capture) -> None:
         """Refuses a model that uses its logits itself, in training or in evaluation.
 
@@ -136,13 +147,8 @@ def _attributes_of(parameter: Tensor) -> Any:
     )
 
 
-def required_linear(model: Layer, path: str) -> Layer:
-    """Returns the Linear of a model that the parts replace.
-
-    Raises:
-        ConfigError: The model has no Linear of that name, other layers use its weights, or it has
-            hooks.
-    """
+def _required_linear(model: Layer, path: str) -> Layer:
+    """Returns the Linear of a model that the parts replace."""
     layers = dict(model.named_sublayers())
     linear = layers.get(path)
     if type(linear) is not paddle.nn.Linear:
@@ -167,16 +173,33 @@ def required_linear(model: Layer, path: str) -> Layer:
     return linear
 
 
-def put_in_place(model: Layer, path: str, layer: Layer) -> None:
+@contextmanager
+def in_place(model: Layer, path: str, ranks: int) -> Iterator[HeadInParts]:
+    """Replaces a Linear of a model by a head in parts; an error within the context undoes that.
+
+    Args:
+        model: The model.
+        path: The name of the Linear that gives its logits.
+        ranks: The number of parts.
+
+    Raises:
+        ConfigError: The model has no Linear of that name, other layers use its weights, or it has
+            hooks.
+    """
+    linear = _required_linear(model, path)
+    head = HeadInParts(linear, path, ranks)
+    _put(model, path, head)
+    try:
+        yield head
+    except BaseException:
+        _put(model, path, linear)
+        raise
+
+
+def _put(model: Layer, path: str, layer: Layer) -> None:
     """Replaces the sublayer of a model that has the name ``path``."""
     owner, _, name = path.rpartition(".")
     sublayers_in(dict(model.named_sublayers(include_self=True))[owner])[name] = layer
-
-
-def with_logits(model: Layer, output: Nest) -> Nest:
-    """Returns the model's output for its loss: deferred logits if it has a head in parts."""
-    heads = [layer for layer in model.sublayers() if isinstance(layer, HeadInParts)]
-    return DeferredLogits(output, heads[0].parts) if heads else output
 
 
 class HeadedStages(CapturedStages):

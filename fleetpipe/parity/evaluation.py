@@ -12,13 +12,19 @@ from fleetpipe.dygraph import PipelineParallel, random_keys, weighted
 from fleetpipe.dygraph.batch.micro_batches import counted_in
 from fleetpipe.dygraph.batch.outputs import joined
 from fleetpipe.dygraph.optimizer.replicas import share_in_mean
-from fleetpipe.dygraph.sequences import sequence_ranks
 from fleetpipe.job.job import mp_shard, pipeline_group
 from fleetpipe.mesh.parts import parted
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.cutting import RepeatedBatch, cut, shares_of_rows
 from fleetpipe.parity.differences import Difference, compare_values
-from fleetpipe.parity.outputs import Outputs, compare_outputs, part_of, recorded, recorded_here
+from fleetpipe.parity.outputs import (
+    Outputs,
+    compare_outputs,
+    part_of,
+    recorded,
+    recorded_here,
+    sequence_parts,
+)
 from fleetpipe.parity.reference import Reference, as_the_next_batch, sum_in_order
 from fleetpipe.schedules.action import GlobalMicroBatch
 
@@ -95,11 +101,12 @@ class Evaluations:
 
         The last item is this replica's count in the mean of all; 0 if all count alike.
         """
-        pipeline, group = self._pipeline, pipeline_group()
+        pipeline, group, ranks = self._pipeline, pipeline_group(), sequence_parts()
         size, count = pipeline.micro_batch_size, pipeline.accumulate_steps
         parts = cut(inputs, size, count), cut(labels, size, count)
         values = group.broadcast(parts[0], self._owner(0))
-        values = sequence_ranks().whole_batch(values)
+        if ranks is not None:
+            values = ranks.whole_batch(values)
         shares = [Fraction(1, len(values))] * len(values)
         if sum(pipeline.weights) != 1:
             weights = [Fraction(1)] * len(values)
@@ -109,7 +116,8 @@ class Evaluations:
         pairs = [[weight.numerator, weight.denominator] for weight in weights]
         counted = counted_in(labels) or len(values)
         labels, pairs, counted = group.broadcast((parts[1], pairs, counted), self._owner(-1))
-        labels = sequence_ranks().whole_batch(labels)
+        if ranks is not None:
+            labels = ranks.whole_batch(labels)
         by_tokens = pipeline.token_weights(labels, pipeline.replicas) if labels else None
         counts = not by_tokens and sum(pipeline.weights) == 1
         weights = by_tokens or [Fraction(*pair) for pair in pairs]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, tensor_parallel, tensors_of
-from fleetpipe.dygraph.sequences import sequence_ranks
-from fleetpipe.dygraph.vocabulary.head import VocabularyPart
+from fleetpipe.job.job import current_job
 from fleetpipe.parity.differences import Difference, compare
 
 #: By layer, the tensors that its calls returned, in the order of the calls.
@@ -51,7 +52,7 @@ def recorded(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
     owners = {inner.rpartition(".")[0]: name.rpartition(".")[0] for inner, name in names.items()}
     for path, layer in model.named_sublayers(include_self=True):
         # A part of a vocabulary head returns three numbers of a row; in one process, its input.
-        if path in owners and not isinstance(layer, VocabularyPart):
+        if path in owners and getattr(layer, "has_plain_output", True):
             kept = outputs.setdefault(owners[path], [])
             handles.append(layer.register_forward_post_hook(_keeper(kept)))
     try:
@@ -97,7 +98,7 @@ def compare_outputs(
         theirs_of_all = expected[layer][replica * len(kept) :]
         for call, (ours, reference) in enumerate(zip(kept, theirs_of_all)):
             name, part = f"{layer}, call {call}{call_of}", part_of(reference, ours)
-            if sequence_ranks().ranks > 1 and part.shape != ours.shape:
+            if sequence_parts() and part.shape != ours.shape:
                 continue  # places that stand in another axis, as those of all rows in one
             difference = compare("output", name, step, ours, part)
             if difference:
@@ -106,11 +107,19 @@ def compare_outputs(
     return differences
 
 
+def sequence_parts() -> Any:
+    """Returns the ``SequenceRanks`` of a job that splits sequences over ranks; else None."""
+    job = current_job()
+    if job is None or job.along("sep", "cp").ranks == 1:
+        return None
+    return pkgutil.resolve_name("fleetpipe.dygraph.sequences:sequence_ranks")()
+
+
 def part_of(whole: Tensor, ours: Tensor) -> Tensor:
     """Returns the part of a reference's output that this rank has, if it has a shard of it."""
-    group, ranks = tensor_parallel.model_parallel_group(), sequence_ranks()
+    group, ranks = tensor_parallel.model_parallel_group(), sequence_parts()
     for axis, (all_of_it, size) in enumerate(zip(whole.shape, ours.shape)):
-        if axis == 1 and ranks.ranks > 1 and all_of_it == size * ranks.ranks:
+        if axis == 1 and ranks is not None and all_of_it == size * ranks.ranks:
             whole = ranks.own_part(whole)
         elif all_of_it != size and all_of_it == size * group.nranks:
             return tensor_parallel.shard_of(whole, axis, group.rank, group.nranks)

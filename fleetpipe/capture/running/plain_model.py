@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.running.head import loss_input
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing.capturing import switch
 from fleetpipe.capture.tracing.signature import complete
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
-from fleetpipe.capture.vocabulary import with_logits
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.mesh.groups import SoleGroup
@@ -92,7 +92,7 @@ class Untouched(ModelWithParts):
         micro_batch = _FIRST if keys is None else keys.micro_batch
         inputs = complete(inputs, self._example)
         output = called(self._model, inputs, self._unopened, keys, micro_batch)
-        return with_logits(self._model, output)
+        return loss_input(self._model, output)
 
 
 def called(
