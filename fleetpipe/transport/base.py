@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from fleetpipe.representation import shows
 from fleetpipe.transport.wire.message import MessageKey, check_peer
@@ -95,6 +95,25 @@ class Transport(Protocol):
         """Ends the connections; what was sent before is still delivered. May be repeated."""
 
 
+class AnyOrderTransport(Transport, Protocol):
+    """A transport whose receiver can wait for whichever of several messages comes first."""
+
+    def await_any(
+        self, messages: Sequence[tuple[int, MessageKey]], timeout: float, patience: float
+    ) -> None:
+        """Waits until one of some messages can be taken.
+
+        Args:
+            messages: Peers and keys; errors name the first.
+            timeout: Seconds that it may last.
+            patience: Seconds after which it ends without an error, if they are fewer.
+
+        Raises:
+            PeerFailed: A peer is gone, or another one died during the wait.
+            PipelineTimeout: None of them arrived within ``timeout`` seconds.
+        """
+
+
 @shows("rank", "ranks")
 class View:
     """Renumbers some ranks of a transport; see :class:`base.Transport`.
@@ -148,6 +167,13 @@ class View:
     def receive(self, peer: int, key: MessageKey, timeout: float) -> Value:
         """Waits for a message; see :meth:`base.Transport.receive`."""
         return self._transport.receive(self._rank_of(peer, key), key, timeout)
+
+    def await_any(
+        self, messages: Sequence[tuple[int, MessageKey]], timeout: float, patience: float
+    ) -> None:
+        """Waits for any of some messages, where the transport can; see there."""
+        whole = cast("AnyOrderTransport", self._transport)
+        whole.await_any([(self._rank_of(*one), one[1]) for one in messages], timeout, patience)
 
     def flush(self, timeout: float) -> None:
         """Waits until all messages of the whole transport have left."""

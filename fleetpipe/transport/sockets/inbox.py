@@ -188,6 +188,10 @@ class Inbox:
                 return True, _value(frame)
             self._keep(frame)
 
+    def has(self, key: MessageKey) -> bool:
+        """Whether a message of ``key`` is stored."""
+        return key in self._kept
+
     def prepare(self, key: MessageKey) -> None:
         """Allocates the tensors of an awaited message while this rank has nothing else to do."""
         channel = self._by_key.get(key[:4])

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import selectors
 import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError
@@ -167,17 +169,47 @@ class SocketTransport:
         Raises:
             TransportError: The peer's stream is damaged.
         """
-        limit = Limit(timeout)
-        while True:
-            arrived, value = self.try_receive(peer, key)
-            inbox = self._connections[peer].inbox
-            inbox.delay = None
-            if arrived:
-                return value
-            inbox.prepare(key)
+        arrived, value = self.try_receive(peer, key)
+        if not arrived:
+            self.await_any([(peer, key)], timeout)
+            _, value = self.try_receive(peer, key)
+        return value
+
+    def await_any(
+        self,
+        messages: Sequence[tuple[int, MessageKey]],
+        timeout: float,
+        patience: float = math.inf,
+    ) -> None:
+        """Waits for any of some messages; see :class:`base.AnyOrderTransport`.
+
+        Raises:
+            TransportError: A peer's stream is damaged.
+        """
+        peers = [peer for peer, _ in messages]
+        limit, end = Limit(timeout), time.monotonic() + patience
+        while not self._has_any(messages):
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            peer, key = messages[0]
             self._raise_if_any_died(Route(key, peer, self.rank))
-            if not self._wait(limit, awaited=peer):
-                raise self._late(peer, key, timeout)
+            if not self._wait(limit, peers, left):
+                raise self._late(peer, key, timeout, len(messages) - 1)
+
+    def _has_any(self, messages: Sequence[tuple[int, MessageKey]]) -> bool:
+        """Reads what the peers have sent; returns whether one of the messages is complete."""
+        here = False
+        for peer, key in messages:
+            connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
+            inbox = connection.inbox
+            inbox.fill(sys.maxsize)
+            inbox.delay = None
+            here = here or inbox.has(key)
+            if inbox.ended and not here:
+                raise connection.failure(Route(key, peer, self.rank))
+            inbox.prepare(key)
+        return here
 
     def queues(self) -> tuple[int, int]:
         """Returns the number of untaken messages and of unsent bytes; any thread may ask."""
@@ -272,20 +304,25 @@ class SocketTransport:
                     fix="see where that rank is; raise the timeout if it only needs longer",
                 )
 
-    def _wait(self, limit: Limit, awaited: int = -1) -> bool:
+    def _wait(self, limit: Limit, awaited: Sequence[int] = (), most: float = math.inf) -> bool:
         """Sleeps until something arrives or leaves; reads messages of other peers meanwhile.
+
+        Args:
+            limit: How long it may sleep.
+            awaited: The peers whose messages the caller reads.
+            most: Most seconds to sleep, above 0.
 
         Returns:
             False if the limit is reached.
         """
-        nap = limit.nap()
+        nap = min(limit.nap(), most)
         if not nap:
             return False
         for connection in list(self._full):
-            if connection.peer == awaited or connection.inbox.nbytes < self._backlog:
+            if connection.peer in awaited or connection.inbox.nbytes < self._backlog:
                 self._full.discard(connection)
                 self._selector.register(connection.fd, selectors.EVENT_READ, connection)
-        self.awaited = awaited if awaited >= 0 else None
+        self.awaited = next(iter(awaited), None)
         # Made here: it is that of the thread that waits.
         queue = self._queue = self._queue or ProcessorQueue()
         queued = queue.seconds()
@@ -297,7 +334,7 @@ class SocketTransport:
                 self._woken.recv(4096)
                 continue
             key.data.inbox.delay = delay
-            if key.data.peer != awaited:
+            if key.data.peer not in awaited:
                 self._read_ahead(key.data)
                 key.data.inbox.delay = None
         return True
@@ -330,12 +367,13 @@ class SocketTransport:
             if not inbox.orderly or inbox.reason:
                 raise connection.failure(route)
 
-    def _late(self, peer: int, key: MessageKey, timeout: float) -> PipelineTimeout:
+    def _late(self, peer: int, key: MessageKey, timeout: float, more: int) -> PipelineTimeout:
         inbox = self._connections[peer].inbox
+        instead = f", or one of {more} others that it could go on with" if more else ""
         return PipelineTimeout(
             f"rank {self.rank} waited {timeout:g} s for a message of rank {peer}",
             where=str(Route(key, peer, self.rank)),
-            expected=f"{describe(key)} to arrive",
+            expected=f"{describe(key)} to arrive{instead}",
             got=f"from rank {peer}: {inbox.summary()}",
             cause=f"rank {peer} is computing, is stuck or stopped, or follows another schedule",
             fix=f"see where rank {peer} is; raise the timeout if it only needs longer",
