@@ -73,6 +73,8 @@ class SplitBackward:
         self._refusals = Refusals()
         self._sums = Sums()
         self._arrivals: GradientArrivals | None = None
+        #: Whether gradients are taken away after each action, as those of its micro-batch.
+        self.by_name = False
 
     def forget_layers(self) -> None:
         """Forgets the stages' layers, because some were replaced between two batches."""
@@ -132,7 +134,7 @@ class SplitBackward:
         """While it is open, autograd computes no weight gradients of leaf layers."""
         tape = self._tapes[stage, micro_batch]
         for (of, _), earlier in self._tapes.items():
-            if of == stage:
+            if of == stage and not self.by_name:
                 # What comes now is the later part of these sums.
                 self._add_now(earlier, tape.uncut)
         tape.in_backward = self._refusals.in_backward = True

@@ -5,7 +5,9 @@ Also the loss functions in the forms that a user may give: one, a list, or none.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -14,6 +16,7 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import gradients
 from fleetpipe.dygraph.nest import outline
 from fleetpipe.errors import BoundaryError, ConfigError, FleetPipeError, reason
+from fleetpipe.mesh.sums import tree
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import rehearsal_dtype
 
@@ -74,6 +77,7 @@ class Losses:
         delayed: bool = False,
         weight_of: Callable[[int, int], Fraction] | None = None,
         units: int = 1,
+        by_tree: bool = False,
     ) -> None:
         """Starts without a loss.
 
@@ -87,8 +91,10 @@ class Losses:
                 function and of the micro-batch; None to use ``weights``.
             units: The number of units of a micro-batch. If it is more than 1, methods take the
                 number of a unit wherever they say micro-batch.
+            by_tree: Whether the losses of micro-batches are added by a tree, not one after another.
         """
         self._units = units
+        self._by_tree = by_tree
         self._functions = functions
         self._weights = weights
         self._weight_of = weight_of or (lambda _, index: weights[index])
@@ -124,11 +130,15 @@ class Losses:
         """
         totals = []
         for shares in self._shares:
-            first, *rest = (shares[index] for index in sorted(shares))
-            for share in rest:
-                first = first + share
-            totals.append(weighted(first, self._weights[0]) if self._delayed else first)
+            in_order = [shares[index] for index in sorted(shares)]
+            total = self._add_up(in_order)
+            totals.append(weighted(total, self._weights[0]) if self._delayed else total)
         return totals
+
+    def _add_up(self, shares: Sequence[Tensor]) -> Tensor:
+        if self._by_tree:
+            return tree(shares, operator.add)
+        return functools.reduce(operator.add, shares)
 
     def by_micro_batch(self) -> list[Tensor]:
         """Returns a Tensor [micro-batches] for each function; weighted unless delayed."""

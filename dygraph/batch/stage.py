@@ -10,6 +10,7 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
+from fleetpipe.dygraph.backward.gradient_trees import GradientTrees
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.borders import Borders, borders_of
 from fleetpipe.dygraph.batch.kept_for_loss import require_nothing_kept
@@ -140,6 +141,7 @@ class DygraphStage:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._batch = _NO_BATCH
         self._hooks: StageHooks | None = None
+        self._trees: GradientTrees | None = None
         self._first_micro_batch = 0
         self._units = WHOLE.states()
         self._crossings: dict[int, Crossing] | None = None
@@ -154,6 +156,7 @@ class DygraphStage:
         first_micro_batch: int = 0,
         hooks: StageHooks | None = None,
         units: Units = WHOLE,
+        trees: GradientTrees | None = None,
     ) -> None:
         """Starts a batch.
 
@@ -163,8 +166,10 @@ class DygraphStage:
             hooks: The functions to call around its forwards and backwards.
             units: The units into which micro-batches are cut. If they are cut, methods take the
                 number of a unit wherever they say micro-batch.
+            trees: Take the gradients of each micro-batch; None leaves them at the parameters.
         """
         self._batch = batch
+        self._trees = trees
         self._units = units.states()
         self._hooks = hooks
         self._first_micro_batch = first_micro_batch
@@ -173,7 +178,7 @@ class DygraphStage:
     def end(self) -> None:
         """Drops the batch and all values kept for it, whether the batch is finished or not."""
         self._batch = _NO_BATCH
-        self._hooks = None
+        self._hooks = self._trees = None
         self._units = WHOLE.states()
         self._kept.clear()
         self._split.end()
@@ -221,6 +226,13 @@ class DygraphStage:
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs autograd from the outputs, or from the loss, back to the received tensors."""
+        grads = self._differentiate(stage, micro_batch, output_grads)
+        self._take(stage, micro_batch)
+        return grads
+
+    def _differentiate(
+        self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values
+    ) -> Values:
         if self.watch is not None:
             self.watch(stage, False)
         value, output, received, handed = self._kept[stage, micro_batch]
@@ -261,7 +273,8 @@ class DygraphStage:
         Only the values that these need are kept.
         """
         with self._split.input_grads(stage, self._within(micro_batch)):
-            grads = self.backward(stage, micro_batch, output_grads)
+            grads = self._differentiate(stage, micro_batch, output_grads)
+        self._take(stage, micro_batch, complete=False)
         del self._kept[stage, micro_batch]
         return grads
 
@@ -272,6 +285,12 @@ class DygraphStage:
         if self._hooks is not None:
             self._hooks.before_weight_grad(stage)
         self._split.weight_grads(stage, self._within(micro_batch))
+        self._take(stage, micro_batch)
+
+    def _take(self, stage: int, micro_batch: GlobalMicroBatch, complete: bool = True) -> None:
+        """Takes the gradients of a micro-batch away, if they are summed by trees."""
+        if self._trees is not None:
+            self._trees.take(stage, self._within(micro_batch), complete)
 
     def release(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Drops the activations of a stage and micro-batch."""

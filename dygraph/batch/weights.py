@@ -23,6 +23,8 @@ class MicroBatchWeights:
         in_backward: The weight of each in the loss that backward starts from: the usual one, or 1
             if ``delay_scale_loss`` divides the gradients later.
         divisor: What gradients are divided by after the last backward; 1 if they are not.
+        copies: What each weight is divided by before a forward: with sums by a tree the number of
+            ranks over which gradients are averaged, so that nothing is left to divide after sums.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class MicroBatchWeights:
                 cause="sequences are split along sep or cp, or loss_reduction is 'tokens'",
                 fix="leave delay_scale_loss out",
             )
+        self.copies = job.copies().ranks if job.sums_by_tree and scale == "avg" else 1
         count = config.micro_batches
         self.usual = [Fraction(1, 1 if config.loss_reduction == "sum" else count)] * count
         self.in_backward = [Fraction(1)] * count if delayed else self.usual
@@ -111,10 +114,12 @@ class MicroBatchWeights:
             ConfigError: A loss function does not say what it counts.
         """
         if labels is None or not self._by_places:
-            return lambda _, number: weights[number]
+            return lambda _, number: weights[number] / self.copies
         if self._by_tokens:
-            return _token_weights(functions, labels, None, self._job.copies())
-        return _token_weights(functions, labels, weights, self._sequence)
+            weight_of = _token_weights(functions, labels, None, self._job.copies())
+        else:
+            weight_of = _token_weights(functions, labels, weights, self._sequence)
+        return lambda function, number: weight_of(function, number) / self.copies
 
     def of_tokens(self, labels: Sequence[Nest], group: Group) -> list[Fraction] | None:
         """Returns how much micro-batches count by their places; None if all count alike.

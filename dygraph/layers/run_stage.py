@@ -10,6 +10,7 @@ from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.recompute import HeldInputs, RecomputedPiece
+from fleetpipe.dygraph.backward.uses import Uses
 from fleetpipe.dygraph.layers import refusals
 from fleetpipe.dygraph.nest import copied, copies_of, differentiable, replace
 from fleetpipe.errors import ConfigError, require_whole
@@ -54,6 +55,8 @@ class StageRunner:
         self._interval = recompute_interval
         self._chosen = frozenset(recompute)
         self._runs: dict[int, Run] = {}
+        #: The uses of parameters in the batch that runs, if their gradients are summed apart.
+        self.uses: Uses | None = None
 
     def function(self, stage: int) -> Run:
         """Returns a function that runs the layers of ``stage``, on copies of its argument.
@@ -128,7 +131,11 @@ class StageRunner:
             if keys is not None:
                 keys.enter(number, function)
             try:
-                value = function(value)
+                if self.uses is None:
+                    value = function(value)
+                else:
+                    with self.uses.running(number):
+                        value = function(value)
             except Exception as error:
                 if not refusals.is_refusal(error, value, __file__):
                     raise

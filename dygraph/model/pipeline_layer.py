@@ -20,6 +20,7 @@ from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.backward.recompute import layers_in
+from fleetpipe.dygraph.backward.uses import Stages, Uses, parameters_of, slots_in
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.borders import Borders
 from fleetpipe.dygraph.batch.losses import Criterion
@@ -48,7 +49,7 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_id
 from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.meta_parallel import LOSS_FUNCTIONS_ARE_A_LIST
-from fleetpipe.paddle_api.tensor import has_memory
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.schedules import Edge, Schedule
@@ -450,18 +451,47 @@ class PipelineLayer(ModelWithParts):
         """The weights that this rank shares with others of its pipeline."""
         return self._shared_weights.weights
 
-    def allreduce_shared_weight_gradients(self) -> None:
+    def begin_uses(self) -> Uses:
+        """Makes the uses of each parameter of this process leave gradients apart in a batch."""
+        stages = {
+            stage: {n: parameters_of(f) for n, f in self.stage_layers(stage).items()}
+            for stage in self._owned
+        }
+        self.runner.uses = Uses(
+            self._with_losses(stages),
+            lambda number, parameter: slots_in(self._functions[number], parameter),
+            self.shared_parameters(),
+        )
+        return self.runner.uses
+
+    def _with_losses(self, stages: dict[int, dict[int, list[Tensor]]]) -> Stages:
+        """Adds the parameters of the loss functions to those of the entries of the last stage."""
+        last = stages.get(self.placement.stages - 1)
+        if last is not None:
+            of_losses = [p for layer in self.loss_layers() for p in layer.parameters()]
+            last[self.partition.boundaries[-1]] = of_losses
+        return stages
+
+    def shared_parameters(self) -> list[Tensor]:
+        """Returns the parameters of this rank that other ranks of its pipeline use too."""
+        tensors = self.state.local_tensors()
+        return [t for weight in self.shared_weights if is_parameter(t := tensors[weight.name])]
+
+    def allreduce_shared_weight_gradients(self, uses: Uses | None = None) -> None:
         """Gives all copies of shared weights the sum of their gradients.
 
         Collective over the ranks of the pipeline that share one; nothing happens on the others, nor
         where one process has all uses. A copy without a gradient counts as zeros. ``train_batch``
         calls it.
 
+        Args:
+            uses: The uses of parameters that have the gradients; None: the parameters have them.
+
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
         if self._shared_weights.weights:
-            self._shared_weights.sum_gradients()
+            self._shared_weights.sum_gradients(None if uses is None else uses.several)
 
     def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
         """Runs the layers of this process in order; the whole model in one process.

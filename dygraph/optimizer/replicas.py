@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -13,6 +14,7 @@ from fleetpipe.dygraph.tensor_parallel import is_sequence_parallel_parameter
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
+from fleetpipe.mesh.sums import add, tree
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import tensor_bytes
 
@@ -56,13 +58,14 @@ def _reduce_copies(
     scattered = [] if shards is None else shards.scattered(parameters)
     if shards is not None and scattered:
         spread = is_spread(scattered[0])
-        reduce_gradients(scattered, shards.members(spread), share, shards.owner)
+        by_tree = job.sums_by_tree
+        reduce_gradients(scattered, shards.members(spread), share, shards.owner, by_tree)
         kept = [parameter for parameter in scattered if shards.owns(parameter)]
-        reduce_gradients(kept, job.beside_sharding(spread))
+        reduce_gradients(kept, job.beside_sharding(spread), by_tree=by_tree)
     apart = {id(parameter) for parameter in scattered}
     whole = [parameter for parameter in parameters if id(parameter) not in apart]
     if whole:
-        reduce_gradients(whole, copies, share)
+        reduce_gradients(whole, copies, share, by_tree=job.sums_by_tree)
 
 
 def reduce_gradients(
@@ -70,6 +73,7 @@ def reduce_gradients(
     group: Group,
     share: float = 1.0,
     owner_of: Callable[[Tensor], int] | None = None,
+    by_tree: bool = False,
 ) -> None:
     """Adds up the gradients of ranks that hold the same parameters, fused. Collective over them.
 
@@ -81,6 +85,7 @@ def reduce_gradients(
         group: The replicas: all ranks of dp and sharding that hold these parameters.
         share: The factor of each gradient.
         owner_of: Returns the member that keeps the gradient of a parameter; None if all do.
+        by_tree: Whether the sum is that of a tree over the members.
 
     Raises:
         ConfigError: A gradient is sparse.
@@ -100,16 +105,21 @@ def reduce_gradients(
         used.append(parameter)
     for piece in _pieces(used):
         if owner_of is None:
-            _add_up(piece, group, share)
+            _add_up(piece, group, share, by_tree)
         else:
             owned = [[p for p in piece if owner_of(p) == rank] for rank in range(group.ranks)]
-            _scatter(owned, group, share)
+            _scatter(owned, group, share, by_tree)
 
 
-def mean_loss(loss: Tensor, group: Group) -> Tensor:
-    """Returns the mean of the replicas' losses, the same bits on each. Collective over them."""
+def mean_loss(loss: Tensor, group: Group, by_tree: bool = False) -> Tensor:
+    """Returns the mean of the replicas' losses, the same bits on each. Collective over them.
+
+    By a tree it is their sum: they were weighed for that.
+    """
     if group.ranks == 1:
         return loss
+    if by_tree:
+        return tree(group.all_gather(loss), add)
     first, *rest = group.all_gather(loss)
     for other in rest:
         first = first + other
@@ -154,23 +164,37 @@ def _pieces(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 @paddle.no_grad()
-def _add_up(piece: Sequence[Tensor], group: Group, share: float) -> None:
+def _add_up(piece: Sequence[Tensor], group: Group, share: float, by_tree: bool) -> None:
     """Replaces the gradients of a piece by their sum over ``group``, each times ``share``."""
     # Paddle's fused_allreduce_gradients_with_group works in its own groups alone, asserts where a
     # gradient is sparse, and does not meet the others before it enters Gloo.
     flat = _flat(piece, share)
-    group.all_reduce([flat])
+    if by_tree:
+        flat = _total_by_tree(flat, group)
+    else:
+        group.all_reduce([flat])
     _put(flat, piece)
 
 
+def _total_by_tree(flat: Tensor, group: Group) -> Tensor:
+    """Returns the sum over a group by a tree, of which each member computes a part."""
+    size, ranks = int(flat.size), group.ranks
+    if size < ranks:
+        return tree(group.all_gather(flat), add)
+    ends = [size * member // ranks for member in range(ranks + 1)]
+    parts = [flat[start:end] for start, end in itertools.pairwise(ends)]
+    return paddle.concat(group.all_gather(tree(group.all_to_all(parts), add)))
+
+
 @paddle.no_grad()
-def _scatter(owned: Sequence[Sequence[Tensor]], group: Group, share: float) -> None:
+def _scatter(owned: Sequence[Sequence[Tensor]], group: Group, share: float, by_tree: bool) -> None:
     """Sums like :func:`_add_up`, but only the owner gets the sum; other gradients are freed.
 
     Args:
         owned: The parameters of a piece that each member owns, by member.
         group: The members.
         share: The factor of each gradient.
+        by_tree: Whether the sum is that of a tree over the members.
     """
     first = next(parameter for part in owned for parameter in part)
     nothing = paddle.zeros([0], gradient_of(first).dtype)
@@ -178,7 +202,11 @@ def _scatter(owned: Sequence[Sequence[Tensor]], group: Group, share: float) -> N
     for rank, part in enumerate(owned):
         if rank != group.rank:
             drop_gradients(part)
-    _put(group.reduce_scatter(parts), owned[group.rank])
+    if by_tree:
+        total = tree(group.all_to_all(parts), add)
+    else:
+        total = group.reduce_scatter(parts)
+    _put(total, owned[group.rank])
 
 
 def _flat(parameters: Sequence[Tensor], share: float) -> Tensor:

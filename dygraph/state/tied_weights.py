@@ -8,11 +8,13 @@ the copies after any optimizer's step.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from fleetpipe.aliases import Tensor
+from fleetpipe.dygraph.backward.uses import Use, sum_in_order
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.errors import ConfigError
@@ -100,11 +102,15 @@ class SharedWeights:
                 ]
             )
 
-    def sum_gradients(self) -> None:
+    def sum_gradients(self, uses: Mapping[int, Sequence[Use]] | None = None) -> None:
         """Replaces gradients by the sum over all copies. Collective over the ranks that share.
 
         A copy without a gradient counts as zeros; if no copy has one, none gets one. The sum begins
         with the rank of the last entry, as backward does, and has the same bits everywhere.
+
+        Args:
+            uses: By the id of a copy, the uses that have its gradients, which are added in the
+                order of the entries; None: each copy has the sum of its own.
 
         Raises:
             ConfigError: A gradient is sparse.
@@ -113,9 +119,12 @@ class SharedWeights:
         for group, weights in self._groups():
             tensors = [self._tensors[weight.name] for weight in weights]
             parameters = [tensor for tensor in tensors if _is_parameter(tensor)]
-            mine = _copies(parameters)
-            for parameter, *gradients in zip(parameters, *group.all_gather(mine)):
-                total = _sum(gradients[::-1])
+            sums = [[(-group.rank, parameter)] for parameter in parameters]
+            if uses is not None:
+                sums = [[(u.number, u.total) for u in uses[id(p)]] for p in parameters]
+            mine = [_copies(numbered) for numbered in sums]
+            for parameter, *of_ranks in zip(parameters, *group.all_gather(mine)):
+                total = sum_in_order(itertools.chain.from_iterable(of_ranks))
                 if total is not None and not parameter.stop_gradient:
                     set_gradient(parameter, total)
 
@@ -153,10 +162,10 @@ def _is_parameter(tensor: Tensor) -> bool:
     return hasattr(tensor, "trainable")
 
 
-def _copies(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+def _copies(numbered: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     """Returns copies of gradients: the originals may change in place before all are sent."""
     copies = []
-    for parameter in parameters:
+    for number, parameter in numbered:
         gradient = gradient_of(parameter)
         if gradient is not None and gradient.is_selected_rows():
             raise ConfigError(
@@ -164,13 +173,6 @@ def _copies(parameters: Sequence[Tensor]) -> list[Tensor | None]:
                 where=f"parameter {parameter.name}, shared by several ranks",
                 fix="nn.Embedding(.., sparse=False) in the SharedLayerDesc",
             )
-        copies.append(None if gradient is None else gradient.clone())
+        if gradient is not None:
+            copies.append((number, gradient.clone()))
     return copies
-
-
-def _sum(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    total = None
-    for tensor in tensors:
-        if tensor is not None:
-            total = tensor if total is None else total + tensor
-    return total

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import layer_kinds, tensor_parallel
+from fleetpipe.dygraph.backward.gradient_trees import GradientTrees
 from fleetpipe.dygraph.batch.losses import Losses, weighted
 from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
@@ -14,6 +15,7 @@ from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.timers import Timers
 from fleetpipe.dygraph.optimizer import replicas
 from fleetpipe.dygraph.optimizer.shards import Shards
+from fleetpipe.dygraph.train.by_tree import require_taken
 from fleetpipe.errors import StateError
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
@@ -39,6 +41,8 @@ class Reductions:
         self.losses: Losses | None = None
         self.scale = scale
         self.sole = job.degrees.size == job.degrees.pp
+        self._by_tree = job.sums_by_tree
+        self._trees: GradientTrees | None = None
         self.kinds = layer_kinds.kinds_in(layers.state.own_parameters())
         self.shards: Shards | None = None
         self.last_shards: Shards | None = None
@@ -93,7 +97,10 @@ class Reductions:
                     share = replicas.share_in_mean(counted, self._job.copies())
                     total = [weighted(loss, share) for loss in total]
                 if not self.sole:
-                    total = [replicas.mean_loss(loss, self._job.copies()) for loss in total]
+                    total = [
+                        replicas.mean_loss(loss, self._job.copies(), self._by_tree)
+                        for loss in total
+                    ]
             shared: list[Tensor] = self._job.group().broadcast(total, owner)
         return shared[0] if len(shared) == 1 else shared
 
@@ -101,14 +108,15 @@ class Reductions:
     def set_aside_gradients(self) -> None:
         """Keeps what earlier batches have left apart, where a reduction would count it once more.
 
-        An average over replicas leaves what is alike on them as it is, and needs none of that.
+        An average over replicas leaves what is alike on them as it is, and needs none of that. A
+        tree takes whatever is at a parameter for a gradient of the batch.
         """
         averages = self.sole or self.scale == "avg"
         left = [
             (parameter, gradient)
             for parameter in self._layers.trained_parameters()
             if (gradient := gradient_of(parameter)) is not None
-            and not (averages and not _is_summed(parameter))
+            and (self._by_tree or not averages or _is_summed(parameter))
         ]
         # Read at once: a card's host waits for each.
         numbers = [squared_norm(gradient).reshape([]) != 0 for _, gradient in left]
@@ -116,12 +124,38 @@ class Reductions:
         self._held = [(p, gradient.clone()) for (p, gradient), keep in zip(left, kept) if keep]
         drop_gradients([parameter for parameter, _ in self._held])
 
+    def begin_trees(self, micro_batches: int) -> GradientTrees | None:
+        """Returns what sums the gradients of a batch; None to leave that to autograd."""
+        if self._by_tree:
+            self._trees = GradientTrees(self._layers.begin_uses(), micro_batches)
+        return self._trees
+
+    def finish_trees(self) -> None:
+        """Gives the parameters the sums over the micro-batches of this process.
+
+        Raises:
+            ConfigError: A parameter has a gradient of no use that is known.
+        """
+        if self._trees is not None:
+            require_taken(self._layers.trained_parameters())
+            self._trees.finish()
+
+    def end_trees(self) -> None:
+        """Makes layers compute with the parameters themselves again."""
+        if self._trees is not None:
+            self._trees.uses.end()
+            self._trees = None
+
     @paddle.no_grad()
     def reduce_gradients(self) -> None:
         """Adds up gradients over all copies of the stages, then of shared weights. Collective."""
+        uses = None if self._trees is None else self._trees.uses
         self.last_shards, self.shards = self.shards, None
         with self._timing("allreduce_gradients"):
             parameters = self._layers.trained_parameters()
+            several = {} if uses is None else uses.several
+            apart = [use.total for of_one in several.values() for use in of_one]
+            parameters = [p for p in parameters if id(p) not in several] + apart
             for kind in self.kinds:
                 kind.fill_gradients(self._layers.state.own_parameters())
             if not self.sole:
@@ -133,16 +167,19 @@ class Reductions:
                     if self.scale == "avg"
                     else self._job.along("sep", "cp").ranks
                 )
-                replicas.reduce_all(parameters, self._job, 1.0 / averaged, self.last_shards)
+                share = 1.0 if self._by_tree else 1.0 / averaged
+                replicas.reduce_all(parameters, self._job, share, self.last_shards)
         # After the replicas: their sums differ in the last bit from stage to stage.
         with self._timing("allreduce_shared_weight_gradients"):
-            self._layers.allreduce_shared_weight_gradients()
+            if uses is not None:
+                uses.add_up()
+            self._layers.allreduce_shared_weight_gradients(uses)
         for parameter, held in self._held:
             gradient = gradient_of(parameter)
             set_gradient(parameter, held if gradient is None else held + gradient)
         self._held = []
         if self.last_shards is not None:
-            self.last_shards.drop_others(parameters)
+            self.last_shards.drop_others(self._layers.trained_parameters())
 
     def _timing(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.timers is None else self.timers.timing(name)

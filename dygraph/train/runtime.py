@@ -17,6 +17,7 @@ from fleetpipe.dygraph.batch.units import WHOLE, Units, units_of
 from fleetpipe.dygraph.batch.weights import MicroBatchWeights
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.train.by_tree import refuse_beside_trees
 from fleetpipe.dygraph.train.engines import Engines
 from fleetpipe.dygraph.train.keys import BatchKeys
 from fleetpipe.dygraph.train.reductions import Reductions, share_state
@@ -182,7 +183,9 @@ class Runtime:
                 self._version = self.layers.version
             hidden = self.hidden_uses
             self.stage.watch = None if hidden is None else hidden.enter
-            self.stage.begin(batch, first, engines.hook_calls.of_batch(training), units)
+            hooks = engines.hook_calls.of_batch(training)
+            trees = self.reductions.begin_trees(self.config.micro_batches) if training else None
+            self.stage.begin(batch, first, hooks, units, trees)
             self.reductions.losses = batch.losses if self.data.owns_last else None
             try:
                 with (
@@ -200,6 +203,7 @@ class Runtime:
                 raise
             finally:
                 self.stage.end()
+                self.reductions.end_trees()
                 if hidden is not None:
                     hidden.leave(ends=training)
 
@@ -218,6 +222,9 @@ class Runtime:
         scale = self.reductions.scale
         weights = MicroBatchWeights(config, self.job, delayed, scale, layers.loss_functions)
         units = units_of(self, schedule, config)
+        if self.job.sums_by_tree:
+            parameters = layers.trained_parameters()
+            refuse_beside_trees(parameters, self.switches, units, schedule.placement)
         plan = schedule.lower(layers.edges(training=True))
         plan.verify()
         # Nothing is refused from here on: after an error all is as it was.
@@ -225,6 +232,7 @@ class Runtime:
         self.weights, self.units = weights, units
         self.data = RankData(self.job, schedule.placement, config)
         self.split = SplitBackward(schedule, layers.stage_layers, config.fast_leaves)
+        self.split.by_name = self.job.sums_by_tree
         self.stage = DygraphStage(layers.function, schedule.placement, self.split, layers.borders)
 
     def _connect(self) -> None:

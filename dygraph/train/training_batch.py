@@ -80,7 +80,10 @@ class TrainingBatch:
         weight_of = units.weight_of(functions, batches, weight_of)
         batches = units.cut(batches)
         delayed = runtime.switches.delay_scale_loss
-        self._losses = Losses(functions, weights, loss_fn_idx, delayed, weight_of, units.count)
+        by_tree = runtime.job.sums_by_tree
+        self._losses = Losses(
+            functions, weights, loss_fn_idx, delayed, weight_of, units.count, by_tree
+        )
         self._shared = False
         scale = None if scaler is None else scaler.scale
         elsewhere = () if owns_last else functions
@@ -144,6 +147,7 @@ class TrainingBatch:
         runtime = self._runtime
         if runtime.hidden_uses is not None:
             runtime.hidden_uses.leave()
+        runtime.reductions.finish_trees()
         runtime.engines.observers.computed()
         runtime.reductions.reduce_gradients()
         runtime.engines.observers.reduced(self.loss)
@@ -238,7 +242,7 @@ def forwarded(
         weights = ragged or [share] * count
         here = batches.labels if runtime.data.owns_last else None
         weight_of = runtime.weights.weight_of(functions, here, weights)
-        losses = Losses(functions, weights, weight_of=weight_of)
+        losses = Losses(functions, weights, weight_of=weight_of, by_tree=runtime.job.sums_by_tree)
     batch = Batch(batches, losses, value_of=runtime.layers.value_of)
     with runtime.running(batch, count) as run, paddle.no_grad():
         with runtime.keys.keyed(keys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting.auto import Choice, places
@@ -20,6 +20,7 @@ from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph.backward.uses import Uses
 from fleetpipe.dygraph.batch.borders import Borders
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -29,10 +30,11 @@ from fleetpipe.dygraph.state.files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
 from fleetpipe.engine.observer import BatchObserver
+from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.layer import share_tables
-from fleetpipe.paddle_api.tensor import has_memory
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.partition import LayerInfo
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules import Edge
@@ -307,6 +309,19 @@ class CapturedPipeline(PipelineLayer):
         uses = self._uses()
         return {n: [tensor for tensor in uses[n] if has_memory(tensor)] for n in self._functions}
 
+    def begin_uses(self) -> Uses:
+        """Returns the uses of each parameter of this process: see :class:`PipelineLayer`.
+
+        Raises:
+            ConfigError: Nodes of one stage use the same parameter.
+        """
+        uses = self._uses()
+        stages = {
+            stage: {n: [*filter(is_parameter, uses[n])] for n in self._range(stage)}
+            for stage in self._owned
+        }
+        return Uses(self._with_losses(stages), _refuse_slots, self.shared_parameters())
+
     def _layer_infos(self) -> list[LayerInfo]:
         """Returns the name of each entry, with the parameters that no earlier one uses."""
         return [
@@ -347,3 +362,14 @@ class CapturedPipeline(PipelineLayer):
             *(self.state.slots(), self.users, tensors, self._owned, self.placement),
             *(self._job, self.holders),
         )
+
+
+def _refuse_slots(number: int, parameter: Tensor) -> NoReturn:
+    """Refuses a second use of a parameter by a stage whose uses are to leave gradients apart."""
+    raise ConfigError(
+        "with sums by a tree the uses of a tied weight leave gradients apart, and two nodes of one "
+        "stage of a captured model would leave their sum",
+        where=f"parameter {parameter.name}, node {number}",
+        fix="cut the model between the two, make it a list of layers with SharedLayerDesc, or set "
+        "fleetpipe_configs['sums'] = 'running'",
+    )

@@ -150,9 +150,36 @@ def same_memory(tensor: Tensor) -> Tensor:
     return other
 
 
+def take_gradient(parameter: Tensor) -> Tensor | None:
+    """Returns the gradient of a tensor and leaves it without one: no copy is made."""
+    main = getattr(parameter, "main_grad", None)
+    if main is not None:
+        parameter.main_grad = None
+        return main
+    gradient = parameter.grad
+    if gradient is None or gradient.is_selected_rows():
+        return gradient
+    # To clear the gradient empties the tensor itself, but not another with its memory.
+    taken = gradient.view(gradient.shape)
+    parameter.clear_gradient(False)
+    return taken
+
+
 def give_memory(source: Tensor, parameter: Tensor) -> None:
     """Makes ``parameter``, which has no memory yet, share that of ``source``, without a copy."""
     source._share_underline_tensor_to(parameter)
+
+
+def stand_in(parameter: Tensor) -> Tensor:
+    """Returns another parameter with the same memory and attributes, and a gradient of its own."""
+    other = _framework.EagerParamBase(
+        parameter.shape, parameter.dtype, trainable=not parameter.stop_gradient
+    )
+    name = other.name
+    vars(other).update(vars(parameter))
+    other.name = name
+    give_memory(parameter, other)
+    return other
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -1,0 +1,99 @@
+"""Sums the gradients of a batch by trees: one for each use of a parameter.
+
+After each backward of a stage the gradients that it has left are taken away, as those of its
+micro-batch. So neither the order in which micro-batches run backward matters, nor which stages
+share a process. The sum over micro-batches is that of :mod:`fleetpipe.mesh.sums`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fleetpipe.aliases import Tensor
+from fleetpipe.dygraph.backward.uses import Use, Uses
+from fleetpipe.dygraph.gradients import set_gradient
+from fleetpipe.errors import ConfigError
+from fleetpipe.mesh.sums import TreeSum
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.kernels import add_in_place
+from fleetpipe.paddle_api.tensor import take_gradient
+
+
+class GradientTrees:
+    """The sums of one batch's gradients in this process."""
+
+    def __init__(self, uses: Uses, micro_batches: int) -> None:
+        """Begins with no micro-batch of ``micro_batches``."""
+        self.uses = uses
+        self._stages = {
+            stage: _StageTrees(of_stage, micro_batches) for stage, of_stage in uses.of_stage.items()
+        }
+
+    def take(self, stage: int, micro_batch: int, complete: bool) -> None:
+        """Takes the gradients that a backward of a stage has left.
+
+        Args:
+            stage: The stage.
+            micro_batch: Its number within the batch, from 0.
+            complete: Whether no more gradients of the micro-batch come: after B or W, not after I.
+
+        Raises:
+            ConfigError: A gradient is sparse.
+        """
+        self._stages[stage].take(micro_batch, complete)
+
+    @paddle.no_grad()
+    def finish(self) -> None:
+        """Gives each use, and each parameter, its sum once all micro-batches have run backward."""
+        for trees in self._stages.values():
+            trees.finish()
+        self.uses.add_up()
+
+
+class _StageTrees:
+    """The sums of one stage."""
+
+    def __init__(self, uses: Sequence[Use], micro_batches: int) -> None:
+        self._uses = uses
+        self._trees = [TreeSum[Tensor | None](micro_batches, _add) for _ in uses]
+        #: The gradients of micro-batches whose turn has not come, and whether they are complete.
+        self._waiting: dict[int, tuple[list[Tensor | None], bool]] = {}
+        self._next = 0
+
+    @paddle.no_grad()
+    def take(self, micro_batch: int, complete: bool) -> None:
+        gradients = [_take(use) for use in self._uses]
+        if micro_batch in self._waiting:
+            earlier, _ = self._waiting[micro_batch]
+            gradients = [_add(one, other) for one, other in zip(earlier, gradients)]
+        self._waiting[micro_batch] = gradients, complete
+        while self._next in self._waiting and self._waiting[self._next][1]:
+            gradients, _ = self._waiting.pop(self._next)
+            for tree, gradient in zip(self._trees, gradients):
+                tree.add(gradient)
+            self._next += 1
+
+    def finish(self) -> None:
+        for use, tree in zip(self._uses, self._trees):
+            gradient = tree.total()
+            if gradient is not None:
+                set_gradient(use.total, gradient)
+
+
+def _take(use: Use) -> Tensor | None:
+    gradient = take_gradient(use.source)
+    if gradient is not None and gradient.is_selected_rows():
+        raise ConfigError(
+            f"the gradient of {use.parameter.name} is sparse, and a tree adds up dense ones",
+            cause="an Embedding(sparse=True)",
+            fix="build it with sparse=False, or set fleetpipe_configs['sums'] = 'running'",
+        )
+    return gradient
+
+
+def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Returns the sum of two gradients in the memory of the first; None stands for none."""
+    if left is None or right is None:
+        return right if left is None else left
+    add_in_place(left, right)
+    return left

@@ -1,0 +1,165 @@
+"""Who uses a parameter: each entry of the list of layers that computes with it is a use.
+
+Entries of one stage that use the same parameter would leave one sum of gradients there. If their
+sums are to be apart, all but the first compute with a stand-in: a tensor with the memory of the
+parameter and a gradient of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.dygraph.backward.adding import is_watched
+from fleetpipe.dygraph.backward.recompute import layers_in
+from fleetpipe.dygraph.gradients import set_gradient
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api.layer import parameters_in
+from fleetpipe.paddle_api.tensor import stand_in
+
+#: By stage, by the number of an entry of the list, the parameters that it uses.
+Stages = Mapping[int, Mapping[int, Sequence[Tensor]]]
+
+_NOTHING = nullcontext()
+
+
+class Slot(NamedTuple):
+    """A place in a layer's table of parameters."""
+
+    table: dict[str, Tensor]
+    name: str
+
+
+class Use(NamedTuple):
+    """A use of a parameter by an entry of the list.
+
+    Attributes:
+        number: The entry's number in the whole list.
+        parameter: The parameter.
+        source: The tensor at which autograd leaves the gradient: the parameter, or a stand-in.
+        total: The tensor whose gradient becomes the sum over all micro-batches: the parameter, or a
+            stand-in if the parameter has other uses too.
+    """
+
+    number: int
+    parameter: Tensor
+    source: Tensor
+    total: Tensor
+
+
+class Uses:
+    """The uses of the parameters of this process, in one batch.
+
+    Attributes:
+        of_stage: By stage, its uses.
+        several: By the id of each parameter that has several, on any rank, those of this process.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        slots_of: Callable[[int, Tensor], Iterable[Slot]],
+        shared: Collection[Tensor],
+    ) -> None:
+        """Finds the uses.
+
+        Args:
+            stages: The entries of the stages of this process.
+            slots_of: Returns where the layers of an entry have a parameter.
+            shared: The parameters that entries of other ranks use too.
+
+        Raises:
+            ConfigError: Entries of one stage use a parameter on whose gradient somebody has a hook.
+        """
+        self._slots_of = slots_of
+        self._swaps: dict[int, list[tuple[Slot, Tensor]]] = {}
+        places = [
+            (stage, number, parameter)
+            for stage, entries in sorted(stages.items())
+            for number, parameters in entries.items()
+            for parameter in {id(p): p for p in parameters}.values()
+        ]
+        count = Counter(id(parameter) for *_, parameter in places)
+        count.update(id(parameter) for parameter in shared)
+        self.several: dict[int, list[Use]] = {key: [] for key, uses in count.items() if uses > 1}
+        self.of_stage: dict[int, list[Use]] = {stage: [] for stage in stages}
+        for place in places:
+            self._add(*place)
+
+    def _add(self, stage: int, number: int, parameter: Tensor) -> None:
+        uses = self.several.get(id(parameter))
+        if uses is None:
+            self.of_stage[stage].append(Use(number, parameter, parameter, parameter))
+            return
+        _refuse_hooks(parameter, stage)
+        total = stand_in(parameter)
+        first = all(use.parameter is not parameter for use in self.of_stage[stage])
+        if not first:
+            swaps = self._swaps.setdefault(number, [])
+            swaps += ((slot, total) for slot in self._slots_of(number, parameter))
+        use = Use(number, parameter, parameter if first else total, total)
+        uses.append(use)
+        self.of_stage[stage].append(use)
+
+    def end(self) -> None:
+        """Makes all entries compute with the parameters themselves again."""
+        self._swaps.clear()
+
+    def add_up(self) -> None:
+        """Gives each parameter with several uses the sum of what its uses have here, in order."""
+        for uses in self.several.values():
+            total = sum_in_order((u.number, g) for u in uses if (g := u.total.grad) is not None)
+            if total is not None:
+                set_gradient(uses[0].parameter, total.clone() if len(uses) == 1 else total)
+
+    def running(self, number: int) -> AbstractContextManager[None]:
+        """Returns a context in which an entry of the list computes with its stand-ins."""
+        swaps = self._swaps.get(number)
+        return _NOTHING if swaps is None else _put_in(swaps)
+
+
+def sum_in_order(numbered: Iterable[tuple[int, Tensor]]) -> Tensor | None:
+    """Returns the sum of tensors, added up in the order of their numbers; None of none."""
+    total = None
+    for _, tensor in sorted(numbered, key=lambda pair: pair[0]):
+        total = tensor if total is None else total + tensor
+    return total
+
+
+def parameters_of(function: Callable[[Nest], Nest]) -> list[Tensor]:
+    """Returns the parameters of the layers of an entry."""
+    return [parameter for layer in layers_in(function) for parameter in layer.parameters()]
+
+
+def slots_in(function: Callable[[Nest], Nest], parameter: Tensor) -> Iterator[Slot]:
+    """Yields where the layers of an entry have a parameter."""
+    for layer in layers_in(function):
+        for part in layer.sublayers(include_self=True):
+            table = parameters_in(part)
+            yield from (Slot(table, name) for name, one in table.items() if one is parameter)
+
+
+@contextmanager
+def _put_in(swaps: Sequence[tuple[Slot, Tensor]]) -> Iterator[None]:
+    before = [slot.table[slot.name] for slot, _ in swaps]
+    for slot, other in swaps:
+        slot.table[slot.name] = other
+    try:
+        yield
+    finally:
+        for (slot, _), parameter in zip(swaps, before):
+            slot.table[slot.name] = parameter
+
+
+def _refuse_hooks(parameter: Tensor, stage: int) -> None:
+    if hasattr(parameter, "main_grad") or is_watched(parameter):
+        raise ConfigError(
+            "with sums by a tree the uses of a tied weight have gradients of their own, which a "
+            "hook on the gradient of the weight does not see",
+            where=f"stage {stage}, parameter {parameter.name}",
+            got="a hook, or a main_grad, on a parameter that several layers use",
+            fix="leave the hook out, or fleetpipe_configs['sums'] = 'running'",
+        )

@@ -1,0 +1,65 @@
+"""Refuses what gradients that are summed by trees do not go with, before a batch runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from fleetpipe.aliases import Tensor
+from fleetpipe.dygraph.batch.units import Units
+from fleetpipe.dygraph.broadcast import is_spread
+from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.dygraph.tensor_parallel import is_sequence_parallel_parameter
+from fleetpipe.dygraph.train.switches import Switches
+from fleetpipe.errors import ConfigError
+from fleetpipe.schedules import Placement
+
+
+def refuse_beside_trees(
+    parameters: Sequence[Tensor], switches: Switches, units: Units, placement: Placement
+) -> None:
+    """Refuses options and layers that add up in an order of their own.
+
+    Args:
+        parameters: Those of this process.
+        switches: Those of ``pp_configs``.
+        units: How the schedule cuts micro-batches.
+        placement: Where the stages are.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    reasons: Mapping[str, bool] = {
+        "delay_scale_loss, which divides gradients after they are added up": (
+            switches.delay_scale_loss
+        ),
+        "slices of sequences, which add up parts of a micro-batch": units.count > 1,
+        "a VocabularyHead, whose parts add up over all ranks": placement.has_head,
+        "experts that ranks share out": any(map(is_spread, parameters)),
+        "sequence parallelism, whose norms add up parts of a sequence": any(
+            map(is_sequence_parallel_parameter, parameters)
+        ),
+    }
+    for reason, is_there in reasons.items():
+        if is_there:
+            raise ConfigError(
+                f"sums by a tree do not go with {reason}",
+                where="strategy.fleetpipe_configs['sums'] = 'tree'",
+                fix="leave one of the two out",
+            )
+
+
+def require_taken(parameters: Iterable[Tensor]) -> None:
+    """Refuses a gradient that no use of a parameter accounts for.
+
+    Raises:
+        ConfigError: A parameter of this process has one.
+    """
+    for parameter in parameters:
+        if gradient_of(parameter) is not None:
+            raise ConfigError(
+                "a parameter has a gradient of a stage whose entries do not show that they use it",
+                where=f"parameter {parameter.name}",
+                cause="a function of the list uses a parameter of a layer that is not its own",
+                fix="make the layer an argument of the function, as SharedLayerDesc's forward_func "
+                "has it, or set fleetpipe_configs['sums'] = 'running'",
+            )

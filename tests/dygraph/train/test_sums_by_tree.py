@@ -1,0 +1,235 @@
+"""Gradients, norms and losses that are summed by trees, beside plain Paddle's sums by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.errors import ConfigError
+from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
+from tests.jobs import job
+from tests.pipelines import ROWS, Trained, batch, bits, mlp_layers, pipeline, sgd, train
+
+VOCABULARY, LENGTH, WIDTH = 11, 5, 8
+TREE = {"sums": "tree"}
+
+
+class Embedding(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([VOCABULARY, WIDTH])
+
+    def forward(self, ids: Any) -> Any:
+        return nn.functional.embedding(ids, self.weight)
+
+
+class Block(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down, self.drop = nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def logits(layer: Any, x: Any) -> Any:
+    return paddle.matmul(x, layer.weight, transpose_y=True)
+
+
+def token_loss(output: Any, labels: Any) -> Any:
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def tied_layers(blocks: int = 6) -> list[Any]:
+    """A language model whose embedding is its head, and stands in the middle once more."""
+    tied = partial(SharedLayerDesc, "embedding", Embedding, shared_weight_attr="weight")
+    middle = tied(forward_func=lambda layer, x: x + layer.weight.mean())
+    half = [LayerDesc(Block) for _ in range(blocks // 2)]
+    return [tied(), *half, middle, *half, tied(forward_func=logits)]
+
+
+def tokens(micro_batches: int, seed: int) -> list[Any]:
+    ids = np.random.default_rng(seed).integers(0, VOCABULARY, (micro_batches * ROWS, LENGTH + 1))
+    return [paddle.to_tensor(ids[:, :-1]), paddle.to_tensor(ids[:, 1:])]
+
+
+def clipped(model: Any) -> Any:
+    clip = nn.ClipGradByGlobalNorm(0.5)
+    return fleet.distributed_optimizer(
+        paddle.optimizer.AdamW(0.01, parameters=model.parameters(), grad_clip=clip)
+    )
+
+
+def train_tied(
+    pp: int = 1, schedule: str = "1F1B", micro_batches: int = 12, **options: Any
+) -> Trained:
+    return train(
+        *(tied_layers(), pp, schedule),
+        micro_batches=micro_batches,
+        data=tokens,
+        optimizer=clipped,
+        configs=TREE,
+        gradients=True,
+        loss_fn=token_loss,
+        seg_method="uniform",
+        **options,
+    )
+
+
+def by_hand(values: Sequence[Any]) -> Any:
+    """The sum by a tree, written down once more."""
+    if len(values) % 2 == 0:
+        middle = len(values) // 2
+        return by_hand(values[:middle]) + by_hand(values[middle:])
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def train_by_hand(layers: Callable[[], list[Any]], micro_batches: int, steps: int = 2) -> Trained:
+    """SGD in plain Paddle on a list of layers, each of which is one use of its parameters."""
+    with job(1, micro_batches):
+        paddle.seed(0)
+        model = pipeline(layers()).layers.single_model()
+    optimizer, losses = paddle.optimizer.SGD(0.1, parameters=model.parameters()), []
+    for step in range(steps):
+        gradients, shares = [], []
+        for inputs, labels in zip(
+            *(part.split(micro_batches) for part in batch(micro_batches, step))
+        ):
+            share = nn.functional.cross_entropy(model(inputs), labels) / micro_batches
+            share.backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            optimizer.clear_grad()
+            shares.append(share.detach())
+        for parameter, *parts in zip(model.parameters(), *gradients):
+            parameter.grad = by_hand(parts)
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(by_hand(shares).numpy().tobytes())
+    return Trained(losses, bits(model.state_dict()), {})
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 6, 8, 12])
+@pytest.mark.parametrize(("pp", "schedule"), [(1, "1F1B"), (2, "ZBH1")])
+def test_sums_are_those_of_a_tree_by_hand(micro_batches: int, pp: int, schedule: str) -> None:
+    trained = train(mlp_layers(), pp, schedule, micro_batches=micro_batches, configs=TREE)
+    assert trained == train_by_hand(mlp_layers, micro_batches)
+
+
+def test_uses_of_a_tied_weight_are_added_in_the_order_of_the_layers() -> None:
+    micro_batches = 4
+    with job(1, micro_batches, **TREE):
+        paddle.seed(0)
+        model = pipeline(tied_layers(0), loss_fn=token_loss)
+        inputs, labels = tokens(micro_batches, 0)
+        weight = model.parameters()[0]
+        uses = [weight.clone().detach() for _ in range(3)]
+        model.forward_backward_pipeline([inputs, labels])
+    parts: list[list[Any]] = [[], [], []]
+    for ids, wanted in zip(inputs.split(micro_batches), labels.split(micro_batches)):
+        for use in uses:
+            use.stop_gradient = False
+        first, middle, last = uses
+        x = nn.functional.embedding(ids, first)
+        x = paddle.matmul(x + middle.mean(), last, transpose_y=True)
+        gradients = paddle.grad(token_loss(x, wanted) / micro_batches, uses)
+        for part, gradient in zip(parts, gradients):
+            part.append(gradient)
+    first, middle, last = map(by_hand, parts)
+    assert weight.grad.numpy().tobytes() == ((first + middle) + last).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "options"),
+    [
+        (2, "1F1B", {}),
+        (3, "FThenB", {}),
+        (2, "Eager1F1B", {}),
+        (2, "ZBH1", {}),
+        (2, "ZBH2", {}),
+        (2, "ZBV", {"num_virtual_pipeline_stages": 2}),
+        (2, "VHalf", {"num_virtual_pipeline_stages": 2}),
+        (2, "VMin", {"num_virtual_pipeline_stages": 2}),
+        (2, "DualPipeV", {"num_virtual_pipeline_stages": 2}),
+        (2, "1F1B", {"num_virtual_pipeline_stages": 2}),
+        (2, "1F1B", {"recompute_interval": 1, "recompute_ctx": {"mp_group": None}}),
+        (1, "1F1B", {"recompute_interval": 3, "recompute_ctx": {"mp_group": None}}),
+    ],
+)
+def test_no_schedule_changes_a_bit(pp: int, schedule: str, options: dict[str, Any]) -> None:
+    assert train_tied(pp, schedule, **options) == train_tied()
+
+
+def _train_on_a_rank(**degrees: int) -> dict[str, bytes]:
+    stage, total = degrees.pop("stage", 1), 8
+    copies = degrees.get("dp", 1) * degrees.get("sharding", 1)
+    with job(micro_batches=total // copies, sharding_stage=stage, **TREE, **degrees):
+        paddle.seed(0)
+        model = pipeline(tied_layers(), loss_fn=token_loss, seg_method="uniform")
+        optimizer, copy = clipped(model), fleetpipe.job.job.current_job().copy
+        for step in range(2):
+            rows = slice(copy * total // copies * ROWS, (copy + 1) * total // copies * ROWS)
+            loss = model.train_batch([part[rows] for part in tokens(total, step)], optimizer)
+        return {**bits(model.layers.full_state_dict()), "loss": loss.numpy().tobytes()}
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"pp": 2},
+        {"dp": 2},
+        {"sharding": 2, "stage": 2},
+        {"dp": 2, "sharding": 2},
+        {"dp": 2, "sharding": 2, "stage": 2},
+        {"pp": 2, "dp": 2},
+    ],
+)
+def test_no_degree_changes_a_bit(on_ranks: Any, degrees: dict[str, int]) -> None:
+    ranks = int(np.prod([n for axis, n in degrees.items() if axis != "stage"]))
+    (alone,) = on_ranks(partial(_train_on_a_rank), 1)
+    assert on_ranks(partial(_train_on_a_rank, **degrees), ranks) == [alone] * ranks
+
+
+def test_a_batch_is_added_to_gradients_that_are_left() -> None:
+    with job(2, **TREE):
+        paddle.seed(0)
+        model = pipeline()
+        model.forward_backward_pipeline(batch(4, 0))
+        first = [p.grad.clone() for p in model.parameters()]
+        model.forward_backward_pipeline(batch(4, 1))
+        both = [p.grad.numpy().tobytes() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.clear_gradient(False)
+        model.forward_backward_pipeline(batch(4, 1))
+        second = [p.grad for p in model.parameters()]
+    assert both == [(one + other).numpy().tobytes() for one, other in zip(first, second)]
+
+
+def _sparse() -> list[Any]:
+    return [LayerDesc(nn.Embedding, VOCABULARY, WIDTH, sparse=True), LayerDesc(nn.Linear, WIDTH, 4)]
+
+
+def test_what_adds_up_otherwise_is_refused() -> None:
+    with job(1, **TREE):
+        model = pipeline(_sparse(), loss_fn=lambda output, labels: output.mean())
+        with pytest.raises(ConfigError, match="sparse"):
+            model.train_batch(tokens(4, 0), sgd(model))
+
+
+def test_a_hook_on_a_tied_weight_is_refused_before_the_batch() -> None:
+    with job(1, **TREE):
+        model = pipeline(tied_layers(), loss_fn=token_loss)
+        model.parameters()[0].register_hook(lambda gradient: gradient)
+        with pytest.raises(ConfigError, match="a hook"):
+            model.train_batch(tokens(4, 0), sgd(model))
