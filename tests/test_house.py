@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
         *("io", "checkpoint"),
     ),
-    ("dygraph/sequences",),
+    ("dygraph/sequences", "dygraph/sums"),
     ("dygraph/layers/refusals",),
     ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/pipeline_programs"),
     ("dygraph/state", "static/save"),

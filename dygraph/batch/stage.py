@@ -10,7 +10,6 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
-from fleetpipe.dygraph.backward.gradient_trees import GradientTrees
 from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.borders import Borders, borders_of
 from fleetpipe.dygraph.batch.kept_for_loss import require_nothing_kept
@@ -19,6 +18,7 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import cause_of_backward
 from fleetpipe.dygraph.nest import copied, differentiable, leaf_like, mapped
+from fleetpipe.dygraph.sums.gradient_trees import GradientTrees
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle

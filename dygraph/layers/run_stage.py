@@ -10,9 +10,9 @@ from fleetpipe.aliases import Nest
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.recompute import HeldInputs, RecomputedPiece
-from fleetpipe.dygraph.backward.uses import Uses
 from fleetpipe.dygraph.layers import refusals
 from fleetpipe.dygraph.nest import copied, copies_of, differentiable, replace
+from fleetpipe.dygraph.sums.uses import Uses
 from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.partition import Partition
 from fleetpipe.schedules.action import GlobalMicroBatch

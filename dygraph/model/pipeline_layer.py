@@ -20,7 +20,6 @@ from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.backward.recompute import layers_in
-from fleetpipe.dygraph.backward.uses import Stages, Uses, parameters_of, slots_in
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.borders import Borders
 from fleetpipe.dygraph.batch.losses import Criterion
@@ -40,6 +39,7 @@ from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, connected, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
+from fleetpipe.dygraph.sums.uses import Stages, Uses, parameters_of, slots_in
 from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job

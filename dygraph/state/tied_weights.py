@@ -14,9 +14,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from fleetpipe.aliases import Tensor
-from fleetpipe.dygraph.backward.uses import Use, sum_in_order
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient
 from fleetpipe.dygraph.layers.tied import SharedLayer
+from fleetpipe.dygraph.sums.uses import Use, sum_in_order
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group, SoleGroup

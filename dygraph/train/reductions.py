@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import layer_kinds, tensor_parallel
-from fleetpipe.dygraph.backward.gradient_trees import GradientTrees
 from fleetpipe.dygraph.batch.losses import Losses, weighted
 from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
@@ -15,7 +14,8 @@ from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.timers import Timers
 from fleetpipe.dygraph.optimizer import replicas
 from fleetpipe.dygraph.optimizer.shards import Shards
-from fleetpipe.dygraph.train.by_tree import require_taken
+from fleetpipe.dygraph.sums.gradient_trees import GradientTrees
+from fleetpipe.dygraph.sums.refusals import require_taken
 from fleetpipe.errors import StateError
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle

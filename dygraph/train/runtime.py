@@ -17,7 +17,7 @@ from fleetpipe.dygraph.batch.units import WHOLE, Units, units_of
 from fleetpipe.dygraph.batch.weights import MicroBatchWeights
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
-from fleetpipe.dygraph.train.by_tree import refuse_beside_trees
+from fleetpipe.dygraph.sums.refusals import refuse_beside_trees
 from fleetpipe.dygraph.train.engines import Engines
 from fleetpipe.dygraph.train.keys import BatchKeys
 from fleetpipe.dygraph.train.reductions import Reductions, share_state
@@ -224,7 +224,7 @@ class Runtime:
         units = units_of(self, schedule, config)
         if self.job.sums_by_tree:
             parameters = layers.trained_parameters()
-            refuse_beside_trees(parameters, self.switches, units, schedule.placement)
+            refuse_beside_trees(parameters, delayed, units.count > 1, schedule.placement)
         plan = schedule.lower(layers.edges(training=True))
         plan.verify()
         # Nothing is refused from here on: after an error all is as it was.

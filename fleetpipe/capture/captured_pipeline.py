@@ -20,7 +20,6 @@ from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph import PipelineParallel
-from fleetpipe.dygraph.backward.uses import Uses
 from fleetpipe.dygraph.batch.borders import Borders
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -29,6 +28,7 @@ from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.state.files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
+from fleetpipe.dygraph.sums.uses import Uses
 from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra

@@ -5,34 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from fleetpipe.aliases import Tensor
-from fleetpipe.dygraph.batch.units import Units
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import gradient_of
 from fleetpipe.dygraph.tensor_parallel import is_sequence_parallel_parameter
-from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Placement
 
 
 def refuse_beside_trees(
-    parameters: Sequence[Tensor], switches: Switches, units: Units, placement: Placement
+    parameters: Sequence[Tensor], delayed: bool, sliced: bool, placement: Placement
 ) -> None:
     """Refuses options and layers that add up in an order of their own.
 
     Args:
         parameters: Those of this process.
-        switches: Those of ``pp_configs``.
-        units: How the schedule cuts micro-batches.
+        delayed: Whether ``delay_scale_loss`` is on.
+        sliced: Whether the schedule cuts micro-batches.
         placement: Where the stages are.
 
     Raises:
         ConfigError: There is one.
     """
     reasons: Mapping[str, bool] = {
-        "delay_scale_loss, which divides gradients after they are added up": (
-            switches.delay_scale_loss
-        ),
-        "slices of sequences, which add up parts of a micro-batch": units.count > 1,
+        "delay_scale_loss, which divides gradients after they are added up": delayed,
+        "slices of sequences, which add up parts of a micro-batch": sliced,
         "a VocabularyHead, whose parts add up over all ranks": placement.has_head,
         "experts that ranks share out": any(map(is_spread, parameters)),
         "sequence parallelism, whose norms add up parts of a sequence": any(

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fleetpipe.aliases import Tensor
-from fleetpipe.dygraph.backward.uses import Use, Uses
 from fleetpipe.dygraph.gradients import set_gradient
+from fleetpipe.dygraph.sums.uses import Use, Uses
 from fleetpipe.errors import ConfigError
 from fleetpipe.mesh.sums import TreeSum
 from fleetpipe.paddle_api import paddle

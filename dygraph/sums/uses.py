@@ -26,7 +26,7 @@ Stages = Mapping[int, Mapping[int, Sequence[Tensor]]]
 _NOTHING = nullcontext()
 
 
-class Slot(NamedTuple):
+class TablePlace(NamedTuple):
     """A place in a layer's table of parameters."""
 
     table: dict[str, Tensor]
@@ -61,7 +61,7 @@ class Uses:
     def __init__(
         self,
         stages: Stages,
-        slots_of: Callable[[int, Tensor], Iterable[Slot]],
+        slots_of: Callable[[int, Tensor], Iterable[TablePlace]],
         shared: Collection[Tensor],
     ) -> None:
         """Finds the uses.
@@ -75,7 +75,7 @@ class Uses:
             ConfigError: Entries of one stage use a parameter on whose gradient somebody has a hook.
         """
         self._slots_of = slots_of
-        self._swaps: dict[int, list[tuple[Slot, Tensor]]] = {}
+        self._swaps: dict[int, list[tuple[TablePlace, Tensor]]] = {}
         places = [
             (stage, number, parameter)
             for stage, entries in sorted(stages.items())
@@ -134,16 +134,16 @@ def parameters_of(function: Callable[[Nest], Nest]) -> list[Tensor]:
     return [parameter for layer in layers_in(function) for parameter in layer.parameters()]
 
 
-def slots_in(function: Callable[[Nest], Nest], parameter: Tensor) -> Iterator[Slot]:
+def slots_in(function: Callable[[Nest], Nest], parameter: Tensor) -> Iterator[TablePlace]:
     """Yields where the layers of an entry have a parameter."""
     for layer in layers_in(function):
         for part in layer.sublayers(include_self=True):
             table = parameters_in(part)
-            yield from (Slot(table, name) for name, one in table.items() if one is parameter)
+            yield from (TablePlace(table, name) for name, one in table.items() if one is parameter)
 
 
 @contextmanager
-def _put_in(swaps: Sequence[tuple[Slot, Tensor]]) -> Iterator[None]:
+def _put_in(swaps: Sequence[tuple[TablePlace, Tensor]]) -> Iterator[None]:
     before = [slot.table[slot.name] for slot, _ in swaps]
     for slot, other in swaps:
         slot.table[slot.name] = other
