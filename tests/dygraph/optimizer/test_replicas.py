@@ -58,7 +58,7 @@ def test_experts_count_the_tokens_of_members_once_unless_these_are_parts() -> No
     for parameter in parameters:
         parameter.grad = paddle.full([2], 8.0)
     job: Any = SimpleNamespace(
-        degrees=Degrees(mp=2, ep=2), copies=SoleGroup, expert_copies=SoleGroup
+        sums_by_tree=False, degrees=Degrees(mp=2, ep=2), copies=SoleGroup, expert_copies=SoleGroup
     )
     reduce_all(parameters, job, 0.5)
     assert [float(p.grad[0]) for p in parameters] == [2.0, 4.0, 4.0]
