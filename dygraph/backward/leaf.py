@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,8 @@ DIVISIBLE = frozenset(
         *("MatmulGradNode", "AddGradNode", "SubtractGradNode", "MultiplyGradNode"),
         *("Conv2dGradNodeFinal", "DepthwiseConv2dGradNode", "Conv3dGradNode"),
         *("Conv2dTransposeGradNode", "BilinearGradNode"),
+        # What joins, and what adds, the blocks of a tensor-parallel layer.
+        *("ConcatGradNode", "GradNodePyLayer__SumOfBlocks"),
     }
 )
 
@@ -57,7 +60,7 @@ WAITING = frozenset(
 #: What a class of a user's may have for itself and still compute what the one below it does.
 _FREE = frozenset(
     {
-        *("__init__", "__module__", "__doc__", "__annotations__", "extra_repr"),
+        *("__init__", "__module__", "__doc__", "__annotations__", "extra_repr", "blocks"),
         *("__firstlineno__", "__static_attributes__"),
     }
 )
@@ -80,7 +83,7 @@ class Nature(NamedTuple):
         divisible: Whether the gradients of inputs and parameters can be computed separately.
         reached: For each input that needs a gradient, in order, whether the outputs depend on it.
         depth: The number of operations on the longest path from the outputs to the inputs.
-        straight: Whether there is only one path, from one output to one input.
+        straight: Whether one output depends on one input, which one operation takes.
     """
 
     divisible: bool = True
@@ -226,39 +229,42 @@ def examine(
     below = {node: operands(node) for node in nodes - ends}
     reached = tuple(node in nodes for node in entries)
     divisible = all(
-        len(nodes_below) == 1 or node.name() in DIVISIBLE for node, nodes_below in below.items()
+        # 2.6.2 adds a word to the name of a PyLayer's.
+        len(nodes_below) == 1 or node.name().removesuffix("_backward") in DIVISIBLE
+        for node, nodes_below in below.items()
     )
-    ways = [_ways_to(set(entries), below)[root] for root in roots]
-    depth = max((length for length, _ in ways), default=0)
+    lengths = _lengths_to(set(entries), below)
+    leading = [lengths[root] for root in roots if lengths[root] >= 0]
+    depth = max(leading, default=0)
+    takers = [node for node in (*roots, *chain(*below.values())) if node in entries]
     # What stays as it is keeps its order.
-    straight = not divisible or not any(reached) or sum(number for _, number in ways) == 1
+    straight = not divisible or not any(reached) or len(leading) == len(takers) == 1
     return Nature(divisible, reached, depth, straight)
 
 
-def _ways_to(
+def _lengths_to(
     ends: set[GradNode], below: Mapping[GradNode, Sequence[GradNode]]
-) -> dict[GradNode, tuple[int, int]]:
-    """Returns the longest path to ``ends`` from each node, and the number of such paths.
+) -> dict[GradNode, int]:
+    """Returns the length of the longest path to ``ends`` from each node; -1 if there is none.
 
     Args:
         ends: The nodes at which paths end.
         below: The successors of each of the other nodes.
     """
-    ways = dict.fromkeys(ends, (0, 1))
+    lengths = dict.fromkeys(ends, 0)
     waiting = list(below)
     while waiting:
         node = waiting[-1]
         nodes_below = below.get(node, ())
-        ahead = [other for other in nodes_below if other not in ways]
+        ahead = [other for other in nodes_below if other not in lengths]
         if ahead:
             waiting += ahead
             continue
         waiting.pop()
-        if node not in ways:
-            leading = [ways[other] for other in nodes_below if ways[other][1]]
-            longest = max((length for length, _ in leading), default=-1)
-            ways[node] = longest + 1, sum(number for _, number in leading)
-    return ways
+        if node not in lengths:
+            longest = max((lengths[other] for other in nodes_below), default=-1)
+            lengths[node] = longest + 1 if longest >= 0 else -1
+    return lengths
 
 
 def nodes_of(roots: Iterable[GradNode], ends: set[GradNode]) -> set[GradNode]:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
+from fleetpipe.dygraph.tensor_parallel import blocks
 from fleetpipe.dygraph.tensor_parallel.embedding import refuse_outside
 from fleetpipe.dygraph.tensor_parallel.groups import Members, gathered, is_alone, members_of
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import UsageError
+from fleetpipe.mesh.groups import SoleGroup
+from fleetpipe.mesh.sums import add, tree
 from fleetpipe.paddle_api import paddle
 
 _HALVES = (paddle.float16, paddle.bfloat16)
@@ -51,13 +54,15 @@ class ParallelCrossEntropy(ParallelLayer):
             UsageError: The labels are soft, of another shape, or outside of the vocabulary.
         """
         whole = not self.is_mp or is_alone()
-        members = 1 if whole else self.world_size
-        label = _checked(label, input, self.ignore_index, members)
-        if whole:
+        members: Members = SoleGroup() if whole else members_of(self.model_parallel_group)
+        label = _checked(label, input, self.ignore_index, members.ranks)
+        size = input.shape[-1] * members.ranks
+        count = blocks.count_of(self.blocks, size, members.ranks, 0, type(self).__name__)
+        if whole and not count:
             dense: Callable[..., Tensor] = paddle.nn.functional.cross_entropy
             return dense(input, label, ignore_index=self.ignore_index, reduction="none")
         apply: Callable[..., Tensor] = _CrossEntropy.apply
-        return apply(input, label, self.ignore_index, members_of(self.model_parallel_group))
+        return apply(input, label, self.ignore_index, members, count)
 
 
 def _checked(label: Tensor, logits: Tensor, ignore_index: int, members: int) -> Tensor:
@@ -88,7 +93,12 @@ class _CrossEntropy(paddle.autograd.PyLayer):
 
     @staticmethod
     def forward(
-        ctx: Context, logits: Tensor, label: Tensor, ignore_index: int, members: Members
+        ctx: Context,
+        logits: Tensor,
+        label: Tensor,
+        ignore_index: int,
+        members: Members,
+        count: int,
     ) -> Tensor:
         exact = logits.astype("float32") if logits.dtype in _HALVES else logits
         width = logits.shape[-1]
@@ -98,26 +108,33 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         here = paddle.logical_and(here, paddle.logical_not(ignored))
         places = _places(paddle.where(here, column, paddle.zeros_like(column)), width)
         # A member may hold nothing but -inf, as padding of the vocabulary does.
-        top = exact.max(axis=-1, keepdim=True).clip(min=float(paddle.finfo(exact.dtype).min))
-        powers = (exact - top).exp_()
+        least = float(paddle.finfo(exact.dtype).min)
+        parts = blocks.split(exact, max(count, 1), axis=-1)
+        tops = [part.max(axis=-1, keepdim=True).clip(min=least) for part in parts]
+        powers = [(part - top).exp_() for part, top in zip(parts, tops)]
+        sums = [power.sum(axis=-1, keepdim=True) for power in powers]
         picked = paddle.gather(exact.reshape([-1]), places).reshape(label.shape)
         picked = paddle.where(here, picked, paddle.zeros_like(picked))
-        share = paddle.concat([top, powers.sum(axis=-1, keepdim=True), picked], axis=-1)
-        loss, highest, below = _combine(gathered(share, members))
-        ctx.save_for_backward(powers, paddle.exp(top - highest) / below, places, here, ignored)
+        share = paddle.concat([*tops, *sums, picked], axis=-1)
+        loss, highest, below = _combine(gathered(share, members), count)
+        factors = [paddle.exp(top - highest) / below for top in tops]
+        ctx.save_for_backward(places, here, ignored, *powers, *factors)
         ctx.dtype = logits.dtype
         return paddle.where(ignored, paddle.zeros_like(loss), loss).astype(logits.dtype)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        powers, factor, places, here, ignored = ctx.saved_tensor()
-        grad = grad.astype(powers.dtype)
+        places, here, ignored, *saved = ctx.saved_tensor()
+        powers, factors = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        grad = grad.astype(powers[0].dtype)
         zeros = paddle.zeros_like(grad)
         grad = paddle.where(ignored, zeros, grad)
-        spread = (powers * (factor * grad)).reshape([-1])
+        parts = [power * (factor * grad) for power, factor in zip(powers, factors)]
+        whole = blocks.joined(parts)
+        spread = whole.reshape([-1])
         at_label = paddle.gather(spread, places) - paddle.where(here, grad, zeros).reshape([-1])
         paddle.scatter_(spread, places, at_label)
-        return spread.reshape(powers.shape).astype(ctx.dtype)
+        return spread.reshape(whole.shape).astype(ctx.dtype)
 
 
 def _places(column: Tensor, width: int) -> Tensor:
@@ -126,12 +143,17 @@ def _places(column: Tensor, width: int) -> Tensor:
     return paddle.arange(flat.shape[0], dtype="int64") * width + flat
 
 
-def _combine(shares: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(shares: list[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the loss, the greatest logit, and the sum of the exponentials relative to it."""
-    tops = paddle.concat([share[..., 0:1] for share in shares], axis=-1)
-    sums = paddle.concat([share[..., 1:2] for share in shares], axis=-1)
-    picked = paddle.concat([share[..., 2:3] for share in shares], axis=-1)
+    each = max(count, 1)
+    tops = paddle.concat([share[..., :each] for share in shares], axis=-1)
+    sums = paddle.concat([share[..., each : 2 * each] for share in shares], axis=-1)
+    picked = paddle.concat([share[..., 2 * each :] for share in shares], axis=-1)
     highest = tops.max(axis=-1, keepdim=True)
-    below = (sums * paddle.exp(tops - highest)).sum(axis=-1, keepdim=True)
+    terms = sums * paddle.exp(tops - highest)
+    if count:
+        below = tree(blocks.split(terms, terms.shape[-1], axis=-1), add)
+    else:
+        below = terms.sum(axis=-1, keepdim=True)
     loss = paddle.log(below) - (picked.sum(axis=-1, keepdim=True) - highest)
     return loss, highest, below

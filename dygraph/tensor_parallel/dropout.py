@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetpipe.aliases import PaddleGroup, Tensor
-from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group
+from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group, sums_by_tree
 from fleetpipe.dygraph.tensor_parallel.operations import shard_of
 from fleetpipe.paddle_api import paddle
 
@@ -38,9 +38,11 @@ def dropout(
     """
     plain: Callable[..., Tensor] = paddle.nn.functional.dropout
     group = model_parallel_group(mp_group)
-    if group.nranks == 1 or not training or p == 0:
+    whole = group.nranks == 1
+    if (whole and not sums_by_tree()) or not training or p == 0:
         return plain(x, p, training=training, mode=mode)
     shape = list(x.shape)
     shape[axis] *= group.nranks
     mask = plain(paddle.ones(shape, dtype=x.dtype), p, training=True, mode=mode)
-    return x * shard_of(mask, axis, group.rank, group.nranks)
+    # A product for the whole tensor too, by a tree: Paddle's own dropout divides.
+    return x * (mask if whole else shard_of(mask, axis, group.rank, group.nranks))

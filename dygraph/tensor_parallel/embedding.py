@@ -39,7 +39,7 @@ class VocabParallelEmbedding(ParallelLayer):
             ConfigError: The number of members does not divide ``num_embeddings``.
         """
         super().__init__(mp_group)
-        rows = self.share_of(num_embeddings, "num_embeddings")
+        rows = self.share_of(num_embeddings, "num_embeddings", embedding_dim)
         self.origin_num_embeddings = num_embeddings
         self.num_embeddings = num_embeddings
         self.vocab_start_index = self.rank * rows
@@ -61,8 +61,11 @@ class VocabParallelEmbedding(ParallelLayer):
             UsageError: An id is not in the vocabulary.
         """
         look_up: Callable[..., Tensor] = paddle.nn.functional.embedding
+        count = self.count_blocks()
         if not self.is_mp:
-            return look_up(x, self.weight, name=self._name)
+            rows = look_up(x, self.weight, name=self._name)
+            # As among members, who add zeros: -0.0 becomes 0.0.
+            return rows + paddle.zeros_like(rows) if count else rows
         refuse_outside(x, self.num_embeddings, "an id")
         rows = own_rows(self.weight, x, self.vocab_start_index)
         return operations.all_reduce(rows, self.model_parallel_group)

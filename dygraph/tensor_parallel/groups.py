@@ -17,6 +17,7 @@ from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import SoleGroup
+from fleetpipe.mesh.sums import add, tree
 from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.paddle_api.topology import (
     Group,
@@ -81,12 +82,22 @@ class StockGroup:
         return parts[self.rank]
 
 
+def sums_by_tree() -> bool:
+    """Returns whether the job of now, if there is one, has sums by a tree."""
+    job = current_job()
+    return job is not None and job.sums_by_tree
+
+
 def total(tensor: Tensor, members: Members) -> Tensor:
     """Returns a new tensor, the sum of all members', with the same bits on each. Collective.
+
+    It is by a tree if the job has such sums.
 
     Raises:
         PipelineTimeout: Some member did not come within the limit.
     """
+    if sums_by_tree():
+        return tree(gathered(tensor, members), add)
     if members.ranks > 2 and tensor_bytes(tensor) > _RING_BYTES:
         summed = tensor.detach().clone()
         members.all_reduce([summed])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fleetpipe.aliases import Attribute, DType, Nest, PaddleGroup, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.tensor_parallel import groups
+from fleetpipe.dygraph.tensor_parallel import blocks, groups
 from fleetpipe.dygraph.tensor_parallel.operations import shard_of
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.mesh.parts import PartOfWhole, attached_part, part_of, split_axis
@@ -40,7 +40,12 @@ class ParallelLayer(paddle.nn.Layer):
         world_size: The number of shards.
         rank: The number of the shard that this rank holds.
         is_mp: Whether there is more than one.
+        blocks: With sums by a tree, into how many blocks the whole layer is cut at every
+            model-parallel degree, or into as many as the largest power of two that divides the
+            size: a power of two, and the largest degree at least.
     """
+
+    blocks = 8
 
     def __init__(self, mp_group: PaddleGroup) -> None:
         """Creates a layer for ``mp_group``, or the model-parallel group of the job; not collective.
@@ -61,9 +66,28 @@ class ParallelLayer(paddle.nn.Layer):
                 fix="call paddle.disable_static() before they are built",
             )
 
-    def share_of(self, size: int, name: str) -> int:
-        """Divides ``size`` by the number of members; see :func:`share_of`."""
-        return _share(size, name, self.world_size, type(self).__name__)
+    def share_of(self, size: int, name: str, across: int = 1) -> int:
+        """Divides ``size`` by the number of members; see :func:`share_of`.
+
+        Args:
+            size: What is cut in equal parts.
+            name: What the error calls it.
+            across: Numbers of the parameter beside each other in one place of the axis.
+        """
+        share = _share(size, name, self.world_size, type(self).__name__)
+        self._cut = size, across
+        self.count_blocks()
+        return share
+
+    def count_blocks(self) -> int:
+        """Returns how many blocks this rank computes; 0 where layers do not compute in blocks.
+
+        Raises:
+            ConfigError: They do, and this one cannot.
+        """
+        (size, across), where = self._cut, type(self).__name__
+        numbers = size // self.world_size * across
+        return blocks.count_of(self.blocks, size, self.world_size, numbers, where)
 
     def create_shard(self, shape: Sequence[int], axis: int, attr: Attribute) -> Tensor:
         """Creates a parameter that is this member's shard of a whole one; not collective.
@@ -83,6 +107,7 @@ class ParallelLayer(paddle.nn.Layer):
                 attr.initializer = ShardOf(whole, shape, axis, self.rank, self.world_size)
         parameter: Tensor = self.create_parameter(shape=part, attr=attr, dtype=self._dtype)
         _mark(parameter, axis if self.is_mp else None)
+        self._mark_blocks(parameter, axis, shape[axis])
         return parameter
 
     def create_bias(self, size: int, sharded: bool) -> Tensor:
@@ -97,7 +122,13 @@ class ParallelLayer(paddle.nn.Layer):
             shape=[size], attr=zero, dtype=self._dtype, is_bias=True
         )
         _mark(bias, 0 if sharded and self.is_mp else None)
+        if sharded:
+            self._mark_blocks(bias, 0, size * self.world_size)
         return bias
+
+    def _mark_blocks(self, parameter: Tensor, axis: int, size: int) -> None:
+        count = blocks.share_of_blocks(self.blocks, size, self.world_size)
+        parameter.blocks = blocks.Blocks(axis, count)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelLayer:
         """Copies everything but the group, which the copy shares."""
@@ -111,6 +142,7 @@ class ParallelLayer(paddle.nn.Layer):
                 twin: Tensor = parameters_in(other)[name]
                 _mark(twin, split_axis(parameter))
                 twin.sequence_parallel = getattr(parameter, "sequence_parallel", False)
+                twin.blocks = getattr(parameter, "blocks", None)
         return other
 
     if hasattr(paddle.nn.Layer, "sharded_state_dict"):  # not on 2.6.2

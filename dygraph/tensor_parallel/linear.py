@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetpipe.aliases import Attribute, PaddleGroup, Tensor
-from fleetpipe.dygraph.tensor_parallel import operations
+from fleetpipe.dygraph.tensor_parallel import blocks, operations
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import UsageError
 from fleetpipe.paddle_api import paddle
@@ -80,10 +80,20 @@ class ColumnParallelLinear(_ParallelLinear):
         Returns:
             ``[.., out_features]`` on every member, or this member's columns of it.
         """
-        output = self.linear(self._inputs(x), self.weight, self.bias, name=self._name)
+        output = self._product(self._inputs(x))
         if self.gather_output:
             return operations.gather(output, self.model_parallel_group)
         return output
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Returns this member's columns of the output."""
+        count = self.count_blocks()
+        if not count:
+            return self.linear(x, self.weight, self.bias, name=self._name)
+        weights = blocks.split(self.weight, count, axis=1)
+        biases = [None] * count if self.bias is None else blocks.split(self.bias, count, axis=0)
+        operands = zip(blocks.uses(x, count), weights, biases)
+        return blocks.joined([self.linear(*block) for block in operands])
 
     def _inputs(self, x: Tensor) -> Tensor:
         """Returns the input that every member multiplies by its columns."""
@@ -141,12 +151,20 @@ class RowParallelLinear(_ParallelLinear):
         Raises:
             UsageError: The last axis of ``x`` has another size.
         """
-        if not self.is_mp:
+        count = self.count_blocks()
+        if not self.is_mp and not count:
             return self.linear(x, self.weight, self.bias, name=self._name)
         self._check(x)
         columns = x if self.input_is_parallel else operations.split(x, self.model_parallel_group)
-        output = self._total(self.linear(columns, self.weight, name=self._name))
+        output = self._total(self._product(columns, count))
         return output if self.bias is None else output + self.bias
+
+    def _product(self, columns: Tensor, count: int) -> Tensor:
+        """Returns the sum of the terms of this member's rows."""
+        if not count:
+            return self.linear(columns, self.weight, name=self._name)
+        operands = zip(blocks.split(columns, count, -1), blocks.split(self.weight, count, axis=0))
+        return blocks.summed([self.linear(*block) for block in operands])
 
     def _total(self, terms: Tensor) -> Tensor:
         """Returns the sum of the results of all members."""

@@ -22,7 +22,7 @@ from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
-from fleetpipe.dygraph.tensor_parallel import groups
+from fleetpipe.dygraph.tensor_parallel import blocks, groups
 from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.paddle_api import paddle
 
@@ -197,11 +197,16 @@ def parallel_matmul(
         mp_group: Paddle's group of the members; by default the one of ``fleet.init``.
     """
     product: Callable[..., Tensor] = paddle.matmul
-    if not getattr(table, "is_distributed", False):
+    part = blocks.blocks_of(table)
+    is_cut = getattr(table, "is_distributed", False)
+    if not is_cut and part is None:
         return product(hidden, table, transpose_y=True)
     group = groups.model_parallel_group(mp_group)
-    logits = product(identity(hidden, group), table, transpose_y=True)
-    return gather(logits, group) if gather_output else logits
+    hidden = identity(hidden, group) if is_cut else hidden
+    count = 1 if part is None else part.number
+    operands = zip(blocks.uses(hidden, count), blocks.split(table, count, axis=0))
+    logits = blocks.joined([product(*block, transpose_y=True) for block in operands])
+    return gather(logits, group) if is_cut and gather_output else logits
 
 
 def shard_of(whole: Tensor, axis: int, rank: int, ranks: int) -> Tensor:

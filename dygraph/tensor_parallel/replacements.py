@@ -12,6 +12,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations, sequence
+from fleetpipe.dygraph.tensor_parallel.blocks import refuse_beside_trees
 from fleetpipe.dygraph.tensor_parallel.cross_entropy import ParallelCrossEntropy
 from fleetpipe.dygraph.tensor_parallel.embedding import own_rows
 from fleetpipe.dygraph.tensor_parallel.groups import connect, disconnect, model_parallel_group
@@ -39,13 +40,25 @@ def _outside(group: PaddleGroup) -> bool:
     return group is not None and not group.is_member()
 
 
+def _summing(operation: str, group: PaddleGroup) -> PaddleGroup:
+    """Returns the members, whose sum does not depend on how many they are."""
+    members = model_parallel_group(group)
+    if members.nranks > 1:
+        refuse_beside_trees(
+            operation,
+            "it adds up one tensor of each member, as many as mp_degree",
+            "fleetpipe's tensor-parallel layers and parallel_matmul",
+        )
+    return members
+
+
 @_as_paddles
 def _c_identity(
     tensor: Tensor, group: PaddleGroup = None, skip_c_identity_dynamic: bool = False
 ) -> Tensor:
     if _outside(group):
         return None
-    return operations.identity(tensor, model_parallel_group(group))
+    return operations.identity(tensor, _summing("_c_identity", group))
 
 
 @_as_paddles
@@ -79,7 +92,7 @@ def _mp_allreduce(
             got=f"op={op!r}",
             fix="leave op as it is, ReduceOp.SUM, or use paddle.distributed.all_reduce",
         )
-    return operations.all_reduce(tensor, model_parallel_group(group))
+    return operations.all_reduce(tensor, _summing("_mp_allreduce", group))
 
 
 @_as_paddles

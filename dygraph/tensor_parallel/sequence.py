@@ -18,6 +18,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
+from fleetpipe.dygraph.tensor_parallel.blocks import refuse_beside_trees
 from fleetpipe.dygraph.tensor_parallel.groups import gathered, members_of, model_parallel_group
 from fleetpipe.dygraph.tensor_parallel.layer import marked
 from fleetpipe.dygraph.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -31,23 +32,41 @@ mark_as_sequence_parallel_parameter = SEQUENCE_PARALLEL.mark_as_sequence_paralle
 is_sequence_parallel_parameter = SEQUENCE_PARALLEL.is_sequence_parallel_parameter
 
 
+def _group() -> PaddleGroup:
+    """Returns the members, who hold parts of a sequence.
+
+    Raises:
+        ConfigError: The job has sums by a tree.
+    """
+    _refuse_blocks()
+    return model_parallel_group()
+
+
+def _refuse_blocks() -> None:
+    refuse_beside_trees(
+        "sequence parallelism",
+        "members add up the gradients of their parts of a sequence, as many as mp_degree",
+        "ColumnParallelLinear and RowParallelLinear without it",
+    )
+
+
 @operations.noting
 def scatter(input: Tensor) -> Tensor:
     """Returns this member's part of the first axis, without a gradient; not collective."""
-    group = model_parallel_group()
+    group = _group()
     return operations.shard_of(input, 0, group.rank, group.nranks)
 
 
 @operations.noting
 def all_gather(input: Tensor) -> Tensor:
     """Joins the parts of all members, without a gradient. Collective."""
-    return paddle.concat(gathered(input, members_of(model_parallel_group())), axis=0)
+    return paddle.concat(gathered(input, members_of(_group())), axis=0)
 
 
 @operations.noting
 def reduce_scatter(input: Tensor) -> Tensor:
     """Returns this member's part of the members' sum, without a gradient. Collective."""
-    return operations.part_of_total(input, members_of(model_parallel_group()))
+    return operations.part_of_total(input, members_of(_group()))
 
 
 class ScatterOp:
@@ -56,7 +75,7 @@ class ScatterOp:
     @staticmethod
     def apply(input: Tensor) -> Tensor:
         """Returns ``[s / m, ..]`` from ``[s, ..]``. Collective in backward."""
-        return operations.split(input, model_parallel_group(), axis=0)
+        return operations.split(input, _group(), axis=0)
 
 
 class GatherOp:
@@ -65,7 +84,7 @@ class GatherOp:
     @staticmethod
     def apply(input: Tensor) -> Tensor:
         """Returns ``[s, ..]`` from ``[s / m, ..]``. Collective."""
-        return operations.gather(input, model_parallel_group(), axis=0)
+        return operations.gather(input, _group(), axis=0)
 
 
 class AllGatherOp:
@@ -74,7 +93,7 @@ class AllGatherOp:
     @staticmethod
     def apply(input: Tensor) -> Tensor:
         """Returns ``[s, ..]`` from ``[s / m, ..]``. Collective, in backward too."""
-        return operations.gather_parts(input, model_parallel_group())
+        return operations.gather_parts(input, _group())
 
 
 class ReduceScatterOp:
@@ -83,7 +102,7 @@ class ReduceScatterOp:
     @staticmethod
     def apply(input: Tensor) -> Tensor:
         """Returns ``[s / m, ..]`` from ``[s, ..]``. Collective, in backward too."""
-        return operations.reduce_scatter(input, model_parallel_group())
+        return operations.reduce_scatter(input, _group())
 
 
 class ColumnSequenceParallelLinear(ColumnParallelLinear):
@@ -95,6 +114,7 @@ class ColumnSequenceParallelLinear(ColumnParallelLinear):
 
     def _require_layout(self) -> None:
         """Raises a ``ConfigError`` if the output would be gathered."""
+        _refuse_blocks()
         if self.gather_output:
             raise ConfigError(
                 "the columns of a ColumnSequenceParallelLinear stay on their members",
@@ -117,6 +137,7 @@ class RowSequenceParallelLinear(RowParallelLinear):
 
     def _require_layout(self) -> None:
         """Raises a ``ConfigError`` if the input is not cut."""
+        _refuse_blocks()
         if not self.input_is_parallel:
             raise ConfigError(
                 "a RowSequenceParallelLinear takes the columns that each member has",

@@ -1,0 +1,232 @@
+"""Sums by a tree: one seed and one data give the same bits at every model-parallel degree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.distributed.communication.group import Group
+
+from fleetpipe.dygraph import tensor_parallel
+from fleetpipe.dygraph.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelCrossEntropy,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    dropout,
+    groups,
+    parallel_matmul,
+    replacements,
+    sequence,
+    split_axis,
+)
+from fleetpipe.errors import ConfigError
+from tests.dygraph.members import MEMBERS
+from tests.groups import members, on_all
+from tests.jobs import job
+
+F = nn.functional
+
+
+@pytest.fixture(autouse=True)
+def trees() -> Iterator[None]:
+    with job(1, sums="tree"):
+        yield
+
+
+def drawn(*shape: int, seed: int = 0) -> Any:
+    numbers = np.random.default_rng(seed).standard_normal(shape).astype("float32")
+    return paddle.to_tensor(numbers, stop_gradient=False)
+
+
+class Net(nn.Layer):
+    """An embedding, two products around a GELU, a tied head, and the loss of it."""
+
+    def __init__(self, whole: bool, **group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.table = VocabParallelEmbedding(48, 32, **group)
+        self.columns = ColumnParallelLinear(32, 64, has_bias=True, gather_output=whole, **group)
+        self.rows = RowParallelLinear(64, 32, input_is_parallel=not whole, **group)
+        self.loss = ParallelCrossEntropy(**group)
+
+    def forward(self, ids: Any, labels: Any, noise: Any) -> tuple[Any, ...]:
+        hidden = self.table(ids) + noise
+        hidden = hidden + self.rows(F.gelu(self.columns(hidden)))
+        own = parallel_matmul(hidden, self.table.weight, **self.group)
+        logits = parallel_matmul(hidden, self.table.weight, gather_output=True, **self.group)
+        return hidden, logits, self.loss(own, labels)
+
+
+def on_members(
+    degree: int, build: Callable[..., Any], run: Callable[[Any], dict[str, Any]]
+) -> dict[str, bytes]:
+    """The bits of what the members of a group make of their layers, shards put together."""
+    seen, built = [Group(rank, 200 + rank, [*range(degree)]) for rank in range(degree)], []
+    for group, thread in zip(seen, members(degree)):
+        groups.connect(group, thread)
+        paddle.seed(3)
+        built.append(build(**({} if degree == 1 else {"mp_group": group})))
+    results = on_all(degree, lambda rank: run(built[rank]))
+    for group, result in zip(seen, results):
+        groups.disconnect(group)
+        if isinstance(result, Exception):
+            raise result
+    return {name: put_together([result[name] for result in results]) for name in results[0]}
+
+
+def put_together(values: list[Any]) -> bytes:
+    """The bits of a tensor that is the same on all members, or of its shards beside each other."""
+    axis = split_axis(values[0])
+    arrays = [(value if axis is None else value.grad).numpy() for value in values]
+    assert axis is not None or len({array.tobytes() for array in arrays}) == 1
+    return arrays[0].tobytes() if axis is None else np.concatenate(arrays, axis).tobytes()
+
+
+def trained(degree: int, whole: bool) -> dict[str, bytes]:
+    """The bits of what a net of shards computes in a forward and a backward."""
+    numbers = np.random.default_rng(1)
+    ids, labels = (paddle.to_tensor(numbers.integers(0, 48, (2, 5))) for _ in range(2))
+    labels[0, 1] = -100
+
+    def run(net: Net) -> dict[str, Any]:
+        noise = drawn(2, 5, 32)
+        hidden, logits, loss = net(ids, labels, noise)
+        (loss.sum() + (logits * drawn(2, 5, 48, seed=2)).sum()).backward()
+        values = {"hidden": hidden, "logits": logits, "loss": loss, "noise": noise.grad}
+        of_parameters = {
+            name: parameter if degree > 1 and split_axis(parameter) is not None else parameter.grad
+            for name, parameter in net.named_parameters()
+        }
+        return {**values, **of_parameters}
+
+    return on_members(degree, lambda **group: Net(whole, **group), run)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_shards_have_the_bits_of_the_whole_layers(whole: bool) -> None:
+    expected = trained(1, whole)
+    assert len(expected) == 9
+    for degree in (2, 4, 8):
+        assert trained(degree, whole) == expected
+
+
+def added(terms: list[Any]) -> Any:
+    """A balanced tree, by hand."""
+    while len(terms) > 1:
+        terms = [left + right for left, right in zip(terms[::2], terms[1::2])]
+    return terms[0]
+
+
+def columns_of(tensor: Any, count: int = 8) -> list[Any]:
+    width = tensor.shape[-1] // count
+    return [tensor[..., n * width : (n + 1) * width].clone().detach() for n in range(count)]
+
+
+def bits(*tensors: Any) -> list[bytes]:
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+def test_a_whole_layer_computes_the_blocks_that_plain_products_have() -> None:
+    x, grad = drawn(6, 32), drawn(6, 64, seed=1).detach()
+    columns = ColumnParallelLinear(32, 64, has_bias=True)
+    output = columns(x)
+    output.backward(grad)
+    plain, weights, grads = x.detach(), columns_of(columns.weight), columns_of(grad)
+    by_hand = paddle.concat([paddle.matmul(plain, one) for one in weights], axis=-1)
+    of_weight = [paddle.matmul(plain, one, transpose_x=True) for one in grads]
+    of_input = [paddle.matmul(*pair, transpose_y=True) for pair in zip(grads, weights)]
+    expected = bits(by_hand, paddle.concat(of_weight, axis=-1), added(of_input))
+    assert bits(output, columns.weight.grad, x.grad) == expected
+
+    x, grad = drawn(6, 64), drawn(6, 32, seed=1).detach()
+    rows = RowParallelLinear(64, 32)
+    output = rows(x)
+    output.backward(grad)
+    parts, weights = columns_of(x), [one.t() for one in columns_of(rows.weight.t())]
+    of_weight = [paddle.matmul(one, grad, transpose_x=True) for one in parts]
+    of_input = [paddle.matmul(grad, one, transpose_y=True) for one in weights]
+    expected = bits(
+        added([paddle.matmul(*pair) for pair in zip(parts, weights)]),
+        paddle.concat(of_weight, axis=0),
+        paddle.concat(of_input, axis=-1),
+    )
+    assert bits(output, rows.weight.grad, x.grad) == expected
+
+
+def test_a_loss_is_made_of_blocks_of_the_vocabulary() -> None:
+    logits, label = drawn(6, 40), paddle.to_tensor([3, 39, 0, 7, 12, 20])
+    loss = ParallelCrossEntropy()(logits, label)
+    loss.sum().backward()
+    tops = [one.max(-1, keepdim=True) for one in columns_of(logits)]
+    powers = [paddle.exp(one - top) for one, top in zip(columns_of(logits), tops)]
+    most = paddle.concat(tops, -1).max(-1, keepdim=True)
+    below = added(
+        [one.sum(-1, keepdim=True) * paddle.exp(t - most) for one, t in zip(powers, tops)]
+    )
+    picked = paddle.take_along_axis(logits.detach(), label.unsqueeze(-1), -1)
+    assert bits(loss) == bits(paddle.log(below) - (picked - most))
+    shares = [one * (paddle.exp(top - most) / below) for one, top in zip(powers, tops)]
+    assert bits(logits.grad) == bits(paddle.concat(shares, -1) - F.one_hot(label, 40))
+
+
+def test_zeros_of_a_table_and_dropped_numbers_have_one_sign_at_every_degree() -> None:
+    table = VocabParallelEmbedding(16, 8)
+    table.weight.set_value(np.full((16, 8), -0.0, "float32"))
+    assert not np.signbit(table(paddle.to_tensor([1, 9])).numpy()).any()
+    inputs, parts = drawn(4, 16), []
+    paddle.seed(5)
+    whole = dropout(inputs, 0.3)
+    for group in MEMBERS:
+        paddle.seed(5)
+        own = tensor_parallel.shard_of(inputs, -1, group.rank, 2)
+        parts.append(dropout(own, 0.3, mp_group=group))
+    assert bits(whole) == bits(paddle.concat(parts, -1))
+
+
+@pytest.mark.parametrize(("size", "count"), [(64, 8), (12, 4), (7, 1)])
+def test_a_size_has_as_many_blocks_as_a_power_of_two_divides(size: int, count: int) -> None:
+    layer = ColumnParallelLinear(8, size)
+    assert layer.count_blocks() == layer.weight.blocks.number == count
+
+
+def test_without_trees_nothing_is_in_blocks() -> None:
+    layer, x = ColumnParallelLinear(32, 64, has_bias=True), drawn(6, 32)
+    with job(1):
+        assert layer.count_blocks() == 0
+        assert bits(layer(x)) == bits(F.linear(x, layer.weight, layer.bias))
+
+
+class Halves(ColumnParallelLinear):
+    blocks = 2
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    r"(?s)shard \(=12 numbers\).*up to a multiple of 16": lambda: ColumnParallelLinear(
+        6, 24, mp_group=MEMBERS[0]
+    ),
+    r"(?s)`Halves.blocks` \(=2\).*mp_degree \(=4\).*Halves.blocks = 8": lambda: Halves(
+        6, 64, mp_group=Group(0, 78, [0, 1, 2, 3])
+    ),
+    "(?s)sequence parallelism.*ColumnParallelLinear and RowParallelLinear": lambda: (
+        sequence.ColumnSequenceParallelLinear(6, 64, gather_output=False)
+    ),
+    "(?s)sequence parallelism.*as many as mp_degree": lambda: sequence.ScatterOp.apply(drawn(4, 4)),
+    "(?s)_mp_allreduce.*parallel_matmul": lambda: replacements.OPERATIONS["_mp_allreduce"](
+        drawn(4, 4), group=MEMBERS[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_would_depend_on_the_degree_is_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        REFUSED[words]()
+
+
+def test_fewer_blocks_are_those_of_a_class() -> None:
+    assert Halves(6, 64, mp_group=MEMBERS[0]).count_blocks() == 1
