@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
@@ -23,7 +24,6 @@ from fleetpipe.dygraph.observe.hooks import NumberedHook
 from fleetpipe.dygraph.observe.timers import Timers
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.train.observers import of_all
-from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.engine.observer import Observer
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.job.job import current_job
@@ -34,6 +34,7 @@ from fleetpipe.schedules import Schedule
 from fleetpipe.schedules.action import flatten
 
 if TYPE_CHECKING:
+    from fleetpipe.dygraph.train.runtime import Runtime
     from fleetpipe.engine.trace import Trace
 
 #: What registers a numbered hook at a location.
@@ -237,10 +238,12 @@ class PipelineFace(MetaParallelBase):
         strategy = strategy or user_strategy()
         begin: Callable[..., None] = super().__init__
         begin(layers, hcg or job.hcg, strategy)
-        self._runtime = Runtime(layers, strategy, job, self._has_bubble_hooks)
+        # Loaded here: a program that wraps no pipeline needs nothing that runs one.
+        make: type[Runtime] = pkgutil.resolve_name("fleetpipe.dygraph.train.runtime:Runtime")
+        self._runtime = make(layers, strategy, job, self._has_bubble_hooks)
         self.accompany(layers.companion(self))
-        for make in of_all:
-            self.observe(make(self))
+        for make_observer in of_all:
+            self.observe(make_observer(self))
 
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineFace:
         """Returns a copy of the model, such as an average of weights, wrapped too. Collective."""

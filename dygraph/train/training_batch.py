@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from fleetpipe.aliases import Nest, Optimizer, Scaler
 from fleetpipe.dygraph.batch.input_gradients import (
@@ -19,9 +20,11 @@ from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.batch.outputs import require_count
 from fleetpipe.dygraph.batch.stage import Batch
 from fleetpipe.dygraph.gradients import divide_gradients
-from fleetpipe.dygraph.train.runtime import Runtime
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
+
+if TYPE_CHECKING:
+    from fleetpipe.dygraph.train.runtime import Runtime
 
 
 class TrainingBatch:
