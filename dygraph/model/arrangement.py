@@ -14,7 +14,7 @@ from fleetpipe.job.job import Job, current_job
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.topology import has_begun, user_strategy
-from fleetpipe.partition import Partition
+from fleetpipe.partition import LayerInfo, Partition, segment
 from fleetpipe.schedules import Placement, Schedule
 
 _DUALPIPEV = "DualPipeV"
@@ -250,3 +250,32 @@ def topology_of(topology: Topology, stages: int, job: Job | None) -> Topology:
         return job.hcg.topology()
     replicas = max(1, paddle.distributed.get_world_size() // stages)
     return paddle_fleet.CommunicateTopology(["data", "pipe", "model"], [replicas, stages, 1])
+
+
+def cut(
+    layers: Sequence[LayerInfo], placement: Placement, method: str | Sequence[int]
+) -> Partition:
+    """Cuts a list of layers into the stages of a placement.
+
+    Each part of a vocabulary head is a stage of its own, and so is the loss behind these.
+
+    Args:
+        layers: The list.
+        placement: Which rank has which stage.
+        method: The option ``seg_method`` of ``PipelineLayer``.
+
+    Raises:
+        PartitionError: The layers cannot be cut as asked.
+    """
+    head = placement.stages - placement.body
+    body = segment(layers[: len(layers) - head], placement.body, method)
+    ends = range(body.boundaries[-1] + 1, len(layers) + 1)
+    return Partition((*body.boundaries, *ends), body.method, tuple(layers))
+
+
+def own_stages(placement: Placement, job: Job | None) -> tuple[int, tuple[int, ...]]:
+    """Returns this process's rank in the pipeline and the stages that it owns."""
+    if job is None or job.local:
+        return 0, tuple(range(placement.stages))
+    rank = job.hcg.get_stage_id()
+    return rank, placement.stages_of(rank)

@@ -31,7 +31,9 @@ from fleetpipe.dygraph.model.additions import refuse_own_forward, refuse_unliste
 from fleetpipe.dygraph.model.arrangement import (
     Arrangement,
     LayerPlan,
+    cut,
     number_of_stages,
+    own_stages,
     topology_of,
 )
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
@@ -51,7 +53,7 @@ from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.meta_parallel import LOSS_FUNCTIONS_ARE_A_LIST
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.paddle_types import CommunicateTopology
-from fleetpipe.partition import LayerInfo, Partition, segment
+from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.schedules import Edge, Schedule
 
 if TYPE_CHECKING:
@@ -164,10 +166,15 @@ class PipelineLayer(ModelWithParts):
         if plan is not None:
             plan.require_layers([entries.class_name(entry) for entry in self._layers_desc])
             seg_method = plan.partition.boundaries[: self.placement.body + 1]
-        self.partition = self._cut(seg_method)
+        layers_to_cut = (
+            self._layer_infos()
+            if seg_method == "balanced"
+            else [LayerInfo(entries.class_name(entry)) for entry in self._layers_desc]
+        )
+        self.partition = cut(layers_to_cut, self.placement, seg_method)
         if self._num_stages > 1:
             tied.refuse_split(self._layers_desc, self._blueprints, self.get_stage_from_index)
-        self._stage_id, self._owned = self._own_stages()
+        self._stage_id, self._owned = own_stages(self.placement, self._job)
         self._build()
         if job is not None and not job.local and not self.state.own_parameters():
             log.once(
@@ -183,7 +190,7 @@ class PipelineLayer(ModelWithParts):
 
     def _build(self) -> None:
         """Builds the layers of this process's stages. Collective where ranks share weights."""
-        indices = [index for stage in self._owned for index in self._range(stage)]
+        indices = [index for stage in self._owned for index in self.partition.range_of(stage)]
         self._registered = built = tied.build(self._layers_desc, indices, self._tied)
         built.register(self)
         shared = {index: layer for layer in self._tied for index in layer.indices}
@@ -284,7 +291,7 @@ class PipelineLayer(ModelWithParts):
         self, shared: Mapping[int, tied.SharedLayer], layers: Mapping[str, Layer]
     ) -> None:
         """Sets the attributes that users of Fleet's class read."""
-        stages = [self._range(stage) for stage in self._owned]
+        stages = [self.partition.range_of(stage) for stage in self._owned]
         self.layers = self._layers_desc
         self._num_layers = len(self._layers_desc)
         self._num_virtual_pipeline_stages = self.placement.chunks
@@ -405,33 +412,11 @@ class PipelineLayer(ModelWithParts):
         """Returns the layers with which a stage may begin, but the first; None for all."""
         return tied.places(self._layers_desc)
 
-    def _cut(self, method: str | Sequence[int]) -> Partition:
-        layers = (
-            self._layer_infos()
-            if method == "balanced"
-            else [LayerInfo(entries.class_name(entry)) for entry in self._layers_desc]
-        )
-        # Each part of a head is a stage of its own, and so is the loss.
-        cut = segment(layers[: len(layers) - self._head_stages], self.placement.body, method)
-        ends = range(cut.boundaries[-1] + 1, len(layers) + 1)
-        return Partition((*cut.boundaries, *ends), cut.method, tuple(layers))
-
-    @property
-    def _head_stages(self) -> int:
-        return self.placement.stages - self.placement.body
-
     def _layer_infos(self) -> list[LayerInfo]:
         return [
             LayerInfo(entries.class_name(entry), entries.count_parameters(layer))
             for entry, layer in zip(self._layers_desc, self._blueprints)
         ]
-
-    def _own_stages(self) -> tuple[int, tuple[int, ...]]:
-        """Returns this process's rank in the pipeline and the stages it owns."""
-        if self._job is None or self._job.local:
-            return 0, tuple(range(self.placement.stages))
-        rank = self._job.hcg.get_stage_id()
-        return rank, self.placement.stages_of(rank)
 
     def _synchronize_shared_weights(self) -> None:
         """Gives all copies of shared weights the values of the first. Fleet's name for it.
@@ -672,7 +657,7 @@ class PipelineLayer(ModelWithParts):
 
     def stage_layers(self, stage: int) -> dict[int, Callable[[Nest], Nest]]:
         """Returns the built layers and functions of a stage of this process, by their numbers."""
-        return {index: self._functions[index] for index in self._range(stage)}
+        return {index: self._functions[index] for index in self.partition.range_of(stage)}
 
     def get_num_virtual_stages(self) -> int:
         """Returns the number of chunks on each rank."""
@@ -707,9 +692,6 @@ class PipelineLayer(ModelWithParts):
 
     get_schedule_chunk = fleet_face.refuse_schedule_nodes
     build_schedule_nodes = fleet_face.refuse_schedule_nodes
-
-    def _range(self, stage: int) -> range:
-        return range(*self.partition.boundaries[stage : stage + 2])
 
     def holders(self) -> Group:
         """Returns the ranks that hold the stages of this model, and its experts, between them."""

@@ -137,7 +137,9 @@ class CapturedPipeline(PipelineLayer):
             self.__dict__["_stages"] = self._head.stages(
                 self.forms, lambda: self.training, head, self.placement
             )
-        self._functions = {i: functions[i] for stage in self._owned for i in self._range(stage)}
+        self._functions = {
+            i: functions[i] for stage in self._owned for i in self.partition.range_of(stage)
+        }
         self.runner = example.runner
         users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
         self.__dict__.update(users=users, _tensors=tensors_of(self.plain))
@@ -247,7 +249,7 @@ class CapturedPipeline(PipelineLayer):
         if stage >= self.placement.body:
             return self.stage_layers(stage), value
         form, value = self._stages.form(stage, value)
-        return {number: form.functions[number] for number in self._range(stage)}, value
+        return {number: form.functions[number] for number in self.partition.range_of(stage)}, value
 
     def cut_places(self) -> tuple[int, ...]:
         """Returns the numbers of the nodes with which a later stage may begin."""
@@ -298,7 +300,7 @@ class CapturedPipeline(PipelineLayer):
     def stage_layers(self, stage: int) -> dict[int, Layer]:
         """Returns the layers that are nodes of a stage, by the number of their first call."""
         if stage >= self.placement.body:
-            return {number: self._functions[number] for number in self._range(stage)}
+            return {number: self._functions[number] for number in self.partition.range_of(stage)}
         return self.forms.example(training=True).layers(stage)
 
     def layer_tensors(self) -> dict[int, list[Tensor]]:

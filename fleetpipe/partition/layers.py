@@ -99,6 +99,10 @@ class Partition:
             )
         return bisect.bisect_right(self.boundaries, layer) - 1
 
+    def range_of(self, stage: int) -> range:
+        """Returns the global numbers of the layers of a stage."""
+        return range(*self.boundaries[stage : stage + 2])
+
     def table(self, rank_of: Callable[[int], int] | None = None) -> str:
         """Draws the stages as a table: layers, their names, parameters and share of the whole.
 
