@@ -54,6 +54,10 @@ class Runtime:
         hidden_uses: Watches for what stages use that is not theirs; None if nobody need watch.
     """
 
+    layers: PipelineLayer
+    job: Job
+    reductions: Reductions
+    engines: Engines
     config: PipelineConfig
     schedule: Schedule
     plan: Plan
