@@ -43,7 +43,7 @@ def empty_like(held: Held) -> tuple[Tensor | np.ndarray, memoryview]:
 def empty(described: Described) -> tuple[Tensor, memoryview]:
     """Returns an empty tensor, and its memory to fill."""
     (tensor,), memories = bridge.allocate([_leaf(described)])
-    return tensor, memories[0] if memories else memoryview(b"")
+    return tensor, memories[0] if memories else memoryview(bytearray())
 
 
 def assign(held: Held, value: Tensor | np.ndarray) -> None:
