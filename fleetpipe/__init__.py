@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fleetpipe.capture.cutting.cuts import SplitPoint as SplitPoint
     from fleetpipe.capture.explain import explain as explain
     from fleetpipe.capture.tracing.mark import pipe_split as pipe_split
+    from fleetpipe.checkpoint.hashing import model_hash as model_hash
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.checkpoint.restoring import load_single as load_single
     from fleetpipe.contrib.formats.load import load_checkpoint as load_checkpoint
@@ -48,6 +49,7 @@ _LATE = {
     "load_checkpoint": "fleetpipe.contrib.formats.load",
     "load_single": "fleetpipe.checkpoint.restoring",
     "locate": "fleetpipe.contrib.locator.command",
+    "model_hash": "fleetpipe.checkpoint.hashing",
     "pipe_split": "fleetpipe.capture.tracing.mark",
     "pipeline": "fleetpipe.capture.api",
     "plan": "fleetpipe.profiling.planner",
@@ -65,6 +67,7 @@ __all__ = [
     "load_checkpoint",
     "load_single",
     "locate",
+    "model_hash",
     "pipe_split",
     "pipeline",
     "plan",

@@ -99,6 +99,11 @@ COMMANDS = (
         "fleetpipe.checkpoint.commands:configure",
     ),
     Command(
+        "hash",
+        "one hash of a model, the same for every layout: of checkpoints and files of weights",
+        "fleetpipe.checkpoint.hash_command:configure",
+    ),
+    Command(
         "new",
         "make a project to begin with: a training script, its settings, a test",
         "fleetpipe.contrib.starter.command:configure",

@@ -17,8 +17,8 @@ from fleetpipe.arguments import new_file
 from fleetpipe.atomic_file import replacing
 from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, TensorName
 from fleetpipe.checkpoint.files import manifest, run_folder, tensors
+from fleetpipe.checkpoint.files.digests import SHORT
 from fleetpipe.checkpoint.files.reader import StepReader
-from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
 from fleetpipe.checkpoint.files.tensors import CODES
 from fleetpipe.errors import CheckpointError, ConfigError, printable
 from fleetpipe.mesh.parts import Described
@@ -26,7 +26,7 @@ from fleetpipe.mesh.parts import Described
 #: Shown however many ways they are split; the others where they are.
 _USUAL_AXES = ("dp", "mp", "pp", "sharding")
 #: Those of fleetpipe.contrib.formats.convert, which loads Paddle.
-_FORMATS = ("fleetpipe", "fleet", "formers", "distributed", "unified", "huggingface")
+FORMATS = ("fleetpipe", "fleet", "formers", "distributed", "unified", "huggingface")
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -59,13 +59,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to",
-        choices=_FORMATS,
+        choices=FORMATS,
         help="convert: the format to write; by default fleetpipe, of a run of fleetpipe's fleet",
     )
     parser.add_argument(
         "--from",
         dest="source_format",
-        choices=_FORMATS,
+        choices=FORMATS,
         help="convert: the format of what is read; by default it is recognized by its files",
     )
     parser.add_argument(
@@ -111,49 +111,50 @@ def _list(arguments: argparse.Namespace) -> int:
         try:
             contents = manifest.read(folder)
         except CheckpointError as error:
-            _say(f"{step:>10}  damaged: {str(error).splitlines()[0]}")
+            say(f"{step:>10}  damaged: {str(error).splitlines()[0]}")
             continue
         size = sum(whole.size for whole in contents.files.values())
         metrics = "  ".join(f"{name}={value:g}" for name, value in contents.metrics.items())
-        _say(
-            f"{step:>10}  {_size(size):>9}  {len(contents.tensors):>6} tensors  {metrics}".rstrip()
-        )
+        of_model = f"{len(contents.tensors):>6} tensors  {contents.model_hash[:SHORT]:{SHORT}}"
+        say(f"{step:>10}  {_size(size):>9}  {of_model}  {metrics}".rstrip())
     for step, folder in run_folder.aside_steps(arguments.path):
-        _say(f"{step:>10}  set aside: the run went back before it; {folder.name}")
+        say(f"{step:>10}  set aside: the run went back before it; {folder.name}")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    reader = manifest.read(_folder(arguments.path, arguments.step))
-    _say(f"step       {reader.step}")
-    _say(f"written by {_listed(reader.versions)}")
+    reader = manifest.read(run_folder.step_in(arguments.path, arguments.step))
+    say(f"step       {reader.step}")
+    say(f"written by {_listed(reader.versions)}")
     layout = {axis: n for axis, n in reader.layout.items() if n > 1 or axis in _USUAL_AXES}
-    _say(f"layout     {_listed(layout)} (any other reads it)")
-    _say(f"optimizer  {reader.optimizer or 'none'}")
+    say(f"layout     {_listed(layout)} (any other reads it)")
+    say(f"optimizer  {reader.optimizer or 'none'}")
+    say(f"hash       {reader.model_hash or 'none: fleetpipe hash computes it'}")
     if reader.metrics:
-        _say(f"metrics    {_listed(reader.metrics)}")
+        say(f"metrics    {_listed(reader.metrics)}")
     for group in GROUPS:
         entries = {n.name: e for n, e in reader.tensors.items() if n.group == group}
         if entries:
             size = sum(entry.tensor.nbytes for entry in entries.values())
-            _say(f"{group}: {len(entries)} tensors, {_size(size)}")
+            say(f"{group}: {len(entries)} tensors, {_size(size)}")
         for name, entry in entries.items():
-            _say(f"  {name:40} {entry.tensor.dtype:8} {list(entry.tensor.shape)}")
+            say(f"  {name:40} {entry.tensor.dtype:8} {list(entry.tensor.shape)}")
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    if arguments.step is None and not _is_step(arguments.path):
+    if arguments.step is None and not (arguments.path / manifest.MANIFEST).is_file():
         folders = [*run_folder.complete_steps(arguments.path).values()]
-        folders = folders or [_folder(arguments.path, None)]
+        folders = folders or [run_folder.step_in(arguments.path, None)]
     else:
-        folders = [_folder(arguments.path, arguments.step)]
+        folders = [run_folder.step_in(arguments.path, arguments.step)]
     worst = 0
     for folder in folders:
         errors = list(_damage(folder))
         for error in errors:
-            _say(error)
-        _say(f"{folder.name}: {'damaged' if errors else 'whole'}")
+            say(error)
+        of_model = "" if errors else manifest.read(folder).model_hash[:SHORT]
+        say(f"{folder.name}: {'damaged' if errors else 'whole'}{', ' * bool(of_model)}{of_model}")
         worst = max(worst, int(bool(errors)))
     return worst
 
@@ -169,9 +170,9 @@ def _damage(folder: Path) -> Iterator[CheckpointError]:
 
 def _diff(arguments: argparse.Namespace) -> int:
     paths = (arguments.path, arguments.other)
-    readers = [StepReader(_folder(path, arguments.step)) for path in paths]
+    readers = [StepReader(run_folder.step_in(path, arguments.step)) for path in paths]
     lines = differences(*readers)
-    _say("\n".join(lines) if lines else "all tensors have the same bits")
+    say("\n".join(lines) if lines else "all tensors have the same bits")
     return int(bool(lines))
 
 
@@ -187,7 +188,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         merge(reader, target)
     else:
         _converting().write_parameters(reader.folder, target)
-    _say(f"{reader.folder.name}: {_size(target.stat().st_size)} in {target}")
+    say(f"{reader.folder.name}: {_size(target.stat().st_size)} in {target}")
     return 0
 
 
@@ -212,7 +213,7 @@ def _convert(arguments: argparse.Namespace) -> int:
             got=str(error),
             fix="make room, or choose a folder in which files can be made",
         ) from error
-    _say(written)
+    say(written)
     return 0
 
 
@@ -233,20 +234,9 @@ def _converting() -> Any:
     return importlib.import_module("fleetpipe.contrib.formats.convert")
 
 
-def _is_step(path: Path) -> bool:
-    return (path / manifest.MANIFEST).is_file()
-
-
-def _folder(path: Path, step: int | None) -> Path:
-    """Returns the folder of a step; ``path`` is that folder, or the folder of a run."""
-    if step is None and _is_step(path):
-        return path
-    return Retention(path).chosen(LATEST if step is None else step)
-
-
 def _model_of(arguments: argparse.Namespace) -> StepReader:
     """Returns the reader of a step, after it compared the model with its checksums."""
-    reader = StepReader(_folder(arguments.path, arguments.step))
+    reader = StepReader(run_folder.step_in(arguments.path, arguments.step))
     reader.check((MODEL,))
     return reader
 
@@ -263,7 +253,7 @@ def _size(count: float) -> str:
     return f"{count:.3g} {_UNITS[-1]}"
 
 
-def _say(text: object) -> None:
+def say(text: object) -> None:
     """Prints text that may hold names from a file, with control characters escaped."""
     print(printable(str(text)))
 

@@ -11,6 +11,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet, log, parity
+from fleetpipe.checkpoint.files import manifest
 from fleetpipe.errors import CheckpointError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.models import MODELS
@@ -62,6 +63,11 @@ class Run:
         return {**bits(self.model.layers.own_state()), "drawn": paddle.rand([4]).numpy().tobytes()}
 
 
+def hash_of(folder: Path) -> str:
+    """The hash of the model that the manifest of the one step in a folder has."""
+    return manifest.read(next(folder.glob("step-*"))).model_hash
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     """By layout: the folder that it saved in, and how the run went on there."""
@@ -84,6 +90,7 @@ def test_each_layout_goes_on_from_each(reader: str, written: Any) -> None:
             run = Run(layout, folder)
             paddle.seed(2)
             restored = run.manager.restore(**run.objects)
+            assert fleetpipe.model_hash(run.model) == hash_of(folder)
             assert (restored.step, restored.extra) == (2, {"seen": [1, 2.5]})
             assert (run.train(AFTER), run.end()) == went_on, writer
 
@@ -98,6 +105,7 @@ def test_all_layouts_write_the_same_bytes(written: Any) -> None:
         "optimizer-00001-of-00001.safetensors",
     ]
     assert all(other == contents[0] for other in contents)
+    assert len({hash_of(folder) for folder, _ in written.values()}) == 1
 
 
 class Plain(paddle.nn.Layer):

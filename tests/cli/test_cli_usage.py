@@ -92,7 +92,7 @@ def test_every_argument_has_a_help_text(command: cli.Command) -> None:
         (["Verify", "file"], "did you mean 'verify'"),
         (["schedule", "1f2b", *SMALL[1:]], "did you mean '1F1B'"),
         (["schedule", "INTERLEAVED", *SMALL[1:]], "did you mean 'Interleaved1F1B'"),
-        (["xyz"], "known: chaos, checkpoint, doctor, estimate, launch, locate, new, parity, plan"),
+        (["xyz"], "known: chaos, checkpoint, doctor, estimate, hash, launch, locate, new, parity"),
     ],
 )
 def test_a_wrong_name_is_answered_with_the_nearest(

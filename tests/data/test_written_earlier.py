@@ -14,6 +14,9 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet, fleet_files
+from fleetpipe.checkpoint.files import manifest
+from fleetpipe.checkpoint.files.digests import hash_of
+from fleetpipe.checkpoint.hash_command import digests_in
 from fleetpipe.contrib.report.run import read
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.profiling import PipelinePlan, Profile
@@ -69,6 +72,10 @@ def test_a_checkpoint_and_files_of_fleets_form_have_the_same_values() -> None:
         assert restored.step == 2
         assert list(bits(model.layers.state_dict()).values()) == expected
         assert momentum.get_lr() == 0.1
+    # Whose manifest has no hash yet.
+    hashes = [hash_of(digests_in(FOLDER / name)) for name in ("checkpoint", "layers")]
+    assert hashes == [fleetpipe.model_hash(model.layers)] * 2
+    assert manifest.read(FOLDER / "checkpoint/step-00000002").model_hash == ""
     kept = fleet_files.load(FOLDER / "model.pdopt")
     velocities = [value for name, value in kept.items() if "velocity" in name]
     assert [tuple(value.shape) for value in velocities] == [(2, 3), (3,), (3, 2), (2,)]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, Saved, TensorName
+from fleetpipe.checkpoint.files.digests import hash_of
 from fleetpipe.checkpoint.files.tensors import CODES, is_whole
 from fleetpipe.errors import CheckpointError
 from fleetpipe.json_value import JsonValue, Source, parse, read_text
@@ -56,11 +57,13 @@ class Entry:
         file: The name of the file that has it.
         tensor: Its dtype and shape.
         pieces: The parts in which it was written.
+        sha256: Of the model's tensors the digest; empty for others, and in older checkpoints.
     """
 
     file: str
     tensor: Described
     pieces: tuple[WrittenPart, ...]
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,12 @@ class Manifest:
         replicas = math.prod(self.layout.get(axis, 1) for axis in COPIES)
         return Saved(described, self.order, self.optimizer, replicas, self.plain_order)
 
+    @property
+    def model_hash(self) -> str:
+        """The hash of the model, the same for every layout; empty in older checkpoints."""
+        digests = {n.name: entry.sha256 for n, entry in self.tensors.items() if n.group == MODEL}
+        return hash_of(digests) if all(digests.values()) else ""
+
     def to_text(self) -> str:
         """Returns the text of the file, with its own checksum."""
         groups: dict[str, dict[str, Json]] = {group: {} for group in GROUPS}
@@ -105,6 +114,7 @@ class Manifest:
                 "dtype": entry.tensor.dtype,
                 "shape": entry.tensor.shape,
                 "pieces": [[cut, crc] for cut, crc in entry.pieces],
+                **({"sha256": entry.sha256} if entry.sha256 else {}),
             }
         contents = {
             "format": FORMAT,
@@ -192,7 +202,8 @@ def _entry(content: JsonValue, files: Collection[str]) -> Entry:
     pieces = tuple(map(_piece, content["pieces"].items()))
     if not is_whole([piece.cut for piece in pieces], shape):
         raise content["pieces"].refused(f"the parts of a tensor of shape {list(shape)}")
-    return Entry(file, Described(dtype, shape), pieces)
+    sha256 = content.get("sha256")  # which older checkpoints lack
+    return Entry(file, Described(dtype, shape), pieces, "" if sha256 is None else sha256.text())
 
 
 def _piece(content: JsonValue) -> WrittenPart:

@@ -55,6 +55,22 @@ def complete_steps(home: Path) -> dict[int, Path]:
     return dict(sorted(folders.items()))
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a step or a run."""
+    return (path / manifest.MANIFEST).is_file() or bool(complete_steps(path))
+
+
+def step_in(path: Path, step: int | None = None) -> Path:
+    """Returns the folder of a step: ``path`` itself, or a step of a run, by default the newest.
+
+    Raises:
+        CheckpointError: There is no such step.
+    """
+    if step is None and (path / manifest.MANIFEST).is_file():
+        return path
+    return Retention(path).chosen(LATEST if step is None else step)
+
+
 def publish(draft: Path, home: Path, step: int) -> None:
     """Renames a draft, whose files are on the disk, to the step, and replaces an older one.
 

@@ -249,11 +249,19 @@ def stored_checksum(file: FileIO, stored: Stored, cut: Region | None) -> int:
     Raises:
         EOFError: The file ends too early.
     """
+    return checksum(blocks(file, stored, cut))
+
+
+def blocks(file: FileIO, stored: Stored, cut: Region | None = None) -> Iterator[memoryview]:
+    """Yields the bytes of a part of a tensor in an open file, block after block in one memory.
+
+    Raises:
+        EOFError: The file ends too early.
+    """
     tensor, begin = stored
-    buffer, value = memoryview(bytearray(_BLOCK)), 0
+    buffer = memoryview(bytearray(_BLOCK))
     for run in runs(tensor.shape, tensor.itemsize, cut):
         for start in range(0, run.nbytes, _BLOCK):
             block = buffer[: min(_BLOCK, run.nbytes - start)]
             _read_at(file, begin + run.whole + start, block)
-            value = zlib.crc32(block, value)
-    return value
+            yield block

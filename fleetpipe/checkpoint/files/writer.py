@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe import atomic_file, log, systems
-from fleetpipe.checkpoint.contents.parts import TensorName
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
+from fleetpipe.checkpoint.files.digests import tensor_digest
 from fleetpipe.checkpoint.files.manifest import MANIFEST, Entry, Manifest, Whole, WrittenPart
 from fleetpipe.checkpoint.files.plan import FilePlan
 from fleetpipe.checkpoint.files.run_folder import Retention
@@ -154,10 +155,12 @@ def write(task: Assignment, bytes_of: BytesOf) -> None:
             if task.plan.header_writer(file) == task.rank:
                 tensors.write_at(file_of(file), 0, layout.header)
         for name, file, cut in task.plan.parts_of(task.rank):
-            values = bytes_of(name)
-            tensors.write(file_of(file), task.plan.files[file].tensors[name.name], cut, values)
+            values, stored = bytes_of(name), task.plan.files[file].tensors[name.name]
+            tensors.write(file_of(file), stored, cut, values)
+            hashed = name.group == MODEL and len(task.plan.shares[file][name.name]) == 1
+            digest = tensor_digest(stored.tensor, [values]) if hashed else ""
             pieces = checksums.setdefault(file, {}).setdefault(name.name, [])
-            pieces.append([cut, tensors.checksum([values])])
+            pieces.append([cut, tensors.checksum([values]), digest])
         for opened_file in opened.values():
             os.fsync(opened_file.fileno())
     if task.rank == 0:
@@ -182,7 +185,7 @@ def _end(task: Assignment) -> None:
         return  # two came last: the other one does it, or has done it
     os.close(claim)
     records = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
-    manifest = replace(task.manifest, tensors=_entries(task.plan, records))
+    manifest = replace(task.manifest, tensors=_entries(task, records))
     for path in (*reports, task.draft / _CLAIM):
         path.unlink()
     run_folder.write_file(task.draft / MANIFEST, manifest.to_text())
@@ -201,19 +204,22 @@ def _end(task: Assignment) -> None:
 
 
 def _entries(
-    plan: FilePlan, reports: list[dict[str, dict[str, list[Any]]]]
+    task: Assignment, reports: list[dict[str, dict[str, list[Any]]]]
 ) -> dict[TensorName, Entry]:
     entries = {}
-    for group, files in plan.groups.items():
+    for group, files in task.plan.groups.items():
         for file in files:
-            for name, (tensor, _) in plan.files[file].tensors.items():
+            for name, stored in task.plan.files[file].tensors.items():
+                rows = [row for report in reports for row in report.get(file, {}).get(name, ())]
                 pieces = [
-                    WrittenPart(None if cut is None else Region(*cut), crc)
-                    for report in reports
-                    for cut, crc in report.get(file, {}).get(name, ())
+                    WrittenPart(None if cut is None else Region(*cut), crc) for cut, crc, _ in rows
                 ]
                 pieces.sort(key=lambda piece: 0 if piece.cut is None else piece.cut.start)
-                entries[TensorName(group, name)] = Entry(file, tensor, tuple(pieces))
+                digest = rows[0][-1]
+                if group == MODEL and not digest:  # several ranks wrote it
+                    with (task.draft / file).open("rb", buffering=0) as whole:
+                        digest = tensor_digest(stored.tensor, tensors.blocks(whole, stored))
+                entries[TensorName(group, name)] = Entry(file, stored.tensor, tuple(pieces), digest)
     return entries
 
 

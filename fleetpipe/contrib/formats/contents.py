@@ -19,6 +19,7 @@ from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.checkpoint.files import host_memory, tensors
+from fleetpipe.checkpoint.files.digests import tensor_digest
 from fleetpipe.checkpoint.files.tensors import CODES, Stored
 from fleetpipe.mesh.parts import Described, Held, Region
 
@@ -42,6 +43,10 @@ class LazyTensor(NamedTuple):
     def read(self, cut: Region | None = None) -> np.ndarray:
         """Reads a part of the tensor, by default all, as unsigned integers with its bits."""
         return self.read_part(cut)
+
+    def digest(self) -> str:
+        """Returns the digest that the hash of a model has of it."""
+        return tensor_digest(self.described, [memory_of(np.ascontiguousarray(self.read()))])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fleetpipe import fleet_files
 from fleetpipe.atomic_file import appearing
 from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, MODEL, OPTIMIZER
-from fleetpipe.checkpoint.files.run_folder import complete_steps
+from fleetpipe.checkpoint.files.run_folder import complete_steps, is_checkpoint
 from fleetpipe.contrib.formats import (
     distributed,
     layer_files,
@@ -47,7 +47,7 @@ class Format(NamedTuple):
 
 #: By name, in the order in which a folder is looked at: fleetpipe's has files of others in it.
 FORMATS = {
-    FLEETPIPE: Format("manifest.json", run.is_there, run.read_step, None, tuple(GROUPS)),
+    FLEETPIPE: Format("manifest.json", is_checkpoint, run.read_step, None, tuple(GROUPS)),
     FLEET: Format(
         "layer_*-model_states.pdparams",
         *(layer_files.is_there, layer_files.read_folder, layer_files.write_folder),

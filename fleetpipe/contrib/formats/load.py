@@ -16,6 +16,7 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import MODEL, OPTIMIZER, SavedModel, TensorName
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest
 from fleetpipe.checkpoint.files.reader import SavedStep, StepReader
+from fleetpipe.checkpoint.files.run_folder import step_in
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import restore_from
 from fleetpipe.contrib.formats import run
@@ -73,7 +74,7 @@ def load_checkpoint(
             raise ConfigError(f"no format is {read_as!r}", fix=nearest(read_as, FORMATS))
         renaming = None if names is None else read_map(os.fspath(names), reverse=reverse_names)
         if read_as == FLEETPIPE and renaming is None:
-            return StepReader(run.folder_of(path, None)), objects
+            return StepReader(step_in(path)), objects
         state = read_checkpoint(path, read_as, renaming)
         return _StepOfAnother(state, optimizer), _fitting(objects, state)
 

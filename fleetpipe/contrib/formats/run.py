@@ -10,11 +10,11 @@ import numpy as np
 
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, OPTIMIZER, TensorName
-from fleetpipe.checkpoint.files import manifest, run_folder
+from fleetpipe.checkpoint.files import run_folder
 from fleetpipe.checkpoint.files.manifest import Manifest
 from fleetpipe.checkpoint.files.plan import Holding, Inventory, indexes, planned
 from fleetpipe.checkpoint.files.reader import StepReader
-from fleetpipe.checkpoint.files.run_folder import LATEST, Retention
+from fleetpipe.checkpoint.files.run_folder import Retention, step_in
 from fleetpipe.checkpoint.files.writer import Assignment, described_files, write
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.contrib.formats.contents import Checkpoint, LazyTensor, bits, memory_of
@@ -27,29 +27,13 @@ from fleetpipe.version import __version__
 SCHEDULER = "lr_scheduler"
 
 
-def is_there(path: Path) -> bool:
-    """Whether a folder is a step or a run."""
-    return (path / manifest.MANIFEST).is_file() or bool(run_folder.complete_steps(path))
-
-
-def folder_of(path: Path, step: int | None) -> Path:
-    """Returns the folder of a step: itself, or a step of a run, by default the newest.
-
-    Raises:
-        CheckpointError: There is no such step.
-    """
-    if step is None and (path / manifest.MANIFEST).is_file():
-        return path
-    return Retention(path).chosen(LATEST if step is None else step)
-
-
 def read_step(path: Path, step: int | None = None) -> Checkpoint:
     """Reads a step of a run.
 
     Raises:
         CheckpointError: There is no such step, or it is damaged.
     """
-    reader = StepReader(folder_of(path, step))
+    reader = StepReader(step_in(path, step))
     reader.check(GROUPS)
     contents = reader.manifest.tensors
     model = [TensorName(MODEL, name) for name in reader.manifest.order]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from fleetpipe import fleet_files
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
@@ -13,6 +16,7 @@ from fleetpipe.contrib.formats.contents import (
     other_files,
     paddle_tensor,
 )
+from fleetpipe.errors import CheckpointError, listed
 
 FILE = "model_state.pdparams"
 
@@ -28,10 +32,25 @@ def read_folder(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: It cannot be read.
     """
-    path = folder / FILE
-    contents = fleet_files.mapped(path).items()
-    tensors = {TensorName(MODEL, name): lazy_array(path, array) for name, array in contents}
-    return Checkpoint(tensors, files=other_files(folder, FILE))
+    return replace(read_file(folder / FILE), files=other_files(folder, FILE))
+
+
+def read_file(path: Path) -> Checkpoint:
+    """Reads the index of any file of a state dict.
+
+    Raises:
+        CheckpointError: It cannot be read, or holds more than tensors.
+    """
+    contents = fleet_files.mapped(path)
+    foreign = [str(name) for name, value in contents.items() if not isinstance(value, np.ndarray)]
+    if foreign:
+        raise CheckpointError(
+            f"{path.name} is not a model's state dict",
+            where=str(path),
+            got=f"values that are no tensors: {listed(foreign)}",
+            fix="pass the file of model.state_dict() or full_state_dict()",
+        )
+    return Checkpoint({TensorName(MODEL, n): lazy_array(path, a) for n, a in contents.items()})
 
 
 def write_folder(state: Checkpoint, folder: Path) -> None:

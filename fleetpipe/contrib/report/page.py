@@ -112,6 +112,8 @@ def _tiles(run: RunFolder) -> Iterator[tuple[str, str]]:
         yield f"bubble, {what}", percent(figures_of(events).bubble_rate)
     if run.attempts:
         yield "restarts", str(len(run.attempts) - 1)
+    if run.saved is not None:
+        yield f"hash of step {run.saved[0]:,}", run.saved[1]
 
 
 def _figure(row: Row, name: str) -> str:
@@ -187,6 +189,7 @@ def _figures(runs: Mapping[str, RunFolder], now: float) -> list[tables.Column]:
         tables.Column("steps", [f"{last[0].step:,}" if last else "" for last in lasts]),
         tables.Column("elapsed", [seconds(each[-1]) if each else "" for each in lasted]),
         tables.Column("restarts", [str(max(0, len(run.attempts) - 1)) for run in runs.values()]),
+        tables.Column("hash", [run.saved[1] if run.saved else "" for run in runs.values()], False),
     ]
     names = dict.fromkeys(name for run in runs.values() for name in metrics(run))
     for name in (LOSS, *names, *THROUGHPUT, BUBBLE):

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fleetpipe.checkpoint.files import manifest, run_folder
+from fleetpipe.checkpoint.files.digests import SHORT
 from fleetpipe.contrib.report.timelines import Pipeline, pipeline_of
-from fleetpipe.errors import ConfigError, FleetPipeError
+from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError
 from fleetpipe.job import run_files
 
 _MOST = 1e200
@@ -49,6 +51,7 @@ class RunFolder:
         pipeline: The predicted and the measured timelines; None if unknown.
         slow: Times at which a rank became slow, with the rank, the cause and the factor.
         notes: Texts about missing or damaged files, why, and what to do.
+        saved: The newest step of checkpoints in the folder, and the hash of its model.
     """
 
     name: str
@@ -59,6 +62,7 @@ class RunFolder:
     pipeline: Pipeline | None
     slow: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
+    saved: tuple[int, str] | None = None
 
     @property
     def last(self) -> Row | None:
@@ -122,7 +126,18 @@ def read(folder: Path) -> RunFolder:
     slow = [
         line for line in _lines(folder / run_files.SLOW, notes) if _is_number(line.get("factor"))
     ]
-    return RunFolder(name, about, train, evaluations, attempts, pipeline, slow, notes)
+    saved = _newest_model(folder)
+    return RunFolder(name, about, train, evaluations, attempts, pipeline, slow, notes, saved)
+
+
+def _newest_model(folder: Path) -> tuple[int, str] | None:
+    """Returns the newest step in a folder and those below it, and the hash of its model."""
+    steps = {n: path for at in _below(folder) for n, path in run_folder.complete_steps(at).items()}
+    try:
+        newest = max(steps)
+        return newest, manifest.read(steps[newest]).model_hash[:SHORT]
+    except (ValueError, CheckpointError):  # there is none, or it is damaged
+        return None
 
 
 def _below(folder: Path) -> list[Path]:

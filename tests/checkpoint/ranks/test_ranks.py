@@ -27,6 +27,7 @@ from fleetpipe.fleet.meta_parallel import (
     VocabParallelEmbedding,
 )
 from fleetpipe.static import state_dict
+from tests.checkpoint.test_layouts import hash_of
 from tests.checkpoint.test_static import AFTER, BEFORE, Dynamic, Static
 from tests.dygraph import tied
 from tests.dygraph.models import LENGTH, MODELS, WIDTH
@@ -176,15 +177,24 @@ def write(home: Path, names: list[str]) -> dict[str, float]:
                 run.train(step)
             manager = fleetpipe.CheckpointManager(home / name, async_save=name != "alone")
             manager.save(2, **run.objects)
+            hashed = fleetpipe.model_hash(run.model)
             losses[name] = run.train(2)
             manager.wait()
+            assert hash_of(home / name) == hashed
+            if name == "dp":
+                norm = run.model.layers.own_state()["2.weight"]
+                norm.set_value(norm + RANK)
+                with pytest.raises(
+                    StateError, match=r"the same values of '2\.weight' of the model"
+                ):
+                    fleetpipe.model_hash(run.model)
     return losses
 
 
 def read(home: Path, names: list[str]) -> dict[str, tuple[bool, float]]:
     """Restores what all have saved, under each of the layouts, and saves it again at once.
 
-    Returns whether the files of tensors are the same bytes, and the loss of the third step.
+    Returns whether files of tensors and hash are the same, and the loss of the third step.
     """
     found = {}
     for name in names:
@@ -195,6 +205,7 @@ def read(home: Path, names: list[str]) -> dict[str, tuple[bool, float]]:
                 copy = home / f"{name} from {writer}"
                 fleetpipe.CheckpointManager(copy).save(2, **run.objects)
                 same = contents(copy) == contents(home / writer)
+                same &= fleetpipe.model_hash(run.model) == hash_of(home / writer)
                 found[f"{name} from {writer}"] = same, run.train(2)
     return found
 

@@ -14,11 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
+from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Whole, WrittenPart
 from fleetpipe.cli import main
 from fleetpipe.contrib.report.chart import Curve, chart, with_mean
 from fleetpipe.contrib.report.numbers import align, clock, labels, seconds, short, size, ticks
 from fleetpipe.contrib.report.page import page, templates_of
 from fleetpipe.contrib.report.run import read
+from fleetpipe.mesh.parts import Described
 from tests.contrib.report.runs import EVIL, row, schedule, written
 from tests.ground.test_without_paddle import without_paddle
 
@@ -126,6 +129,22 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
     assert re.search(r"2 Linear, relu\s+750\s+50\.0%\s+2\s+2\s+1\s", parsed.sections["ranks"])
     assert "350.0 MB" in parsed.sections["memory"]
     assert "model.width" in parsed.sections["configuration"]
+
+
+def test_the_hash_is_that_of_the_newest_checkpoint(folder: Path) -> None:
+    for step in (9, 30):
+        weight = Entry("model", Described("float32", (0,)), (WrittenPart(None, 0),), f"{step:064x}")
+        home = folder / "checkpoints" / f"step-{step:08d}"
+        home.mkdir(parents=True)
+        contents = Manifest(
+            *(step, {"model": Whole(0, 0)}, {TensorName(MODEL, "0.weight"): weight}, ("0.weight",)),
+            *(None, {}, {}, {}),
+        )
+        (home / "manifest.json").write_text(contents.to_text())
+    tile = f"hash of step 30\n{contents.model_hash[:12]}\n"
+    assert tile in Parsed(page(read(folder))).sections["head"]
+    (home / "manifest.json").write_text("torn")
+    assert "hash of step" not in page(read(folder))
 
 
 def test_figures_of_many_ranks_are_summed_up(tmp_path: Path) -> None:
@@ -273,6 +292,8 @@ def test_the_command_needs_no_paddle(folder: Path, tmp_path: Path) -> None:
     target = tmp_path / "page.html"
     done = without_paddle(
         f"""
+from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
+from fleetpipe.checkpoint.files.manifest import Entry, Manifest, Whole, WrittenPart
 from fleetpipe.cli import main
 assert main(["report", {str(folder)!r}, "-o", {str(target)!r}]) == 0
 assert not any(name.startswith("paddle") for name in sys.modules)

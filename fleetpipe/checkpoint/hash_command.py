@@ -1,0 +1,146 @@
+"""The command ``fleetpipe hash``: one hash of each model, and which models are the same.
+
+Only what Paddle or another program has written loads Paddle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.arguments import using
+from fleetpipe.checkpoint.commands import FORMATS, say
+from fleetpipe.checkpoint.contents.parts import MODEL
+from fleetpipe.checkpoint.files import run_folder, tensors
+from fleetpipe.checkpoint.files.digests import hash_of, lines, tensor_digest
+from fleetpipe.checkpoint.files.reader import StepReader
+from fleetpipe.errors import CheckpointError
+from fleetpipe.extras import extra
+
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.safetensors")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fleetpipe hash`` to its parser."""
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="CHECKPOINT|FILE",
+        help="the folder of a run, of which the newest step counts, of a step, or of a checkpoint "
+        "that fleetpipe checkpoint convert reads; a file of paddle.save, or of safetensors",
+    )
+    parser.add_argument(
+        "--by-name",
+        action="store_true",
+        help="print also, above the hash, the digest of every tensor, of which it is made",
+    )
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=FORMATS,
+        help="the format of folders; by default it is recognized by its files",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a line for each model as ``sha256sum`` does, and then which are the same.
+
+    Raises:
+        CheckpointError: Something is no model, or damaged.
+        ConfigError: A file cannot be read.
+    """
+    models: list[tuple[str, Mapping[str, str]]] = []
+    for path in arguments.paths:
+        digests = digests_in(Path(path), arguments.source_format)
+        if arguments.by_name:
+            say("\n".join(lines(digests)))
+        say(f"{hash_of(digests)}  {path}")
+        models.append((path, digests))
+    for number, (path, of_path) in enumerate(models[1:], 1):
+        say(f"{path}: {_comparison(of_path, models[:number])}")
+    return 0
+
+
+def _comparison(
+    digests: Mapping[str, str], earlier: Sequence[tuple[str, Mapping[str, str]]]
+) -> str:
+    """Says which of the earlier models this one is, or how it differs from the first."""
+    for path, other in earlier:
+        if digests == other:
+            return f"the same model as {path}"
+    for path, other in earlier:
+        if {*digests.values()} == {*other.values()}:
+            return f"the same values as {path}, under other names"
+    path, other = earlier[0]
+    everything = {**other, **digests}
+    names = [name for name in everything if digests.get(name) != other.get(name)]
+    shared = names[0] in digests and names[0] in other
+    how = "differs first" if shared else "is in one of them alone"
+    count = f"{len(names)} of {len(everything)} tensors"
+    return f"not the model of {path}: {names[0]!r} {how}, {count}"
+
+
+def digests_in(path: Path, source_format: str | None = None) -> dict[str, str]:
+    """Returns the digest of each tensor of a model by name, in the order of the file.
+
+    Args:
+        path: A file, or the folder of a checkpoint.
+        source_format: The format of a folder; None: it is recognized by its files.
+
+    Raises:
+        CheckpointError: It is no model, or damaged.
+        ConfigError: It cannot be read.
+    """
+    if not path.exists():  # nor has a path with a NUL in it anything
+        raise CheckpointError(
+            "there is no such file or folder", where=str(path), fix="check the path"
+        )
+    if path.is_dir():
+        digests = _in_folder(path, source_format)
+    elif path.suffix == ".safetensors":
+        digests = _in_safetensors(path)
+    else:
+        digests = _of(extra("formats.state_file").read_file(path))
+    strange = [name for name in digests if not name.isprintable()]
+    if strange or not digests:
+        raise CheckpointError(
+            f"{path.name} holds no model",
+            where=str(path),
+            got=f"a tensor named {strange[0]!r}" if strange else "no tensor",
+            fix="pass a checkpoint, or a file of a model's state_dict()",
+        )
+    return digests
+
+
+def _in_folder(path: Path, source_format: str | None) -> dict[str, str]:
+    if source_format in (None, "fleetpipe") and run_folder.is_checkpoint(path):
+        reader = StepReader(run_folder.step_in(path))
+        reader.check((MODEL,))
+        return reader.digests()
+    formats = extra("formats.convert")
+    return _of(formats.read_checkpoint(path, source_format or formats.format_of(path)))
+
+
+def _of(checkpoint: Any) -> dict[str, str]:
+    """Returns the digests of what the extra reads, one tensor at a time."""
+    return {name: tensor.digest() for name, tensor in checkpoint.of(MODEL).items()}
+
+
+def _in_safetensors(path: Path) -> dict[str, str]:
+    part = _PART.search(path.name)
+    if part is not None and int(part[1]) > 1:
+        raise CheckpointError(
+            f"{path.name} is one of {int(part[1])} parts of a model",
+            where=str(path),
+            fix="pass the folder of all parts and their index",
+        )
+    with using("CHECKPOINT|FILE", path, "a file that can be read"):
+        layout = tensors.read_layout(path)
+        with path.open("rb", buffering=0) as file:
+            return {
+                name: tensor_digest(stored.tensor, tensors.blocks(file, stored))
+                for name, stored in layout.tensors.items()
+            }
