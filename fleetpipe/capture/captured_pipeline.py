@@ -319,7 +319,7 @@ class CapturedPipeline(PipelineLayer):
         """
         uses = self._uses()
         stages = {
-            stage: {n: [*filter(is_parameter, uses[n])] for n in self._range(stage)}
+            stage: {n: [*filter(is_parameter, uses[n])] for n in self.partition.range_of(stage)}
             for stage in self._owned
         }
         return Uses(self._with_losses(stages), _refuse_slots, self.shared_parameters())
