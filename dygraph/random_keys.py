@@ -211,7 +211,8 @@ class Keys:
     def stream(self, name: str) -> Iterator[None]:
         """While it is open, numbers come from the stream ``name``.
 
-        Used several times within a call of a layer, it goes on where it ended.
+        If it is used several times within a call of a layer, it continues. A stream that is not
+        common to all shards has another seed on each.
         """
         states, call = GeneratorStates(), self._call
         resumed = self._streams.get(name)

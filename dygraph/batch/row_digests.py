@@ -51,8 +51,8 @@ def require_one_batch(here: RowDigests, first: RowDigests) -> None:
     """Makes sure, on the last stage's owner, that its labels belong to the inputs in use.
 
     Args:
-        here: What this rank was given.
-        first: What the owner of the first stage was given.
+        here: The digests of this rank's rows.
+        first: The digests of the rows on the owner of the first stage.
 
     Raises:
         ConfigError: Neither the inputs nor the labels are those of the first stage's batch.

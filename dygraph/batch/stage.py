@@ -303,7 +303,7 @@ class DygraphStage:
         """While it is open, each backward records which inputs and outputs its graph connects.
 
         Yields:
-            By stage, its crossing in the last micro-batch.
+            The crossing of each stage in the last micro-batch, by stage.
         """
         self._crossings = {}
         try:
@@ -346,8 +346,9 @@ class DygraphStage:
 def _received(value: Nest) -> Nest:
     """Returns a received value with tensors that are leaves, so that gradients stay in this stage.
 
-    Another stage of this rank hands over its graph, or what is a leaf of its own: a parameter, or
-    what it received and returns as it is. This stage's gradients are none of those.
+    A value from another stage of this rank may come with its graph, or be a leaf of that stage: a
+    parameter, or a received tensor that it returns unchanged. This stage's gradients must not be
+    added to those.
     """
     return leaf_like(value) if isinstance(value, paddle.Tensor) else mapped(leaf_like, value)
 

@@ -41,7 +41,7 @@ class LayerPlan(Protocol):
 
     @property
     def recompute(self) -> Sequence[Sequence[int]]:
-        """For each stage, the layers whose forward runs again in backward."""
+        """The layers of each stage whose forward runs again in backward."""
 
     @property
     def partition(self) -> Partition:

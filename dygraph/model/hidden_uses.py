@@ -169,8 +169,8 @@ class HiddenUses:
         """While it is open, errors due to hidden values or weights are replaced by clear ones.
 
         Raises:
-            ConfigError: A stage has used a parameter of another rank, be it without its gradient.
-            BoundaryError: It looked for a value that another one had left.
+            ConfigError: A stage has used a parameter of another rank, with or without its gradient.
+            BoundaryError: A stage has looked for a value that another one left.
         """
         try:
             yield

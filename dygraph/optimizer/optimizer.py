@@ -64,9 +64,9 @@ class FleetsType(_Hidden):  # type: ignore[misc]
     """Fleet's type for ``isinstance``, with flags that trainers read before they reduce gradients.
 
     Attributes:
-        _dp_enable: Whether the replicas' gradients are still to be reduced before a step; never.
-        _sep_enable: Likewise, over the axis ``sep``.
-        _sharding_enable: Likewise, of a sharded optimizer.
+        _dp_enable: Whether a trainer must reduce the replicas' gradients before a step; never.
+        _sep_enable: The same over the axis ``sep``.
+        _sharding_enable: The same for a sharded optimizer.
     """
 
     _dp_enable = False
@@ -152,11 +152,11 @@ class PipelineOptimizer(FleetsType):
     def bind(self, layers: Layer) -> None:
         """Makes sure that this optimizer trains ``layers``, and that all ranks' fit together.
 
-        Collective over the job the first time it is called with these layers; what can be seen on
-        one rank is checked before it waits.
+        Collective over the job the first time it is called with these layers; checks that need one
+        rank alone come before it waits.
 
         Args:
-            layers: The ``PipelineLayer`` of the batch that comes.
+            layers: The ``PipelineLayer`` of the next batch.
 
         Raises:
             ConfigError: The optimizer was built on other parameters, or another rank has an

@@ -13,7 +13,7 @@ from fleetpipe.schedules import Placement
 class HeadBorders(Chain):
     """Sends the output of the last stage before the head, with the labels, to all its parts.
 
-    The loss takes what the parts return, in order.
+    The loss takes the results of the parts, in order.
     """
 
     def __init__(self, placement: Placement) -> None:
