@@ -60,13 +60,13 @@ def differentiable(value: Nest, roots: bool = False) -> list[Tensor]:
     return [t for t in tensors_of(value) if (has_gradient(t) if roots else not t.stop_gradient)]
 
 
-def rebuilt(container: Nest, items: Iterable[Nest]) -> Nest:
+def rebuild(container: Nest, items: Iterable[Nest]) -> Nest:
     """Returns a tuple or list with ``items``, of the class of ``container``, even a named tuple."""
     kind = type(container)
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 
-def joined(join: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> Nest:
+def join(combine: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> Nest:
     """Joins the parts at each place of several nested values; containers are like the first's.
 
     Values that are not containers of one class, with as many items or the same keys, are joined
@@ -75,25 +75,25 @@ def joined(join: Callable[[Sequence[Nest]], Nest], values: Sequence[Nest]) -> Ne
     first = values[0]
     alike = len({*map(type, values)}) == 1
     if alike and isinstance(first, (tuple, list)) and len({*map(len, values)}) == 1:
-        return rebuilt(first, [joined(join, parts) for parts in zip(*values)])
+        return rebuild(first, [join(combine, parts) for parts in zip(*values)])
     if alike and isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
-        return {key: joined(join, [value[key] for value in values]) for key in first}
-    return join(values)
+        return {key: join(combine, [value[key] for value in values]) for key in first}
+    return combine(values)
 
 
-def mapped(change: Callable[[Tensor], Nest], value: Nest) -> Nest:
+def map_tensors(change: Callable[[Tensor], Nest], value: Nest) -> Nest:
     """Returns a value like ``value`` in which ``change(tensor)`` replaces each tensor."""
 
-    def changed(parts: Sequence[Nest]) -> Nest:
+    def change_leaf(parts: Sequence[Nest]) -> Nest:
         (part,) = parts
         return change(part) if isinstance(part, paddle.Tensor) else part
 
-    return joined(changed, [value])
+    return join(change_leaf, [value])
 
 
 def replace(value: Nest, replacements: Mapping[int, Tensor]) -> Nest:
     """Returns ``value`` with replaced tensors, by their ids."""
-    return mapped(lambda tensor: replacements.get(id(tensor), tensor), value)
+    return map_tensors(lambda tensor: replacements.get(id(tensor), tensor), value)
 
 
 def copies_of(value: Nest) -> dict[int, Tensor]:
@@ -101,7 +101,7 @@ def copies_of(value: Nest) -> dict[int, Tensor]:
     return {id(tensor): copy_of(tensor) for tensor in tensors_of(value)}
 
 
-def copied(value: Nest) -> Nest:
+def copy_tensors(value: Nest) -> Nest:
     """Returns a value like ``value`` in which a :func:`copy_of` replaces each tensor."""
     if isinstance(value, paddle.Tensor):
         return copy_of(value)

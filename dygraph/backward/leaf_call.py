@@ -99,7 +99,7 @@ class _Border(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
-        return _entered(ctx.call, ctx.tape, ctx.call.hooks.changed(grads))
+        return _input_grads_of(ctx.call, ctx.tape, ctx.call.hooks.apply(grads))
 
 
 class _Entry(paddle.autograd.PyLayer):
@@ -112,7 +112,7 @@ class _Entry(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, _token: Tensor) -> Tensor:
-        return _entered(ctx.call, ctx.tape, ctx.call.arrived)
+        return _input_grads_of(ctx.call, ctx.tape, ctx.call.arrived)
 
 
 class _Exit(paddle.autograd.PyLayer):
@@ -126,11 +126,11 @@ class _Exit(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Tensor:
-        ctx.call.arrived = ctx.call.hooks.changed(grads)
+        ctx.call.arrived = ctx.call.hooks.apply(grads)
         return token()
 
 
-def _entered(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
+def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
     """Returns the gradients of a call's inputs, and records that W can compute the others.
 
     Raises:
@@ -157,7 +157,7 @@ def _computed_within(leaf: Leaf) -> ConfigError:
     )
 
 
-def bordered(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) -> Sequence[Tensor]:
+def put_border(call: Call, tape: Tape, depth: int, entries: Sequence[Tensor]) -> Sequence[Tensor]:
     """Puts a call into the graph around it, as ``depth`` nodes between its outputs and inputs.
 
     Autograd runs operations in the order in which they become ready, and adds up gradients as they

@@ -43,7 +43,7 @@ def has_large_table(layer: Layer) -> bool:
     return bool(plain and large and device_kind() == "cpu" and not casts_automatically())
 
 
-def summed(ids: Tensor, grad: Tensor, table: Tensor) -> Tensor:
+def sum_rows(ids: Tensor, grad: Tensor, table: Tensor) -> Tensor:
     """Returns the gradient of a table, which can be differentiated with respect to ``grad``.
 
     The rows are added to zeros one after another, as Paddle's kernel does. That is not called,
@@ -69,7 +69,7 @@ def add_gradient(sums: Sums, weight: Tensor, ids: Tensor, grad: Tensor) -> None:
     """
     total = sums.total(weight)
     if total is None:
-        sums.add([(weight, summed(ids, grad, weight))])
+        sums.add([(weight, sum_rows(ids, grad, weight))])
         return
     _add_rows(total, ids, grad)
     run_reduce_hooks(weight)
@@ -77,7 +77,7 @@ def add_gradient(sums: Sums, weight: Tensor, ids: Tensor, grad: Tensor) -> None:
 
 def _add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
     rows, places = _distinct(ids.reshape([-1]), return_inverse=True)
-    added = summed(places, grad, paddle.empty([len(rows), total.shape[1]], total.dtype))
+    added = sum_rows(places, grad, paddle.empty([len(rows), total.shape[1]], total.dtype))
     paddle.scatter_(total, rows, paddle.gather(total, rows) + added)
 
 
@@ -106,7 +106,7 @@ class LookupCall(Call):
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the table with its gradient."""
         (grad,), self.arrived = self.arrived, ()
-        return [] if grad is None else [(self._weight, summed(self._ids, grad, self._weight))]
+        return [] if grad is None else [(self._weight, sum_rows(self._ids, grad, self._weight))]
 
     def add_weight_grads(self, sums: Sums) -> None:
         """Adds the gradient of the table to ``sums``."""

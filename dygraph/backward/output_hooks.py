@@ -37,7 +37,7 @@ class OutputHooks:
         for number, output in enumerate(outputs):
             _route(output, _Output(self._hooks, number, output.inplace_version))
 
-    def changed(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    def apply(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the gradients of all outputs after the hooks have changed them.
 
         Args:

@@ -49,11 +49,11 @@ class OwnState:
 
     def inherited(self) -> AbstractContextManager[None]:
         """Returns a context to give another thread this one's casts, device, gradient switch."""
-        return _inherited(automatic_casts(), used_here(), paddle.is_grad_enabled())
+        return _with_settings(automatic_casts(), used_here(), paddle.is_grad_enabled())
 
 
 @contextmanager
-def _inherited(
+def _with_settings(
     casts: Callable[[], AbstractContextManager[object]],
     use_device: Callable[[], None],
     gradients: bool,

@@ -93,7 +93,7 @@ class ProductCall(Call):
         Args:
             grads: The gradient of the output; None if it was unused.
         """
-        taken = self._unchanged()
+        taken = self._require_unchanged()
         self.arrived, (grad,) = grads, grads
         if not self._input_needs_grad:
             return []
@@ -101,22 +101,22 @@ class ProductCall(Call):
             return [paddle.zeros_like(taken, self._dtype)]
         with uncast():  # as autograd runs
             way = self._product.way
-            return [_restored(_back(grad, self._then, way), self._dtype, way)]
+            return [_restore_dtype(_back(grad, self._then, way), self._dtype, way)]
 
     def weight_grads(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the parameters that have a gradient, each with it."""
-        taken, self._taken = self._unchanged(), None
+        taken, self._taken = self._require_unchanged(), None
         (grad,), self.arrived = self.arrived, ()
         if grad is None:
             return []
         weight, bias, trained, way = self._product
         with uncast():
-            of_weight = weight, _restored(_product(taken, grad, way), weight.dtype, way)
+            of_weight = weight, _restore_dtype(_product(taken, grad, way), weight.dtype, way)
             if len(trained) == 1:
                 return [of_weight]
-            return [(bias, _restored(_column_sums(grad, way), bias.dtype, way)), of_weight]
+            return [(bias, _restore_dtype(_column_sums(grad, way), bias.dtype, way)), of_weight]
 
-    def _unchanged(self) -> Tensor:
+    def _require_unchanged(self) -> Tensor:
         """Returns the input, after a check that it is unchanged since the forward."""
         taken = self._taken
         if taken is None:
@@ -191,7 +191,7 @@ def _try(operands: Sequence[Tensor], way: Way, seed: int = 0) -> bool:
     """
     generator = np.random.default_rng(seed)
 
-    def drawn(shape: Sequence[int], dtype: DType) -> Tensor:
+    def draw(shape: Sequence[int], dtype: DType) -> Tensor:
         rows = generator.standard_normal((math.prod(shape[:-1]), shape[-1]))
         half = len(rows) // 2
         # What cancels out in a sum shows in which order it was made.
@@ -200,12 +200,12 @@ def _try(operands: Sequence[Tensor], way: Way, seed: int = 0) -> bool:
 
     plain: Callable[..., Tensor] = paddle.nn.functional.linear
     with paddle.no_grad():
-        like = [drawn(operand.shape, operand.dtype) for operand in operands]
+        like = [draw(operand.shape, operand.dtype) for operand in operands]
     for tensor in like:
         tensor.stop_gradient = False
     with paddle.enable_grad():
         output = plain(*like)
-        grad = drawn(output.shape, output.dtype).detach()
+        grad = draw(output.shape, output.dtype).detach()
         expected = paddle.grad(output, like, grad)
     with paddle.no_grad(), uncast():
         x, weight = like[:2]
@@ -219,7 +219,7 @@ def _as(tensor: Tensor, dtype: DType) -> Tensor:
     return tensor if dtype is None or tensor.dtype == dtype else tensor.astype(dtype)
 
 
-def _restored(gradient: Tensor, dtype: DType, way: Way) -> Tensor:
+def _restore_dtype(gradient: Tensor, dtype: DType, way: Way) -> Tensor:
     return gradient if way.dtype is None else _as(gradient, dtype)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.backward.layer_state import Copies, LayerStates
 from fleetpipe.dygraph.backward.own_state import changes
-from fleetpipe.dygraph.nest import copied, leaf_like, replace, tensors_of
+from fleetpipe.dygraph.nest import copy_tensors, leaf_like, replace, tensors_of
 from fleetpipe.dygraph.random_keys import RandomStates, random_states_kept
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
@@ -103,7 +103,7 @@ class HeldInputs:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns a leaf with the current numbers of a tensor."""
-        reference, version, leaf = self._held.get(id(tensor), (_lost, 0, None))
+        reference, version, leaf = self._held.get(id(tensor), (_no_ticket, 0, None))
         if version == tensor.inplace_version and reference() is tensor:
             return leaf
         return self._hold(tensor, leaf_like(tensor, copied=True))
@@ -133,7 +133,7 @@ def call(piece: RecomputedPiece, run: Run, value: Nest, held: HeldInputs) -> Nes
     _failure = None
     rerun = _Rerun(piece, run, replace(value, {id(t): held.of(t) for t in tensors_of(value)}))
     try:
-        with _opened(rerun.pack, rerun.unpack):
+        with _saving_by(rerun.pack, rerun.unpack):
             output = run(value)
     except Exception as error:
         raise cause_of(error)  # noqa: B904
@@ -179,7 +179,7 @@ class _Rerun:
             return ticket
         try:
             if self._in_forward:
-                return self._saved(ticket, is_for_pylayer())
+                return self._saved_tensor(ticket, is_for_pylayer())
             if ticket.tensor is None:
                 self._again()
         except Exception as error:
@@ -191,7 +191,7 @@ class _Rerun:
         tensor, ticket.tensor = ticket.tensor, None
         return tensor
 
-    def _saved(self, ticket: _Ticket, for_pylayer: bool) -> Tensor:
+    def _saved_tensor(self, ticket: _Ticket, for_pylayer: bool) -> Tensor:
         """Returns a saved tensor to a layer's own ``paddle.grad``, and keeps it for another one."""
         self._differentiates = True
         if ticket.tensor is None:
@@ -220,7 +220,7 @@ class _Rerun:
         def fill(tensor: Tensor) -> Tensor | None:
             if _stays(tensor):
                 return tensor
-            ticket = next(tickets, _lost)()
+            ticket = next(tickets, _no_ticket)()
             if ticket is not None:
                 ticket.tensor = same_memory(tensor)
                 filled.append((tensor, tensor.inplace_version))
@@ -233,9 +233,9 @@ class _Rerun:
             states = self._states.put_back(self._piece.functions)
             with random_states_kept(), states, paddle.enable_grad(), self._casts():
                 self._random.put_back()
-                with _opened(fill, _kept if self._piece.differentiates else _refuse):
+                with _saving_by(fill, _keep if self._piece.differentiates else _refuse):
                     # Not leaves of the graph: Paddle lets nobody write into one.
-                    output = self._run(copied(self._value))
+                    output = self._run(copy_tensors(self._value))
         finally:
             _here.rerunning = before
         self._check(filled, next(tickets, None) is None, output)
@@ -298,11 +298,11 @@ def _alike(first: Sequence[int | np.ndarray], again: Sequence[int | np.ndarray])
     )
 
 
-def _lost() -> None:
+def _no_ticket() -> None:
     """Replaces the reference to a ticket that does not exist."""
 
 
-def _kept(packed: Tensor) -> Tensor:
+def _keep(packed: Tensor) -> Tensor:
     return packed if _stays(packed) or is_for_pylayer() else same_memory(packed)
 
 
@@ -337,7 +337,7 @@ _failure: Exception | None = None
 
 
 @contextmanager
-def _opened(
+def _saving_by(
     pack: Callable[[Tensor], object], unpack: Callable[[Tensor | _Ticket], Tensor]
 ) -> Iterator[None]:
     """While it is open, autograd saves tensors by ``pack`` and reads them by ``unpack``."""

@@ -32,7 +32,7 @@ from fleetpipe.dygraph.backward.leaf import (
     situation,
     tensors_in,
 )
-from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Refusals, Tape, bordered
+from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Refusals, Tape, put_border
 from fleetpipe.dygraph.backward.lookup import LookupCall, looks_up
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import has_gradient, leaves_like, replace
@@ -138,7 +138,7 @@ class SplitBackward:
                 # What comes now is the later part of these sums.
                 self._add_now(earlier, tape.uncut)
         tape.in_backward = self._refusals.in_backward = True
-        with self._noted(stage, "I"), self.recording(stage, micro_batch):
+        with self._noting(stage, "I"), self.recording(stage, micro_batch):
             yield
         tape.in_backward = self._refusals.in_backward = False
         # Autograd has just added those of other calls of these layers.
@@ -147,7 +147,7 @@ class SplitBackward:
     def weight_grads(self, stage: int, micro_batch: MicroBatch) -> None:
         """Adds the gradients that I has delayed to those of the parameters, as autograd would."""
         tape = self._tapes[stage, micro_batch]
-        with self._noted(stage, "W"), paddle.no_grad():
+        with self._noting(stage, "W"), paddle.no_grad():
             self._add(tape.calls)
             tape.calls.clear()
 
@@ -214,7 +214,7 @@ class SplitBackward:
             self._leaves[stage] = list(leaves.values())
         return self._leaves[stage]
 
-    def _noted(self, stage: int, kind: str) -> AbstractContextManager[None]:
+    def _noting(self, stage: int, kind: str) -> AbstractContextManager[None]:
         """While it is open, records which gradients an action of the first batch adds."""
         if self._arrivals is None:
             self._arrivals = GradientArrivals()
@@ -241,7 +241,7 @@ def run_leaf(
     if not trained or not paddle.is_grad_enabled():
         return forward(*args, **named)
     try:
-        taken = _taken(leaf, parameters, args, named)
+        taken = _tensors_taken(leaf, parameters, args, named)
     except CannotWait as cause:
         leaf.uncut = str(cause)
         tape.uncut.add(leaf)
@@ -257,15 +257,15 @@ def run_leaf(
         return forward(*args, **named)
     if (product := product_of(leaf, forward, taken)) is not None:
         entries = [tensor for tensor in taken if not tensor.stop_gradient]
-        (output,) = bordered(ProductCall(leaf, product, taken[0]), tape, nature.depth, entries)
+        (output,) = put_border(ProductCall(leaf, product, taken[0]), tape, nature.depth, entries)
         return output
     if looks_up(leaf, forward, taken):
-        (output,) = bordered(LookupCall(leaf, taken[0]), tape, nature.depth, [])
+        (output,) = put_border(LookupCall(leaf, taken[0]), tape, nature.depth, [])
         return output
     return _cut_out(leaf, nature, forward, tape, taken, args, named)
 
 
-def _taken(
+def _tensors_taken(
     leaf: Leaf, parameters: Sequence[Tensor], args: tuple[Nest, ...], named: dict[str, Nest]
 ) -> Sequence[Tensor]:
     """Returns the tensors that a call of a leaf layer takes.
@@ -307,5 +307,5 @@ def _cut_out(
     inputs = [stand_ins[id(tensor)] for tensor in entries]
     parameters = [p for p in leaf.parameters if not p.stop_gradient]
     call = GraphCall(leaf, parameters, inputs, outputs)
-    borders = bordered(call, tape, nature.depth, entries)
+    borders = put_border(call, tape, nature.depth, entries)
     return replace(output, {id(output): border for output, border in zip(outputs, borders)})

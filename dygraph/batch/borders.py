@@ -14,10 +14,10 @@ from fleetpipe.schedules import Edge, Placement
 class Borders(Protocol):
     """Translates between the values of edges and those that a stage's layers take and return."""
 
-    def joined(self, values: Values) -> Nest:
+    def join(self, values: Values) -> Nest:
         """Returns the value that the layers of a stage take, from those of all edges into it."""
 
-    def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
+    def split(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns the value of each edge out of a stage, in order.
 
         Args:
@@ -38,11 +38,11 @@ class Chain:
         for ends in placement.chain():
             self._edges.setdefault(ends[0], []).append(Edge(*ends))
 
-    def joined(self, values: Values) -> Nest:
+    def join(self, values: Values) -> Nest:
         """Returns the value of the one edge."""
         return next(iter(values.values()))
 
-    def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
+    def split(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns the output as the value of each edge."""
         return dict.fromkeys(self._edges[stage], output)
 

@@ -31,7 +31,7 @@ def is_sum(function: Criterion) -> bool:
     return not hasattr(function, "counted") and getattr(function, "reduction", None) == "sum"
 
 
-def counted(function: Any, label: Nest) -> Fraction | None:
+def count_places(function: Any, label: Nest) -> Fraction | None:
     """Returns how many places of some labels a loss is the mean of; None for all of them.
 
     Raises:

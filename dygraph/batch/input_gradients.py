@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, unwrapped
-from fleetpipe.dygraph.nest import mapped
+from fleetpipe.dygraph.nest import map_tensors
 from fleetpipe.paddle_api import paddle
 
 #: Each of a script's tensors with its stand-in.
@@ -36,7 +36,7 @@ def with_gradients(data: Nest) -> tuple[Nest, Sources]:
     def pair(value: Nest) -> Nest:
         if not isinstance(value, (list, tuple)) or len(value) != 2:
             return value
-        return [mapped(stand_in, value[0]), mapped(_cut_off, value[1])]
+        return [map_tensors(stand_in, value[0]), map_tensors(_cut_off, value[1])]
 
     data = unwrapped(data)
     return (_each(pair, data) if is_iterator(data) else pair(data)), sources
@@ -54,7 +54,7 @@ def _each(change: Callable[[Nest], Nest], iterator: Nest) -> Iterator[Nest]:
 
 def without_gradients(batches: MicroBatches) -> MicroBatches:
     """Returns micro-batches whose inputs are detached from their stand-ins."""
-    inputs = batches.inputs and [mapped(_cut_off, value) for value in batches.inputs]
+    inputs = batches.inputs and [map_tensors(_cut_off, value) for value in batches.inputs]
     return batches._replace(inputs=inputs)
 
 

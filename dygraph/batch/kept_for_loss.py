@@ -57,16 +57,16 @@ def kept_for(function: Any) -> Iterator[tuple[str, Any]]:
     if str(getattr(function, "__module__", "")).startswith("paddle."):
         return
     names: set[str] = set()
-    count, reached = -1, list(_reached(function, names))
+    count, reached = -1, list(_reachable(function, names))
     # By a name that code has an attribute is followed, which may be code with other names.
     while names and count < len(names):
-        count, reached = len(names), list(_reached(function, names))
+        count, reached = len(names), list(_reachable(function, names))
     for path, value in reached:
         if isinstance(value, paddle.Tensor) and has_gradient(value) and not value.is_leaf:
             yield path, value
 
 
-def _reached(function: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
+def _reachable(function: Any, names: set[str]) -> Iterator[tuple[str, Any]]:
     """Yields all objects that a function can reach; adds the names in its code to ``names``."""
     seen: set[int] = set()
     waiting = [(_LOSS, function)]

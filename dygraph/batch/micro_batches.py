@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.nest import copied, leaves, mapped, rebuilt
+from fleetpipe.dygraph.nest import copy_tensors, leaves, map_tensors, rebuild
 from fleetpipe.errors import BoundaryError, ConfigError, listed
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
@@ -122,11 +122,11 @@ def split_value(value: Nest, cut: MicroBatchCut, path: str) -> list[Nest] | None
                 fix="use a tuple for several tensors of the whole batch",
             )
         keeps = cut.keeps_graph
-        return [_detached(item, f"{path}[{index}]", keeps) for index, item in enumerate(value)]
+        return [_detach(item, f"{path}[{index}]", keeps) for index, item in enumerate(value)]
     if isinstance(value, tuple):
         parts = [split_value(item, cut, f"{path}[{i}]") for i, item in enumerate(value)]
         indices = range(_common_length(parts, cut, path))
-        return [rebuilt(value, [part and part[index] for part in parts]) for index in indices]
+        return [rebuild(value, [part and part[index] for part in parts]) for index in indices]
     if isinstance(value, dict):
         named = {key: split_value(item, cut, f"{path}[{key!r}]") for key, item in value.items()}
         indices = range(_common_length(list(named.values()), cut, path))
@@ -173,8 +173,8 @@ def _draw(data: Iterator[Nest], count: int, keeps_graph: bool) -> MicroBatches:
                 'iter((b["x"], b["y"]) for b in loader) with their names',
             )
         # Copied: the iterator may fill the same tensors again for the next item.
-        inputs.append(copied(_detached(item[0], f"inputs of micro-batch {index}", keeps_graph)))
-        labels.append(copied(_detached(item[1], f"labels of micro-batch {index}")))
+        inputs.append(copy_tensors(_detach(item[0], f"inputs of micro-batch {index}", keeps_graph)))
+        labels.append(copy_tensors(_detach(item[1], f"labels of micro-batch {index}")))
     return MicroBatches(inputs, labels)
 
 
@@ -205,11 +205,11 @@ def _rows(tensor: Tensor, cut: MicroBatchCut, path: str) -> list[Tensor]:
     return [whole[index * size : (index + 1) * size] for index in range(count)]
 
 
-def _detached(value: Nest, path: str, keeps_graph: bool = False) -> Nest:
+def _detach(value: Nest, path: str, keeps_graph: bool = False) -> Nest:
     for steps, leaf in leaves(value):
         if leaf is not None and not isinstance(leaf, paddle.Tensor):
             raise _not_a_tensor(leaf, path + "".join(f"[{step!r}]" for step in steps))
-    return value if keeps_graph else mapped(lambda tensor: tensor.detach(), value)
+    return value if keeps_graph else map_tensors(lambda tensor: tensor.detach(), value)
 
 
 def counted_in(value: Nest) -> int | None:

@@ -55,7 +55,7 @@ def require_count(batches: MicroBatches, count: int) -> None:
 
 def on_host(value: Nest) -> Nest:
     """Returns ``value`` with its tensors in the memory of the host."""
-    return nest.mapped(
+    return nest.map_tensors(
         lambda tensor: tensor if tensor.place.is_cpu_place() else tensor.cpu(), value
     )
 
@@ -69,10 +69,10 @@ def joined(values: Sequence[Nest]) -> Nest:
     Raises:
         UsageError: The outputs do not have the same form.
     """
-    return nest.joined(_joined, values)
+    return nest.join(_join, values)
 
 
-def _joined(parts: Sequence[Nest]) -> Nest:
+def _join(parts: Sequence[Nest]) -> Nest:
     first = parts[0]
     if isinstance(first, paddle.Tensor):
         return paddle.concat(list(parts)) if first.ndim else paddle.stack(list(parts))

@@ -17,7 +17,7 @@ from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import cause_of_backward
-from fleetpipe.dygraph.nest import copied, differentiable, leaf_like, mapped
+from fleetpipe.dygraph.nest import copy_tensors, differentiable, leaf_like, map_tensors
 from fleetpipe.dygraph.sums.gradient_trees import GradientTrees
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import BoundaryError
@@ -188,10 +188,10 @@ class DygraphStage:
         if self.watch is not None:
             self.watch(stage, True)
         number = self.micro_batch_id = self._within(micro_batch)
-        received = {edge: _received(value) for edge, value in inputs.items()}
+        received = {edge: _as_leaves(value) for edge, value in inputs.items()}
         # Now: a layer may switch the gradient of what it is given off once it has used it.
         leaves = {edge: differentiable(value) for edge, value in received.items()}
-        value = self._borders.joined(received) if stage else self._inputs_of(micro_batch)
+        value = self._borders.join(received) if stage else self._inputs_of(micro_batch)
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
         handed: Values = {}
@@ -205,8 +205,8 @@ class DygraphStage:
             else:
                 labels = self._batch.data.labels
                 labels = None if labels is None else labels[number]
-                parts = self._borders.parted(stage, output, labels)
-                handed = {edge: _handed(part) for edge, part in parts.items()}
+                parts = self._borders.split(stage, output, labels)
+                handed = {edge: _outgoing(part) for edge, part in parts.items()}
         require_nothing_kept(self._batch.elsewhere, stage)
         leaving = {edge: differentiable(part) for edge, part in handed.items()}
         self._kept[stage, micro_batch] = _Kept(value, output, leaves, leaving)
@@ -339,26 +339,26 @@ class DygraphStage:
             batch.collect(index, output)
             return output
         random_keys.enter_loss()
-        share = batch.losses.take(index, output, copied(batch.data.labels[index]))
+        share = batch.losses.take(index, output, copy_tensors(batch.data.labels[index]))
         return share if batch.scale is None else batch.scale(share)
 
 
-def _received(value: Nest) -> Nest:
+def _as_leaves(value: Nest) -> Nest:
     """Returns a received value with tensors that are leaves, so that gradients stay in this stage.
 
     A value from another stage of this rank may come with its graph, or be a leaf of that stage: a
     parameter, or a received tensor that it returns unchanged. This stage's gradients must not be
     added to those.
     """
-    return leaf_like(value) if isinstance(value, paddle.Tensor) else mapped(leaf_like, value)
+    return leaf_like(value) if isinstance(value, paddle.Tensor) else map_tensors(leaf_like, value)
 
 
-def _handed(value: Nest) -> Nest:
+def _outgoing(value: Nest) -> Nest:
     """Returns a value to send, with copies of the tensors that need no gradient.
 
     One of them may be a buffer, which the next micro-batch changes before this value is sent.
     """
-    return mapped(lambda tensor: copy_of(tensor) if tensor.stop_gradient else tensor, value)
+    return map_tensors(lambda tensor: copy_of(tensor) if tensor.stop_gradient else tensor, value)
 
 
 def _roots(

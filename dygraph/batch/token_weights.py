@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Nest
-from fleetpipe.dygraph.batch.counted_places import counted, is_sum
+from fleetpipe.dygraph.batch.counted_places import count_places, is_sum
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
@@ -101,7 +101,7 @@ class _Places(NamedTuple):
 
 
 def _places(function: Any, label: Nest) -> _Places:
-    places = counted(function, label)
+    places = count_places(function, label)
     if places is None:
         # Paddle 3.3's CrossEntropyLoss divides by all places where ignore_index is below 0.
         size = label.size if isinstance(label, paddle.Tensor) else 1

@@ -25,7 +25,7 @@ FIRST_SEED = 1234
 NOTHING_LENT: Mapping[str, Tensor] = MappingProxyType({})
 
 
-def checked(layers: object) -> list[Entry]:
+def check_entries(layers: object) -> list[Entry]:
     """Returns the entries of a user's list of layers, after checks.
 
     Raises:
@@ -103,7 +103,7 @@ class SeveralLayers:
         raise NotImplementedError
 
 
-def expanded(entries: Sequence[Entry], ranks: int) -> list[Entry]:
+def expand(entries: Sequence[Entry], ranks: int) -> list[Entry]:
     """Returns a list of layers in which each :class:`SeveralLayers` is replaced by its layers.
 
     Raises:
@@ -176,10 +176,10 @@ def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -
         ConfigError: The constructor does not take the arguments of the description.
     """
     if not hasattr(entry, "build_layer"):
-        return _numbered(entry)
+        return _take_built(entry)
     paddle.seed(FIRST_SEED + index)
     try:
-        return _built(entry, lent)
+        return _build(entry, lent)
     except TypeError as error:
         raise ConfigError(
             f"layer {index} ({class_name(entry)}) cannot be built from its description",
@@ -204,13 +204,13 @@ def _arguments(entry: Entry) -> str:
     return f"arguments {handed} of a LayerSpec"
 
 
-def _built(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
+def _build(entry: Entry, lent: Mapping[str, Tensor]) -> Any:
     with _specification_kept(entry):
         # Paddle 2.6.2's own descriptions take nothing.
-        return _numbered(entry.build_layer(**lent) if lent else entry.build_layer())
+        return _take_built(entry.build_layer(**lent) if lent else entry.build_layer())
 
 
-def _numbered(layer: Any) -> Any:
+def _take_built(layer: Any) -> Any:
     for kind in layer_kinds.kinds_of(layer):
         kind.take_built(layer)
     return layer
@@ -269,7 +269,7 @@ def _blueprint(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Layer:
     with random_states_kept(), paddle.utils.unique_name.guard():
         try:
             with paddle.LazyGuard():
-                return _built(entry, lent)
+                return _build(entry, lent)
         except Exception:
             # A layer whose constructor computes with its parameters cannot be built lazily.
             return build(entry, index, lent)

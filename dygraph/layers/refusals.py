@@ -67,10 +67,10 @@ def refusal(
         value: The argument of the layer.
     """
     if gradients.is_refusal(error):
-        return gradients.refusal(error, _named(partition, index), value)
+        return gradients.refusal(error, _title(partition, index), value)
     if "one pair of hooks" in str(error):
         return BoundaryError(
-            f"{_named(partition, index)} is recomputed, and opens saved_tensors_hooks itself",
+            f"{_title(partition, index)} is recomputed, and opens saved_tensors_hooks itself",
             expected="one pair of hooks at a time, as Paddle has it",
             cause="recompute(use_reentrant=False) in the layer, or saved_tensors_hooks of its own",
             fix="set recompute_interval=0, or call recompute with use_reentrant=True",
@@ -78,7 +78,7 @@ def refusal(
     no_kernel = _NO_KERNEL.search(str(error))
     if no_kernel is not None:
         return BoundaryError(
-            f"{_named(partition, index)} cannot run on this device, a {device_kind()}",
+            f"{_title(partition, index)} cannot run on this device, a {device_kind()}",
             cause=f"Paddle has no kernel there: {no_kernel[0]}",
             fix="run on a GPU, or use another layer: BatchNorm1D or 2D for SyncBatchNorm, whose "
             "statistics are then of each replica's rows",
@@ -90,9 +90,9 @@ def refusal(
     stage = partition.stage_of(index)
     first = index == partition.boundaries[stage]
     return BoundaryError(
-        f"{_named(partition, index)} cannot take {before}",
+        f"{_title(partition, index)} cannot take {before}",
         where=f"first layer of stage {stage}" if first else None,
-        expected=_described(layer),
+        expected=_sizes(layer),
         got=_arguments_named(partition, index, value),
         cause=reason(error),
         fix=_advice(error, index, value),
@@ -135,8 +135,8 @@ def _refusal_inside(
 ) -> BoundaryError:
     """Returns the error of a composite layer whose sublayer got a value that does not fit."""
     return BoundaryError(
-        f"{_named(partition, index)}: its {part.path} cannot take what the layer gives it",
-        expected=_described(part.layer),
+        f"{_title(partition, index)}: its {part.path} cannot take what the layer gives it",
+        expected=_sizes(part.layer),
         got=f"{outline(part.value)}; the layer itself was given "
         f"{_arguments_named(partition, index, value)}",
         cause=reason(error),
@@ -147,16 +147,16 @@ def _refusal_inside(
 
 def _arguments_named(partition: Partition, index: int, value: Nest) -> str:
     """Returns a description of a layer's argument, and of the layer that made it."""
-    giver = f", from {_named(partition, index - 1)}" if index else ""
+    giver = f", from {_title(partition, index - 1)}" if index else ""
     return f"{outline(value)}{giver}"
 
 
-def _named(partition: Partition, index: int) -> str:
+def _title(partition: Partition, index: int) -> str:
     name = partition.layers[index].name
     return f"layer {index} ({name})" if name else f"layer {index}"
 
 
-def _described(layer: Layer) -> str | None:
+def _sizes(layer: Layer) -> str | None:
     """Returns the sizes with which a layer of Paddle's was built, as text."""
     sizes = layer.extra_repr() if isinstance(layer, paddle.nn.Layer) else ""
     return f"what {type(layer).__name__}({sizes}) takes" if sizes else None

@@ -11,7 +11,7 @@ from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.recompute import HeldInputs, RecomputedPiece
 from fleetpipe.dygraph.layers import refusals
-from fleetpipe.dygraph.nest import copied, copies_of, differentiable, replace
+from fleetpipe.dygraph.nest import copies_of, copy_tensors, differentiable, replace
 from fleetpipe.dygraph.sums.uses import Uses
 from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.partition import Partition
@@ -67,7 +67,7 @@ class StageRunner:
         """
         return self._runs.get(stage) or self._run_of(stage)
 
-    def uncopied(self, stage: int) -> Run:
+    def function_without_copies(self, stage: int) -> Run:
         """Returns the same without the copies and without recompute."""
         first, last = self._partition.boundaries[stage : stage + 2]
         return functools.partial(self._run_steps, self._steps(first, last))
@@ -123,7 +123,7 @@ class StageRunner:
     ) -> Nest:
         """Calls layers in order, each under its own random key in a run of a plan."""
         if on_copies:
-            value = copied(value)
+            value = copy_tensors(value)
         keys = None if micro_batch is None else random_keys.current()
         if keys is not None and micro_batch is not None:
             keys.micro_batch = micro_batch

@@ -127,8 +127,8 @@ class Arrangement:
         if schedule.placement != self.placement:
             raise ConfigError(
                 f"the schedule {schedule.name} does not run on layers placed like these",
-                expected=_described(schedule.placement),
-                got=_described(self.placement),
+                expected=_outline(schedule.placement),
+                got=_outline(self.placement),
                 cause="the strategy was another when the PipelineLayer was built",
                 fix="set schedule_mode, and call fleet.init, before you build the PipelineLayer",
             )
@@ -136,13 +136,13 @@ class Arrangement:
 
     def _schedule(self, config: PipelineConfig, placed: str | None = None) -> Schedule:
         if self._plan is not None:
-            return _planned(self._plan, config, (self._ranks, self._chunks, self._use_dualpipev))
+            return _from_plan(self._plan, config, (self._ranks, self._chunks, self._use_dualpipev))
         if self._use_dualpipev:
             config = _dualpipev(config, self._chunks)
         return config.schedule_for(self._ranks, self._chunks, placed=placed, head=self._head)
 
 
-def _planned(
+def _from_plan(
     plan: LayerPlan, config: PipelineConfig, request: tuple[int, int | None, bool]
 ) -> Schedule:
     """Returns the schedule of a plan, for the number of micro-batches in ``config``.
@@ -183,7 +183,7 @@ def _dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:
     return replace(config, schedule=_DUALPIPEV)
 
 
-def _described(placement: Placement) -> str:
+def _outline(placement: Placement) -> str:
     return f"a {placement.name} of {placement.ranks} ranks with {placement.chunks} chunks on each"
 
 

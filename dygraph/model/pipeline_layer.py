@@ -39,7 +39,7 @@ from fleetpipe.dygraph.model.arrangement import (
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.single_model import single_model
-from fleetpipe.dygraph.state.tied_weights import SharedWeight, connected, holders
+from fleetpipe.dygraph.state.tied_weights import SharedWeight, equal_copies, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.dygraph.sums.uses import Stages, Uses, parameters_of, slots_in
 from fleetpipe.engine.observer import BatchObserver
@@ -136,8 +136,8 @@ class PipelineLayer(ModelWithParts):
         self._saves: Counter[str] = Counter()
         job = current_job()
         self._num_stages = number_of_stages(num_stages, topology, job)
-        described = entries.checked(layers)
-        self._layers_desc = entries.expanded(described, self._num_stages)
+        described = entries.check_entries(layers)
+        self._layers_desc = entries.expand(described, self._num_stages)
         self._topo = topology_of(topology, self._num_stages, job)
         # With one stage in a job of several the whole model is here, and the others do not matter.
         self._job = job if job is not None and job.degrees.pp == self._num_stages else None
@@ -198,7 +198,7 @@ class PipelineLayer(ModelWithParts):
             self, self._layers_desc, self._blueprints, shared, built, self.partition, self.holders
         )
         weights = holders(self._tied, self.get_stage_from_index)
-        self._shared_weights = connected(
+        self._shared_weights = equal_copies(
             weights, self.state.local_tensors(), self._stage_id, self._job
         )
         self._first = self.state.own_parameters()

@@ -35,11 +35,11 @@ class FiniteSends:
             return instruction
         key = message_of(op)
 
-        def checked() -> Blocked | None:
+        def check() -> Blocked | None:
             _require_finite(played.values[key], key, played.rank)
             return instruction()
 
-        return checked
+        return check
 
 
 def _require_finite(value: Value, key: MessageKey, rank: int) -> None:

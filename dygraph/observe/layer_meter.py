@@ -25,7 +25,7 @@ from fleetpipe.dygraph.nest import (
     copies_of,
     differentiable,
     leaf_like,
-    mapped,
+    map_tensors,
     replace,
     tensors_of,
 )
@@ -128,7 +128,7 @@ class LayerMeter:
             functions, value = self._calls_of(stage, value)
             layers, runner = self._layers_of(stage), self._runner(stage, functions)
             # Nobody else is to have this memory: it is seen who lets go of it.
-            value = mapped(lambda tensor: leaf_like(tensor, copied=True), value)
+            value = map_tensors(lambda tensor: leaf_like(tensor, copied=True), value)
             index = (micro_batch or 0) % self._units.count
             for number, function in functions.items():
                 if (index, number) not in self._meters:
@@ -159,7 +159,7 @@ class LayerMeter:
             return runner.function(number)(value, micro_batch)
         copies = {} if number in self._writes else copies_of(value)
         versions = [copy.inplace_version for copy in copies.values()]
-        output = runner.uncopied(number)(replace(value, copies), micro_batch)
+        output = runner.function_without_copies(number)(replace(value, copies), micro_batch)
         if number not in self._writes:
             after = [copy.inplace_version for copy in copies.values()]
             self._writes[number] = after != versions
@@ -169,7 +169,7 @@ class LayerMeter:
         """Measures a loss like one more layer, whose output no layer takes."""
         meter = self._meter(index, loss, {})
         meter.run = lambda value, _: loss(value, label)
-        _, sample = meter.sample([mapped(leaf_like, output)], None)
+        _, sample = meter.sample([map_tensors(leaf_like, output)], None)
         self.samples[index, self._count].append(sample._replace(output=0, saved=0))
 
     def _meter(self, index: int, function: Callable[..., Nest], layer: Functions) -> _Meter:
@@ -212,15 +212,15 @@ class _Meter:
 
         if not self._warm:
             # A first run makes room for gradients, and is slower; split, it examines the layer.
-            self._whole(run, box[0])
+            self._run_whole(run, box[0])
             if self._splits:
-                self._parted(run, box[0])
+                self._run_split(run, box[0])
             self._free = self._not_kept(run, box[0])
             self._warm = True
         recompute = self._splits and self._piece.needs_recompute(box[0])
         with traffic.counting(self._now) as sent:
-            forward, backward, held, working = self._whole(run, box[0])
-        apart = self._parted(run, box[0]) if self._splits else (forward, None, None, 0, 0)
+            forward, backward, held, working = self._run_whole(run, box[0])
+        apart = self._run_split(run, box[0]) if self._splits else (forward, None, None, 0, 0)
         split_forward, input_grad, weight_grad, held_split, waiting = apart
         output = run(box[0])
         # Where it is recomputed it holds what it makes, and nothing else.
@@ -228,7 +228,7 @@ class _Meter:
         before = allocated_bytes()
         box.clear()
         releases = max(before - allocated_bytes(), 0)
-        output = mapped(leaf_like, output)
+        output = map_tensors(leaf_like, output)
         sample = Sample(
             *(forward, backward, split_forward, input_grad, weight_grad, bytes_of(output)),
             *(held, releases, held_split, waiting, working, saved, self._free),
@@ -239,9 +239,9 @@ class _Meter:
         )
         return output, sample
 
-    def _whole(self, run: Callable[[Nest], Nest], value: Nest) -> tuple[float, float, int, int]:
+    def _run_whole(self, run: Callable[[Nest], Nest], value: Nest) -> tuple[float, float, int, int]:
         """Runs F and B; returns both times, the bytes held between them, and those used on top."""
-        value = mapped(leaf_like, value)
+        value = map_tensors(leaf_like, value)
         before = allocated_bytes()
         restart_peak()
         begin = self._now()
@@ -264,13 +264,13 @@ class _Meter:
         backward = self._now() - begin
         return forward, backward, held, max(working, peak_bytes() - at)
 
-    def _parted(
+    def _run_split(
         self, run: Callable[[Nest], Nest], value: Nest
     ) -> tuple[float, float, float, int, int]:
         """Runs F, I and W; returns their times, and the bytes held before I and before W."""
         split, without = self._split, allocated_bytes()
         # Nobody else has this memory: it is seen whether it is kept until W.
-        value = mapped(lambda tensor: leaf_like(tensor, copied=True), value)
+        value = map_tensors(lambda tensor: leaf_like(tensor, copied=True), value)
         before = allocated_bytes()
         begin = self._now()
         with split.recording(0, _FIRST):
@@ -298,7 +298,7 @@ class _Meter:
     def _not_kept(self, run: Callable[[Nest], Nest], value: Nest) -> int:
         """Returns the bytes of a layer's output that its graph does not keep."""
         with self._again():
-            output = run(mapped(leaf_like, value))
+            output = run(map_tensors(leaf_like, value))
         # Their sums keep the graph: its nodes as Python sees them (``grad_fn``) are never freed.
         roots = [tensor.sum() for tensor in differentiable(output, roots=True)]
         before = allocated_bytes()

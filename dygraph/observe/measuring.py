@@ -196,7 +196,7 @@ class Runs:
         plays all ranks.
         """
         layers, job = self._layers, self._job
-        crossings = len(crossed(layers.placement))
+        crossings = len(crossing_stages(layers.placement))
         if job.group().ranks == 1 or not crossings:
             return None
         schedule = in_turn(layers.placement, 1, "B")
@@ -325,7 +325,7 @@ def latencies(events: Iterable[Event]) -> list[float]:
     return [arrived[name] - start for name, start in sent.items()]
 
 
-def crossed(placement: Placement) -> list[int]:
+def crossing_stages(placement: Placement) -> list[int]:
     """Returns the stages that send their values to another rank."""
     rank_of = placement.rank_of
     return [s for s in range(placement.stages - 1) if rank_of(s) != rank_of(s + 1)]

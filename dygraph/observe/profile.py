@@ -126,7 +126,7 @@ def _whole_costs(
     scaled: list[layer_meter.Sample] = []
     for stage, (start, end) in enumerate(_parts(layers)):
         slower = max(split["F", stage, 0] - whole["F", stage, 0], 0.0)
-        scaled += _scaled(
+        scaled += _scale(
             [samples[0, number] for number in range(start, end)],
             forward=whole["F", stage, 0],
             backward=whole["B", stage, 0],
@@ -144,7 +144,7 @@ def _slice_costs(
     """Returns the costs of all layers, and of the loss, for one slice of a micro-batch."""
     scaled: list[layer_meter.Sample] = []
     for stage, (start, end) in enumerate(_parts(layers)):
-        scaled += _scaled(
+        scaled += _scale(
             [samples[index, number] for number in range(start, end)],
             forward=times["F", stage, index],
             backward=times["B", stage, index],
@@ -184,7 +184,7 @@ def between_ranks(
     """
     if latency is None:
         return Link(), TYPICAL
-    sizes = [outputs[stage] for stage in measuring.crossed(placement)]
+    sizes = [outputs[stage] for stage in measuring.crossing_stages(placement)]
     copying = TYPICAL.per_byte * statistics.mean(sizes)
     # Each micro-batch crosses twice: as a value, and as its gradient.
     sending, receiving = (
@@ -195,7 +195,7 @@ def between_ranks(
     return Link(latency, 0.0), Transfer(*fixed, TYPICAL.per_byte)
 
 
-def _scaled(samples: list[layer_meter.Sample], **measured: float) -> list[layer_meter.Sample]:
+def _scale(samples: list[layer_meter.Sample], **measured: float) -> list[layer_meter.Sample]:
     """Returns the samples of a stage with their times scaled to add up to the measured times."""
     for name, seconds in measured.items():
         total = sum(getattr(one, name) for one in samples)

@@ -141,7 +141,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 
     def _own_squares(self, params_grads: Pairs) -> Iterator[_Square]:
         for parameter, gradient in params_grads:
-            if gradient is None or not _clipped(parameter):
+            if gradient is None or not _needs_clip(parameter):
                 continue
             order = self.orders.get(id(parameter), 0)
             if order != COPY and getattr(parameter, "is_firstly_shared", True):
@@ -165,10 +165,10 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
             if job.along(axis).ranks > 1:
                 squares = _with_shards(squares, axis, job.along(axis))
         if self.sharded and job.sharding().ranks > 1:
-            squares = _gathered(squares, job.sharding())
+            squares = _gather(squares, job.sharding())
         if self.spread:
-            squares += _gathered(of_experts, job.all_experts(self.sharded))
-        return squares if job.degrees.pp == 1 else _gathered(squares, job.group())
+            squares += _gather(of_experts, job.all_experts(self.sharded))
+        return squares if job.degrees.pp == 1 else _gather(squares, job.group())
 
 
 def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
@@ -214,12 +214,12 @@ def total_norm(norms_of_groups: Sequence[Tensor]) -> float | None:
     return float(sum(norm**2 for norm in norms) ** 0.5)
 
 
-def _clipped(parameter: Tensor) -> bool:
+def _needs_clip(parameter: Tensor) -> bool:
     return getattr(parameter, "need_clip", True) is not False
 
 
 def _times(parameter: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
-    if not _clipped(parameter):
+    if not _needs_clip(parameter):
         return gradient
     factor = factor.astype(gradient.dtype)
     if gradient.is_selected_rows():
@@ -248,12 +248,12 @@ def _norm(squares: Sequence[_Square]) -> Tensor:
 Packed = tuple[str, Tensor]
 
 
-def _gathered(squares: Sequence[_Square], members: Group) -> list[_Square]:
-    parts = members.all_gather(_packed(squares))
-    return [square for part in parts for square in _unpacked(*part)]
+def _gather(squares: Sequence[_Square], members: Group) -> list[_Square]:
+    parts = members.all_gather(_pack(squares))
+    return [square for part in parts for square in _unpack(*part)]
 
 
-def _packed(squares: Sequence[_Square]) -> Packed:
+def _pack(squares: Sequence[_Square]) -> Packed:
     """Returns squares as one message: text with their fields, and a float64 Tensor of values."""
     fields = " ".join(
         f"{square.order}:{square.dtype}:{square.axis}:{square.spread:d}" for square in squares
@@ -262,7 +262,7 @@ def _packed(squares: Sequence[_Square]) -> Packed:
     return fields, paddle.concat(values) if values else None
 
 
-def _unpacked(fields: str, values: Tensor) -> list[_Square]:
+def _unpack(fields: str, values: Tensor) -> list[_Square]:
     parts = [one.split(":") for one in fields.split()]
     return [
         _Square(int(order), dtype, axis, spread == "1", values[index].astype(dtype))
@@ -278,7 +278,7 @@ def _with_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[
     Raises:
         ConfigError: Members have gradients of different parameters.
     """
-    packed = members.all_gather(_packed(squares))
+    packed = members.all_gather(_pack(squares))
     if any(fields != packed[0][0] for fields, _ in packed):
         raise ConfigError(
             "the tensor-parallel members do not clip the same gradients",
@@ -286,7 +286,7 @@ def _with_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[
             got="; ".join(fields for fields, _ in packed[1:]),
             fix="freeze, use and give need_clip to the same parameters on every member",
         )
-    parts = [_unpacked(*part) for part in packed]
+    parts = [_unpack(*part) for part in packed]
     return [
         one._replace(value=paddle.add_n([o.value for o in more])) if one.axis == axis else one
         for one, *more in ((first, first, *rest) for first, *rest in zip(*parts))
@@ -337,4 +337,4 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
 
 def _is_cut(parameter: Tensor, axis: str) -> bool:
     part = shard_in(parameter)
-    return part is not None and part.axis == axis and _clipped(parameter)
+    return part is not None and part.axis == axis and _needs_clip(parameter)

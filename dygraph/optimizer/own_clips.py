@@ -27,11 +27,11 @@ def require_by_gradient(clip: Clip, parameters: Sequence[Tensor]) -> None:
     """
     pairs = [(p, paddle.full_like(p, 1e4)) for p in parameters if not p.stop_gradient]
 
-    def clipped(*some: tuple[Tensor, Tensor]) -> list[bytes]:
+    def clip_some(*some: tuple[Tensor, Tensor]) -> list[bytes]:
         results = copy.deepcopy(clip)([(p, gradient.clone()) for p, gradient in some])
         return [gradient.numpy().tobytes() for _, gradient in results]
 
-    if clipped(*pairs) != [one for pair in pairs for one in clipped(pair)]:
+    if clip_some(*pairs) != [one for pair in pairs for one in clip_some(pair)]:
         raise ConfigError(
             "a clip of the script's own computes with the gradients of one rank, not of all",
             got=type(clip).__name__,

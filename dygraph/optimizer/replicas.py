@@ -55,7 +55,7 @@ def _reduce_copies(
     parameters: Sequence[Tensor], copies: Group, job: Job, share: float, shards: Shards | None
 ) -> None:
     """Adds up gradients over ``copies``; in stage 2 first over the ranks that share the state."""
-    scattered = [] if shards is None else shards.scattered(parameters)
+    scattered = [] if shards is None else shards.scattered_parameters(parameters)
     if shards is not None and scattered:
         spread = is_spread(scattered[0])
         by_tree = job.sums_by_tree

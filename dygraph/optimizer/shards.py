@@ -78,7 +78,7 @@ class Shards:
         """Returns the rank, among the members, that keeps the state of ``parameter``."""
         return self._owners[id(parameter)]
 
-    def scattered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def scattered_parameters(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns the parameters whose summed gradient only the owner gets, in stage 2.
 
         Parameters that nobody steps are not among them, nor are tied weights, since their copies

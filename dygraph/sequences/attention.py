@@ -104,12 +104,12 @@ class _Exchange(paddle.autograd.PyLayer):
     @staticmethod
     def forward(ctx: Context, group: Group, cut: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.cut = group, cut
-        return _exchanged(group, cut, tensors)
+        return _exchange_parts(group, cut, tensors)
 
     @staticmethod
     @noting
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, ...]:
-        return _exchanged(ctx.group, _PLACES + _HEADS - ctx.cut, grads)
+        return _exchange_parts(ctx.group, _PLACES + _HEADS - ctx.cut, grads)
 
 
 _exchange: Callable[..., tuple[Tensor, ...]] = _Exchange.apply
@@ -144,7 +144,7 @@ def to_places(group: Group, tensor: Tensor) -> Tensor:
     return tensor if group.ranks == 1 else _exchange(group, _PLACES, tensor)[0]
 
 
-def _exchanged(group: Group, cut: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _exchange_parts(group: Group, cut: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Exchanges all tensors in one message, joined along the heads."""
     cuts = [paddle.split(tensor, group.ranks, axis=cut) for tensor in tensors]
     heads = [parts[0].shape[_HEADS] for parts in cuts]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.dygraph.nest import map_tensors, tensors_of
 from fleetpipe.dygraph.tensor_parallel.groups import is_alone
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job, current_job
@@ -103,7 +103,7 @@ class SequenceRanks(NamedTuple):
         def places_of(tensor: Tensor) -> Tensor:
             return paddle.index_select(tensor, self.places(tensor.shape[axis]), axis)
 
-        return mapped(places_of, value)
+        return map_tensors(places_of, value)
 
     def whole(self, part: Tensor, axis: int = 1) -> Tensor:
         """Joins the parts of sequences that the ranks have. Collective, without a gradient.
@@ -112,7 +112,7 @@ class SequenceRanks(NamedTuple):
             part: This rank's part; all parts have the same shape.
             axis: The axis of the places.
         """
-        whole = _joined(_joined(part.detach(), self.sep, axis), self.cp, axis)
+        whole = _join(_join(part.detach(), self.sep, axis), self.cp, axis)
         chunks = [c for rank in range(self.cp.ranks) for c in self.chunks(whole.shape[axis], rank)]
         order = np.argsort(np.concatenate([np.arange(*chunk) for chunk in chunks]))
         return paddle.index_select(whole, paddle.to_tensor(order, dtype="int64"), axis)
@@ -161,7 +161,7 @@ class SequenceRanks(NamedTuple):
         def whole(tensor: Tensor) -> Tensor:
             return self.whole(tensor) if tensor.ndim > 1 and tensor.shape[1] in lengths else tensor
 
-        return mapped(whole, value)
+        return map_tensors(whole, value)
 
     def require(self, length: int) -> None:
         """Refuses a sequence that cannot be split into equal parts.
@@ -227,5 +227,5 @@ def _alike(tensor: Tensor, other: Tensor) -> bool:
     return list(tensor.shape) == list(other.shape) and bool((tensor == other).all())
 
 
-def _joined(part: Tensor, group: Group, axis: int) -> Tensor:
+def _join(part: Tensor, group: Group, axis: int) -> Tensor:
     return paddle.concat(group.all_gather(part.clone()), axis=axis)

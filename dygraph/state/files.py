@@ -156,7 +156,7 @@ def _require_fit(
     place: LayerFile, layer: Layer | LayerInParts, state: Mapping[str, Any], file: str
 ) -> None:
     if isinstance(layer, LayerInParts):
-        tensors = layer.held()
+        tensors = layer.parts()
     else:
         tensors = {name: Held(tensor) for name, tensor in paddle.nn.Layer.state_dict(layer).items()}
     for name, held in tensors.items():
@@ -207,7 +207,7 @@ class LayerFiles:
             number: The number of this save into the folder, counted from 1; the same on every rank.
         """
         if self._writes():
-            with self._guarded("saving layers"):
+            with self._guard("saving layers"):
                 states = {
                     place: layer.whole()
                     if isinstance(layer, LayerInParts)
@@ -234,11 +234,11 @@ class LayerFiles:
         """
         # Before anything that others hear of: a script may go on without a checkpoint.
         require_folder(folder)
-        with self._guarded("loading layers"):
+        with self._guard("loading layers"):
             load(folder, self._read, *self._tensor_shard())
             copies.equalize(self._sources)
 
-    def _guarded(self, what: str) -> AbstractContextManager[None]:
+    def _guard(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self._job is None else self._job.guarded(lambda: what)
 
     def _writes(self) -> bool:

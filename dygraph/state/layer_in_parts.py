@@ -36,7 +36,7 @@ class LayerInParts:
             if (part := attached_part(tensor)) is not None
         ]
 
-    def held(self) -> dict[str, Held]:
+    def parts(self) -> dict[str, Held]:
         """Returns one part of each whole weight; it includes the shape of the whole."""
         return dict(self._parts)
 

@@ -107,9 +107,9 @@ def names_in(
     """
     state = dict(model)
     if state.keys() == plain_names.keys():
-        _matched(slots, _renamed(state, plain_names))
+        _match(slots, _rename(state, plain_names))
         return dict(plain_names)
-    pairs = _matched(slots, state)
+    pairs = _match(slots, state)
     names = {name: slot.name for slot, (name, _) in zip(slots, pairs)}
     by_tensor = {id(tensor): names[name] for name, tensor in pairs}
     return {name: names.get(name, by_tensor[id(tensor)]) for name, tensor in state.items()}
@@ -131,8 +131,8 @@ def to_pipeline_names(
     """
     state = _state_of(source)
     if state.keys() == plain_names.keys():
-        state = _renamed(state, plain_names)
-    pairs = _matched(slots, state)
+        state = _rename(state, plain_names)
+    pairs = _match(slots, state)
     return {slot.name: tensor for slot, (_, tensor) in zip(slots, pairs)}
 
 
@@ -140,11 +140,11 @@ def _state_of(source: Layer | Mapping[str, Any]) -> dict[str, Any]:
     return dict(source.state_dict() if isinstance(source, paddle.nn.Layer) else source)
 
 
-def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def _rename(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {names[name]: tensor for name, tensor in state.items()}
 
 
-def _matched(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _match(slots: Sequence[Slot], state: Mapping[str, Any]) -> list[tuple[str, Any]]:
     if len(state) > len(slots):
         state = _each_tensor_once(state)
     if {slot.name for slot in slots} == set(state):

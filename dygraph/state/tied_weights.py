@@ -135,7 +135,7 @@ class SharedWeights:
             yield self._group_of(members), list(weights)
 
 
-def connected(
+def equal_copies(
     weights: Sequence[SharedWeight], tensors: Mapping[str, Tensor], rank: int, job: Job | None
 ) -> SharedWeights:
     """Makes the copies of shared weights equal on all ranks. Collective over the pipeline.

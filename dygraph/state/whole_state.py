@@ -83,7 +83,7 @@ class ModelState:
         self._built = frozenset(slot.name for slot in self._all_slots())
         # Models of PaddleNLP and PaddleFormers say where their plain model has each layer.
         if (prefixes := getattr(model, "get_sequential_name_prefixes", None)) is not None:
-            self.plain_names = self._prefixed(prefixes())
+            self.plain_names = self._names_by_prefix(prefixes())
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Returns this process's parameters and buffers by lasting name."""
@@ -259,7 +259,7 @@ class ModelState:
         state: Mapping[str, Tensor] = model.state_dict()
         return state
 
-    def _prefixed(self, prefixes: Mapping[str, str]) -> dict[str, str]:
+    def _names_by_prefix(self, prefixes: Mapping[str, str]) -> dict[str, str]:
         """Returns :attr:`plain_names`, from the path of each entry in the plain model."""
         if len(prefixes) != len(self._entries):
             return {}

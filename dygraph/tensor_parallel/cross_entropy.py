@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fleetpipe.aliases import Context, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import blocks
 from fleetpipe.dygraph.tensor_parallel.embedding import refuse_outside
-from fleetpipe.dygraph.tensor_parallel.groups import Members, gathered, is_alone, members_of
+from fleetpipe.dygraph.tensor_parallel.groups import Members, gather, is_alone, members_of
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.groups import SoleGroup
@@ -55,7 +55,7 @@ class ParallelCrossEntropy(ParallelLayer):
         """
         whole = not self.is_mp or is_alone()
         members: Members = SoleGroup() if whole else members_of(self.model_parallel_group)
-        label = _checked(label, input, self.ignore_index, members.ranks)
+        label = _check_labels(label, input, self.ignore_index, members.ranks)
         size = input.shape[-1] * members.ranks
         count = blocks.count_of(self.blocks, size, members.ranks, 0, type(self).__name__)
         if whole and not count:
@@ -65,7 +65,7 @@ class ParallelCrossEntropy(ParallelLayer):
         return apply(input, label, self.ignore_index, members, count)
 
 
-def _checked(label: Tensor, logits: Tensor, ignore_index: int, members: int) -> Tensor:
+def _check_labels(label: Tensor, logits: Tensor, ignore_index: int, members: int) -> Tensor:
     """Returns the labels as ``[.., 1]`` of int64, or refuses them."""
     rows = list(logits.shape[:-1])
     if label.dtype not in (paddle.int32, paddle.int64):
@@ -116,7 +116,7 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         picked = paddle.gather(exact.reshape([-1]), places).reshape(label.shape)
         picked = paddle.where(here, picked, paddle.zeros_like(picked))
         share = paddle.concat([*tops, *sums, picked], axis=-1)
-        loss, highest, below = _combine(gathered(share, members), count)
+        loss, highest, below = _combine(gather(share, members), count)
         factors = [paddle.exp(top - highest) / below for top in tops]
         ctx.save_for_backward(places, here, ignored, *powers, *factors)
         ctx.dtype = logits.dtype

@@ -97,18 +97,18 @@ def total(tensor: Tensor, members: Members) -> Tensor:
         PipelineTimeout: Some member did not come within the limit.
     """
     if sums_by_tree():
-        return tree(gathered(tensor, members), add)
+        return tree(gather(tensor, members), add)
     if members.ranks > 2 and tensor_bytes(tensor) > _RING_BYTES:
         summed = tensor.detach().clone()
         members.all_reduce([summed])
         return summed
-    first, *rest = gathered(tensor, members)
+    first, *rest = gather(tensor, members)
     for other in rest:
         first = first + other
     return first
 
 
-def gathered(tensor: Tensor, members: Members) -> list[Tensor]:
+def gather(tensor: Tensor, members: Members) -> list[Tensor]:
     """Returns the tensors of all members, by member. Collective.
 
     Raises:

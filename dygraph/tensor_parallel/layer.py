@@ -244,7 +244,7 @@ def whole_value(value: Tensor, parameter: Tensor | int | None, group: PaddleGrou
         axis, along = (None, "") if part is None else (part.cut.axis, part.axis)
     if axis is None:
         return value.detach().clone()
-    return paddle.concat(groups.gathered(value, groups.along(along, group)), axis=axis)
+    return paddle.concat(groups.gather(value, groups.along(along, group)), axis=axis)
 
 
 def own_value(whole: Tensor, parameter: Tensor | int | None, group: PaddleGroup = None) -> Tensor:

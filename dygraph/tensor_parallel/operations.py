@@ -98,8 +98,8 @@ def _own_shard(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor
     return shard_of(tensor, axis, members.rank, members.ranks)
 
 
-def _joined(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor:
-    return paddle.concat(groups.gathered(tensor, members), axis=axis)
+def _join(tensor: Tensor, members: groups.Members, axis: int = 0) -> Tensor:
+    return paddle.concat(groups.gather(tensor, members), axis=axis)
 
 
 def identity(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -133,7 +133,7 @@ def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
     Raises:
         UsageError: The axis cannot be cut into equal shards.
     """
-    return _apply(tensor, group, partial(_own_shard, axis=axis), partial(_joined, axis=axis))
+    return _apply(tensor, group, partial(_own_shard, axis=axis), partial(_join, axis=axis))
 
 
 def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
@@ -146,7 +146,7 @@ def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
         group: Paddle's group or fleetpipe's.
         axis: The axis that is joined.
     """
-    return _apply(tensor, group, partial(_joined, axis=axis), partial(_own_shard, axis=axis))
+    return _apply(tensor, group, partial(_join, axis=axis), partial(_own_shard, axis=axis))
 
 
 def gather_parts(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -158,7 +158,7 @@ def gather_parts(tensor: Tensor, group: PaddleGroup) -> Tensor:
         tensor: A tensor of the same shape on every member.
         group: Paddle's group or fleetpipe's.
     """
-    return _apply(tensor, group, _joined, part_of_total)
+    return _apply(tensor, group, _join, part_of_total)
 
 
 def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
@@ -172,7 +172,7 @@ def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
     Raises:
         UsageError: The first axis cannot be cut into equal parts.
     """
-    return _apply(tensor, group, part_of_total, _joined)
+    return _apply(tensor, group, part_of_total, _join)
 
 
 def part_of_total(tensor: Tensor, members: groups.Members) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import operations
 from fleetpipe.dygraph.tensor_parallel.blocks import refuse_beside_trees
-from fleetpipe.dygraph.tensor_parallel.groups import gathered, members_of, model_parallel_group
+from fleetpipe.dygraph.tensor_parallel.groups import gather, members_of, model_parallel_group
 from fleetpipe.dygraph.tensor_parallel.layer import marked
 from fleetpipe.dygraph.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from fleetpipe.errors import ConfigError
@@ -60,7 +60,7 @@ def scatter(input: Tensor) -> Tensor:
 @operations.noting
 def all_gather(input: Tensor) -> Tensor:
     """Joins the parts of all members, without a gradient. Collective."""
-    return paddle.concat(gathered(input, members_of(_group())), axis=0)
+    return paddle.concat(gather(input, members_of(_group())), axis=0)
 
 
 @operations.noting

@@ -20,12 +20,12 @@ class HeadBorders(Chain):
         super().__init__(placement)
         self._before_head, self._loss = placement.body - 1, placement.stages - 1
 
-    def joined(self, values: Values) -> Nest:
+    def join(self, values: Values) -> Nest:
         """Returns the value of the one edge; for the loss, a tuple of the values of all parts."""
         of_loss = next(iter(values)).target == self._loss
-        return tuple(values.values()) if of_loss else super().joined(values)
+        return tuple(values.values()) if of_loss else super().join(values)
 
-    def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
+    def split(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns the output as the value of each edge; to the parts, with the labels.
 
         Raises:
@@ -42,4 +42,4 @@ class HeadBorders(Chain):
                     fix="use eval_batch(.., compute_loss=True), or evaluate of a fleetpipe.Model",
                 )
             output = output, classes
-        return super().parted(stage, output, labels)
+        return super().split(stage, output, labels)

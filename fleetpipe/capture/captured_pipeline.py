@@ -27,7 +27,7 @@ from fleetpipe.dygraph.observe.layer_meter import first_uses
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.state.files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
-from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, connected
+from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, equal_copies
 from fleetpipe.dygraph.sums.uses import Uses
 from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import ConfigError
@@ -151,7 +151,7 @@ class CapturedPipeline(PipelineLayer):
         }
         initialize(self.plain, tensors)
         weights = [SharedWeight(name, holders) for name, holders in ranks.items()]
-        self.__dict__["_shared_weights"] = connected(weights, tensors, self._stage_id, self._job)
+        self.__dict__["_shared_weights"] = equal_copies(weights, tensors, self._stage_id, self._job)
         if self._job is not None and not self._job.local:
             kept = {id(tensor) for tensor in (*tensors.values(), *self.forms.numbers)}
             release(t for t in self.plain.state_dict().values() if id(t) not in kept)

@@ -18,7 +18,7 @@ from fleetpipe.capture.tracing.model_snapshot import attributes_running_on
 from fleetpipe.capture.tracing.place import forward_place
 from fleetpipe.capture.tracing.signature import PLAIN, signature_of, with_numbers
 from fleetpipe.capture.tracing.value import Capture, Mode, Node, Owned, Ref, parts
-from fleetpipe.dygraph.nest import mapped
+from fleetpipe.dygraph.nest import map_tensors
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
 
@@ -139,11 +139,11 @@ def _difference(capturing: Capturing) -> _Difference | None:
 def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: bool) -> Capture:
     """Runs the forward on changed numbers; on less changed ones if it fails on these."""
     try:
-        return capturing.with_numbers(mapped(change, capturing.example), training)
+        return capturing.with_numbers(map_tensors(change, capturing.example), training)
     except CaptureError as error:
         if change is moved or error.__cause__ is None:
             raise
-        return capturing.with_numbers(mapped(moved, capturing.example), training)
+        return capturing.with_numbers(map_tensors(moved, capturing.example), training)
 
 
 def _selecting(first: Capture, second: Capture) -> Iterator[str]:

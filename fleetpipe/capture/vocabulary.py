@@ -223,13 +223,13 @@ class HeadedStages(CapturedStages):
         """Returns the function that runs a stage."""
         return super().function(stage) if stage < self._body else self._head.function(stage)
 
-    def joined(self, values: Values) -> Nest:
+    def join(self, values: Values) -> Nest:
         """Returns the input of a stage."""
         of_head = next(iter(values)).target >= self._body
-        return self._chain.joined(values) if of_head else super().joined(values)
+        return self._chain.join(values) if of_head else super().join(values)
 
-    def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
+    def split(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns the values that leave a stage on each edge."""
         of_head = stage >= self._body - 1
-        parted = self._chain.parted if of_head else super().parted
+        parted = self._chain.split if of_head else super().split
         return parted(stage, output, labels)

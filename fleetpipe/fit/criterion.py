@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph.nest import mapped, outline
+from fleetpipe.dygraph.nest import map_tensors, outline
 from fleetpipe.errors import ConfigError, reason
 from fleetpipe.fit.feeding import as_list, as_tensor
 from fleetpipe.paddle_api import paddle
@@ -85,7 +85,7 @@ class Counting:
         # The micro-batches behind those that count are of one row that does not.
         real = number < len(self._real) and self._real[number]
         with paddle.no_grad():
-            seen = [mapped(lambda tensor: tensor.detach(), column) for column in columns]
+            seen = [map_tensors(lambda tensor: tensor.detach(), column) for column in columns]
             self._computed[number] = [
                 [as_tensor(value) for value in as_list(_computed(metric, seen))]
                 for metric in (self._metrics if real else ())

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.nest import copied, leaves
+from fleetpipe.dygraph.nest import copy_tensors, leaves
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 
@@ -34,7 +34,9 @@ class Rows(NamedTuple):
 
     def copied(self) -> Rows:
         """Returns the rows in copies of the tensors."""
-        return self._replace(inputs=copied([*self.inputs]), labels=copied([*self.labels]))
+        return self._replace(
+            inputs=copy_tensors([*self.inputs]), labels=copy_tensors([*self.labels])
+        )
 
 
 class RowCut(NamedTuple):

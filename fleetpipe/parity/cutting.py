@@ -12,7 +12,7 @@ from typing import Any
 
 from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.nest import rebuilt
+from fleetpipe.dygraph.nest import rebuild
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import PipelineDatasetPreprocessor
 from fleetpipe.parity.differences import Difference, compare_numbers
@@ -138,7 +138,7 @@ def _same(value: Nest, parts: list[Nest]) -> Nest:
     if isinstance(value, dict):
         return dict(zip(value, parts))
     if isinstance(value, (tuple, list)):
-        return rebuilt(value, parts)
+        return rebuild(value, parts)
     return value
 
 

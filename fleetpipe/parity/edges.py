@@ -18,7 +18,7 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, SingleModel
 from fleetpipe.dygraph.backward.layer_state import model_kept
 from fleetpipe.dygraph.batch.units import WHOLE, Units
-from fleetpipe.dygraph.nest import has_gradient, mapped, tensors_by_place
+from fleetpipe.dygraph.nest import has_gradient, map_tensors, tensors_by_place
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity.differences import Difference, compare
@@ -152,7 +152,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
             _keep(other, kept.arrived, at)
             return other
 
-        return mapped(copy, value)
+        return map_tensors(copy, value)
 
     layers = model.sublayers(include_self=True)
     with model_kept(layers, model.parameters()), model.changed_before(list(borders), copied):

@@ -12,7 +12,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
-from fleetpipe.dygraph.nest import mapped
+from fleetpipe.dygraph.nest import map_tensors
 from tests.jobs import job
 
 CLASSES = 10
@@ -116,7 +116,7 @@ def _micro_batches(data: list[Any], count: int) -> list[tuple[Any, Any]]:
 
         return rows
 
-    return [(mapped(part(i), data[0]), mapped(part(i), data[1])) for i in range(count)]
+    return [(map_tensors(part(i), data[0]), map_tensors(part(i), data[1])) for i in range(count)]
 
 
 def _gradients(model: Any) -> dict[str, Any]:

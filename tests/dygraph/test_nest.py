@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import paddle
 import pytest
 
-from fleetpipe.dygraph.nest import joined, leaves, mapped, tensors_of
+from fleetpipe.dygraph.nest import join, leaves, map_tensors, tensors_of
 
 
 class Pair(NamedTuple):
@@ -30,7 +30,7 @@ def test_a_derived_container_is_a_leaf_where_classes_are_exact() -> None:
 def test_a_value_like_another_keeps_its_containers_and_what_is_no_tensor() -> None:
     tensor = paddle.zeros([2])
     value = (Pair(tensor, "x"), [{"k": tensor}, ()])
-    like = mapped(lambda one: one + 1, value)
+    like = map_tensors(lambda one: one + 1, value)
     assert type(like[0]) is Pair
     assert like[0].right == "x"
     assert [one.tolist() for one in tensors_of(like)] == [[1, 1], [1, 1]]
@@ -42,5 +42,5 @@ def test_a_value_like_another_keeps_its_containers_and_what_is_no_tensor() -> No
 )
 def test_what_is_not_alike_is_joined_as_it_is(values: list[Any]) -> None:
     seen: list[Any] = []
-    joined(seen.append, [{"k": value} for value in values])
+    join(seen.append, [{"k": value} for value in values])
     assert seen == [values]

@@ -13,7 +13,7 @@ from fleetpipe.capture.repeatability import moved, turned
 from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.signature import with_numbers
 from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
-from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.dygraph.nest import map_tensors, tensors_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.operations import Function, intercepting
 
@@ -50,7 +50,7 @@ class Trial:
 
     def accepts(self, inputs: Nest, training: bool = True) -> bool:
         """Whether the model runs on inputs, comes to an end, and returns finite numbers."""
-        args, named = arguments_of(mapped(lambda tensor: tensor.clone(), inputs))
+        args, named = arguments_of(map_tensors(lambda tensor: tensor.clone(), inputs))
         walk = _Counted(self._model, self._most)
         try:
             with kept(self._model), in_mode(self._model, training), intercepting(walk):
@@ -84,7 +84,7 @@ def variants(example: Nest) -> Iterator[Nest]:
 
     changes: tuple[Callable[[Tensor], Tensor], ...] = (_same, moved, drawn, turned, _zeros, _ties)
     for change in changes:
-        yield mapped(change, example)
+        yield map_tensors(change, example)
 
 
 def with_another_row(example: Nest) -> Nest:
@@ -96,7 +96,7 @@ def with_another_row(example: Nest) -> Nest:
             return tensor
         return with_numbers(tensor, lambda numbers: np.concatenate([numbers, numbers[:1]]))
 
-    return mapped(longer, example)
+    return map_tensors(longer, example)
 
 
 def _same(tensor: Tensor) -> Tensor:

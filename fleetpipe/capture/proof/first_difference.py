@@ -14,7 +14,7 @@ from fleetpipe.capture.tracing.model_snapshot import state_kept
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, arguments_of
 from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.dygraph.nest import map_tensors, tensors_of
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.operations import intercepting
@@ -62,7 +62,7 @@ def _of_model(
     model: Layer, unopened: Unopened, inputs: Nest, keys: random_keys.Keys | None
 ) -> list[list[Tensor]]:
     """Runs the untouched model, and returns the outputs of each node."""
-    args, named = arguments_of(mapped(lambda tensor: tensor.clone(), inputs))
+    args, named = arguments_of(map_tensors(lambda tensor: tensor.clone(), inputs))
     recorded = _Recorded(model, unopened, keys)
     with intercepting(recorded):
         model(*args, **named)

@@ -15,7 +15,7 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
-from fleetpipe.dygraph.nest import mapped
+from fleetpipe.dygraph.nest import map_tensors
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.engine.engine import Engine
 from fleetpipe.mesh.groups import SoleGroup
@@ -33,7 +33,7 @@ _FIRST = GlobalMicroBatch(0)
 
 def copied(inputs: Nest) -> Nest:
     """Returns copies of inputs, which a forward may overwrite."""
-    return mapped(lambda tensor: tensor.clone(), inputs)
+    return map_tensors(lambda tensor: tensor.clone(), inputs)
 
 
 class PlainLoop:
@@ -59,7 +59,7 @@ class PlainLoop:
             micro_batch = GlobalMicroBatch(number)
             output = called(self.model, copied(inputs), self._unopened, keys, micro_batch)
             weighted(projected(output), weights_of(step)[number]).backward()
-            outputs.append(mapped(lambda tensor: tensor.detach(), output))
+            outputs.append(map_tensors(lambda tensor: tensor.detach(), output))
         return outputs
 
     def evaluate(self, inputs: Nest) -> Nest:
@@ -91,7 +91,7 @@ class CapturedRun:
         outputs: list[Nest] = [None] * len(step.micro_batches)
 
         def loss(output: Nest, number: int) -> Tensor:
-            outputs[number] = mapped(lambda tensor: tensor.detach(), output)
+            outputs[number] = map_tensors(lambda tensor: tensor.detach(), output)
             return projected(output)
 
         plan = step.schedule.lower(self._parts.edges(training=True))

@@ -15,7 +15,7 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.dygraph.gradients import dense, drop_gradients
-from fleetpipe.dygraph.nest import differentiable, mapped, tensors_of
+from fleetpipe.dygraph.nest import differentiable, map_tensors, tensors_of
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import state_slots
 from fleetpipe.paddle_api.tensor import has_memory
@@ -109,7 +109,7 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
     model.eval()
     end = len(course.steps)
     for number, inputs in enumerate(course.evaluations):
-        output = side.evaluate(mapped(lambda tensor: tensor.clone(), inputs))
+        output = side.evaluate(map_tensors(lambda tensor: tensor.clone(), inputs))
         yield Moment("output", end, _numbered([output], "evaluation", number), {})
         yield Moment("state", end, state_of_model(model), _modes(model))
 

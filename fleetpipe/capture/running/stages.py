@@ -49,11 +49,11 @@ class CapturedStages:
             look = signature_of(value)
         return forms.of(look, self._training()), value
 
-    def joined(self, values: Values) -> Nest:
+    def join(self, values: Values) -> Nest:
         """Returns all values that came to a stage, by name."""
         return {name: tensor for part in values.values() for name, tensor in part.items()}
 
-    def parted(self, stage: int, output: Nest, labels: Nest) -> Values:
+    def split(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns the values that leave a stage on each edge, by name, with the batch's look."""
         look: Signature = output[LOOK]
         training = self._training()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import DType, Nest, Tensor
-from fleetpipe.dygraph.nest import leaves, mapped, rebuilt, tensors_of
+from fleetpipe.dygraph.nest import leaves, map_tensors, rebuild, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
 
@@ -51,7 +51,7 @@ def numbers_like(signature: Signature, example: Nest) -> Nest:
             return zeros
         return with_numbers(tensor, lambda numbers: np.resize(numbers, zeros.shape))
 
-    return mapped(fill, _build(json.loads(signature)))
+    return map_tensors(fill, _build(json.loads(signature)))
 
 
 def with_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
@@ -121,11 +121,11 @@ def _complete(inputs: Nest, example: Nest) -> Nest:
     if isinstance(example, (tuple, list)) and isinstance(inputs, (tuple, list)):
         missing = example[len(inputs) :]
         if not any(map(_has_tensors, missing)):
-            inputs = rebuilt(inputs, [*inputs, *missing]) if missing else inputs
+            inputs = rebuild(inputs, [*inputs, *missing]) if missing else inputs
         elif any(_has_plain(item) for item in missing if not _has_tensors(item)):
             raise _no_place(inputs, example)
         pairs = map(_complete, inputs, example)
-        return rebuilt(inputs, [*pairs, *inputs[len(example) :]])
+        return rebuild(inputs, [*pairs, *inputs[len(example) :]])
     if inputs is not None and not isinstance(example, paddle.Tensor) and _has_plain(example):
         raise _no_place(inputs, example)
     return inputs

@@ -43,7 +43,7 @@ from fleetpipe.capture.tracing.value import (
 )
 from fleetpipe.capture.tracing.walk import NodeCall, Unopened, Walk, arguments_of
 from fleetpipe.dygraph.batch.kept_for_loss import kept_for
-from fleetpipe.dygraph.nest import leaves, mapped, tensors_of
+from fleetpipe.dygraph.nest import leaves, map_tensors, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import TABLES, buffers_in, sublayers_in
@@ -88,7 +88,7 @@ def record(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any]
     follows = False
     while True:
         # A forward may write into what it is given.
-        arguments = mapped(lambda tensor: tensor.detach().clone(), inputs)
+        arguments = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
         try:
             before = {id(tensor): tensor for loss in losses for _, tensor in kept_for(loss)}
             with state_kept(model) as written:
@@ -337,7 +337,7 @@ class _Tracer(Walk):
             # Another time it may return something else than what it was given.
             passed = {id(tensor) for tensor in tensors} - changed.keys()
             if any(id(tensor) in passed for tensor in tensors_of(output)):
-                output = mapped(lambda t: paddle.assign(t) if id(t) in passed else t, output)
+                output = map_tensors(lambda t: paddle.assign(t) if id(t) in passed else t, output)
         made = list(tensors_of(output))
         self._state.called(function, tensors, made, [*changed.values()])
         written = [(values[key], self._number(changed[key])) for key in changed if key in values]

@@ -179,7 +179,7 @@ def map_parts(value: Nest, change: Callable[[Nest], Nest]) -> Nest:
     if isinstance(value, dict):
         return {key: map_parts(item, change) for key, item in value.items()}
     if isinstance(value, (tuple, list)) and not isinstance(value, (Ref, Owned)):
-        return nest.rebuilt(value, [map_parts(item, change) for item in value])
+        return nest.rebuild(value, [map_parts(item, change) for item in value])
     return change(value)
 
 

@@ -21,7 +21,7 @@ from fleetpipe.contrib.fast_leaves import linear
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.adding import Sums, count_own_hook, is_watched
 from fleetpipe.dygraph.backward.forwards import Forward, with_forwards
-from fleetpipe.dygraph.backward.lookup import add_gradient, has_large_table, look_up, summed
+from fleetpipe.dygraph.backward.lookup import add_gradient, has_large_table, look_up, sum_rows
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.kernels import reshape
 from fleetpipe.paddle_api.tensor import CAN_RUN_REDUCE_HOOKS
@@ -87,7 +87,7 @@ class _LookUp(paddle.autograd.PyLayer):
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
         if ctx.table.calls is None:
-            return summed(ctx.ids, grad, ctx.weight.detach())
+            return sum_rows(ctx.ids, grad, ctx.weight.detach())
         ctx.table.calls.append((ctx.ids, grad))
         return None
 
@@ -98,7 +98,7 @@ def _add(weight: Tensor, calls: list[tuple[Tensor, Tensor]], sums: Sums) -> None
         if len(calls) == 1:
             add_gradient(sums, weight, *calls[0])
             return
-        whole, *rest = (summed(ids, grad, weight) for ids, grad in calls)
+        whole, *rest = (sum_rows(ids, grad, weight) for ids, grad in calls)
         for one in rest:
             whole = whole + one
         sums.add([(weight, whole)])

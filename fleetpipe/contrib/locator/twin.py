@@ -17,7 +17,7 @@ from fleetpipe.contrib.locator.assembly import WholeTensors
 from fleetpipe.contrib.locator.record import Meaning, RankTensors
 from fleetpipe.contrib.locator.tolerance import gap
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
-from fleetpipe.dygraph.nest import mapped, tensors_by_place, tensors_of
+from fleetpipe.dygraph.nest import map_tensors, tensors_by_place, tensors_of
 from fleetpipe.mesh import AXES
 from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.optimizer import learning_rate_of
@@ -96,7 +96,7 @@ class Feed:
         batches = self._union(step, data, pipeline)
         if self._random is None:
             return batches
-        return mapped(self._perturb, batches)
+        return map_tensors(self._perturb, batches)
 
     def _union(self, step: int, data: Any, pipeline: PipelineParallel) -> Any:
         wanted = pipeline.accumulate_steps
@@ -154,7 +154,7 @@ class Feed:
 def _fill(template: Nest, values: Mapping[str, np.ndarray]) -> Nest:
     """Returns a value like ``template`` with other tensors."""
     ordered = (values[place] for place in tensors_by_place(template))
-    return mapped(lambda _: paddle.to_tensor(next(ordered)), template)
+    return map_tensors(lambda _: paddle.to_tensor(next(ordered)), template)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
-from fleetpipe.dygraph.nest import mapped
+from fleetpipe.dygraph.nest import map_tensors
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import ConfigError
@@ -46,7 +46,7 @@ class _Stage(DygraphStage):
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs a backward, and turns its gradients into local tensors."""
         grads = super().backward(stage, micro_batch, output_grads)
-        return {edge: mapped(local, grad) for edge, grad in grads.items()}
+        return {edge: map_tensors(local, grad) for edge, grad in grads.items()}
 
 
 class _Pipeline:
@@ -106,11 +106,11 @@ class _Pipeline:
     def _forward(self, stage: int, value: Nest, number: GlobalMicroBatch) -> Nest:
         arguments = value if isinstance(value, (tuple, list)) else (value,)
         output = self._paddles.layers[stage](*arguments, **self._data.keywords[number])
-        return output if stage == self._paddles.stages - 1 else mapped(local, output)
+        return output if stage == self._paddles.stages - 1 else map_tensors(local, output)
 
     def _loss(self, output: Nest, target: Nest) -> Tensor:
         loss = self._paddles.loss(output, target)
-        self._paddles.keep([mapped(lambda tensor: tensor.detach(), output)])
+        self._paddles.keep([map_tensors(lambda tensor: tensor.detach(), output)])
         return loss
 
     def _add_shared(self) -> None:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.batch.units import UnitStates
-from fleetpipe.dygraph.nest import differentiable, leaf_like, mapped
+from fleetpipe.dygraph.nest import differentiable, leaf_like, map_tensors
 from fleetpipe.errors import UsageError
 
 
@@ -88,7 +88,7 @@ def keep(layer: Layer, value: Nest) -> None:
             fix="keep one value, a tuple say; build a layer for each call",
         )
     now.kept[id(layer)] = value
-    now.handed[id(layer)] = mapped(leaf_like, value)
+    now.handed[id(layer)] = map_tensors(leaf_like, value)
 
 
 def _now() -> _Slice | None:

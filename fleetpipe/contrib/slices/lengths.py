@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.dygraph.nest import map_tensors, tensors_of
 from fleetpipe.errors import ConfigError
 
 #: How sequences are cut: into so many slices of lengths as equal as can be, or into slices whose
@@ -87,7 +87,7 @@ def bounds(length: int, slicing: Slicing) -> Bounds:
 
 def part_of(value: Nest, begin: int, end: int) -> Nest:
     """Returns the places ``begin`` to ``end - 1`` of the tensors of a micro-batch."""
-    return mapped(partial(_places, begin, end), value)
+    return map_tensors(partial(_places, begin, end), value)
 
 
 def _of_all(values: Sequence[Nest] | None, slicing: Slicing, name: str) -> list[Nest] | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fleetpipe.aliases import Nest
 from fleetpipe.contrib.slices.lengths import Bounds, Slicing, bounds_of, part_of
-from fleetpipe.dygraph.batch.counted_places import counted, is_sum
+from fleetpipe.dygraph.batch.counted_places import count_places, is_sum
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 
@@ -53,7 +53,7 @@ def _shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
     by_length = [Fraction(end - begin, length) for begin, end in cut]
     if is_sum(function):
         return [Fraction(1)] * len(cut)
-    counts = [counted(function, part_of(label, *slice_)) for slice_ in cut]
+    counts = [count_places(function, part_of(label, *slice_)) for slice_ in cut]
     numbers = [count for count in counts if count is not None]
     total = sum(numbers)
     if len(numbers) < len(counts) or not total:

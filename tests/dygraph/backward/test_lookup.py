@@ -67,13 +67,13 @@ def test_every_batch_has_the_bits_of_autograd(words: int, cleared: str, options:
 
 def test_rows_are_added_without_a_gradient_of_the_table(monkeypatch: Patch) -> None:
     shapes = []
-    summed = lookup.summed
+    sum_rows = lookup.sum_rows
 
     def noted(ids: Any, grad: Any, table: Any) -> Any:
         shapes.append(table.shape[0])
-        return summed(ids, grad, table)
+        return sum_rows(ids, grad, table)
 
-    monkeypatch.setattr(lookup, "summed", noted)
+    monkeypatch.setattr(lookup, "sum_rows", noted)
     plain, steps = two()
     for seed in range(2):
         shapes.clear()

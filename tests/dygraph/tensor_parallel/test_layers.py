@@ -338,7 +338,7 @@ def test_large_sums_among_many_take_the_ring() -> None:
 
 def test_what_is_sent_does_not_change_afterwards() -> None:
     tensor = paddle.ones([4])
-    first, _ = groups.gathered(tensor, Twins())
+    first, _ = groups.gather(tensor, Twins())
     tensor.add_(tensor)
     assert np.array_equal(first.numpy(), np.ones(4))
 

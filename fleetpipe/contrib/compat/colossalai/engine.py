@@ -12,7 +12,7 @@ from fleetpipe.contrib.compat.colossalai.context import gpc
 from fleetpipe.contrib.compat.colossalai.logging import get_dist_logger
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.batch.outputs import joined
-from fleetpipe.dygraph.nest import mapped, outline, tensors_of
+from fleetpipe.dygraph.nest import map_tensors, outline, tensors_of
 from fleetpipe.engine.observer import Blocked, Instruction, Played, message_of
 from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
 from fleetpipe.paddle_api import paddle
@@ -95,7 +95,7 @@ class RecordedLoss(paddle.nn.Layer):
     def forward(self, output: Nest, label: Nest) -> Tensor:
         """Returns the loss of a micro-batch."""
         if self._outputs is not None:
-            self._outputs.append(mapped(lambda tensor: tensor.detach(), output))
+            self._outputs.append(map_tensors(lambda tensor: tensor.detach(), output))
         return self.criterion(output, label)
 
 

@@ -15,7 +15,7 @@ from fleetpipe.capture.running.variants import Form
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.contrib.compat.mindspore import context, nn
 from fleetpipe.dygraph import PipelineParallel
-from fleetpipe.dygraph.nest import mapped, tensors_of
+from fleetpipe.dygraph.nest import map_tensors, tensors_of
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.fit.model import Model as Trainer
 from fleetpipe.job.job import Job
@@ -82,7 +82,7 @@ class Model:
         job = context.job()
         fleet.init(is_collective=True, strategy=options.strategy(size, rows))
         network = self._cell.network.backbone_network
-        example = mapped(lambda tensor: tensor[:rows], inputs)
+        example = map_tensors(lambda tensor: tensor[:rows], inputs)
         loss = self._cell.network.loss_fn
         # A whole model beside the first batches would take the memory that stages are to save.
         captured = pipeline(network, example, loss, nn.stages_of_layers(network), verify=True)
