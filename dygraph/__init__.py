@@ -25,20 +25,20 @@ from fleetpipe.dygraph.train.wrappers import (
 from fleetpipe.extras import late
 
 if TYPE_CHECKING:
-    from fleetpipe.dygraph.vocabulary import VocabularyEmbedding as VocabularyEmbedding
-    from fleetpipe.dygraph.vocabulary import VocabularyHead as VocabularyHead
-    from fleetpipe.dygraph.vocabulary import VocabularyLoss as VocabularyLoss
-    from fleetpipe.dygraph.vocabulary import vocabulary_cross_entropy as vocabulary_cross_entropy
+    from fleetpipe.contrib.vocabulary import VocabularyEmbedding as VocabularyEmbedding
+    from fleetpipe.contrib.vocabulary import VocabularyHead as VocabularyHead
+    from fleetpipe.contrib.vocabulary import VocabularyLoss as VocabularyLoss
+    from fleetpipe.contrib.vocabulary import vocabulary_cross_entropy as vocabulary_cross_entropy
 else:
     __getattr__ = late(
         {
-            "VocabularyEmbedding": "fleetpipe.dygraph.vocabulary",
-            "VocabularyHead": "fleetpipe.dygraph.vocabulary",
-            "VocabularyLoss": "fleetpipe.dygraph.vocabulary",
+            "VocabularyEmbedding": "fleetpipe.contrib.vocabulary",
+            "VocabularyHead": "fleetpipe.contrib.vocabulary",
+            "VocabularyLoss": "fleetpipe.contrib.vocabulary",
             "experts": "fleetpipe.contrib.experts",
-            "sequences": "fleetpipe.dygraph.sequences",
+            "sequences": "fleetpipe.contrib.sequences",
             "slices": "fleetpipe.contrib.slices",
-            "vocabulary_cross_entropy": "fleetpipe.dygraph.vocabulary",
+            "vocabulary_cross_entropy": "fleetpipe.contrib.vocabulary",
         }
     )
 

@@ -53,12 +53,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
         *("io", "checkpoint"),
     ),
-    ("dygraph/sequences", "dygraph/sums"),
+    ("dygraph/sums",),
     ("dygraph/layers/refusals",),
     ("dygraph/batch", "dygraph/layers", "dygraph/optimizer", "static/pipeline_programs"),
     ("dygraph/state", "static/save"),
     ("dygraph/model", "static/entry"),
-    ("dygraph/observe", "dygraph/vocabulary", "static/__init__ static/reference"),
+    ("dygraph/observe", "static/__init__ static/reference"),
     ("dygraph/train",),
     ("dygraph/__init__",),
     (
@@ -77,7 +77,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("contrib/starter", "contrib/formats", "contrib/program_ir", "contrib/fluid"),
         *("contrib/pipelining", "contrib/callbacks", "contrib/kept_state", "contrib/chaos"),
         *("contrib/slurm", "contrib/guards", "contrib/fast_leaves", "contrib/shadow"),
-        *("contrib/experts", "contrib/slices"),
+        *("contrib/experts", "contrib/slices", "contrib/sequences", "contrib/vocabulary"),
     ),
     ("contrib/watch", "contrib/why", "contrib/locator"),
     ("contrib/compat", "contrib/ray"),
@@ -96,8 +96,7 @@ CORE = (
 #: In a folder of the core, and of the standard ring.
 STANDARD = (
     *("schedules/commands", "dygraph/observe/layer_meter", "dygraph/observe/measuring"),
-    *("dygraph/observe/profile", "dygraph/vocabulary"),
-    "dygraph/sequences",
+    "dygraph/observe/profile",
 )
 EXTRAS = ("contrib", "paddle_api/rehearsal")
 #: Faces, which name the types of what they load late.

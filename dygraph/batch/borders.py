@@ -49,7 +49,7 @@ class Chain:
 
 #: What makes the borders of a placement, as ``module:name``, and whether the placement has them.
 BORDERS: Mapping[str, Callable[[Placement], bool]] = {
-    "fleetpipe.dygraph.vocabulary.borders:HeadBorders": lambda placement: placement.has_head
+    "fleetpipe.contrib.vocabulary.borders:HeadBorders": lambda placement: placement.has_head
 }
 
 

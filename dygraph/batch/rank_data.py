@@ -118,7 +118,7 @@ class RankData:
         inputs = group.broadcast(batches.inputs, self.first_owner)
         labels = group.broadcast(batches.labels, self.last_owner)
         if self._job.along("sep", "cp").ranks > 1:
-            ranks = pkgutil.resolve_name("fleetpipe.dygraph.sequences:sequence_ranks")()
+            ranks = pkgutil.resolve_name("fleetpipe.contrib.sequences:sequence_ranks")()
             inputs, labels = ranks.whole_batch((inputs, labels))
         replicas = self._job.replicas().all_gather((inputs, labels))
         everyone = MicroBatches(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +16,7 @@ from fleetpipe.dygraph.layers.tied import SharedLayer, called_through
 from fleetpipe.dygraph.state.layer_in_parts import LayerInParts
 from fleetpipe.dygraph.state.tied_weights import SharedWeights
 from fleetpipe.errors import CheckpointError
+from fleetpipe.extras import extra
 from fleetpipe.fleet_files import manifest
 from fleetpipe.fleet_files.layers import LayerFile
 from fleetpipe.fleet_files.manifest import Writer
@@ -294,7 +294,7 @@ def files_of_list(
     to_write = layers_to_write(functions, shared, entries)
     layers: Mapping[int, Layer | LayerInParts] = to_write
     if any(attached_part(p) for layer in to_write.values() for p in layer.parameters()):
-        with_whole_head = pkgutil.resolve_name("fleetpipe.dygraph.vocabulary.files:with_whole_head")
+        with_whole_head = extra("vocabulary.files").with_whole_head
         layers = with_whole_head(to_write, shared, group)
     written = {place(index): layer for index, layer in layers.items()}
     read = {place(index): layer for index, layer in layers.items() if at.get(index, index) == index}

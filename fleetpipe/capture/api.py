@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from fleetpipe.capture.tracing.signature import ROWS, example_of
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.model.arrangement import Arrangement
 from fleetpipe.errors import ConfigError
+from fleetpipe.extras import extra
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.topology import user_strategy
@@ -172,7 +172,7 @@ def _head_in_place(
             fix="call fleet.init with a pp_degree first, or pass num_stages",
         )
     Arrangement(ranks, chunks, use_dualpipev=False, plan=plan, head=True)
-    with pkgutil.resolve_name("fleetpipe.capture.vocabulary:in_place")(model, path, ranks) as head:
+    with extra("vocabulary.captured").in_place(model, path, ranks) as head:
         yield head
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -10,6 +9,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, tensor_parallel, tensors_of
+from fleetpipe.extras import extra
 from fleetpipe.job.job import current_job
 from fleetpipe.parity.differences import Difference, compare
 
@@ -112,7 +112,7 @@ def sequence_parts() -> Any:
     job = current_job()
     if job is None or job.along("sep", "cp").ranks == 1:
         return None
-    return pkgutil.resolve_name("fleetpipe.dygraph.sequences:sequence_ranks")()
+    return extra("sequences").sequence_ranks()
 
 
 def part_of(whole: Tensor, ours: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ model = PipelineLayer(LAYERS, num_stages=2, loss_fn=nn.MSELoss())
 optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1, parameters=model.parameters()))
 model = fleet.distributed_model(model)
 model.train_batch([paddle.ones([4, 8, 8]), paddle.ones([4, 8, 8])], optimizer)
-features = ("contrib.slices", "contrib.experts", "dygraph.vocabulary", "dygraph.sequences")
+features = ("contrib.slices", "contrib.experts", "contrib.vocabulary", "contrib.sequences")
 print("loaded", *(name for name in features if f"fleetpipe.{name}" in sys.modules))
 """
 IMPORT = """

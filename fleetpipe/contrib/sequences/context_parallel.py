@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.dygraph.sequences.attention import attention
-from fleetpipe.dygraph.sequences.parts import sequence_ranks
+from fleetpipe.contrib.sequences.attention import attention
+from fleetpipe.contrib.sequences.parts import sequence_ranks
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle, replaced
 

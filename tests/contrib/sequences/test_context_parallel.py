@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 from paddle.nn import functional
 
-from fleetpipe.dygraph.sequences import (
+from fleetpipe.contrib.sequences import (
     ContextParallel,
     PrepareContextParallel,
     SequenceRanks,
@@ -20,7 +20,7 @@ from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import SoleGroup
-from tests.dygraph.sequences.test_attention import Fixed, plain
+from tests.contrib.sequences.test_attention import Fixed, plain
 from tests.pipelines import job, pipeline
 
 

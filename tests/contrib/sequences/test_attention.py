@@ -11,13 +11,13 @@ import paddle
 import pytest
 from paddle.nn import functional
 
-from fleetpipe.dygraph.sequences import SequenceRanks, attention, documents_of, ring
+from fleetpipe.contrib.sequences import SequenceRanks, attention, documents_of, ring
 from fleetpipe.errors import ConfigError, PeerFailed
 from fleetpipe.mesh import traffic
 from fleetpipe.mesh.groups import DirectGroup, SoleGroup
 from fleetpipe.paddle_api.tensor import tensor_bytes
+from tests.contrib.sequences.ranks import sequence_ranks
 from tests.dygraph.members import Twins, on_all
-from tests.dygraph.sequences.ranks import sequence_ranks
 from tests.fixtures import Patch
 
 ROWS, SIZE = 2, 8

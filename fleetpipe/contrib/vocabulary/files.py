@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.contrib.vocabulary.head import EmbeddingInParts, VocabularyPart
 from fleetpipe.dygraph.state.layer_in_parts import LayerInParts
-from fleetpipe.dygraph.vocabulary.head import EmbeddingInParts, VocabularyPart
 from fleetpipe.mesh.groups import Group
 
 

@@ -14,16 +14,16 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.value import Capture, Node, Ref, Scope
-from fleetpipe.dygraph.batch.borders import Borders
-from fleetpipe.dygraph.layers.entries import class_name
-from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
-from fleetpipe.dygraph.vocabulary.borders import HeadBorders
-from fleetpipe.dygraph.vocabulary.head import (
+from fleetpipe.contrib.vocabulary.borders import HeadBorders
+from fleetpipe.contrib.vocabulary.head import (
     DeferredLogits,
     VocabularyHead,
     VocabularyPart,
     vocabulary_loss,
 )
+from fleetpipe.dygraph.batch.borders import Borders
+from fleetpipe.dygraph.layers.entries import class_name
+from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
 from fleetpipe.engine.stage import Values
 from fleetpipe.errors import CaptureError, ConfigError, nearest
 from fleetpipe.paddle_api import paddle

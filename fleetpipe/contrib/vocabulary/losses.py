@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Context, Nest, Tensor
-from fleetpipe.dygraph.vocabulary.head import DeferredLogits
+from fleetpipe.contrib.vocabulary.head import DeferredLogits
 from fleetpipe.errors import BoundaryError, ConfigError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.kernels import mean_leaves_out_below_zero

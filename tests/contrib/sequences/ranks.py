@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fleetpipe.dygraph.sequences import SequenceRanks
+from fleetpipe.contrib.sequences import SequenceRanks
 from fleetpipe.mesh.groups import DirectGroup, SoleGroup
 from fleetpipe.transport import View
 from tests.dygraph.members import threads

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fleetpipe.aliases import Context, Tensor
-from fleetpipe.dygraph.sequences.parts import SequenceRanks
+from fleetpipe.contrib.sequences.parts import SequenceRanks
 from fleetpipe.dygraph.tensor_parallel.operations import noting
 from fleetpipe.paddle_api import paddle
 

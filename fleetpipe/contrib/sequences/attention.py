@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Context, Tensor
-from fleetpipe.dygraph.sequences.parts import SequenceRanks, sequence_ranks
-from fleetpipe.dygraph.sequences.ring import Ring, ring_attention
+from fleetpipe.contrib.sequences.parts import SequenceRanks, sequence_ranks
+from fleetpipe.contrib.sequences.ring import Ring, ring_attention
 from fleetpipe.dygraph.tensor_parallel.operations import noting
 from fleetpipe.errors import ConfigError
 from fleetpipe.mesh import traffic

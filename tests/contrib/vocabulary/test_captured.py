@@ -12,7 +12,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet, parity
-from fleetpipe.capture.vocabulary import HeadInParts
+from fleetpipe.contrib.vocabulary.captured import HeadInParts
 from fleetpipe.dygraph import VocabularyLoss
 from fleetpipe.errors import CaptureError, ConfigError
 from fleetpipe.paddle_api.tensor import has_memory

@@ -5,9 +5,9 @@ Start with ``attention.py``; ``parts.py`` computes the places that each rank has
 
 from __future__ import annotations
 
-from fleetpipe.dygraph.sequences.attention import attention
-from fleetpipe.dygraph.sequences.context_parallel import ContextParallel, PrepareContextParallel
-from fleetpipe.dygraph.sequences.parts import (
+from fleetpipe.contrib.sequences.attention import attention
+from fleetpipe.contrib.sequences.context_parallel import ContextParallel, PrepareContextParallel
+from fleetpipe.contrib.sequences.parts import (
     SequenceRanks,
     documents_of,
     own_part,
