@@ -3,7 +3,8 @@
 Each rank holds a part of the gradients: its stages, its shards of tensor-parallel layers, its share
 of a sharded optimizer. The squared norm of every gradient goes to all ranks, where it is summed in
 the order and with the arithmetic of the single model. So the norm and the factor are the same on
-all ranks, and without tensor parallelism and replicas they have the single model's bits. Fleet adds
+all ranks, and without tensor parallelism and replicas they have the single model's bits; with sums
+by a tree always, as the square of a gradient that is cut is added up over its blocks. Fleet adds
 up the sums of stages, divides by the norm + 1e-6, and counts tied weights on every stage.
 """
 
@@ -15,13 +16,15 @@ from typing import NamedTuple
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.optimizer.own_clips import is_own, require_by_gradient
-from fleetpipe.dygraph.tensor_parallel.groups import along, total
+from fleetpipe.dygraph.tensor_parallel.blocks import blocks_of, measured
+from fleetpipe.dygraph.tensor_parallel.groups import along, sums_by_tree, total
 from fleetpipe.dygraph.tensor_parallel.layer import shard_in
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.parts import shard_axis
+from fleetpipe.mesh.sums import add, tree
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import (
     GLOBAL_NORM_CLIPS,
@@ -145,7 +148,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
                 continue
             order = self.orders.get(id(parameter), 0)
             if order != COPY and getattr(parameter, "is_firstly_shared", True):
-                value = squared_norm(gradient)
+                value = measured(squared_norm, gradient, parameter)
                 axis, dtype = shard_axis(parameter), str(value.dtype).rpartition(".")[2]
                 yield _Square(order, dtype, axis, is_spread(parameter), value)
 
@@ -196,8 +199,9 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
             elif id(stock) not in clips:
                 clips[id(stock)] = GlobalNormClip(stock)
             place.put(clips[id(stock)])
-        elif type(stock) is paddle.nn.ClipGradByNorm and job is not None and job.shard[1] > 1:
-            place.put(SlicedNormClip(stock))
+        elif type(stock) is paddle.nn.ClipGradByNorm and job is not None:
+            if job.shard[1] > 1 or job.sums_by_tree:
+                place.put(SlicedNormClip(stock))
     return list(dict.fromkeys(clips.values()))
 
 
@@ -288,9 +292,13 @@ def _with_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[
         )
     parts = [_unpack(*part) for part in packed]
     return [
-        one._replace(value=paddle.add_n([o.value for o in more])) if one.axis == axis else one
+        one._replace(value=_add_all([o.value for o in more])) if one.axis == axis else one
         for one, *more in ((first, first, *rest) for first, *rest in zip(*parts))
     ]
+
+
+def _add_all(values: list[Tensor]) -> Tensor:
+    return tree(values, add) if sums_by_tree() else paddle.add_n(values)
 
 
 #: Parameters, each with its gradient.
@@ -298,7 +306,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 class SlicedNormClip(paddle.nn.ClipGradByNorm):
-    """Replaces the ``ClipGradByNorm`` of an optimizer if layers are cut into shards.
+    """Replaces the ``ClipGradByNorm`` of an optimizer if layers are cut into shards or blocks.
 
     Fleet uses the norm of each shard instead of the whole gradient's, and so clips less.
     """
@@ -316,9 +324,9 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
         """
         factors: dict[int, Tensor] = {}
         for axis in SHARDS:
-            cut = {id(p): g for p, g in params_grads if g is not None and _is_cut(p, axis)}
+            cut = [(p, g) for p, g in params_grads if g is not None and _is_cut(p, axis)]
             if cut:
-                factors |= zip(cut, self._factors([*cut.values()], axis))
+                factors |= zip((id(p) for p, _ in cut), self._factors(cut, axis))
         clipped: Pairs = []
         for parameter, grad in params_grads:
             if id(parameter) in factors:
@@ -328,13 +336,18 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
                 clipped += super().__call__([(parameter, grad)])
         return clipped
 
-    def _factors(self, shards: Sequence[Tensor], axis: str) -> Tensor:
-        squares = paddle.stack([(shard.astype("float32") ** 2).sum() for shard in shards])
+    def _factors(self, cut: Pairs, axis: str) -> Tensor:
+        squares = paddle.stack([measured(_square, shard, parameter) for parameter, shard in cut])
         totals = total(squares, along(axis))
         most = paddle.full([], self.clip_norm, totals.dtype)
         return most / paddle.sqrt(totals).maximum(most)
 
 
+def _square(shard: Tensor) -> Tensor:
+    return (shard.astype("float32") ** 2).sum()
+
+
 def _is_cut(parameter: Tensor, axis: str) -> bool:
     part = shard_in(parameter)
-    return part is not None and part.axis == axis and _needs_clip(parameter)
+    along_axis = part.axis == axis if part else axis == "mp" and blocks_of(parameter) is not None
+    return along_axis and _needs_clip(parameter)

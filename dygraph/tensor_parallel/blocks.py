@@ -150,3 +150,17 @@ def split(tensor: Tensor, count: int, axis: int) -> Sequence[Tensor]:
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Returns blocks joined along the last axis."""
     return paddle.concat(parts, axis=-1) if len(parts) > 1 else parts[0]
+
+
+def measured(measure: Callable[[Tensor], Tensor], value: Tensor, parameter: Tensor) -> Tensor:
+    """Measures what a parameter's shard is worth in a sum over all shards, such as its square.
+
+    Args:
+        measure: Returns the measure of one tensor.
+        value: The gradient of the shard, for example.
+        parameter: The parameter of that shape.
+    """
+    part = blocks_of(parameter)
+    if part is None:
+        return measure(value)
+    return tree([measure(block) for block in split(value, part.number, part.axis)], add)
