@@ -232,6 +232,48 @@ def odd(folder: Path) -> tuple[str, dict[str, Any]]:
     raise AssertionError("nothing was refused")
 
 
+def by_tree(**degrees: int) -> list[dict[str, bytes]]:
+    """Trains with sums by a tree, a split backward and both clips; the whole parameters."""
+    begin(micro_batches=4, schedule="ZBH1", sums="tree", **degrees)
+    entropy = ParallelCrossEntropy()
+
+    def trained(clip: Any) -> dict[str, bytes]:
+        paddle.seed(3)
+        layers = [
+            LayerDesc(VocabParallelEmbedding, 32, 32),
+            LayerDesc(ColumnParallelLinear, 32, 64, has_bias=True, gather_output=False),
+            functional.gelu,
+            LayerDesc(RowParallelLinear, 64, 32, input_is_parallel=True),
+            nn.LayerNorm(32),
+            LayerDesc(ColumnParallelLinear, 32, 32, has_bias=True, gather_output=False),
+        ]
+        model = fleet.distributed_model(
+            PipelineLayer(
+                layers,
+                topology=fleet.get_hybrid_communicate_group().topology(),
+                loss_fn=lambda logits, label: entropy(logits, label).mean(),
+            )
+        )
+        optimizer = fleet.distributed_optimizer(
+            paddle.optimizer.AdamW(0.01, parameters=model.parameters(), grad_clip=clip)
+        )
+        for step in range(3):
+            ids = np.random.default_rng(step).integers(0, 32, (8, LENGTH + 1))
+            model.train_batch(
+                [paddle.to_tensor(ids[:, :-1]), paddle.to_tensor(ids[:, 1:])], optimizer
+            )
+        return bits(model.layers.full_state_dict())
+
+    return [trained(clip) for clip in (nn.ClipGradByGlobalNorm(0.1), nn.ClipGradByNorm(0.03))]
+
+
+@pytest.mark.parametrize("degrees", [{"mp": 4}, {"mp": 2, "pp": 2}])
+def test_by_a_tree_no_degree_changes_a_bit(degrees: dict[str, int], on_ranks: Call) -> None:
+    (expected,) = on_ranks(partial(by_tree, **{"pp": 2}), None)
+    assert expected[0] != expected[1]
+    assert on_ranks(partial(by_tree, **degrees), 4) == [expected] * 4
+
+
 @pytest.mark.once
 def test_a_model_that_is_no_pipeline_trains_on_two_axes(on_ranks: Call) -> None:
     (single,) = on_ranks(plain, None)
