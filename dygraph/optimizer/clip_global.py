@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.optimizer.own_clips import is_own, require_by_gradient
-from fleetpipe.dygraph.tensor_parallel.blocks import blocks_of, measured
+from fleetpipe.dygraph.tensor_parallel.blocks import blocks_of, measured, refuse_beside_trees
 from fleetpipe.dygraph.tensor_parallel.groups import along, sums_by_tree, total
 from fleetpipe.dygraph.tensor_parallel.layer import shard_in
 from fleetpipe.errors import ConfigError
@@ -191,6 +191,12 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
     for place in clip_places(optimizer):
         stock = place.clip
         if is_own(stock):
+            if job is not None and job.shard[1] > 1:
+                refuse_beside_trees(
+                    f"{type(stock).__name__}, a clip of the script's own, at mp_degree above 1",
+                    "it may compute with the gradient of a shard, not of the whole weight",
+                    "a clip of paddle.nn's",
+                )
             if job is not None and not job.local and job.degrees.split("pp", "mp", "sharding") > 1:
                 require_by_gradient(stock, optimized_parameters(optimizer))
         elif isinstance(stock, GLOBAL_NORM_CLIPS):
@@ -199,9 +205,12 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
             elif id(stock) not in clips:
                 clips[id(stock)] = GlobalNormClip(stock)
             place.put(clips[id(stock)])
-        elif type(stock) is paddle.nn.ClipGradByNorm and job is not None:
-            if job.shard[1] > 1 or job.sums_by_tree:
-                place.put(SlicedNormClip(stock))
+        elif (
+            type(stock) is paddle.nn.ClipGradByNorm
+            and job is not None
+            and (job.shard[1] > 1 or job.sums_by_tree)
+        ):
+            place.put(SlicedNormClip(stock))
     return list(dict.fromkeys(clips.values()))
 
 

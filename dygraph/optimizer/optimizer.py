@@ -21,6 +21,7 @@ from fleetpipe.dygraph.optimizer.clip_global import COPY, Pairs, norms_of, repla
 from fleetpipe.dygraph.optimizer.groups import arrange, keys_of, text_of
 from fleetpipe.dygraph.optimizer.replicas import reduce_all
 from fleetpipe.dygraph.optimizer.shards import Shards
+from fleetpipe.dygraph.tensor_parallel.blocks import refuse_beside_trees
 from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.paddle_api import paddle
@@ -110,6 +111,13 @@ class PipelineOptimizer(FleetsType):
         self._shards: Shards | None = None
         self._compared = False
         job = current_job()
+        is_lamb = isinstance(base_optimizer(optimizer), paddle.optimizer.Lamb)
+        if is_lamb and job is not None and job.shard[1] > 1:
+            refuse_beside_trees(
+                "Lamb at mp_degree above 1",
+                "its steps depend on the norms of shards, not of whole weights",
+                "AdamW",
+            )
         self._hcg = None if job is None else job.hcg
         if job is not None and job.sharding().ranks > 1:
             sharing = job.sharding(), job.expert_sharding()

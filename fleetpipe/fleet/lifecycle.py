@@ -94,7 +94,7 @@ def init(
     arguments = (role_maker, is_collective, strategy, log_level)
     dynamic = paddle.in_dynamic_mode()
     if config.sums == "tree":
-        degrees.require_tree(dynamic)
+        degrees.require_tree(dynamic, device_kind())
     if dynamic and degrees.pp > 1:
         scale_strategy(strategy)
     shards = dynamic and is_collective and degrees.state_shards > 1

@@ -120,16 +120,17 @@ class Degrees:
         degrees = {f"{axis}_degree": getattr(self, axis) for axis in AXES}
         return {**degrees, "sharding_degree": self.state_shards}
 
-    def require_tree(self, dynamic: bool) -> None:
+    def require_tree(self, dynamic: bool, device: str) -> None:
         """Refuses degrees with which ranks do not hold whole branches of a sum by a tree.
 
         Args:
             dynamic: Whether the job trains in dynamic graph.
+            device: The kind of its devices.
 
         Raises:
-            ConfigError: Some degree, or the graph mode, does not go with it.
+            ConfigError: Some degree, the graph mode or the device does not go with it.
         """
-        degree_checks.require_tree({axis: getattr(self, axis) for axis in AXES}, dynamic)
+        degree_checks.require_tree({axis: getattr(self, axis) for axis in AXES}, dynamic, device)
 
     def refuse_beyond(self, supported: Sequence[str], fix: str) -> None:
         """Refuses degrees that a graph mode does not run.

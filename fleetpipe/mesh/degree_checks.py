@@ -184,12 +184,20 @@ _WITHOUT_TREE = {
 }
 
 
-def require_tree(degrees: Mapping[str, int], dynamic: bool) -> None:
-    """Refuses degrees, and a graph mode, that do not go with sums by a tree."""
+def require_tree(degrees: Mapping[str, int], dynamic: bool, device: str) -> None:
+    """Refuses degrees, a graph mode and a device that do not go with sums by a tree."""
     where = "strategy.fleetpipe_configs['sums'] = 'tree'"
     without = "or leave 'sums' out"
     if not dynamic:
         raise ConfigError("sums by a tree are of dynamic graph", where=where, fix=without[3:])
+    if degrees["mp"] > 1 and device != "cpu":
+        raise ConfigError(
+            f"sums by a tree do not go with mp_degree (={degrees['mp']}) on a {device}",
+            where=where,
+            cause="there tensor-parallel layers are Paddle's own, and sum up as many parts as "
+            "mp_degree",
+            fix=f"set mp_degree=1, {without}",
+        )
     for axis, summed in _WITHOUT_TREE.items():
         if degrees[axis] > 1:
             raise ConfigError(

@@ -64,9 +64,12 @@ def test_a_tree_holds_a_branch_for_each_of_its_levels_at_most(count: int) -> Non
 )
 def test_degrees_without_whole_branches_are_refused(degrees: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match="(?s)" + words):
-        Degrees(**degrees).require_tree(dynamic=True)
+        Degrees(**degrees).require_tree(dynamic=True, device="cpu")
 
 
-def test_a_static_program_has_no_tree() -> None:
+def test_a_static_program_and_layers_cut_on_a_gpu_have_no_tree() -> None:
     with pytest.raises(ConfigError, match="dynamic graph"):
-        Degrees().require_tree(dynamic=False)
+        Degrees().require_tree(dynamic=False, device="cpu")
+    Degrees(dp=2).require_tree(dynamic=True, device="gpu")
+    with pytest.raises(ConfigError, match=r"(?s)mp_degree \(=2\) on a gpu.*mp_degree=1"):
+        Degrees(mp=2).require_tree(dynamic=True, device="gpu")

@@ -269,7 +269,7 @@ def by_tree(**degrees: int) -> list[dict[str, bytes]]:
 
 @pytest.mark.parametrize("degrees", [{"mp": 4}, {"mp": 2, "pp": 2}])
 def test_by_a_tree_no_degree_changes_a_bit(degrees: dict[str, int], on_ranks: Call) -> None:
-    (expected,) = on_ranks(partial(by_tree, **{"pp": 2}), None)
+    (expected,) = on_ranks(partial(by_tree, pp=2), None)
     assert expected[0] != expected[1]
     assert on_ranks(partial(by_tree, **degrees), 4) == [expected] * 4
 
