@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.optimizer.own_clips import is_own, require_by_gradient
-from fleetpipe.dygraph.tensor_parallel.blocks import blocks_of, measured, refuse_beside_trees
+from fleetpipe.dygraph.tensor_parallel.blocks import blocks_of, refuse_beside_trees, sum_over_blocks
 from fleetpipe.dygraph.tensor_parallel.groups import along, sums_by_tree, total
 from fleetpipe.dygraph.tensor_parallel.layer import shard_in
 from fleetpipe.errors import ConfigError
@@ -148,7 +148,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
                 continue
             order = self.orders.get(id(parameter), 0)
             if order != COPY and getattr(parameter, "is_firstly_shared", True):
-                value = measured(squared_norm, gradient, parameter)
+                value = sum_over_blocks(squared_norm, gradient, parameter)
                 axis, dtype = shard_axis(parameter), str(value.dtype).rpartition(".")[2]
                 yield _Square(order, dtype, axis, is_spread(parameter), value)
 
@@ -346,7 +346,9 @@ class SlicedNormClip(paddle.nn.ClipGradByNorm):
         return clipped
 
     def _factors(self, cut: Pairs, axis: str) -> Tensor:
-        squares = paddle.stack([measured(_square, shard, parameter) for parameter, shard in cut])
+        squares = paddle.stack(
+            [sum_over_blocks(_square, shard, parameter) for parameter, shard in cut]
+        )
         totals = total(squares, along(axis))
         most = paddle.full([], self.clip_norm, totals.dtype)
         return most / paddle.sqrt(totals).maximum(most)

@@ -136,23 +136,25 @@ def uses(tensor: Tensor, count: int) -> Sequence[Tensor]:
     return apply(tensor, count)
 
 
-def summed(terms: Sequence[Tensor]) -> Tensor:
+def sum_blocks(terms: Sequence[Tensor]) -> Tensor:
     """Returns the sum of tensors by a tree."""
     apply: Callable[..., Tensor] = _SumOfBlocks.apply
     return apply(*terms) if len(terms) > 1 else terms[0]
 
 
-def split(tensor: Tensor, count: int, axis: int) -> Sequence[Tensor]:
+def split_blocks(tensor: Tensor, count: int, axis: int) -> Sequence[Tensor]:
     """Returns ``count`` equal blocks along an axis."""
     return paddle.split(tensor, count, axis=axis) if count > 1 else [tensor]
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def join_blocks(parts: Sequence[Tensor]) -> Tensor:
     """Returns blocks joined along the last axis."""
     return paddle.concat(parts, axis=-1) if len(parts) > 1 else parts[0]
 
 
-def measured(measure: Callable[[Tensor], Tensor], value: Tensor, parameter: Tensor) -> Tensor:
+def sum_over_blocks(
+    measure: Callable[[Tensor], Tensor], value: Tensor, parameter: Tensor
+) -> Tensor:
     """Measures what a parameter's shard is worth in a sum over all shards, such as its square.
 
     Args:
@@ -163,4 +165,4 @@ def measured(measure: Callable[[Tensor], Tensor], value: Tensor, parameter: Tens
     part = blocks_of(parameter)
     if part is None:
         return measure(value)
-    return tree([measure(block) for block in split(value, part.number, part.axis)], add)
+    return tree([measure(block) for block in split_blocks(value, part.number, part.axis)], add)

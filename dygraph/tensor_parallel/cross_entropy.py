@@ -109,7 +109,7 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         places = _places(paddle.where(here, column, paddle.zeros_like(column)), width)
         # A member may hold nothing but -inf, as padding of the vocabulary does.
         least = float(paddle.finfo(exact.dtype).min)
-        parts = blocks.split(exact, max(count, 1), axis=-1)
+        parts = blocks.split_blocks(exact, max(count, 1), axis=-1)
         tops = [part.max(axis=-1, keepdim=True).clip(min=least) for part in parts]
         powers = [(part - top).exp_() for part, top in zip(parts, tops)]
         sums = [power.sum(axis=-1, keepdim=True) for power in powers]
@@ -130,7 +130,7 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         zeros = paddle.zeros_like(grad)
         grad = paddle.where(ignored, zeros, grad)
         parts = [power * (factor * grad) for power, factor in zip(powers, factors)]
-        whole = blocks.joined(parts)
+        whole = blocks.join_blocks(parts)
         spread = whole.reshape([-1])
         at_label = paddle.gather(spread, places) - paddle.where(here, grad, zeros).reshape([-1])
         paddle.scatter_(spread, places, at_label)
@@ -152,7 +152,7 @@ def _combine(shares: list[Tensor], count: int) -> tuple[Tensor, Tensor, Tensor]:
     highest = tops.max(axis=-1, keepdim=True)
     terms = sums * paddle.exp(tops - highest)
     if count:
-        below = tree(blocks.split(terms, terms.shape[-1], axis=-1), add)
+        below = tree(blocks.split_blocks(terms, terms.shape[-1], axis=-1), add)
     else:
         below = terms.sum(axis=-1, keepdim=True)
     loss = paddle.log(below) - (picked.sum(axis=-1, keepdim=True) - highest)

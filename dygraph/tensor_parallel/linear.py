@@ -90,10 +90,12 @@ class ColumnParallelLinear(_ParallelLinear):
         count = self.count_blocks()
         if not count:
             return self.linear(x, self.weight, self.bias, name=self._name)
-        weights = blocks.split(self.weight, count, axis=1)
-        biases = [None] * count if self.bias is None else blocks.split(self.bias, count, axis=0)
+        weights = blocks.split_blocks(self.weight, count, axis=1)
+        biases = (
+            [None] * count if self.bias is None else blocks.split_blocks(self.bias, count, axis=0)
+        )
         operands = zip(blocks.uses(x, count), weights, biases)
-        return blocks.joined([self.linear(*block) for block in operands])
+        return blocks.join_blocks([self.linear(*block) for block in operands])
 
     def _inputs(self, x: Tensor) -> Tensor:
         """Returns the input that every member multiplies by its columns."""
@@ -163,8 +165,10 @@ class RowParallelLinear(_ParallelLinear):
         """Returns the sum of the terms of this member's rows."""
         if not count:
             return self.linear(columns, self.weight, name=self._name)
-        operands = zip(blocks.split(columns, count, -1), blocks.split(self.weight, count, axis=0))
-        return blocks.summed([self.linear(*block) for block in operands])
+        operands = zip(
+            blocks.split_blocks(columns, count, -1), blocks.split_blocks(self.weight, count, axis=0)
+        )
+        return blocks.sum_blocks([self.linear(*block) for block in operands])
 
     def _total(self, terms: Tensor) -> Tensor:
         """Returns the sum of the results of all members."""

@@ -15,7 +15,7 @@ import pytest
 from paddle.nn import functional
 
 from fleetpipe.dygraph.backward.leaf import DIVISIBLE
-from fleetpipe.dygraph.tensor_parallel.blocks import summed
+from fleetpipe.dygraph.tensor_parallel.blocks import sum_blocks
 
 Shape = tuple[int, ...]
 Operation = Callable[..., Any]
@@ -101,7 +101,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Conv3dGradNode": lambda: convolved(3, functional.conv3d),
     "BilinearGradNode": bilinear,
     "ConcatGradNode": lambda: blocks(lambda terms: paddle.concat(terms, axis=-1)),
-    "GradNodePyLayer__SumOfBlocks": lambda: blocks(summed),
+    "GradNodePyLayer__SumOfBlocks": lambda: blocks(sum_blocks),
 }
 
 
