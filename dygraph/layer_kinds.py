@@ -14,7 +14,7 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.paddle_api import paddle
 
 #: The name of sublayers, and the :class:`LayerKind` of layers with some, as ``module:name``.
-KINDS: Mapping[str, str] = {"experts": "fleetpipe.contrib.experts.names:MIXTURES"}
+KINDS: Mapping[str, str] = {"experts": "fleetpipe.contrib.experts.mixture_kind:MIXTURES"}
 
 
 class LayerKind:

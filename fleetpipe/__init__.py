@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.checkpoint.restoring import load_single as load_single
     from fleetpipe.contrib.formats.load import load_checkpoint as load_checkpoint
-    from fleetpipe.contrib.locator.command import locate as locate
+    from fleetpipe.contrib.locator.locate_command import locate as locate
     from fleetpipe.fit.model import Model as Model
     from fleetpipe.launch.resume import resume as resume
     from fleetpipe.profiling.planner import plan as plan
@@ -48,7 +48,7 @@ _LATE = {
     "explain": "fleetpipe.capture.explain",
     "load_checkpoint": "fleetpipe.contrib.formats.load",
     "load_single": "fleetpipe.checkpoint.restoring",
-    "locate": "fleetpipe.contrib.locator.command",
+    "locate": "fleetpipe.contrib.locator.locate_command",
     "model_hash": "fleetpipe.checkpoint.hashing",
     "pipe_split": "fleetpipe.capture.tracing.mark",
     "pipeline": "fleetpipe.capture.api",

@@ -37,66 +37,66 @@ COMMANDS = (
     Command(
         "schedule",
         "build, verify, simulate and draw a schedule",
-        "fleetpipe.schedules.commands:configure_schedule",
+        "fleetpipe.schedules.schedule_commands:configure_schedule",
     ),
     Command(
         "verify",
         "verify a schedule or a plan in text form",
-        "fleetpipe.schedules.commands:configure_verify",
+        "fleetpipe.schedules.schedule_commands:configure_verify",
     ),
     Command(
         "run",
         "run an unedited script that imports paddle.distributed.fleet",
         "fleetpipe.launch.script:configure_run",
-        "fleetpipe.launch.command:run",
+        "fleetpipe.launch.run_command:run",
     ),
     Command(
         "launch",
         "run a script on the ranks of a job, and start it again where one fails",
-        "fleetpipe.contrib.ray.command:configure",
+        "fleetpipe.contrib.ray.launch_command:configure",
     ),
     Command(
         "chaos",
         "launch a job, and kill one of its ranks in every attempt",
-        "fleetpipe.contrib.chaos.command:configure",
+        "fleetpipe.contrib.chaos.chaos_command:configure",
     ),
     Command(
         "parity",
         "run a training script beside its single-device model and compare every bit",
         "fleetpipe.launch.script:configure_parity",
-        "fleetpipe.parity.command:run",
+        "fleetpipe.parity.parity_command:run",
     ),
     Command(
         "locate",
         "name the first place where a job computes something else than one device does",
-        "fleetpipe.contrib.locator.options:configure",
-        "fleetpipe.contrib.locator.command:run",
+        "fleetpipe.contrib.locator.locate_options:configure",
+        "fleetpipe.contrib.locator.locate_command:run",
     ),
     Command(
         "doctor",
         "say what this machine or cluster can do, and what is wrong with it",
-        "fleetpipe.contrib.doctor.command:configure",
+        "fleetpipe.contrib.doctor.doctor_command:configure",
     ),
     Command(
         "profile",
         "measure what each layer of a training script's model costs",
         "fleetpipe.launch.script:configure_profile",
-        "fleetpipe.launch.profile:run",
+        "fleetpipe.launch.profile_command:run",
     ),
     Command(
         "plan",
         "find cut, placement, schedule and recompute for a profile, some ranks and their memory",
-        "fleetpipe.profiling.commands:configure_plan",
+        "fleetpipe.profiling.plan_commands:configure_plan",
     ),
     Command(
         "estimate",
         "time and memory of a profile on several numbers of ranks, under every schedule",
-        "fleetpipe.profiling.commands:configure_estimate",
+        "fleetpipe.profiling.plan_commands:configure_estimate",
     ),
     Command(
         "checkpoint",
         "list, check, compare and convert the checkpoints of a run",
-        "fleetpipe.checkpoint.commands:configure",
+        "fleetpipe.checkpoint.checkpoint_commands:configure",
     ),
     Command(
         "hash",
@@ -106,22 +106,22 @@ COMMANDS = (
     Command(
         "new",
         "make a project to begin with: a training script, its settings, a test",
-        "fleetpipe.contrib.starter.command:configure",
+        "fleetpipe.contrib.starter.new_command:configure",
     ),
     Command(
         "report",
         "write the page of a run: curves, the pipeline's picture, memory, restarts",
-        "fleetpipe.contrib.report.command:configure",
+        "fleetpipe.contrib.report.report_command:configure",
     ),
     Command(
         "watch",
         "show a job that runs: what each rank does, which is slow, when it ends",
-        "fleetpipe.contrib.watch.command:configure",
+        "fleetpipe.contrib.watch.watch_command:configure",
     ),
     Command(
         "why",
         "say from a trace why steps were slow: which rank, stage, link or micro-batch",
-        "fleetpipe.contrib.why.command:configure",
+        "fleetpipe.contrib.why.why_command:configure",
     ),
 )
 

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors aliases json_value paddle_types version log representation extras systems",),
     ("numerics heap paddle_api arguments atomic_file",),
     (
-        "schedules/action schedules/placement schedules/edges schedules/operations schedules/costs"
+        "schedules/action schedules/placement schedules/edges schedules/plan_ops schedules/costs"
         " schedules/options schedules/rows schedules/garbage",
         "partition",
     ),
@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedules/verified",),
     ("schedules/__init__",),
     (
-        *("schedules/commands", "profiling", "transport", "fleet_files"),
+        *("schedules/schedule_commands", "profiling", "transport", "fleet_files"),
         *("static/graph", "dygraph/code_names"),
     ),
     ("mesh", "dygraph/python_draws"),
@@ -69,7 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("capture",),
     ("fleet",),
     ("launch cli __main__",),
-    ("parity/command", "fit callbacks"),
+    ("parity/parity_command", "fit callbacks"),
     ("contrib/__init__",),
     ("contrib/pictures", "contrib/search"),
     (
@@ -95,7 +95,7 @@ CORE = (
 )
 #: In a folder of the core, and of the standard ring.
 STANDARD = (
-    *("schedules/commands", "dygraph/observe/layer_meter", "dygraph/observe/measuring"),
+    *("schedules/schedule_commands", "dygraph/observe/layer_meter", "dygraph/observe/measuring"),
     "dygraph/observe/profile",
 )
 EXTRAS = ("contrib", "paddle_api/rehearsal")

@@ -20,8 +20,8 @@ from paddle.nn import functional
 
 import fleetpipe.fleet  # noqa: F401 (chooses MKL's code as a training does)
 from benchmarks.figures import Figure, parser, report
-from fleetpipe.contrib.fast_leaves import linear
-from fleetpipe.contrib.fast_leaves.linear import matrices, same_bits
+from fleetpipe.contrib.fast_leaves import fast_linear
+from fleetpipe.contrib.fast_leaves.fast_linear import matrices, same_bits
 
 HIDDEN, ROWS, CLASSES, WORDS = (256, 768), 128, 1000, 2000
 #: The way of Paddle's own function.
@@ -207,7 +207,7 @@ def leaves(hidden: int) -> list[Leaf]:
         ),
         Leaf(
             *("Linear", (ROWS, hidden), functional.linear),
-            {"bias by a product": linear._linear},
+            {"bias by a product": fast_linear._linear},
             (draw([hidden, 4 * hidden]), draw([4 * hidden])),
         ),
     ]

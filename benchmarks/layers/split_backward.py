@@ -25,9 +25,9 @@ from benchmarks.figures import Figure, parser, report
 from benchmarks.workers import gpt
 from fleetpipe import schedules
 from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.paddle_api.device import allocated_bytes
 
 HIDDEN, ROWS, LENGTH, WORDS = (256, 768, 1536), (128, 512), 128, 2000

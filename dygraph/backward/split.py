@@ -125,7 +125,7 @@ class SplitBackward:
     def _fast_of(self, stage: int) -> Any:
         if stage not in self._fast:
             leaves = self._leaves_of(stage)
-            fast = extra("fast_leaves.forwards")
+            fast = extra("fast_leaves.fast_forwards")
             self._fast[stage] = fast.FastForwards(leaf.layer for leaf in leaves if not leaf.static)
         return self._fast[stage]
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.batch.stage import Gradients
+from fleetpipe.dygraph.batch.dygraph_stage import Gradients
 from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import UsageError
 from fleetpipe.paddle_api.meta_parallel import PipelineParallelMicroStepLocations as Locations

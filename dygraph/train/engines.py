@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fleetpipe.dygraph.backward.own_state import OwnState
+from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
 from fleetpipe.dygraph.batch.outputs import Evaluation
-from fleetpipe.dygraph.batch.stage import DygraphStage
 from fleetpipe.dygraph.observe.hooks import HookCalls
 from fleetpipe.dygraph.train.observers import observers_of
 from fleetpipe.engine.engine import Engine

@@ -11,8 +11,8 @@ from contextlib import contextmanager, nullcontext
 from fleetpipe.aliases import Strategy
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.rank_data import RankData
-from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.units import WHOLE, Units, units_of
 from fleetpipe.dygraph.batch.weights import MicroBatchWeights
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses

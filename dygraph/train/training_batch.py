@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from fleetpipe.aliases import Nest, Optimizer, Scaler
+from fleetpipe.dygraph.batch.dygraph_stage import Batch
 from fleetpipe.dygraph.batch.input_gradients import (
     hand_back,
     with_gradients,
@@ -18,7 +19,6 @@ from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, ragged_weights
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.batch.outputs import require_count
-from fleetpipe.dygraph.batch.stage import Batch
 from fleetpipe.dygraph.gradients import divide_gradients
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle

@@ -5,5 +5,5 @@ an optimizer are :mod:`parts <fleetpipe.checkpoint.contents.parts>`, tensors und
 which each rank holds some, as :mod:`fleetpipe.mesh.parts` describes. ``files/`` writes and reads:
 ``plan.py`` chooses the place and the writer of each tensor, ``tensors.py`` is the format of one
 file, ``manifest.py`` makes a folder a checkpoint, and ``run_folder.py`` publishes and removes
-steps. ``commands.py`` shows, compares and converts checkpoints without a job.
+steps. ``checkpoint_commands.py`` shows, compares and converts checkpoints without a job.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.arguments import using
-from fleetpipe.checkpoint.commands import FORMATS, say
+from fleetpipe.checkpoint.checkpoint_commands import FORMATS, say
 from fleetpipe.checkpoint.contents.parts import MODEL
 from fleetpipe.checkpoint.files import run_folder, tensors
 from fleetpipe.checkpoint.files.digests import hash_of, lines, tensor_digest

@@ -22,7 +22,7 @@ from fleetpipe.mesh.turns import here
 from fleetpipe.paddle_api.device import device_kind, synchronize
 from fleetpipe.schedules import Action, Fused, Op, Plan, Recv
 from fleetpipe.schedules.action import parts
-from fleetpipe.schedules.operations import ranks_of
+from fleetpipe.schedules.plan_ops import ranks_of
 from fleetpipe.systems import ProcessorQueue
 
 #: Most probes of a step, and the additions of each, which take some 2 microseconds.

@@ -16,7 +16,7 @@ _resolve = functools.cache(pkgutil.resolve_name)
 
 #: Paddle's operations, which machines without a GPU lack.
 _OPERATIONS = {
-    "operations": (
+    "routing": (
         *("number_count", "assign_pos", "limit_by_capacity", "prune_gate_by_capacity"),
         "random_routing",
     ),

@@ -1,7 +1,7 @@
 """Replaces ``paddle.distributed.fleet`` by fleetpipe's modules for later imports.
 
 Modules that imported Paddle's before keep them: Paddle itself, and fleetpipe, which delegates to
-them. It also provides the names of older Paddle, see :mod:`fleetpipe.contrib.fluid.names`.
+them. It also provides the names of older Paddle, see :mod:`fleetpipe.contrib.fluid.fluid_names`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def in_place_of_paddles() -> Iterator[None]:
     sys.modules.update(counterparts)
     setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable
     sys.meta_path.insert(0, finder)
-    fluid, pipelining = extra("fluid.names"), extra("pipelining.stock_schedules")
+    fluid, pipelining = extra("fluid.fluid_names"), extra("pipelining.stock_schedules")
     try:
         with ExitStack() as changes:
             for change in (without_gpu, fluid.provide, pipelining.on_engine, gpu_only.refused):

@@ -1,7 +1,7 @@
 """Runs a pipeline beside its single-device model and reports whether a bit differs.
 
-:func:`begin` is for scripts that call it; ``fleetpipe parity SCRIPT`` (``command``) runs a training
-script unchanged. Both make a ``session``, which compares one step after another:
+:func:`begin` is for scripts that call it; ``fleetpipe parity SCRIPT`` (``parity_command``) runs a
+training script unchanged. Both make a ``session``, which compares one step after another:
 
 1. ``cutting`` cuts the batch a second time, and the micro-batches of both sides are compared;
 2. the ``reference``, the model on one device, runs forward and backward; on a GPU twice, so that

@@ -22,8 +22,8 @@ from fleetpipe.schedules.action import Action, Fused, Item, SliceNumber
 from fleetpipe.schedules.api import Plan, Schedule, forward_only
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Dependencies, Edge, chain
-from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.plan_ops import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.registry import (
     build,
     canonical_name,

@@ -12,9 +12,9 @@ from itertools import chain
 from fleetpipe.errors import ConfigError, ScheduleError, require_whole
 from fleetpipe.schedules.action import Action, Fused, Item, flatten
 from fleetpipe.schedules.edges import Edge
-from fleetpipe.schedules.operations import Op
 from fleetpipe.schedules.options import Options
 from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.plan_ops import Op
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from fleetpipe.aliases import Optimizer, Program, Variable
-from fleetpipe.static.cut.names import Names
+from fleetpipe.static.cut.scope_names import Names
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Declared, Graph
 

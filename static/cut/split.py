@@ -8,7 +8,7 @@ from functools import cached_property
 
 from fleetpipe.errors import BoundaryError, ConfigError, PartitionError
 from fleetpipe.schedules import Edge
-from fleetpipe.static.cut.names import Names
+from fleetpipe.static.cut.scope_names import Names
 from fleetpipe.static.graph import EVERYWHERE, Graph, Operation, dependencies
 
 GUARD = 'with paddle.static.device_guard("gpu:0"): .. with paddle.static.device_guard("gpu:1"): ..'

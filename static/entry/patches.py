@@ -67,7 +67,7 @@ def install() -> None:
     for ours in (save, load, save_inference_model, set_program_state):
         for place in (paddle.static, static_io):
             _hook_saving(place, ours)
-    _restore.extend(extra("program_ir.loader").note_starts())
+    _restore.extend(extra("program_ir.program_loader").note_starts())
     stamp = _stamp()
     if stamp is not None:
         _restore.append(_hook_guard(stamp))
@@ -103,7 +103,7 @@ def _run(
         wanted = list(_flat(fetch_list))
         items = items_for(program, feed)
         if items is None and not feed:
-            loader = extra("program_ir.loader")
+            loader = extra("program_ir.program_loader")
             items = loader.items_of(program, functools.partial(original, scope=variables))
         feeds = feed if items is None else items
         return pipeline.run(executor.place, feeds, wanted, variables, return_numpy)
@@ -178,7 +178,7 @@ def _stamp() -> Callable[[int | None], None] | None:
     """Returns a function that marks operations with a stage; None if guards do that."""
     if not hasattr(getattr(paddle, "pir", None), "set_chunk_id"):
         return None
-    from fleetpipe.static.ir.pir.reader import stamp
+    from fleetpipe.static.ir.pir.pir_reader import stamp
 
     return stamp
 

@@ -11,10 +11,10 @@ from fleetpipe.static.cut.contract import GraphReader
 def read(program: Program) -> GraphReader:
     """Returns the reader of a forward program, of PIR or of the older kind."""
     if is_pir(program):
-        from fleetpipe.static.ir.pir.reader import PirReader
+        from fleetpipe.static.ir.pir.pir_reader import PirReader
 
         return PirReader(program)
-    reader: GraphReader = extra("program_ir.reader").ProgramReader(program)
+    reader: GraphReader = extra("program_ir.program_reader").ProgramReader(program)
     return reader
 
 
@@ -28,7 +28,7 @@ def name_of(value: Variable) -> str:
         value: A value of a static program, before ``minimize``.
     """
     if hasattr(value, "get_defining_op"):
-        from fleetpipe.static.ir.pir.reader import give_name
+        from fleetpipe.static.ir.pir.pir_reader import give_name
 
         return give_name(value)
     return str(value.name)

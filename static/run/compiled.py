@@ -22,7 +22,7 @@ from fleetpipe.static.cut import contract
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.run import reductions
 from fleetpipe.static.run.random_streams import Streams
-from fleetpipe.static.run.stage import ProgramRunner, StaticStage
+from fleetpipe.static.run.static_stage import ProgramRunner, StaticStage
 
 
 @dataclass(frozen=True)

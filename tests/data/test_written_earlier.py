@@ -17,7 +17,7 @@ from fleetpipe import fleet, fleet_files
 from fleetpipe.checkpoint.files import manifest
 from fleetpipe.checkpoint.files.digests import hash_of
 from fleetpipe.checkpoint.hash_command import digests_in
-from fleetpipe.contrib.report.run import read
+from fleetpipe.contrib.report.run_contents import read
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.schedules import Costs

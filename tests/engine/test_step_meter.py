@@ -13,7 +13,7 @@ from fleetpipe.engine.step_meter import StepMeter
 from fleetpipe.engine.stopwatch import Stopwatch
 from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.schedules import Action, Recv, Send, build
-from fleetpipe.schedules.operations import ranks_of
+from fleetpipe.schedules.plan_ops import ranks_of
 from fleetpipe.transport import MessageKey
 from tests.fixtures import Clock, Patch
 

@@ -11,7 +11,7 @@ import pytest
 
 from fleetpipe import fleet
 from fleetpipe.contrib.report.timelines import pipeline_of
-from fleetpipe.contrib.why.operations import read_trace
+from fleetpipe.contrib.why.traced_ops import read_trace
 from fleetpipe.engine.trace import Trace, measured_costs
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.schedules import Costs, build

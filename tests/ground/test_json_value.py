@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleetpipe.checkpoint.files import manifest
-from fleetpipe.contrib.report import run
+from fleetpipe.contrib.report import run_contents
 from fleetpipe.contrib.why import read_trace
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, ScheduleError
 from fleetpipe.fleet_files.manifest import save_in
@@ -77,7 +77,7 @@ def run_with(name: str) -> Callable[[Path], object]:
         if not folder.exists():
             shutil.copytree(DATA / "run", folder)
         shutil.copy(path, folder / name)
-        return run.read(folder)
+        return run_contents.read(folder)
 
     return read_run
 

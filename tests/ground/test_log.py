@@ -24,22 +24,12 @@ pytestmark = pytest.mark.no_paddle
 #: callback puts out when ``verbose`` asks for it; the output of commands.
 WRITES = (
     *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/rank_policy", "cli"),
-    *(
-        "checkpoint/commands",
-        "contrib/doctor/command",
-        "contrib/locator/command",
-        "launch/noted_launch",
-        "launch/profile",
-        "launch/script",
-        "contrib/watch/serving",
-    ),
-    *("launch/supervisor/", "parity/command", "profiling/commands", "contrib/report/command"),
-    *(
-        "schedules/commands",
-        "contrib/starter/command",
-        "contrib/watch/command",
-        "contrib/why/command",
-    ),
+    *("checkpoint/checkpoint_commands", "contrib/doctor/doctor_command"),
+    *("contrib/locator/locate_command", "launch/noted_launch", "launch/profile_command"),
+    *("launch/script", "contrib/watch/serving", "launch/supervisor/", "parity/parity_command"),
+    *("profiling/plan_commands", "contrib/report/report_command"),
+    *("schedules/schedule_commands", "contrib/starter/new_command"),
+    *("contrib/watch/watch_command", "contrib/why/why_command"),
 )
 
 SCRIPT = """

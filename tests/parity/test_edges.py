@@ -11,7 +11,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet, parity
-from fleetpipe.dygraph.batch import stage
+from fleetpipe.dygraph.batch import dygraph_stage
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph import sliced
 from tests.fixtures import Patch
@@ -82,13 +82,13 @@ def changed(monkeypatch: Patch) -> Callable[..., None]:
     """Has the gradients that a stage sends back over its edge changed."""
 
     def change(consumer: int, wrong: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
-        backward = stage.DygraphStage.backward
+        backward = dygraph_stage.DygraphStage.backward
 
         def backward_wrong(self: Any, number: int, micro_batch: int, grads: Any) -> Any:
             sent = backward(self, number, micro_batch, grads)
             return {edge: wrong(gs) for edge, gs in sent.items()} if number == consumer else sent
 
-        monkeypatch.setattr(stage.DygraphStage, "backward", backward_wrong)
+        monkeypatch.setattr(dygraph_stage.DygraphStage, "backward", backward_wrong)
 
     return change
 
@@ -124,13 +124,13 @@ def test_a_gradient_lost_on_an_edge_is_found_by_its_value(named: bool, changed: 
 
 
 def test_a_gradient_that_arrives_and_is_not_used_is_found(monkeypatch: Patch) -> None:
-    roots = stage._roots
+    roots = dygraph_stage._roots
 
     def forgetful(tensors: Any, grads: Any) -> Any:
         found, theirs = roots(tensors, grads)
         return found[:1], theirs[:1]
 
-    monkeypatch.setattr(stage, "_roots", forgetful)
+    monkeypatch.setattr(dygraph_stage, "_roots", forgetful)
     assert edge_of(trained(branching_layers())) == "edge 1 -> 2, value[1] (lost), micro-batch 0"
 
 
@@ -194,7 +194,7 @@ def test_the_diagnosis_leaves_nothing_behind(changed: Any) -> None:
 
 @pytest.mark.parametrize("slices", [3, (3, 1, 3)])
 def test_an_edge_is_named_with_the_slice(slices: Any, monkeypatch: Patch) -> None:
-    backward = stage.DygraphStage.backward
+    backward = dygraph_stage.DygraphStage.backward
 
     def backward_wrong(self: Any, number: int, unit: int, grads: Any) -> Any:
         sent = backward(self, number, unit, grads)
@@ -209,7 +209,7 @@ def test_an_edge_is_named_with_the_slice(slices: Any, monkeypatch: Patch) -> Non
             return session.report
 
     assert run().bit_exact
-    monkeypatch.setattr(stage.DygraphStage, "backward", backward_wrong)
+    monkeypatch.setattr(dygraph_stage.DygraphStage, "backward", backward_wrong)
     report = run()
     assert edge_of(report) == "edge 0 -> 1, value, micro-batch 2, slice 1"
     first = report.first_of_a_layer

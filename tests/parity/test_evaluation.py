@@ -10,7 +10,7 @@ from paddle import nn
 
 from fleetpipe import parity
 from fleetpipe.dygraph import PipelineLayer
-from fleetpipe.dygraph.batch import outputs, stage
+from fleetpipe.dygraph.batch import dygraph_stage, outputs
 from fleetpipe.dygraph.train import pipeline_parallel, training_batch
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.fixtures import Patch
@@ -51,7 +51,7 @@ def test_a_wrong_mean_of_the_evaluation_is_found(monkeypatch: Patch) -> None:
 
 
 def test_outputs_in_another_order_are_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(stage, "sorted", lambda x: sorted(x)[::-1], raising=False)
+    monkeypatch.setattr(dygraph_stage, "sorted", lambda x: sorted(x)[::-1], raising=False)
     name = "eval_batch, micro-batch [0]"
     assert ("output", name, 1) in differences(evaluated(CALLS["outputs"]))
     assert ("output", "predict_batch", 1) in differences(evaluated(CALLS["prediction"]))

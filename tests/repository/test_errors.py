@@ -54,7 +54,7 @@ ROOMS = (
 
 #: Where an error has no ``fix``, by file and function, and why.
 REASONS = {
-    "fleetpipe/engine/engine.py _wait": "an order that was made wrong: nothing a user can change",
+    "fleetpipe/engine/engine.py _wait": "an order that was made wrong: nothing users can change",
     "fleetpipe/job/watching/watch.py _instead_of": "it repeats an error that says what to do",
     "fleetpipe/job/watching/watch.py _give_up_if_late": "a Failure carries it to its error",
     "fleetpipe/schedules/check/plan.py verify_plan": "it repeats an error that says what to do",
@@ -63,7 +63,7 @@ REASONS = {
     "fleetpipe/schedules/registry.py verify_rows": "it repeats an error that says what to do",
     "fleetpipe/transport/wire/message.py _unpack": "the inbox raises another that says it",
     "fleetpipe/transport/wire/seal.py check": "the inbox raises another that says it",
-    "static/run/stage.py _nothing_fed": "each batch sets its feed: nothing a user can change",
+    "static/run/static_stage.py _nothing_fed": "each batch sets its feed: nothing users can change",
 }
 
 

@@ -12,9 +12,9 @@ from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
 from fleetpipe.dygraph import random_keys, weighted
 from fleetpipe.dygraph.backward.split import SplitBackward
+from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.losses import Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.stage import Batch, DygraphStage
 from fleetpipe.dygraph.nest import map_tensors
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.engine.engine import Engine

@@ -1,8 +1,8 @@
 """Estimates a training step on a cluster that one does not have, without running anything.
 
 Begin with ``estimate.py``: a job under a layout. ``cluster`` describes the machines,
-``transformer`` and ``workload`` the model, ``pipeline_time`` simulates schedules, ``search`` tries
-all layouts, ``sensitivity`` finds what limits the best one.
+``transformer`` and ``workload`` the model, ``pipeline_time`` simulates schedules, ``layout_search``
+tries all layouts, ``sensitivity`` finds what limits the best one.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.contrib.clusters.estimate import StepEstimate, TrainingJob
-from fleetpipe.contrib.clusters.search import FastestLayouts
+from fleetpipe.contrib.clusters.layout_search import FastestLayouts
 from fleetpipe.contrib.clusters.sensitivity import ResourceLimit
 from fleetpipe.contrib.pictures.schedule_picture import new_figure
 from fleetpipe.profiling.sizes import show_bytes, show_seconds

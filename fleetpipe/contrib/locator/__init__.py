@@ -1,8 +1,8 @@
 """Finds the first place where a parallel job computes other numbers than one device.
 
 ``fleetpipe locate SCRIPT`` runs a script on its ranks, then the same script at degrees 1, its twin,
-and compares their tensors. Start with ``command``; the job and its twin run in separate processes,
-which leave files:
+and compares their tensors. Start with ``locate_command``; the job and its twin run in separate
+processes, which leave files:
 
 1. ``collecting`` puts hooks on layers, losses, backward and optimizers; ``recorder`` names their
    tensors by their meaning (layer, micro-batch, which tensor), and ``record`` stores them;

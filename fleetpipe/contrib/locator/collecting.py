@@ -18,7 +18,7 @@ import numpy as np
 from fleetpipe import numerics
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
 from fleetpipe.contrib.guards.guards import Guards
-from fleetpipe.contrib.locator.options import SETTING, Setting
+from fleetpipe.contrib.locator.locate_options import SETTING, Setting
 from fleetpipe.contrib.locator.record import DROPPED, READ_ON, Meaning
 from fleetpipe.contrib.locator.recorder import Recorder
 from fleetpipe.contrib.locator.twin import Feed, degrees_of_one

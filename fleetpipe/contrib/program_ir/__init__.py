@@ -1,4 +1,4 @@
-"""Reads programs in Paddle's older representation, Program. Start with ``reader.py``.
+"""Reads programs in Paddle's older representation, Program. Start with ``program_reader.py``.
 
-``loader.py`` handles Paddle's own loaders, which read within a program; ``entry`` calls it.
+``program_loader.py`` handles Paddle's own loaders, which read within a program; ``entry`` calls it.
 """

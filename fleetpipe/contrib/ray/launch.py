@@ -18,7 +18,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 
 from fleetpipe.contrib.ray.backend import PaddleConfig
-from fleetpipe.contrib.ray.cluster import connect
+from fleetpipe.contrib.ray.ray_cluster import connect
 from fleetpipe.contrib.ray.trainer import PaddleTrainer
 from fleetpipe.contrib.watch.address import SERVE
 from fleetpipe.errors import ConfigError, FleetPipeError

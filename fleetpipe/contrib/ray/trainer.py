@@ -14,7 +14,7 @@ from ray.train import Result, RunConfig, ScalingConfig
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from fleetpipe.contrib.ray import cluster
+from fleetpipe.contrib.ray import ray_cluster
 from fleetpipe.contrib.ray.backend import PaddleConfig
 from fleetpipe.errors import ConfigError, reason
 from fleetpipe.mesh.axes import DENSE, Degrees, Mesh
@@ -106,12 +106,12 @@ class PaddleTrainer(DataParallelTrainer):
         if self.running_in_local_mode:
             return super().fit()
         bundle = scaling._resources_per_worker_not_none
-        with cluster.connect(os.environ.get("RAY_ADDRESS"), scaling.total_resources):
+        with ray_cluster.connect(os.environ.get("RAY_ADDRESS"), scaling.total_resources):
             config: PaddleConfig = self.backend_config
-            cluster.require_room(bundle, scaling.min_workers, config.wait_for_nodes)
-            cluster.require_packages(self.run_config.worker_runtime_env)
+            ray_cluster.require_room(bundle, scaling.min_workers, config.wait_for_nodes)
+            ray_cluster.require_packages(self.run_config.worker_runtime_env)
             # Two seconds by default, in which neither a report nor a failure is noticed.
-            poll = cluster.environment({_POLL: os.environ.get(_POLL, "0.25")})
+            poll = ray_cluster.environment({_POLL: os.environ.get(_POLL, "0.25")})
             with poll, _interrupt_handler_kept():
                 return super().fit()
 

@@ -15,7 +15,7 @@ from fleetpipe.contrib.report import tables
 from fleetpipe.contrib.report.chart import Chart, Curve, chart, with_mean
 from fleetpipe.contrib.report.drawing import drawings
 from fleetpipe.contrib.report.numbers import align, moment, percent, seconds, short, size
-from fleetpipe.contrib.report.run import Row, RunFolder
+from fleetpipe.contrib.report.run_contents import Row, RunFolder
 from fleetpipe.schedules.forms.events import figures_of
 from fleetpipe.version import __version__
 
@@ -46,7 +46,7 @@ def page(run: RunFolder, now: float | None = None) -> str:
     """Returns the page of a run as an HTML text that loads no other file.
 
     Args:
-        run: A result of :func:`fleetpipe.contrib.report.run.read`.
+        run: A result of :func:`fleetpipe.contrib.report.run_contents.read`.
         now: The date of the page, in seconds since 1970; None: the present time.
     """
     at = time.time() if now is None else now

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.contrib.report.numbers import align, moment, seconds, short
-from fleetpipe.contrib.report.run import AttemptRecord, Row, RunFolder
+from fleetpipe.contrib.report.run_contents import AttemptRecord, Row, RunFolder
 
 #: Letters of the names of a stage's layers.
 _MOST_LETTERS = 60

@@ -1,5 +1,5 @@
 """``fleetpipe new``: writes a new project from the text files in this folder.
 
-``command.py`` writes it. The files end in ``.txt``, as they are not a part of the package. No
+``new_command.py`` writes it. The files end in ``.txt``, as they are not a part of the package. No
 Paddle is needed.
 """

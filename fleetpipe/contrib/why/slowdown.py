@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fleetpipe.contrib.why.operations import COMMUNICATIONS, TRANSFERS, TracedOperation
-from fleetpipe.contrib.why.replay import ReplayedStep
+from fleetpipe.contrib.why.trace_replay import ReplayedStep
+from fleetpipe.contrib.why.traced_ops import COMMUNICATIONS, TRANSFERS, TracedOperation
 from fleetpipe.schedules import Costs, SliceNumber, build
 
 #: Factors below this one are taken for noise.

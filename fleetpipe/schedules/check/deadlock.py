@@ -9,7 +9,7 @@ from fleetpipe.errors import ScheduleError
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.check.plan_columns import PlanColumns
 from fleetpipe.schedules.explain import window
-from fleetpipe.schedules.operations import Op, Recv, Reduce, Send, Step, ranks_of
+from fleetpipe.schedules.plan_ops import Op, Recv, Reduce, Send, Step, ranks_of
 from fleetpipe.schedules.rows import PlanRows
 
 _COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}

@@ -16,7 +16,7 @@ from fleetpipe.schedules.check.plan_columns import PlanColumns, Table
 from fleetpipe.schedules.check.schedule import verify
 from fleetpipe.schedules.edges import Edge, crossing_edges
 from fleetpipe.schedules.explain import window
-from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step, ranks_of
+from fleetpipe.schedules.plan_ops import Free, Op, Recv, Reduce, Send, Step, ranks_of
 from fleetpipe.schedules.rows import PlanRows, computations
 
 #: For each stage, its edges from or to another rank, with that rank.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fleetpipe.schedules.action import Action
 from fleetpipe.schedules.edges import Dependencies, Edge, crossing_edges, slice_before
-from fleetpipe.schedules.operations import Recv, Send
+from fleetpipe.schedules.plan_ops import Recv, Send
 from fleetpipe.schedules.rows import PlanRows
 
 _KINDS = "BFIW"

@@ -11,8 +11,8 @@ from typing import Any
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.edges import Edge, checked_edges
 from fleetpipe.schedules.forms.events import Event
-from fleetpipe.schedules.operations import Recv, Send
 from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.plan_ops import Recv, Send
 
 #: What a trace calls one unit of the costs, which have none of their own: a millisecond.
 MICROSECONDS_PER_UNIT = 1000.0

@@ -8,7 +8,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from fleetpipe.schedules.action import Action, Fused, parts
-from fleetpipe.schedules.operations import Op, parse_op
+from fleetpipe.schedules.plan_ops import Op, parse_op
 from fleetpipe.schedules.simulation.timeline import Timeline
 
 

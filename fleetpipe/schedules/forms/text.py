@@ -11,9 +11,9 @@ from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules.action import Item, parse_item
 from fleetpipe.schedules.edges import Edge, checked_edges, parse_edge
 from fleetpipe.schedules.explain import window
-from fleetpipe.schedules.operations import Op, parse_op
 from fleetpipe.schedules.options import Options
 from fleetpipe.schedules.placement import Placement
+from fleetpipe.schedules.plan_ops import Op, parse_op
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows
 
 _SCHEDULE = "fleetpipe-schedule"

@@ -12,7 +12,7 @@ from fleetpipe.schedules.action import KINDS, Action, numbers
 from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.edges import Edge, checked_edges, crossing_edges
 from fleetpipe.schedules.garbage import collector_paused
-from fleetpipe.schedules.operations import Free, Op, Recv, Reduce, Send, Step
+from fleetpipe.schedules.plan_ops import Free, Op, Recv, Reduce, Send, Step
 from fleetpipe.schedules.rows import PlanRows, ScheduleRows
 from fleetpipe.schedules.simulation.replay import replay
 

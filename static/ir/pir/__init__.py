@@ -1,4 +1,4 @@
 """Paddle's newer representation, PIR.
 
-Start with ``reader.py``; it is imported only if Paddle has PIR.
+Start with ``pir_reader.py``; it is imported only if Paddle has PIR.
 """

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fleetpipe.aliases import Op, Variable
 from fleetpipe.paddle_api.static import pir
-from fleetpipe.static.ir.pir.operations import (
+from fleetpipe.static.ir.pir.pir_values import (
     DATA,
     PARAMETER,
     is_constant,

@@ -11,8 +11,8 @@ import pytest
 from fleetpipe.cli import main
 from fleetpipe.contrib.clusters import Cluster, JobLayout, TrainingJob, Transformer
 from fleetpipe.contrib.clusters.cutting import stages_of
+from fleetpipe.contrib.clusters.layout_search import CHOICES, layouts, search
 from fleetpipe.contrib.clusters.pipeline_time import pipeline_time, small
-from fleetpipe.contrib.clusters.search import CHOICES, layouts, search
 from fleetpipe.contrib.clusters.sensitivity import limits
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.profiling.memory import peak_bytes

@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 from fleetpipe import cli
-from fleetpipe.contrib.doctor import command, host, ranks
+from fleetpipe.contrib.doctor import doctor_command, host, ranks
 from fleetpipe.contrib.doctor.finding import NOTE, OK, WRONG, Finding, looked_at
 
 
@@ -101,7 +101,7 @@ def card(capability: tuple[int, int], archs: list[int] | None) -> Any:
 def test_a_card_is_compared_with_the_wheel(
     capability: tuple[int, int], archs: list[int] | None, state: str
 ) -> None:
-    finding = command._card(card(capability, archs), "gpu:0")
+    finding = doctor_command._card(card(capability, archs), "gpu:0")
     assert finding.state == state
     assert "compute capability {}.{}".format(*capability) in finding.text
 
@@ -112,7 +112,7 @@ def test_a_wheel_without_its_libraries_is_wrong() -> None:
 
     paddle_on_card = card((8, 0), None)
     paddle_on_card.matmul = fails
-    finding = command._card(paddle_on_card, "gpu:0")
+    finding = doctor_command._card(paddle_on_card, "gpu:0")
     reason = "(PreconditionNotMet) The library (libcublas.so) .."
     assert (finding.state, finding.text[-len(reason) :]) == (WRONG, reason)
 

@@ -13,11 +13,11 @@ import paddle
 import pytest
 
 from fleetpipe import cli, fleet
-from fleetpipe.contrib.locator import command, record
+from fleetpipe.contrib.locator import locate_command, record
 from fleetpipe.contrib.locator.assembly import WholeTensors
 from fleetpipe.contrib.locator.collecting import collecting
-from fleetpipe.contrib.locator.command import _await_end
-from fleetpipe.contrib.locator.options import Setting
+from fleetpipe.contrib.locator.locate_command import _await_end
+from fleetpipe.contrib.locator.locate_options import Setting
 from fleetpipe.contrib.locator.recorder import Finished, Recorder
 from fleetpipe.contrib.locator.twin import Feed
 from fleetpipe.errors import UsageError
@@ -149,9 +149,9 @@ def test_steps_that_the_twin_lacks_are_no_equal_ones(
             here.tensors[place] = np.ones(2)
             record.write(Path(setting.folder), here, {}, step)
 
-    monkeypatch.setattr(command, "_start", start)
+    monkeypatch.setattr(locate_command, "_start", start)
     with pytest.raises(UsageError, match="after 1 of the job's 2 steps"):
-        command.locate("train.py", log_dir=tmp_path)
+        locate_command.locate("train.py", log_dir=tmp_path)
 
 
 def test_a_folder_that_is_recorded_into_twice_has_the_second_run_alone(
@@ -163,9 +163,9 @@ def test_a_folder_that_is_recorded_into_twice_has_the_second_run_alone(
             here.tensors[record.Meaning(0, "update", "weight")] = np.array([ranks])
             record.write(Path(setting.folder), here, {}, 0)
 
-    monkeypatch.setattr(command, "_start", start)
+    monkeypatch.setattr(locate_command, "_start", start)
     for ranks in (2, 1):
-        assert command.locate("train.py", record=tmp_path, log_dir=tmp_path) is None
+        assert locate_command.locate("train.py", record=tmp_path, log_dir=tmp_path) is None
         job = record.read(tmp_path / "job")
         assert [rank.rank for rank in job.ranks] == [*range(ranks)]
         assert all(t.item() == ranks for rank in job.ranks for t in rank.tensors.values())
@@ -177,7 +177,7 @@ def test_an_error_of_its_own_is_no_difference(
     def located(_: object) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(command, "find_difference", located)
+    monkeypatch.setattr(locate_command, "find_difference", located)
     assert cli.main(["locate", __file__]) == 2
     assert "KeyError: 'a defect'" in capfd.readouterr().err
 

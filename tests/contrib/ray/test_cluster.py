@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'fleetpipe[
 
 from ray.train import RunConfig
 
-from fleetpipe.contrib.ray import PaddleConfig, PaddleTrainer, backend, cluster, reaper
+from fleetpipe.contrib.ray import PaddleConfig, PaddleTrainer, backend, ray_cluster, reaper
 from fleetpipe.contrib.ray.trainer import replicas
 from fleetpipe.errors import ConfigError
 from tests.launching import ROOT
@@ -27,9 +27,9 @@ from tests.launching import ROOT
 #: Starts a cluster, tells of it, and waits; a worker has forked a process of its own session.
 OWNER = """
 import json, os, subprocess, sys, time
-from fleetpipe.contrib.ray import cluster
+from fleetpipe.contrib.ray import ray_cluster
 
-with cluster.connect(None, {"CPU": 1}):
+with ray_cluster.connect(None, {"CPU": 1}):
     import ray
 
     @ray.remote
@@ -47,10 +47,10 @@ with cluster.connect(None, {"CPU": 1}):
 #: Says how a cluster at an address takes a process.
 STRANGER = """
 import sys
-from fleetpipe.contrib.ray import cluster
+from fleetpipe.contrib.ray import ray_cluster
 from fleetpipe.errors import ConfigError
 try:
-    with cluster.connect(sys.argv[1], {}):
+    with ray_cluster.connect(sys.argv[1], {}):
         print("taken")
 except ConfigError as error:
     print(error)
@@ -131,21 +131,21 @@ def test_other_versions_than_the_clusters_are_named(monkeypatch: pytest.MonkeyPa
     def init(*_: object, **__: object) -> None:
         raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.59.0")
 
-    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(ray_cluster.ray, "init", init)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         refused = pytest.raises(ConfigError, match=r"has other versions.*\n.*Ray: 2\.59\.0")
-        with refused, cluster.connect(address, {}):
+        with refused, ray_cluster.connect(address, {}):
             pass
 
 
 def test_a_shutdown_that_waits_for_ever_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = threading.Event()
-    monkeypatch.setattr(cluster, "_LEAVE_SECONDS", 0.1)
-    monkeypatch.setattr(cluster.ray, "shutdown", waits.wait)
-    cluster._leave()
+    monkeypatch.setattr(ray_cluster, "_LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", waits.wait)
+    ray_cluster._leave()
     assert not waits.is_set()
     waits.set()
 
@@ -153,11 +153,11 @@ def test_a_shutdown_that_waits_for_ever_is_not_waited_for(monkeypatch: pytest.Mo
 def test_where_no_ray_is_says_so_at_once() -> None:
     began = time.monotonic()
     address = f"127.0.0.1:{backend.free_ports(1)[0]}"
-    with pytest.raises(ConfigError, match=address), cluster.connect(address, {}):
+    with pytest.raises(ConfigError, match=address), ray_cluster.connect(address, {}):
         pass
     with (
         pytest.raises(ConfigError, match=r"'nowhere' does not answer\n  got: no port"),
-        cluster.connect("nowhere", {}),
+        ray_cluster.connect("nowhere", {}),
     ):
         pass
     assert time.monotonic() - began < 10

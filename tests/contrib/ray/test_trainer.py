@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 import fleetpipe
-from fleetpipe.contrib.ray import PaddleConfig, PaddleTrainer, cluster
+from fleetpipe.contrib.ray import PaddleConfig, PaddleTrainer, ray_cluster
 from fleetpipe.errors import ConfigError
 from tests import jobs
 from tests.contrib.ray import loops
@@ -144,10 +144,10 @@ def test_more_ranks_than_the_nodes_have_room_for_are_refused(
 def test_a_package_that_a_node_does_not_have_is_named(
     two_nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.require_packages()
-    monkeypatch.setitem(cluster.NEEDED, "not_there", "")
+    ray_cluster.require_packages()
+    monkeypatch.setitem(ray_cluster.NEEDED, "not_there", "")
     with pytest.raises(ConfigError, match=r"on the node .*: no package 'not_there'"):
-        cluster.require_packages()
-    monkeypatch.setitem(cluster.NEEDED, "fleetpipe", "0.0.1")
+        ray_cluster.require_packages()
+    monkeypatch.setitem(ray_cluster.NEEDED, "fleetpipe", "0.0.1")
     with pytest.raises(ConfigError, match=r"another version of fleetpipe than 0\.0\.1"):
-        cluster.require_packages()
+        ray_cluster.require_packages()

@@ -9,7 +9,7 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.contrib.report.page import comparison, short_names
-from fleetpipe.contrib.report.run import read
+from fleetpipe.contrib.report.run_contents import read
 from tests.contrib.report.runs import EVIL, row, schedule, written
 from tests.contrib.report.test_page import Parsed
 

@@ -20,7 +20,7 @@ from fleetpipe.cli import main
 from fleetpipe.contrib.report.chart import Curve, chart, with_mean
 from fleetpipe.contrib.report.numbers import align, clock, labels, seconds, short, size, ticks
 from fleetpipe.contrib.report.page import page, templates_of
-from fleetpipe.contrib.report.run import read
+from fleetpipe.contrib.report.run_contents import read
 from fleetpipe.mesh.parts import Described
 from tests.contrib.report.runs import EVIL, row, schedule, written
 from tests.ground.test_without_paddle import without_paddle

@@ -11,7 +11,7 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.contrib.report.page import page
-from fleetpipe.contrib.report.run import attempts_of, read
+from fleetpipe.contrib.report.run_contents import attempts_of, read
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.run_files import append_line, read_lines
 from fleetpipe.schedules import Placement

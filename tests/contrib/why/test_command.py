@@ -11,8 +11,8 @@ import pytest
 
 from fleetpipe.cli import main
 from fleetpipe.contrib.why import TracedOperation, read_columns, read_trace, slowdown_of, steps_of
-from fleetpipe.contrib.why.operations import COLUMNS
 from fleetpipe.contrib.why.slowdown import alternatives
+from fleetpipe.contrib.why.traced_ops import COLUMNS
 from fleetpipe.schedules import Placement, build
 from fleetpipe.schedules.forms.chrome import write_trace
 from fleetpipe.schedules.forms.events import Event, events_of

@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet
-from fleetpipe.dygraph.batch.stage import DygraphStage
+from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
 from fleetpipe.errors import ConfigError, PartitionError, ScheduleError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from tests.pipelines import batch, bits, job, mlp_layers, model_in_job, pipeline, sgd

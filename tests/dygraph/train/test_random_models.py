@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.contrib.fast_leaves import linear
+from fleetpipe.contrib.fast_leaves import fast_linear
 from fleetpipe.errors import FleetPipeError
 from tests.dygraph.random_models import AROUND, BIAS_THREE_TIMES, MICRO_BATCHES, REFUSED, Case
 from tests.pipelines import job, pipeline
@@ -97,13 +97,13 @@ def piped_steps(case: Case, schedule: str, fast_leaves: bool) -> list[Step]:
 @contextmanager
 def small_leaves_too(case: Case) -> Iterator[None]:
     """Within it leaves are fast that are too small to gain time."""
-    fewest = linear._FEWEST, linear._FEWEST_COLUMNS
+    fewest = fast_linear._FEWEST, fast_linear._FEWEST_COLUMNS
     if not case.is_real:
-        linear._FEWEST = linear._FEWEST_COLUMNS = 1
+        fast_linear._FEWEST = fast_linear._FEWEST_COLUMNS = 1
     try:
         yield
     finally:
-        linear._FEWEST, linear._FEWEST_COLUMNS = fewest
+        fast_linear._FEWEST, fast_linear._FEWEST_COLUMNS = fewest
 
 
 def differences(one: Step, other: Step) -> set[str]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.report.run import attempts_of
+from fleetpipe.contrib.report.run_contents import attempts_of
 from fleetpipe.launch.supervisor.attempts import POISONED
 from tests.fixtures import Capture, Launch
 from tests.launch.supervisor.commands import launched

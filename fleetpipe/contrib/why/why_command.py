@@ -16,20 +16,20 @@ from fleetpipe.contrib.pictures.panel import Panel
 from fleetpipe.contrib.report.drawing import Drawing, laid_out
 from fleetpipe.contrib.report.page import templates_of
 from fleetpipe.contrib.report.timelines import placement_of
-from fleetpipe.contrib.why.operations import (
-    COLUMNS,
-    COMMUNICATIONS,
-    TracedOperation,
-    read_columns,
-    read_trace,
-)
-from fleetpipe.contrib.why.replay import ReplayedStep, steps_of
 from fleetpipe.contrib.why.slowdown import (
     Alternative,
     Slowdown,
     alternatives,
     ideal_times,
     slowdown_of,
+)
+from fleetpipe.contrib.why.trace_replay import ReplayedStep, steps_of
+from fleetpipe.contrib.why.traced_ops import (
+    COLUMNS,
+    COMMUNICATIONS,
+    TracedOperation,
+    read_columns,
+    read_trace,
 )
 from fleetpipe.schedules.forms.chrome import caveat, device_of
 from fleetpipe.schedules.forms.events import Event

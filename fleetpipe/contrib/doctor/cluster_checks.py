@@ -10,7 +10,7 @@ import ray
 
 from fleetpipe.contrib.doctor import host
 from fleetpipe.contrib.doctor.finding import WRONG, Finding
-from fleetpipe.contrib.ray import cluster, nodes
+from fleetpipe.contrib.ray import nodes, ray_cluster
 from fleetpipe.errors import FleetPipeError
 
 
@@ -23,8 +23,8 @@ def findings(address: str, ranks: int, folder: Path) -> list[Finding]:
         folder: The folder of the checkpoints on each node.
     """
     try:
-        with cluster.connect(None if address == "local" else address, {"CPU": ranks}):
-            cluster.require_packages()
+        with ray_cluster.connect(None if address == "local" else address, {"CPU": ranks}):
+            ray_cluster.require_packages()
             return _of_nodes(ranks, folder)
     except FleetPipeError as error:
         return [Finding("ray", WRONG, str(error).splitlines()[0], str(error).splitlines()[-1])]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from fleetpipe.aliases import Context, Layer, Nest, Tensor
-from fleetpipe.contrib.fast_leaves import linear
+from fleetpipe.contrib.fast_leaves import fast_linear
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.adding import Sums, count_own_hook, is_watched
 from fleetpipe.dygraph.backward.forwards import Forward, with_forwards
@@ -116,7 +116,7 @@ def tables_of(layers: Iterable[Layer]) -> list[tuple[Layer, LookupTable]]:
 
 
 #: What takes less time, by the forward of a layer's class.
-_FORWARDS: dict[object, Callable[..., Nest]] = {linear.plain_forward: linear.forward}
+_FORWARDS: dict[object, Callable[..., Nest]] = {fast_linear.plain_forward: fast_linear.forward}
 
 
 class FastForwards:
@@ -136,7 +136,7 @@ class FastForwards:
 
     def running(self) -> AbstractContextManager[None]:
         """While it is open, the layers use the fast forward, unless a user replaced theirs."""
-        linear.try_waiting()
+        fast_linear.try_waiting()
         return with_forwards(
             [
                 (layer, forward)

@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
         findings += ranks.findings(options.nproc)
     if options.ray is not None:
         with needed_for("a Ray cluster is looked at"):
-            from fleetpipe.contrib.doctor import cluster
-        findings += cluster.findings(options.ray, options.nproc, options.checkpoint_dir)
+            from fleetpipe.contrib.doctor import cluster_checks
+        findings += cluster_checks.findings(options.ray, options.nproc, options.checkpoint_dir)
     if options.json:
         listed = [finding._asdict() for finding in findings]
         result = {"fleetpipe": __version__, "findings": listed, "wrong": len(wrong(findings))}

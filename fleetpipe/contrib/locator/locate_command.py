@@ -19,7 +19,7 @@ from fleetpipe.contrib.locator import record
 from fleetpipe.contrib.locator.assembly import WholeTensors
 from fleetpipe.contrib.locator.causes import CUT, Location, first_split
 from fleetpipe.contrib.locator.comparison import first_difference
-from fleetpipe.contrib.locator.options import SETTING, TIMEOUT, Setting
+from fleetpipe.contrib.locator.locate_options import SETTING, TIMEOUT, Setting
 from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.launch import log_filter, script
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fleetpipe.arguments import new_file, using
 from fleetpipe.contrib.report.page import comparison, page, short_names
-from fleetpipe.contrib.report.run import RunFolder, read
+from fleetpipe.contrib.report.run_contents import RunFolder, read
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.run_files import ABOUT, ATTEMPTS, METRICS, TRACE
 

@@ -27,7 +27,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="ranks of the pipeline; with --cluster, those of the fastest layout by default",
     )
-    extra("clusters.commands").configure_cluster(parser)
+    extra("clusters.cluster_options").configure_cluster(parser)
     parser.add_argument(
         "--memory-cap",
         metavar="SIZE",
@@ -84,7 +84,7 @@ def configure_estimate(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --cluster: draw the layouts to a .png, .svg or .pdf (needs matplotlib)",
     )
-    extra("clusters.commands").configure_cluster(parser)
+    extra("clusters.cluster_options").configure_cluster(parser)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -129,10 +129,10 @@ def _require_moderate(profile: Profile, ranks: int, micro_batches: int) -> None:
 def run_plan(arguments: argparse.Namespace) -> int:
     """Computes, writes and prints a plan; returns the exit code."""
     if arguments.cluster is None:
-        extra("clusters.commands").require_no_cluster(arguments, plans=True)
+        extra("clusters.cluster_options").require_no_cluster(arguments, plans=True)
         profile = Profile.read(arguments.file)
     else:
-        profile = extra("clusters.commands").profile_of_fastest(arguments)
+        profile = extra("clusters.cluster_options").profile_of_fastest(arguments)
     _require_moderate(profile, arguments.ranks, arguments.micro_batches)
     made = plan(
         profile,
@@ -157,9 +157,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def run_estimate(arguments: argparse.Namespace) -> int:
     """Prints the costs of each schedule on several numbers of ranks, or of layouts of a cluster."""
     if arguments.cluster is not None:
-        sys.stdout.write(extra("clusters.commands").estimate(arguments) + "\n")
+        sys.stdout.write(extra("clusters.cluster_options").estimate(arguments) + "\n")
         return 0
-    extra("clusters.commands").require_no_cluster(arguments)
+    extra("clusters.cluster_options").require_no_cluster(arguments)
     profile = Profile.read(arguments.file)
     for ranks in arguments.ranks or (1,):
         profile.require_cuts_for(ranks)

@@ -19,7 +19,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 
-from fleetpipe.contrib.why.operations import COLLECTIVES, COMMUNICATIONS, TRANSFERS, TracedOperation
+from fleetpipe.contrib.why.traced_ops import COLLECTIVES, COMMUNICATIONS, TRANSFERS, TracedOperation
 from fleetpipe.errors import ConfigError
 
 #: ``[operations, cases]``: what each operation takes in each of several cases, in seconds.

@@ -13,7 +13,7 @@ from fleetpipe.paddle_api.static import pir_operations, static
 from fleetpipe.static.cut import contract
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.ir import backward
-from fleetpipe.static.ir.pir import halves, operations
+from fleetpipe.static.ir.pir import halves, pir_values
 
 
 class _Copy(NamedTuple):
@@ -54,12 +54,12 @@ class PirStage:
         with static.program_guard(self._program, static.Program()):
             self._isolate(places)
             self._forward = {op.id() for op in self._ops()}
-            self._versions = operations.Versions()
+            self._versions = pir_values.Versions()
             changed = [value for op in self._ops() for value in self._versions.add(op)]
-            self._changed = {operations.place(value) for value in changed}
-            self._numbers = {operations.place(value): n for n, value in self._values.items()}
+            self._changed = {pir_values.place(value) for value in changed}
+            self._numbers = {pir_values.place(value): n for n, value in self._values.items()}
             self.accumulators, self.input_gradients = backward.append(self, split, stage, loss)
-            operations.take_operands(self._ops())
+            pir_values.take_operands(self._ops())
         self._refuse_control_flow()
         self._kept, self._repeated = self._crossing()
 
@@ -94,7 +94,7 @@ class PirStage:
         gradient into a variable.
         """
         backwards = (op for op in self._ops() if op.id() not in self._forward)
-        values = (value for op in backwards for value in operations.operands(op))
+        values = (value for op in backwards for value in pir_values.operands(op))
         return any(v.is_dense_tensor_type() and v.dtype == paddle.bfloat16 for v in values)
 
     def _isolate(self, places: Sequence[tuple[int, int]]) -> None:
@@ -107,8 +107,8 @@ class PirStage:
             if index not in mine:
                 continue
             self._values[number] = ops[index].result(result)
-            if ops[index].name() == operations.DATA:
-                name = operations.name_of(ops[index])
+            if ops[index].name() == pir_values.DATA:
+                name = pir_values.name_of(ops[index])
                 self.feeds[name] = self._split.names.fed(name)
                 self._values[number] = self._replace(self.feeds[name], self._values[number])
         for edge, numbers in self._split.crossing.items():
@@ -123,16 +123,16 @@ class PirStage:
                     )
                 self._values[number] = self._replace(self.incoming(number), value)
         for index in reversed(range(len(ops))):
-            if index not in mine or ops[index].name() == operations.DATA:
+            if index not in mine or ops[index].name() == pir_values.DATA:
                 ops[index].erase()
 
     def _take_changed(self, ops: Sequence[Op], mine: Collection[int]) -> None:
         """Makes operations of the stage use a changed value from the stage that computes it."""
-        versions = operations.Versions()
+        versions = pir_values.Versions()
         here = {ops[index].id() for index in mine}
         elsewhere: set[tuple[int, int]] = set()
         for index, op in enumerate(ops):
-            for one in (op, *operations.inside(op)) if index in mine else ():
+            for one in (op, *pir_values.inside(op)) if index in mine else ():
                 for operand in one.operands():
                     value = operand.source()
                     if not value.initialized():
@@ -140,7 +140,7 @@ class PirStage:
                     now = versions.now(value)
                     if now.get_defining_op() is None or now.is_same(value):
                         continue
-                    first = operations.place(versions.first(now))
+                    first = pir_values.place(versions.first(now))
                     if now.get_defining_op().id() not in here:
                         elsewhere.add(first)
                     if first in elsewhere:
@@ -149,15 +149,15 @@ class PirStage:
 
     def _replace(self, variable: str, value: Variable) -> Variable:
         """Replaces a value by a variable of the scope."""
-        replacement = operations.placeholder(variable, value)
+        replacement = pir_values.placeholder(variable, value)
         value.replace_all_uses_with(replacement)
         return replacement
 
     def parameters(self) -> dict[str, Variable]:
         """Returns the parameters to train that the stage uses, by name."""
-        used = [op for op in self._ops() if op.name() == operations.PARAMETER]
+        used = [op for op in self._ops() if op.name() == pir_values.PARAMETER]
         return {
-            operations.name_of(op): op.result(0) for op in used if not op.result(0).stop_gradient
+            pir_values.name_of(op): op.result(0) for op in used if not op.result(0).stop_gradient
         }
 
     def variable(self, value: int) -> Variable:
@@ -170,7 +170,7 @@ class PirStage:
 
     def fed(self, name: str, like: Variable) -> Variable:
         """Returns a variable of the scope, with the shape of a value."""
-        return operations.placeholder(name, like)
+        return pir_values.placeholder(name, like)
 
     def add(self, parts: Sequence[Variable]) -> Variable:
         """Returns the sum of the parts, added in their order."""
@@ -188,17 +188,17 @@ class PirStage:
         """Puts a gradient into a variable; a gradient of two inputs keeps one name."""
         if grad.id not in self._left:
             self._left[grad.id] = name
-            operations.export(grad, name)
+            pir_values.export(grad, name)
         return self._left[grad.id]
 
     def _refuse_control_flow(self) -> None:
         for op in self._ops():
             # What backward takes from inside of a block is pushed there onto a stack.
             if op.id() in self._forward and any(
-                "push" in one.name() for one in operations.inside(op)
+                "push" in one.name() for one in pir_values.inside(op)
             ):
                 raise backward.through_control_flow(
-                    f"operation {op.name()!r} ({operations.line_of(op)})"
+                    f"operation {op.name()!r} ({pir_values.line_of(op)})"
                 )
 
     def _crossing(self) -> tuple[list[int], set[int]]:
@@ -212,34 +212,34 @@ class PirStage:
         waiting = [op for op in self._ops() if op.id() not in self._forward]
         while waiting:
             user = waiting.pop()
-            for taken in operations.operands(user):
+            for taken in pir_values.operands(user):
                 value = self._versions.first(taken)
                 op = value.get_defining_op()
-                if op is None or op.id() not in self._forward or op.name() == operations.DATA:
+                if op is None or op.id() not in self._forward or op.name() == pir_values.DATA:
                     continue
-                changed = operations.place(value) in self._changed
-                if op.name() == operations.PARAMETER:
-                    if changed and not user.name().startswith(operations.NORMS):
-                        crossing.add(self._numbers[operations.place(value)])
+                changed = pir_values.place(value) in self._changed
+                if op.name() == pir_values.PARAMETER:
+                    if changed and not user.name().startswith(pir_values.NORMS):
+                        crossing.add(self._numbers[pir_values.place(value)])
                     continue
                 if changed and not value.is_dense_tensor_type():
                     raise self._changed_list(op)
-                unread = operations.by_shape(user, taken)
-                if (operations.is_free(op) and not changed) or (
+                unread = pir_values.by_shape(user, taken)
+                if (pir_values.is_free(op) and not changed) or (
                     not unread and self._computed_again(op, value)
                 ):
                     if op.id() not in repeated:
                         repeated.add(op.id())
                         waiting.append(op)
                 else:
-                    crossing.add(self._numbers[operations.place(value)])
+                    crossing.add(self._numbers[pir_values.place(value)])
         made = {n for n in crossing if self._values[n].get_defining_op().id() in repeated}
         return sorted(crossing - made), repeated
 
     def _changed_list(self, op: Op) -> BoundaryError:
         return BoundaryError(
             "a gradient passes through a list of tensors that is written to",
-            where=f"operation {op.name()!r} ({operations.line_of(op)}) of stage {self._stage}",
+            where=f"operation {op.name()!r} ({pir_values.line_of(op)}) of stage {self._stage}",
             cause="backward would take a TensorArray from forward, which no variable can hold",
             fix="use a Python list and paddle.stack or paddle.concat, or keep gradients out of it "
             "with stop_gradient",
@@ -251,14 +251,14 @@ class PirStage:
         Random values are not drawn again, and a value changed in place is stored after the change.
         """
         kept = self._split.checkpoints
-        if kept is None or self._numbers[operations.place(value)] in kept:
+        if kept is None or self._numbers[pir_values.place(value)] in kept:
             return False
-        if operations.draws_of(op) or op.num_regions():
+        if pir_values.draws_of(op) or op.num_regions():
             return False
-        if any(map(operations.changes, (op, *value.all_used_ops()))):
+        if any(map(pir_values.changes, (op, *value.all_used_ops()))):
             return False
-        inputs = (operations.place(self._versions.first(v)) for v in operations.operands(op))
-        return op.name().startswith(operations.NORMS) or self._changed.isdisjoint(inputs)
+        inputs = (pir_values.place(self._versions.first(v)) for v in pir_values.operands(op))
+        return op.name().startswith(pir_values.NORMS) or self._changed.isdisjoint(inputs)
 
     def _copy(self, program: Program | None = None) -> _Copy:
         """Returns a copy of the stage's program, or of another copy."""
@@ -279,9 +279,9 @@ class PirStage:
             for index in reversed(range(len(copy.ops))):
                 if index not in copy.forward:
                     copy.ops[index].erase()
-            operations.to_end(copy.program.global_block())
+            pir_values.to_end(copy.program.global_block())
             for number in sorted(numbers):
-                operations.export(copy.values[number], self.outgoing(number))
+                pir_values.export(copy.values[number], self.outgoing(number))
         return copy.program
 
     def _backward_piece(self) -> contract.ProgramPiece:
@@ -301,9 +301,9 @@ class PirStage:
         }
         first, second = (self._copy(whole.program) for _ in range(2))
         with static.program_guard(first.program, static.Program()):
-            operations.to_end(first.program.global_block())
+            pir_values.to_end(first.program.global_block())
             for name, (index, result) in crossing.items():
-                operations.export(first.ops[index].result(result), name)
+                pir_values.export(first.ops[index].result(result), name)
             self._leave(first, division.inputs)
             halves.ask_for_less(first.ops[index] for index in division.inputs)
             input_grad = self._piece(first.program)._replace(waiting=())
@@ -312,7 +312,7 @@ class PirStage:
         with static.program_guard(second.program, static.Program()):
             for name, (index, result) in crossing.items():
                 value = second.ops[index].result(result)
-                value.replace_all_uses_with(operations.placeholder(name, value))
+                value.replace_all_uses_with(pir_values.placeholder(name, value))
             self._leave(second, division.weights)
             halves.ask_for_less(second.ops[index] for index in division.weights)
             return input_grad, self._piece(second.program)
@@ -321,10 +321,10 @@ class PirStage:
         """Reduces a copy to some operations of its backward and what they need of the forward."""
         for number in self._kept:
             value = copy.values[number]
-            value.replace_all_uses_with(operations.placeholder(self.outgoing(number), value))
+            value.replace_all_uses_with(pir_values.placeholder(self.outgoing(number), value))
         for index in copy.forward:
             op = copy.ops[index]
-            for result, operand in operations.in_place(op).items():
+            for result, operand in pir_values.in_place(op).items():
                 op.result(result).replace_all_uses_with(op.operand_source(operand))
         repeated = {copy.ops[index].id() for index in copy.repeated}
         # From the last to the first: those that use an operation are gone before it is, and none is
@@ -333,34 +333,34 @@ class PirStage:
             op = copy.ops[index]
             stays = index in mine
             if index in copy.forward:
-                stays = operations.is_source(op) or index in copy.repeated
-            if index in copy.forward or operations.is_source(op) or operations.is_constant(op):
+                stays = pir_values.is_source(op) or index in copy.repeated
+            if index in copy.forward or pir_values.is_source(op) or pir_values.is_constant(op):
                 stays = any(not value.use_empty() for value in op.results()) and (
                     stays or index not in copy.forward
                 )
             if not stays:
                 op.erase()
-        operations.place_repeated(copy.program, repeated)
+        pir_values.place_repeated(copy.program, repeated)
 
     def _piece(self, program: Program) -> contract.ProgramPiece:
         """Describes a program of the backward after removing unused operations."""
         forward_values = {
-            operations.name_of(op)
+            pir_values.name_of(op)
             for op in self._ops()
-            if op.id() in self._forward and op.name() == operations.DATA
+            if op.id() in self._forward and op.name() == pir_values.DATA
         }
         forward_values |= {self.outgoing(number) for number in self._kept}
         kept, waiting, shapes = [], [], []
         for op in list(program.global_block().ops):
-            if op.name() != operations.DATA:
+            if op.name() != pir_values.DATA:
                 continue
-            value, name = op.result(0), operations.name_of(op)
+            value, name = op.result(0), pir_values.name_of(op)
             if value.use_empty():
                 op.erase()
             elif name in forward_values:
                 kept.append(name)
                 users = value.all_used_ops_in_same_block()
-                shapes += [name] if all(operations.by_shape(user, value) for user in users) else []
+                shapes += [name] if all(pir_values.by_shape(user, value) for user in users) else []
             elif name not in self.accumulators.values():
                 waiting.append(name)
         return contract.ProgramPiece(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
-from fleetpipe.contrib.experts.layer import ExpertList
+from fleetpipe.contrib.experts.expert_layers import ExpertList
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient, zero_gradient
 from fleetpipe.dygraph.layer_kinds import LayerKind
 from fleetpipe.dygraph.tensor_parallel.groups import model_parallel_group

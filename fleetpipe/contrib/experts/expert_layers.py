@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fleetpipe.aliases import Layer, PaddleGroup, Tensor
-from fleetpipe.contrib.experts import exchange, operations
+from fleetpipe.contrib.experts import exchange, routing
 from fleetpipe.contrib.experts.exchange import expert_parallel, members_of
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.mesh import traffic
@@ -102,8 +102,8 @@ class Experts(paddle.nn.Layer):
             # All ranks exchange gradients, or none: also where no token comes to this one.
             tokens = tokens.detach()
             tokens.stop_gradient = False
-        counts = operations.number_count(choices, self.experts.total)
-        order = operations.by_expert(choices.flatten())[choices.size - int(counts.sum()) :]
+        counts = routing.number_count(choices, self.experts.total)
+        order = routing.by_expert(choices.flatten())[choices.size - int(counts.sum()) :]
         if order.shape[0] == 0 and not CAN_GATHER_NOTHING:
             return tokens.scale(0.0)  # without ep_degree no other rank waits
         rows = paddle.gather(tokens, order // choices.shape[1])

@@ -10,11 +10,12 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import gradient_clip, rate_variable, set_dtype
 from fleetpipe.paddle_api.static import is_pir, no_place, pir, pir_creation, pir_operations, static
 from fleetpipe.static.cut.contract import Update
-from fleetpipe.static.cut.names import PREFIX, Names
+from fleetpipe.static.cut.scope_names import PREFIX, Names
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import EVERYWHERE, Declared, Graph, Operation
 from fleetpipe.static.ir.optimizer_state import kept_of
-from fleetpipe.static.ir.pir.operations import (
+from fleetpipe.static.ir.pir.pir_stage import PirStage
+from fleetpipe.static.ir.pir.pir_values import (
     DATA,
     PARAMETER,
     SET_PARAMETER,
@@ -29,7 +30,6 @@ from fleetpipe.static.ir.pir.operations import (
     placeholder,
     to_end,
 )
-from fleetpipe.static.ir.pir.stage import PirStage
 
 _STAGE = "chunk_id"
 #: Where an operation carries the names that the user asked for, by result.

@@ -10,7 +10,7 @@ from typing import Any
 from fleetpipe.arguments import positive, using
 from fleetpipe.contrib.clusters.cluster import Cluster
 from fleetpipe.contrib.clusters.estimate import TrainingJob
-from fleetpipe.contrib.clusters.search import CHOICES, search
+from fleetpipe.contrib.clusters.layout_search import CHOICES, search
 from fleetpipe.contrib.clusters.sensitivity import limits
 from fleetpipe.contrib.clusters.showing import as_json, plot, tables
 from fleetpipe.contrib.clusters.transformer import RECOMPUTES, Transformer

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from fleetpipe.aliases import Block, Op, Optimizer, Program, Variable
-from fleetpipe.contrib.program_ir.loader import belongs_to_loader
-from fleetpipe.contrib.program_ir.operations import (
+from fleetpipe.contrib.program_ir.program_loader import belongs_to_loader
+from fleetpipe.contrib.program_ir.program_ops import (
     create_variable,
     draws_of,
     inside,
@@ -18,7 +18,7 @@ from fleetpipe.contrib.program_ir.operations import (
     reads_of,
     temporary,
 )
-from fleetpipe.contrib.program_ir.stage import ProgramStage
+from fleetpipe.contrib.program_ir.program_stage import ProgramStage
 from fleetpipe.paddle_api.optimizer import rate_variable
 from fleetpipe.paddle_api.static import (
     dtype_name,
@@ -28,7 +28,7 @@ from fleetpipe.paddle_api.static import (
     static,
 )
 from fleetpipe.static.cut.contract import Update
-from fleetpipe.static.cut.names import Names
+from fleetpipe.static.cut.scope_names import Names
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Declared, Graph, Operation, stage_of_device
 from fleetpipe.static.ir.optimizer_state import kept_of
