@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline are passed of a batch: cut, checked, compared and exchanged."""
+"""The data of a batch on the ranks of a pipeline: cut, checked, compared and exchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fleetpipe.schedules import Placement
 
 
 class RankData:
-    """The batches of a pipeline, of which the first and the last stage take a part each.
+    """Handles the batches of a pipeline, of which the first and the last stage take a part each.
 
     Attributes:
         first_owner: The rank that owns the first stage, which takes the inputs.
@@ -24,11 +24,11 @@ class RankData:
     """
 
     def __init__(self, job: Job, placement: Placement, config: PipelineConfig) -> None:
-        """Takes who needs what, and how a batch is cut.
+        """Stores which rank needs which part, and how batches are cut.
 
         Args:
             job: The job of the model.
-            placement: Which rank has which stage.
+            placement: The owner of each stage.
             config: The options of the pipeline.
         """
         self._job, self._config = job, config
@@ -43,7 +43,7 @@ class RankData:
         return self._job.local or rank == self._job.hcg.get_stage_id()
 
     def cut(self, any_rows: bool = False, keeps_graph: bool = False) -> MicroBatchCut:
-        """Returns how a batch is cut, one with another number of rows too if ``any_rows``."""
+        """Returns the sizes of micro-batches; with ``any_rows``, for any number of rows."""
         config = self._config
         return MicroBatchCut(config.micro_batches, config.micro_batch_size, any_rows, keeps_graph)
 
@@ -62,7 +62,7 @@ class RankData:
         """Refuses a batch that lacks what this process's stages need.
 
         Raises:
-            ConfigError: It has no inputs for the first stage, or no labels for the last.
+            ConfigError: The batch has no inputs for the first stage, or no labels for the last.
         """
         if batches.inputs is None and self.owns_first:
             raise ConfigError(
@@ -77,17 +77,17 @@ class RankData:
             )
 
     def compare(self, batches: MicroBatches, count: int = 0) -> int:
-        """Makes sure that this replica's ranks were given the rows of one batch. Collective.
+        """Makes sure that this replica's ranks have rows of one batch. Collective.
 
         Args:
-            batches: Those that this rank was given.
-            count: A number that the owner of the first stage tells the other ranks.
+            batches: The micro-batches of this rank.
+            count: A number that the owner of the first stage sends to the other ranks.
 
         Returns:
-            ``count`` of that owner.
+            The count on that owner.
 
         Raises:
-            ConfigError: They were given different rows.
+            ConfigError: The ranks have different rows.
         """
         return self._comparison.compare(
             batches if self._config.compare_rows else None,
@@ -97,7 +97,7 @@ class RankData:
         )
 
     def share_batch(self, data: Nest) -> tuple[MicroBatches, MicroBatches]:
-        """Gives every rank the inputs of the first stage and the labels of the last. Collective.
+        """Sends every rank the inputs of the first stage and the labels of the last. Collective.
 
         Args:
             data: As for ``train_batch``.
@@ -109,7 +109,7 @@ class RankData:
         return self.share(self.micro_batches(data))
 
     def share(self, batches: MicroBatches) -> tuple[MicroBatches, MicroBatches]:
-        """As :meth:`share_batch`, for a batch that is cut already. Collective.
+        """Does the same as :meth:`share_batch`, for a batch that is cut already. Collective.
 
         Sequences that are split along sep and cp are whole in the result.
         """
@@ -128,7 +128,7 @@ class RankData:
         return MicroBatches(inputs, labels), everyone
 
     def from_last_stage(self, value: Nest) -> list[Nest]:
-        """Returns on every rank what the owners of the last stage pass. Collective over the job.
+        """Returns, on every rank, the values that the owners of the last stage pass. Collective.
 
         Args:
             value: Tensors and plain values in tuples, lists and dicts; other ranks may pass None.
@@ -137,7 +137,7 @@ class RankData:
             The values, replica by replica.
 
         Raises:
-            BoundaryError: A value is made of something else.
+            BoundaryError: A value contains another kind of object.
             PipelineTimeout: Some rank did not come within the limit.
         """
         with self._job.guarded(lambda: "sharing what the last stage has"):

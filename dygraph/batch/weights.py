@@ -1,4 +1,4 @@
-"""How much the micro-batches of a batch count in its loss."""
+"""The weights of the micro-batches of a batch in its loss."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class MicroBatchWeights:
         usual: The weight of each micro-batch of this replica in the replica's loss.
         in_backward: The weight of each in the loss that backward starts from: the usual one, or 1
             if ``delay_scale_loss`` divides the gradients later.
-        divisor: What gradients are divided by after the last backward; 1 if they are not.
-        copies: What each weight is divided by before a forward: with sums by a tree the number of
-            ranks over which gradients are averaged, so that nothing is left to divide after sums.
+        divisor: The number by which gradients are divided after the last backward; 1 for none.
+        copies: The number by which each weight is divided before a forward. With sums by a tree it
+            is the number of ranks over which gradients are averaged, so that no division follows
+            the sums.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class MicroBatchWeights:
         scale: str,
         loss_functions: Callable[[], Sequence[Criterion]],
     ) -> None:
-        """Weighs the micro-batches of a batch.
+        """Computes the weights.
 
         Args:
             config: The options of the pipeline.
@@ -72,10 +73,10 @@ class MicroBatchWeights:
         return [weight * share for weight in self.in_backward] * replicas
 
     def require(self, weights: Sequence[Fraction]) -> None:
-        """Refuses weights that a caller gives and that these options do not take.
+        """Refuses a caller's weights if these options do not allow them.
 
         Raises:
-            ConfigError: An option says the weights already, or their number is wrong.
+            ConfigError: An option sets the weights already, or their number is wrong.
         """
         if self._by_tokens:
             raise ConfigError(
@@ -103,15 +104,15 @@ class MicroBatchWeights:
         labels: Sequence[Nest] | None,
         weights: Sequence[Fraction],
     ) -> WeightOf:
-        """Returns what weighs micro-batches: by the places that all ranks' losses count, if asked.
+        """Returns the function that weights micro-batches: by counted places, if an option asks.
 
         Args:
             functions: The loss functions.
-            labels: Those of the micro-batches; None if this process computes no loss.
+            labels: The labels of the micro-batches; None if this process computes no loss.
             weights: The weight of each micro-batch in the loss.
 
         Raises:
-            ConfigError: A loss function does not say what it counts.
+            ConfigError: A loss function does not declare what it counts.
         """
         if labels is None or not self._by_places:
             return lambda _, number: weights[number] / self.copies
@@ -122,12 +123,13 @@ class MicroBatchWeights:
         return lambda function, number: weight_of(function, number) / self.copies
 
     def of_tokens(self, labels: Sequence[Nest], group: Group) -> list[Fraction] | None:
-        """Returns how much micro-batches count by their places; None if all count alike.
+        """Returns the weights of micro-batches by their places; None if all count alike.
 
-        Collective over ``group`` with ``loss_reduction="tokens"``; nothing happens without it.
+        Collective over ``group`` with ``loss_reduction="tokens"``; otherwise it returns None at
+        once.
 
         Args:
-            labels: Those of whole sequences, by micro-batch.
+            labels: The labels of whole sequences, by micro-batch.
             group: The ranks whose losses are averaged, each of which has other micro-batches.
         """
         if not self._by_tokens:

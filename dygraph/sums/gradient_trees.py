@@ -1,8 +1,8 @@
 """Sums the gradients of a batch by trees: one for each use of a parameter.
 
-After each backward of a stage the gradients that it has left are taken away, as those of its
+After each backward of a stage its gradients are removed from the parameters and stored for its
 micro-batch. So neither the order in which micro-batches run backward matters, nor which stages
-share a process. The sum over micro-batches is that of :mod:`fleetpipe.mesh.sums`.
+share a process. The sum over micro-batches follows :mod:`fleetpipe.mesh.sums`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class GradientTrees:
     """The sums of one batch's gradients in this process."""
 
     def __init__(self, uses: Uses, micro_batches: int) -> None:
-        """Begins with no micro-batch of ``micro_batches``."""
+        """Starts without gradients, for ``micro_batches`` micro-batches."""
         self.uses = uses
         self._stages = {
             stage: _StageTrees(of_stage, micro_batches) for stage, of_stage in uses.of_stage.items()
         }
 
     def take(self, stage: int, micro_batch: int, complete: bool) -> None:
-        """Takes the gradients that a backward of a stage has left.
+        """Removes the gradients of a stage's backward from the parameters, and stores them.
 
         Args:
-            stage: The stage.
+            stage: The stage that has run backward.
             micro_batch: Its number within the batch, from 0.
             complete: Whether no more gradients of the micro-batch come: after B or W, not after I.
 
@@ -44,7 +44,7 @@ class GradientTrees:
 
     @paddle.no_grad()
     def finish(self) -> None:
-        """Gives each use, and each parameter, its sum once all micro-batches have run backward."""
+        """Sets the gradient of each use, and of each parameter, after all micro-batches."""
         for trees in self._stages.values():
             trees.finish()
         self.uses.add_up()

@@ -1,4 +1,4 @@
-"""Refuses what gradients that are summed by trees do not go with, before a batch runs."""
+"""Refuses options and layers that do not work with gradients summed by trees."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fleetpipe.schedules import Placement
 def refuse_beside_trees(
     parameters: Sequence[Tensor], delayed: bool, sliced: bool, placement: Placement
 ) -> None:
-    """Refuses options and layers that add up in an order of their own.
+    """Refuses options and layers that add gradients in an order of their own.
 
     Args:
-        parameters: Those of this process.
+        parameters: The parameters of this process.
         delayed: Whether ``delay_scale_loss`` is on.
         sliced: Whether the schedule cuts micro-batches.
-        placement: Where the stages are.
+        placement: The owner of each stage.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: There is such an option or layer.
     """
     reasons: Mapping[str, bool] = {
         "delay_scale_loss, which divides gradients after they are added up": delayed,
@@ -45,10 +45,10 @@ def refuse_beside_trees(
 
 
 def require_taken(parameters: Iterable[Tensor]) -> None:
-    """Refuses a gradient that no use of a parameter accounts for.
+    """Refuses a gradient that comes from none of the known uses of a parameter.
 
     Raises:
-        ConfigError: A parameter of this process has one.
+        ConfigError: A parameter of this process has such a gradient.
     """
     for parameter in parameters:
         if gradient_of(parameter) is not None:

@@ -1,7 +1,7 @@
-"""Who uses a parameter: each entry of the list of layers that computes with it is a use.
+"""The uses of a parameter: one for each entry of the list of layers that computes with it.
 
-Entries of one stage that use the same parameter would leave one sum of gradients there. If their
-sums are to be apart, all but the first compute with a stand-in: a tensor with the memory of the
+If entries of one stage use the same parameter, autograd leaves one sum of their gradients. To keep
+them separate, all entries but the first compute with a stand-in: a tensor with the memory of the
 parameter and a gradient of its own.
 """
 
@@ -39,7 +39,7 @@ class Use(NamedTuple):
     Attributes:
         number: The entry's number in the whole list.
         parameter: The parameter.
-        source: The tensor at which autograd leaves the gradient: the parameter, or a stand-in.
+        source: The tensor that gets the gradient from autograd: the parameter, or a stand-in.
         total: The tensor whose gradient becomes the sum over all micro-batches: the parameter, or a
             stand-in if the parameter has other uses too.
     """
@@ -54,8 +54,9 @@ class Uses:
     """The uses of the parameters of this process, in one batch.
 
     Attributes:
-        of_stage: By stage, its uses.
-        several: By the id of each parameter that has several, on any rank, those of this process.
+        of_stage: The uses of each stage.
+        several: The uses in this process of each parameter that has several on all ranks, by its
+            id.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class Uses:
 
         Args:
             stages: The entries of the stages of this process.
-            slots_of: Returns where the layers of an entry have a parameter.
+            slots_of: Returns the places of a parameter in the layers of an entry.
             shared: The parameters that entries of other ranks use too.
 
         Raises:
-            ConfigError: Entries of one stage use a parameter on whose gradient somebody has a hook.
+            ConfigError: Entries of one stage use a parameter whose gradient has a hook.
         """
         self._slots_of = slots_of
         self._swaps: dict[int, list[tuple[TablePlace, Tensor]]] = {}
@@ -109,7 +110,7 @@ class Uses:
         self._swaps.clear()
 
     def add_up(self) -> None:
-        """Gives each parameter with several uses the sum of what its uses have here, in order."""
+        """Sets the gradient of each parameter with several uses to their sum here, in order."""
         for uses in self.several.values():
             total = sum_in_order((u.number, g) for u in uses if (g := u.total.grad) is not None)
             if total is not None:
@@ -122,7 +123,7 @@ class Uses:
 
 
 def sum_in_order(numbered: Iterable[tuple[int, Tensor]]) -> Tensor | None:
-    """Returns the sum of tensors, added up in the order of their numbers; None of none."""
+    """Adds up tensors in the order of their numbers; returns None if there are none."""
     total = None
     for _, tensor in sorted(numbered, key=lambda pair: pair[0]):
         total = tensor if total is None else total + tensor
@@ -135,7 +136,7 @@ def parameters_of(function: Callable[[Nest], Nest]) -> list[Tensor]:
 
 
 def slots_in(function: Callable[[Nest], Nest], parameter: Tensor) -> Iterator[TablePlace]:
-    """Yields where the layers of an entry have a parameter."""
+    """Yields the places of a parameter in the layers of an entry."""
     for layer in layers_in(function):
         for part in layer.sublayers(include_self=True):
             table = parameters_in(part)

@@ -1,9 +1,9 @@
 """Products in blocks, whose bits do not depend on how many ranks share a layer.
 
 With sums by a tree, a whole weight is cut into as many blocks for every model-parallel degree, and
-a rank has some of them. Every product is that of one block, with the same shape everywhere: kernels
-may add up a product of another shape in another order. The sums over blocks are those of
-:mod:`fleetpipe.mesh.sums`, of a rank's own blocks here, and of the ranks' sums in ``groups.total``.
+each rank has some of them. Every product is of one block, with the same shape everywhere, because
+kernels may add up a product of another shape in another order. The sums over blocks follow
+:mod:`fleetpipe.mesh.sums`: over a rank's own blocks here, and over the ranks in ``groups.total``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         axis: The axis that is cut.
-        number: How many the rank has.
+        number: The number of blocks of the rank.
     """
 
     axis: int
@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(parameter: Tensor) -> Blocks | None:
-    """Returns the blocks that this rank has of a parameter; None where nothing is in blocks."""
+    """Returns the blocks of a parameter on this rank; None if nothing is computed in blocks."""
     blocks: Blocks | None = getattr(parameter, "blocks", None) if sums_by_tree() else None
     return blocks
 
@@ -51,13 +51,13 @@ def share_of_blocks(most: int, size: int, members: int) -> int:
 
 
 def count_of(most: int, size: int, members: int, numbers: int, where: str) -> int:
-    """Returns how many blocks this rank computes of a layer; 0 if nothing is computed in blocks.
+    """Returns how many blocks of a layer this rank computes; 0 if nothing is computed in blocks.
 
     Args:
         most: The layer's ``blocks``.
         size: The size of the whole axis that is cut.
         members: The number of shards.
-        numbers: The numbers of a shard that a kernel computes one after another.
+        numbers: How many numbers of a shard a kernel computes one after another.
         where: The layer's class.
 
     Raises:
@@ -85,12 +85,12 @@ def count_of(most: int, size: int, members: int, numbers: int, where: str) -> in
 
 
 def refuse_beside_trees(what: str, cause: str, instead: str) -> None:
-    """Refuses what cannot be computed in blocks, if the job has sums by a tree.
+    """Refuses a computation that is impossible in blocks, if the job has sums by a tree.
 
     Args:
-        what: What it is.
-        cause: Why it cannot.
-        instead: What to use.
+        what: The name of the computation.
+        cause: Why it is impossible.
+        instead: The thing to use instead.
 
     Raises:
         ConfigError: The job has sums by a tree.
@@ -104,7 +104,7 @@ def refuse_beside_trees(what: str, cause: str, instead: str) -> None:
 
 
 class _Uses(paddle.autograd.PyLayer):
-    """A tensor for each of its uses, whose gradients are added by a tree."""
+    """Passes a tensor on to several uses, whose gradients are added by a tree."""
 
     @staticmethod
     def forward(ctx: Context, tensor: Tensor, count: int) -> Tensor:
@@ -116,7 +116,7 @@ class _Uses(paddle.autograd.PyLayer):
 
 
 class _SumOfBlocks(paddle.autograd.PyLayer):
-    """The sum of tensors by a tree."""
+    """Adds up tensors by a tree."""
 
     @staticmethod
     def forward(ctx: Context, *terms: Tensor) -> Tensor:

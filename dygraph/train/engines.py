@@ -1,4 +1,4 @@
-"""The engines of a pipeline: the one that trains, and those that run forwards alone."""
+"""The engines of a pipeline: one for training, and those that run forwards only."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Engines:
         """Makes the engines of a plan. Collective over the pipeline the first time in a job.
 
         Args:
-            runtime: What the rows of ``observers.py`` take their arguments from.
-            plan: What a training batch runs.
+            runtime: The ``Runtime`` from which the rows of ``observers.py`` take their arguments.
+            plan: The plan of a training batch.
             stage: Runs the actions.
             evaluated: The placement and the edges of an evaluation.
             overlaps: Whether a fused forward and backward take turns while they exchange values.
@@ -59,7 +59,7 @@ class Engines:
         self._compile()
 
     def observer(self, name: str) -> Any:
-        """Returns an observer by its row of ``observers.py``; None if nobody asked for it."""
+        """Returns an observer by its row of ``observers.py``; None if it is not needed."""
         return self._rows.get(name)
 
     def observe(self, observer: Observer) -> None:
@@ -80,7 +80,7 @@ class Engines:
         self._rows["companion"].members[:] = [] if companion is None else [companion]
 
     def _compile(self) -> None:
-        """Makes the engines anew, with all observers around their operations."""
+        """Builds the engines, with all observers around their operations."""
         self.observers = Observers(*self._rows.values())
         evaluating = [*self.observers.in_evaluations()]
         self.training = self._engine(self._plan, [self.observers], self._overlapping)

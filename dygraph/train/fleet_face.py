@@ -1,4 +1,4 @@
-"""What Fleet's users ask a wrapper for: its place in the pipeline, its sizes, its hooks."""
+"""The parts of Fleet's wrapper interface that run nothing: places, sizes and hooks."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ _LETTERS: Mapping[str, str] = {"F": "f", "B": "b", "I": "b", "W": "w"}
 
 
 class NothingCached:
-    """Stands for Fleet's helper that sends between ranks and remembers shapes."""
+    """Replaces Fleet's helper that sends between ranks and caches shapes."""
 
     def clear_meta_cache(self) -> None:
-        """Does nothing: every message tells its shape, and none is remembered."""
+        """Does nothing: every message carries its shape, and none is cached."""
 
 
 def _of_runtime(place: str | Callable[[Runtime], Any]) -> Any:
-    """Returns a property that gives what the runtime has at a dotted path, or a function of it."""
+    """Returns a property with the value at a dotted path of the runtime, or a function of it."""
     of = place if callable(place) else operator.attrgetter(place)
     return property(lambda wrapper: of(wrapper._runtime))
 
 
 class PipelineFace(MetaParallelBase):
-    """A wrapped model as far as it runs nothing: attributes, sizes and hooks.
+    """The attributes, sizes and hooks of a wrapped model; subclasses run batches.
 
     Attributes:
         callbacks: The registry of hooks by location, one for all wrappers of the process.
@@ -212,7 +212,7 @@ class PipelineFace(MetaParallelBase):
 
         Args:
             layers: The model.
-            hcg: Accepted for Fleet's sake; the topology is that of ``fleet.init``.
+            hcg: Accepted as in Fleet; the topology is the one of ``fleet.init``.
             strategy: The options; None for those given to ``fleet.init``.
 
         Raises:
@@ -246,14 +246,14 @@ class PipelineFace(MetaParallelBase):
             self.observe(make_observer(self))
 
     def __deepcopy__(self, memo: dict[int, object]) -> PipelineFace:
-        """Returns a copy of the model, such as an average of weights, wrapped too. Collective."""
+        """Wraps a copy of the model, such as an average of weights. Collective."""
         return type(self)(copy.deepcopy(self.layers, memo), strategy=self._strategy)
 
     def forward(self, *inputs: Nest, **named: Nest) -> Nest:
-        """Runs the whole model, where this process has it.
+        """Runs the whole model, if this process has it.
 
         Raises:
-            UsageError: Other ranks have stages of it.
+            UsageError: Other ranks have stages of the model.
         """
         job = self._runtime.job
         if not job.local and job.degrees.pp > 1:
@@ -268,18 +268,18 @@ class PipelineFace(MetaParallelBase):
         return self.layers(*inputs, **named)
 
     def train(self, mode: bool = True) -> PipelineFace:
-        """Puts the layers into training, as they do it themselves."""
+        """Sets training or evaluation mode in the layers, by their own methods."""
         self.layers.train() if mode else self.layers.eval()
         self.training = mode
         return self
 
     def eval(self) -> PipelineFace:
-        """Puts the layers into evaluation, as they do it themselves."""
+        """Sets evaluation mode in the layers, by their own methods."""
         return self.train(False)
 
     @property
     def accumulate_steps(self) -> int:
-        """The number m of micro-batches of a batch. Setting it needs the same on every rank."""
+        """The number m of micro-batches of a batch. Set it to the same on every rank."""
         return self._runtime.config.micro_batches
 
     @accumulate_steps.setter
@@ -288,7 +288,7 @@ class PipelineFace(MetaParallelBase):
 
     @property
     def micro_batch_size(self) -> int:
-        """Rows of one micro-batch; may be set between batches."""
+        """The number of rows of a micro-batch; may be set between batches."""
         return self._runtime.config.micro_batch_size
 
     @micro_batch_size.setter
@@ -299,7 +299,7 @@ class PipelineFace(MetaParallelBase):
         """Whether this process owns the first stage, which takes the inputs.
 
         Args:
-            ignore_virtual: Leaves :meth:`set_virtual_pipeline_rank` out of account.
+            ignore_virtual: Whether to ignore :meth:`set_virtual_pipeline_rank`.
         """
         here = ignore_virtual or self._virtual_pp_rank in (None, 0)
         return here and self._runtime.data.owns_first
@@ -308,16 +308,16 @@ class PipelineFace(MetaParallelBase):
         """Whether this process owns the last stage, which takes the labels.
 
         Args:
-            ignore_virtual: Leaves :meth:`set_virtual_pipeline_rank` out of account.
+            ignore_virtual: Whether to ignore :meth:`set_virtual_pipeline_rank`.
         """
         last = self.num_model_chunks - 1
         here = ignore_virtual or self._virtual_pp_rank in (None, last)
         return here and self._runtime.data.owns_last
 
     def set_virtual_pipeline_rank(self, rank: int | None) -> None:
-        """Says which chunk :meth:`is_pipeline_first_stage` and its like are asked of.
+        """Sets the chunk to which :meth:`is_pipeline_first_stage` and the like refer.
 
-        Nothing that runs looks at it: actions name stages.
+        It changes nothing that runs, because actions name stages.
         """
         self._virtual_pp_rank = rank
 
@@ -334,11 +334,11 @@ class PipelineFace(MetaParallelBase):
         self.callbacks.register_hook(location, hook)
 
     def get_static_scheduler(self) -> str:
-        """Returns what this rank runs in a batch, in Fleet's spelling.
+        """Returns the actions of this rank in a batch, in Fleet's spelling.
 
         Returns:
-            ``"f0;f1;b0;"`` where each rank has one chunk, else ``"f0_vp0;f0_vp1;"``: the number
-            after ``vp`` is the chunk on the rank. ``w`` is the W of a split backward, ``b`` its I.
+            ``"f0;f1;b0;"`` if each rank has one chunk, else ``"f0_vp0;f0_vp1;"``: the number after
+            ``vp`` is the chunk on the rank. ``w`` is the W of a split backward, ``b`` its I.
         """
         stages = self.schedule.placement.stages_of(self.stage_id)
         text = ""
@@ -348,15 +348,15 @@ class PipelineFace(MetaParallelBase):
         return text
 
     def timer_printer(self) -> None:
-        """Logs the timers of ``pp_configs.enable_timer``, where it is on, and resets them."""
+        """Logs the timers of ``pp_configs.enable_timer``, if it is on, and resets them."""
         if self.timers is not None:
             self.timers.log(self.timers.timers)
 
     def fused_gradient(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Refuses to fuse gradients and to put reductions into backward.
+        """Refuses fused gradients, and reductions within backward.
 
-        Users of ``fleet.distributed_model`` do not call this or its like; a script that does must
-        not go on as if gradients had been reduced.
+        Users of ``fleet.distributed_model`` do not call such methods; a script that does must not
+        continue as if gradients had been reduced.
 
         Raises:
             ConfigError: Always.

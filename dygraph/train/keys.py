@@ -1,4 +1,4 @@
-"""The seeds of a model's batches: who draws them, and for which generators."""
+"""The random seeds of a model's batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ class BatchKeys:
     """Draws the seeds of each batch of a model."""
 
     def __init__(self, layers: PipelineLayer, job: Job, mode: str) -> None:
-        """Prepares to draw; nothing is drawn yet.
-
-        Args:
-            layers: The model.
-            job: Its job.
-            mode: The option ``rng``.
-        """
+        """Prepares to draw; no number is drawn yet."""
         self._layers, self._job, self._mode = layers, job, mode
         self._part = job.along("sep", "cp").rank
         self._keys_python = False

@@ -1,11 +1,11 @@
-"""The observers of a pipeline's batches: a table, whose modules are loaded if somebody wants them.
+"""The observers of a pipeline's batches: a table, whose modules are loaded only if needed.
 
 The order of the table is that of :class:`fleetpipe.engine.observer.Observers`, for these reasons:
 
-- What looks at a value or an action by itself is innermost: the check for NaN and the user's own.
-- The companion trains before the batch, and steps within what the guards measure.
+- An observer of single values or actions is innermost: the check for NaN and the user's own.
+- The companion trains before the batch, and steps within the step that the guards check.
 - Guards publish while a receive is blocked: trace and meter, around them, count that as waiting.
-- A strike comes before its operation is recorded: it ends no rank within a recorded event.
+- A chaos strike comes before its operation is recorded: it ends no rank within a recorded event.
 - The meter is outermost. It begins last and ends first, so that neither a plain model's training
   nor the exchange of a trace is a part of the step; the trace ends with the number of that step.
 """
@@ -26,9 +26,10 @@ class ObserverRow(NamedTuple):
     """An observer that a pipeline may have.
 
     Attributes:
-        make: What makes it, as ``module:name``; it may return None, for none.
-        arguments: Takes a ``Runtime`` and returns what ``make`` takes; None if nobody asks for it.
-        by_plan: Whether it is made again for another plan.
+        make: The function that makes it, as ``module:name``; it may return None, for none.
+        arguments: Takes a ``Runtime`` and returns the arguments of ``make``; None if it is not
+            needed.
+        by_plan: Whether each new plan needs a new one.
     """
 
     make: str
@@ -82,14 +83,14 @@ OBSERVERS: Mapping[str, ObserverRow] = {
 
 
 def observers_of(runtime: Any, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the observers of a pipeline by their rows. Collective where one of them is.
+    """Returns the observers of a pipeline by their rows. Collective if one of them is.
 
     Args:
-        runtime: What the pipeline runs on.
-        before: What this has returned for its plan before; nothing for the first one.
+        runtime: The pipeline's ``Runtime``.
+        before: The result for the plan before; empty for the first one.
 
     Raises:
-        ConfigError: An option of one of them is wrong.
+        ConfigError: An option of an observer is wrong.
     """
     observers: dict[str, Any] = {}
     for name, row in OBSERVERS.items():
@@ -108,7 +109,7 @@ of_all: list[Callable[[Any], Observer]] = []
 
 @contextmanager
 def observing_all(make: Callable[[Any], Observer]) -> Iterator[None]:
-    """While this context is open, ``make(pipeline)`` observes each pipeline that is wrapped."""
+    """While it is open, ``make(pipeline)`` observes each pipeline that is wrapped."""
     of_all.append(make)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Adds up what the ranks of a job have parts of: the gradients and the loss of a batch."""
+"""Adds up the parts that ranks of a job have: of the gradients and the loss of a batch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Reductions:
 
     Attributes:
         scale: Whether the gradients of the replicas are averaged ("avg") or added up ("sum").
-        sole: Whether a stage is no other rank's: no gradient or loss is added to another's.
-        kinds: The kinds of layers of this process that have rules of their own.
+        sole: Whether each stage is on one rank only, so no gradient or loss is added to another's.
+        kinds: The kinds of this process's layers that have special rules.
         timers: Those of ``pp_configs.enable_timer``; None if it is off.
         losses: Those of the last batch, if this process owns the last stage.
-        shards: Who owns which parameter in the batch that comes; None where each rank keeps all.
-        last_shards: As ``shards``, for the gradients of the batch before, until they are cleared.
+        shards: The owner of each parameter in the next batch; None if each rank keeps all.
+        last_shards: The same for the gradients of the batch before, until they are cleared.
     """
 
     def __init__(self, layers: PipelineLayer, job: Job, scale: str, timed: bool) -> None:
@@ -49,7 +49,7 @@ class Reductions:
         self._held: list[tuple[Tensor, Tensor]] = []
 
     def require_cleared(self) -> None:
-        """Refuses to add to gradients that were scattered: those of one rank would count alone."""
+        """Refuses to add to gradients of stage 2: each rank has only a part of the former sums."""
         scattered = self.last_shards is not None and self.last_shards.scatters
         gradients = map(gradient_of, self._layers.trained_parameters()) if scattered else ()
         if any(gradient is not None and bool((gradient != 0).any()) for gradient in gradients):
@@ -62,15 +62,15 @@ class Reductions:
             )
 
     def own_errors(self) -> AbstractContextManager[None]:
-        """Returns a context in which a collective that fails in a backward raises its own error."""
+        """Returns a context in which a failed collective of a backward raises its own error."""
         return nullcontext() if self.sole else tensor_parallel.own_errors()
 
     def drop_gradients(self) -> None:
-        """Drops what a failed batch has left, to which the next one must not add."""
+        """Frees the gradients of a failed batch, to which the next one must not add."""
         drop_gradients(self._layers.trained_parameters())
 
     def gradient_of(self, parameter: Tensor) -> Tensor:
-        """Returns the gradient that the last batch has left, or None. Collective over sharding."""
+        """Returns the gradient from the last batch, or None. Collective over sharding."""
         shards = self.last_shards
         left: Tensor = gradient_of(parameter) if shards is None else shards.gradient(parameter)
         return left
@@ -78,16 +78,16 @@ class Reductions:
     def share_losses(
         self, owner: int, by_micro_batch: bool = False, counted: int | None = None
     ) -> Nest:
-        """Gives the mean losses of the last stages' copies to every rank. Collective.
+        """Returns, on every rank, the mean losses over the copies of the last stage. Collective.
 
         Args:
             owner: The rank of the pipeline that owns the last stage.
-            by_micro_batch: Whether to give those of the micro-batches, not their sum.
-            counted: The rows that the loss of this replica is a mean over; None where all count
-                alike.
+            by_micro_batch: Whether to return the losses of the micro-batches, not their sum.
+            counted: The number of rows that the loss of this replica is the mean of; None if all
+                replicas count alike.
 
         Returns:
-            One loss, or a list where there are several loss functions.
+            One loss, or a list if there are several loss functions.
         """
         with self._timing("broadcast_final_loss"):
             total, losses = None, self.losses
@@ -106,10 +106,10 @@ class Reductions:
 
     @paddle.no_grad()
     def set_aside_gradients(self) -> None:
-        """Keeps what earlier batches have left apart, where a reduction would count it once more.
+        """Sets gradients of earlier batches aside, if a reduction would count them once more.
 
-        An average over replicas leaves what is alike on them as it is, and needs none of that. A
-        tree takes whatever is at a parameter for a gradient of the batch.
+        An average over replicas does not change gradients that are equal on them, so these stay. A
+        sum by trees would take any gradient of a parameter for one of the batch.
         """
         averages = self.sole or self.scale == "avg"
         left = [
@@ -125,23 +125,23 @@ class Reductions:
         drop_gradients([parameter for parameter, _ in self._held])
 
     def begin_trees(self, micro_batches: int) -> GradientTrees | None:
-        """Returns what sums the gradients of a batch; None to leave that to autograd."""
+        """Returns an object that sums a batch's gradients by trees; None if autograd adds them."""
         if self._by_tree:
             self._trees = GradientTrees(self._layers.begin_uses(), micro_batches)
         return self._trees
 
     def finish_trees(self) -> None:
-        """Gives the parameters the sums over the micro-batches of this process.
+        """Sets the parameters' gradients to the sums over the micro-batches of this process.
 
         Raises:
-            ConfigError: A parameter has a gradient of no use that is known.
+            ConfigError: A parameter has a gradient that comes from none of its known uses.
         """
         if self._trees is not None:
             require_taken(self._layers.trained_parameters())
             self._trees.finish()
 
     def end_trees(self) -> None:
-        """Makes layers compute with the parameters themselves again."""
+        """Makes layers compute with the parameters themselves again, without stand-ins."""
         if self._trees is not None:
             self._trees.uses.end()
             self._trees = None
@@ -186,7 +186,7 @@ class Reductions:
 
 
 def share_state(layers: PipelineLayer, job: Job) -> None:
-    """Gives all copies of the stages, and of the losses, the state of the first. Collective."""
+    """Sets the state of all copies of stages and losses to that of the first. Collective."""
     losses = [layer.state_dict() for layer in layers.loss_layers()]
     for state in (layers.state.local_tensors(), *losses):
         tensor_parallel.share_with_shards(state, job)

@@ -1,4 +1,4 @@
-"""One batch that is trained: what is refused before any wait, the run, REDUCE and STEP."""
+"""A training batch: checks before any wait, the run, REDUCE and STEP."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class TrainingBatch:
-    """A batch between its data and its loss.
+    """A batch from its data to its loss.
 
     Attributes:
-        loss: The loss of the batch, the same on every rank, once it has run; a list where there
-            are several loss functions.
+        loss: The loss of the batch, the same on every rank, once it has run; a list if there are
+            several loss functions.
     """
 
     loss: Nest
@@ -46,12 +46,12 @@ class TrainingBatch:
         by_micro_batch: bool = False,
         weights: Sequence[Fraction] | None = None,
     ) -> None:
-        """Cuts the batch, and refuses what this rank can refuse by itself.
+        """Cuts the batch, after all checks that need this rank alone.
 
         Args:
-            runtime: What it will run on.
+            runtime: The ``Runtime`` of the model.
             data: As for ``train_batch``.
-            loss_fn_idx: Which of the model's loss functions backward starts from.
+            loss_fn_idx: The number of the loss function that backward starts from.
             scaler: Scales the loss and steps the optimizer.
             by_micro_batch: Whether the loss is a Tensor [micro-batches].
             weights: The weight of each micro-batch in the loss; None for the usual ones.
@@ -95,11 +95,11 @@ class TrainingBatch:
         self._by_micro_batch = by_micro_batch
 
     def train(self, optimizer: Optimizer = None) -> None:
-        """Runs all micro-batches forward and backward, then one step. Collective.
+        """Runs all micro-batches forward and backward, and then one step. Collective.
 
         Args:
-            optimizer: Steps, after which gradients are cleared; None leaves the gradients as the
-                reductions have left them.
+            optimizer: The optimizer to step, after which gradients are cleared; None leaves the
+                reduced gradients.
 
         Raises:
             BoundaryError: A value cannot cross between stages.
@@ -123,7 +123,7 @@ class TrainingBatch:
             self._losses.complete = None
 
     def _prepare(self) -> None:
-        """Makes layers, observers and the gradients that are left ready for the batch."""
+        """Prepares layers, observers and earlier gradients for the batch."""
         runtime = self._runtime
         runtime.layers.begin(training=True)
         if runtime.config.compare_rows:
@@ -133,10 +133,10 @@ class TrainingBatch:
         runtime.reductions.set_aside_gradients()
 
     def _share_losses(self) -> None:
-        """Gives the losses to all ranks. Collective over the pipeline; its last stage waits not.
+        """Broadcasts the losses. Collective over the pipeline.
 
-        That stage gives them as soon as it has them: a rank that is done with its actions before
-        the last one is need not wait for that.
+        The last stage's owner sends them as soon as it has them, without a wait, so a rank that
+        finishes its actions earlier than others does not wait either.
         """
         if not self._shared:
             runtime = self._runtime
@@ -161,7 +161,7 @@ class TrainingBatch:
 
 
 def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> None:
-    """Steps with the gradients that a batch's reductions have left, and clears them."""
+    """Steps with the reduced gradients of a batch, and clears them."""
     if runtime.weights.divisor != 1:
         divide_gradients(runtime.layers.trained_parameters(), runtime.weights.divisor)
     update = functools.partial(_update, optimizer, scaler)
@@ -182,10 +182,10 @@ def _update(optimizer: Optimizer, scaler: Scaler) -> None:
 
 
 def required_functions(runtime: Runtime, index: int) -> list[Criterion]:
-    """Returns all loss functions of the model, after a look at the chosen one.
+    """Returns all loss functions of the model, after a check of the chosen number.
 
     Raises:
-        ConfigError: There is none, or none of that number.
+        ConfigError: There is no loss function, or none with that number.
     """
     functions = runtime.layers.loss_functions()
     if index not in range(len(functions)):
@@ -212,19 +212,19 @@ def forwarded(
     functions: Sequence[Criterion] | None = None,
     labels: Nest = None,
 ) -> Iterator[Batch]:
-    """Runs forwards; within it what they gave may be exchanged, still guarded. Collective.
+    """Runs forwards, and yields their results; errors within it still reach all ranks. Collective.
 
     Args:
-        runtime: What the batch runs on.
-        batches: The micro-batches that this rank was given.
-        functions: The loss functions to compute; None keeps the outputs.
-        labels: The labels before they were cut, by whose rows uneven micro-batches count.
+        runtime: The ``Runtime`` of the model.
+        batches: The micro-batches of this rank.
+        functions: The loss functions to compute; None to collect the outputs.
+        labels: The labels before they were cut, whose rows weight uneven micro-batches.
 
     Yields:
-        The batch, with its losses or outputs where this process owns the last stage.
+        The batch, with its losses or outputs if this process owns the last stage.
 
     Raises:
-        ConfigError: A rank was not given what it needs, or another batch than the first stage.
+        ConfigError: A rank lacks data that it needs, or has another batch than the first stage.
         BoundaryError: A value cannot cross between stages.
         PeerFailed: Another rank left.
         PipelineTimeout: A message did not come within the limit.
