@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
 from fleetpipe.aliases import Nest, Tensor
@@ -24,7 +24,7 @@ from fleetpipe.errors import BoundaryError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.meta_parallel import WeightGradStore
 from fleetpipe.paddle_api.tensor import copy_of, run_backward
-from fleetpipe.schedules import Edge, Placement
+from fleetpipe.schedules import Edge, Placement, Schedule
 from fleetpipe.schedules.action import GlobalMicroBatch, MicroBatch
 
 #: ``run_of(stage)(value, micro_batch)`` runs the layers of a stage.
@@ -93,6 +93,33 @@ class StageHooks(Protocol):
         """Called before the delayed weight gradients are added."""
 
 
+class StageWatch(Protocol):
+    """Watches for what the stages of a batch use that is not theirs."""
+
+    def enter(self, stage: int, forward: bool) -> None:
+        """Called before an action of a stage."""
+
+    def leave(self, ends: bool = False) -> None:
+        """Called after the last action; ``ends`` with the batch."""
+
+    def refused(self) -> AbstractContextManager[None]:
+        """Returns a context in which errors of such uses name them."""
+
+
+class StagesToRun(Protocol):
+    """The stages of a process that are to run."""
+
+    @property
+    def borders(self) -> Borders | None:
+        """What crosses between the stages; None for a chain."""
+
+    def function(self, stage: int) -> Callable[[Nest, GlobalMicroBatch], Nest]:
+        """Returns what runs the layers of a stage."""
+
+    def layers(self, stage: int) -> Mapping[int, Callable[[Nest], Nest]]:
+        """Returns the layers and functions of a stage, by their numbers."""
+
+
 class _Kept(NamedTuple):
     """The values that a stage keeps from a forward until its backward.
 
@@ -135,7 +162,7 @@ class DygraphStage:
             borders: The borders between stages; None for those of ``placement``.
         """
         self._run_of = run_of
-        self._split = split
+        self.split = split
         self._last = placement.stages - 1
         self._borders = borders or borders_of(placement)
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -145,10 +172,29 @@ class DygraphStage:
         self._first_micro_batch = 0
         self._units = WHOLE.states()
         self._crossings: dict[int, Crossing] | None = None
-        #: Told of each action before it runs; None where nobody watches the batch.
-        self.watch: Callable[[int, bool], None] | None = None
+        #: Called before each action; None if nothing need be watched.
+        self.watch: StageWatch | None = None
         #: The number within the batch of the micro-batch whose forward runs, or else the next.
         self.micro_batch_id = 0
+
+    @classmethod
+    def of(
+        cls,
+        stages: StagesToRun,
+        schedule: Schedule,
+        fast_leaves: bool = True,
+        run_of: RunOf | None = None,
+    ) -> DygraphStage:
+        """Serves stages under a schedule.
+
+        Args:
+            stages: The stages.
+            schedule: Splits backward or not.
+            fast_leaves: The option of that name.
+            run_of: Runs the layers of a stage in another way than ``stages`` does.
+        """
+        split = SplitBackward(schedule, stages.layers, fast_leaves)
+        return cls(run_of or stages.function, schedule.placement, split, stages.borders)
 
     def begin(
         self,
@@ -181,12 +227,12 @@ class DygraphStage:
         self._hooks = self._trees = None
         self._units = WHOLE.states()
         self._kept.clear()
-        self._split.end()
+        self.split.end()
 
     def forward(self, stage: int, micro_batch: GlobalMicroBatch, inputs: Values) -> Values:
         """Runs the layers of ``stage``; the last stage also computes the loss."""
         if self.watch is not None:
-            self.watch(stage, True)
+            self.watch.enter(stage, True)
         number = self.micro_batch_id = self._within(micro_batch)
         received = {edge: _as_leaves(value) for edge, value in inputs.items()}
         # Now: a layer may switch the gradient of what it is given off once it has used it.
@@ -196,7 +242,7 @@ class DygraphStage:
             self._hooks.before_forward(stage, value)
         handed: Values = {}
         with self._refusals_named():
-            with self._split.recording(stage, number), self._units.forward(stage, number):
+            with self.split.recording(stage, number), self._units.forward(stage, number):
                 output = self._run_of(stage)(value, micro_batch)
             if self._hooks is not None:
                 self._hooks.after_forward(stage, value, output)
@@ -219,7 +265,7 @@ class DygraphStage:
         try:
             yield
         except Exception:
-            refusal = self._split.refusal()
+            refusal = self.split.refusal()
             if refusal is not None:
                 raise refusal from None
             raise
@@ -234,7 +280,7 @@ class DygraphStage:
         self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values
     ) -> Values:
         if self.watch is not None:
-            self.watch(stage, False)
+            self.watch.enter(stage, False)
         value, output, received, handed = self._kept[stage, micro_batch]
         # A value's last consumer first, as autograd would add up without stages.
         edges = list(handed)[::-1]
@@ -272,7 +318,7 @@ class DygraphStage:
 
         Only the values that these need are kept.
         """
-        with self._split.input_grads(stage, self._within(micro_batch)):
+        with self.split.input_grads(stage, self._within(micro_batch)):
             grads = self._differentiate(stage, micro_batch, output_grads)
         self._take(stage, micro_batch, complete=False)
         del self._kept[stage, micro_batch]
@@ -281,10 +327,10 @@ class DygraphStage:
     def weight_grad(self, stage: int, micro_batch: GlobalMicroBatch) -> None:
         """Computes and adds the weight gradients that :meth:`input_grad` has delayed."""
         if self.watch is not None:
-            self.watch(stage, False)
+            self.watch.enter(stage, False)
         if self._hooks is not None:
             self._hooks.before_weight_grad(stage)
-        self._split.weight_grads(stage, self._within(micro_batch))
+        self.split.weight_grads(stage, self._within(micro_batch))
         self._take(stage, micro_batch)
 
     def _take(self, stage: int, micro_batch: GlobalMicroBatch, complete: bool = True) -> None:
@@ -296,7 +342,7 @@ class DygraphStage:
         """Drops the activations of a stage and micro-batch."""
         self._kept.pop((stage, micro_batch), None)
         self._units.release(stage, self._within(micro_batch))
-        self._split.release(stage, self._within(micro_batch))
+        self.split.release(stage, self._within(micro_batch))
 
     @contextmanager
     def noting_crossings(self) -> Iterator[dict[int, Crossing]]:
@@ -321,7 +367,7 @@ class DygraphStage:
         """Runs autograd from ``tensors``, and from tensors that layers kept for later units."""
         number = self._within(micro_batch)
         in_unit = self._units.backward(stage, number)
-        with self._refusals_named(), self._split.in_backward(stage, number), in_unit as more:
+        with self._refusals_named(), self.split.in_backward(stage, number), in_unit as more:
             kept, kept_grads = more
             _backward([*tensors, *kept], [*grads, *kept_grads])
 

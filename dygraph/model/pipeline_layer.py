@@ -21,11 +21,10 @@ from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
-from fleetpipe.dygraph.batch.borders import Borders
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers import entries, tied
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
-from fleetpipe.dygraph.layers.run_stage import Run, StageRunner, checked_interval
+from fleetpipe.dygraph.layers.run_stage import checked_interval
 from fleetpipe.dygraph.model import fleet_face
 from fleetpipe.dygraph.model.additions import refuse_own_forward, refuse_unlisted, refuse_untied
 from fleetpipe.dygraph.model.arrangement import (
@@ -37,11 +36,12 @@ from fleetpipe.dygraph.model.arrangement import (
     topology_of,
 )
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
+from fleetpipe.dygraph.model.owned_stages import OwnedStages
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, equal_copies, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
-from fleetpipe.dygraph.sums.uses import Stages, Uses, parameters_of, slots_in
+from fleetpipe.dygraph.sums.uses import Uses
 from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job
@@ -51,10 +51,9 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_id
 from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.meta_parallel import LOSS_FUNCTIONS_ARE_A_LIST
-from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition
-from fleetpipe.schedules import Edge, Schedule
+from fleetpipe.schedules import Schedule
 
 if TYPE_CHECKING:
     from fleetpipe.dygraph.state.files import LayerFiles
@@ -75,7 +74,7 @@ class PipelineLayer(ModelWithParts):
         version: How often other layers or parameters than before were met.
         placement: Which rank has which stage.
         partition: Which layers each stage has.
-        runner: Runs the stages of this process.
+        owned_stages: Runs the layers of this process's stages.
         state: The parameters and buffers of the whole model, under their lasting names.
         layers: The list of layers as the user gave it.
         segment_parts: First layer of each stage, then the number of layers.
@@ -202,26 +201,20 @@ class PipelineLayer(ModelWithParts):
             weights, self.state.local_tensors(), self._stage_id, self._job
         )
         self._first = self.state.own_parameters()
-        self._take_up()
-        self._set_fleet_attributes(shared, built.shared)
-
-    def _take_up(self) -> None:
-        """Makes what is made of the layers themselves."""
-        functions = self._registered.functions
-        carried, loss_fns = losses.carried_in(self._loss_fn), losses.functions_in(self._loss_fn)
-        self._functions = carried.carrying(functions, loss_fns) if carried else dict(functions)
-        self._value_of = carried.value_of if carried else None
-        self.runner = StageRunner(
-            self._functions, self.partition, self._recompute_interval, self._recompute
+        self.owned_stages = OwnedStages(
+            *(self._layers_desc, self.partition, self._owned),
+            *(self._recompute_interval, self._recompute),
         )
+        self.owned_stages.take(built.functions, self._loss_fn)
+        self._set_fleet_attributes(shared, built.shared)
 
     def _list_functions(self, keys: Mapping[int, str]) -> None:
         """Lists what runs, as Fleet's users read it; ``keys`` are those of shared layers."""
         self._model_chunks = [
-            PipelineLayerChunk(self.stage_layers(stage), keys)
+            PipelineLayerChunk(self.owned_stages.layers(stage), keys)
             for stage in (self._owned if self.placement.chunks > 1 else ())
         ]
-        self._show(self._functions.values())
+        self._show(self.owned_stages.functions.values())
 
     def _show(self, functions: Iterable[Callable[..., Nest]]) -> None:
         self._shown = tuple(functions)
@@ -248,7 +241,7 @@ class PipelineLayer(ModelWithParts):
         shared = {index: layer for layer in self._tied for index in layer.indices}
         parameters = self.state.own_parameters()
         refuse_untied(parameters, self._first, self._tied, self.get_stage_from_index)
-        self._take_up()
+        self.owned_stages.take(self._registered.functions, self._loss_fn)
         self._list_functions({index: layer.key for index, layer in shared.items()})
         # They are kept: no other object gets the address of one that is gone.
         self._tree, self.version = tree, self.version + 1
@@ -269,9 +262,10 @@ class PipelineLayer(ModelWithParts):
             return None
         last = self.placement.rank_of(self.placement.stages - 1)
         functions: dict[int, list[object]] = {last: list(losses.functions_in(self._loss_fn))}
+        stage_functions = self.owned_stages.functions
         owners: dict[int, set[int]] = {}
         for number, entry in enumerate(self._layers_desc):
-            rank, function = self.get_stage_from_index(number), self._functions.get(number, entry)
+            rank, function = self.get_stage_from_index(number), stage_functions.get(number, entry)
             functions.setdefault(rank, []).append(function)
             layers = [self._blueprints[number], self._registered.functions.get(number)]
             if isinstance(layers[1], functools.partial) and entries.is_shared(entry):
@@ -332,20 +326,11 @@ class PipelineLayer(ModelWithParts):
         """Returns what is trained beside the first batches of ``pipeline``, which wraps this."""
         return None
 
-    #: Returns an output without what layers hand on beside it; None where they do not.
-    _value_of: Callable[[Nest], Nest] | None = None
-    #: Whether layers are known to draw from Python's or NumPy's own generators.
-    draws_python = False
     #: All layers and parameters that were met last.
     _tree: Sequence[Any] = ()
     version = 0
     #: The layers that were in evaluation by themselves when the model was put there as a whole.
     _evaluating: Sequence[Layer] = ()
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether pieces of the stages are recomputed in backward (``recompute_interval``)."""
-        return bool(self._recompute_interval)
 
     def begin(self, training: bool) -> None:
         """Has the model in training or in evaluation, and its layers as they are, for a batch.
@@ -374,44 +359,6 @@ class PipelineLayer(ModelWithParts):
         """What a script puts into training and evaluation, and layers of it by themselves."""
         return self
 
-    @property
-    def borders(self) -> Borders | None:
-        """What crosses between the stages; None for a chain."""
-        return None
-
-    def edges(self, training: bool) -> Sequence[Edge] | None:
-        """Returns the edges between the stages, in training or not; None means the chain."""
-        return None
-
-    def function(self, stage: int) -> Run:
-        """Returns what runs the layers of a stage of this process, as it is to run now."""
-        return self.runner.function(stage)
-
-    def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
-        """Returns what a stage here runs for a value, by number, and what the first takes.
-
-        Args:
-            stage: A global stage of this process.
-            value: What came to it: of stage 0 the inputs of a micro-batch.
-        """
-        return self.stage_layers(stage), value
-
-    def layer_tensors(self) -> dict[int, list[Tensor]]:
-        """Returns the parameters and buffers of each layer of this process, by its number."""
-        return {
-            number: [
-                tensor
-                for layer in layers_in(function)
-                for tensor in (*layer.parameters(), *layer.buffers())
-                if has_memory(tensor)
-            ]
-            for number, function in self._functions.items()
-        }
-
-    def cut_places(self) -> tuple[int, ...] | None:
-        """Returns the layers with which a stage may begin, but the first; None for all."""
-        return tied.places(self._layers_desc)
-
     def _layer_infos(self) -> list[LayerInfo]:
         return [
             LayerInfo(entries.class_name(entry), entries.count_parameters(layer))
@@ -437,30 +384,13 @@ class PipelineLayer(ModelWithParts):
         return self._shared_weights.weights
 
     def begin_uses(self) -> Uses:
-        """Makes the uses of each parameter of this process leave gradients apart in a batch."""
-        stages = {
-            stage: {n: parameters_of(f) for n, f in self.stage_layers(stage).items()}
-            for stage in self._owned
-        }
-        self.runner.uses = Uses(
-            self._with_losses(stages),
-            lambda number, parameter: slots_in(self._functions[number], parameter),
-            self.shared_parameters(),
-        )
-        return self.runner.uses
+        """Makes the uses of each parameter of this process leave gradients apart in a batch.
 
-    def _with_losses(self, stages: dict[int, dict[int, list[Tensor]]]) -> Stages:
-        """Adds the parameters of the loss functions to those of the entries of the last stage."""
-        last = stages.get(self.placement.stages - 1)
-        if last is not None:
-            of_losses = [p for layer in self.loss_layers() for p in layer.parameters()]
-            last[self.partition.boundaries[-1]] = of_losses
-        return stages
-
-    def shared_parameters(self) -> list[Tensor]:
-        """Returns the parameters of this rank that other ranks of its pipeline use too."""
-        tensors = self.state.local_tensors()
-        return [t for weight in self.shared_weights if is_parameter(t := tensors[weight.name])]
+        Raises:
+            ConfigError: The uses of a parameter cannot be told apart.
+        """
+        of_losses = [p for layer in self.loss_layers() for p in layer.parameters()]
+        return self.owned_stages.begin_uses(of_losses, self._shared_weights.parameters())
 
     def allreduce_shared_weight_gradients(self, uses: Uses | None = None) -> None:
         """Gives all copies of shared weights the sum of their gradients.
@@ -491,16 +421,12 @@ class PipelineLayer(ModelWithParts):
             ConfigError: There is no such chunk.
         """
         self.follow()
-        if chunk_id is None:
-            for stage in self._owned:
-                input = self.function(stage)(input, None)
-            return self.value_of(input)
-        self._require_chunk(chunk_id)
-        return self.value_of(self.function(self._owned[chunk_id])(input, None))
-
-    def value_of(self, output: Nest) -> Nest:
-        """Returns an output of a layer without the values added for a loss function."""
-        return output if self._value_of is None else self._value_of(output)
+        if chunk_id is not None:
+            self._require_chunk(chunk_id)
+        stages = self.owned_stages
+        for stage in self._owned if chunk_id is None else (self._owned[chunk_id],):
+            input = stages.function(stage)(input, None)
+        return stages.value_of(input)
 
     def take_loss(self, loss_fn: Any) -> None:
         """Takes another loss than the one given to the constructor, from the next batch on.
@@ -654,10 +580,6 @@ class PipelineLayer(ModelWithParts):
     def checkpoint_part(self) -> ModelParts:
         """Returns what this process holds of the model, as a ``CheckpointManager`` takes it."""
         return self.state.checkpoint_part()
-
-    def stage_layers(self, stage: int) -> dict[int, Callable[[Nest], Nest]]:
-        """Returns the built layers and functions of a stage of this process, by their numbers."""
-        return {index: self._functions[index] for index in self.partition.range_of(stage)}
 
     def get_num_virtual_stages(self) -> int:
         """Returns the number of chunks on each rank."""

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from fleetpipe import systems
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage, RunOf
 from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
@@ -176,7 +175,7 @@ class Runs:
         count = len(self._weights)
         meter = ActionMeter(kinds[-1], clock_for(self._job), units.count)
         schedule = in_turn(self._layers.placement, count, kinds, units.count)
-        engine, stage = self._engine(schedule, self._layers.function, meter)
+        engine, stage = self._engine(schedule, None, meter)
         for turn in range(BATCHES):
             batch = self._batch(self._data, self._weights, units)
             _run(engine, stage, batch, units)
@@ -202,7 +201,7 @@ class Runs:
         schedule = in_turn(layers.placement, 1, "B")
         trace = Trace(Path(), schedule, job.connect(), job.group())
         meter = ActionMeter("B")
-        engine, stage = self._engine(schedule, layers.function, trace, meter)
+        engine, stage = self._engine(schedule, None, trace, meter)
         for index, weight in enumerate(self._weights):
             trace.begin_step()
             _run(engine, stage, self._batch(self._one(index), [weight]))
@@ -220,14 +219,14 @@ class Runs:
 
     def layers(self) -> Samples:
         """Returns the samples of this process's layers, and behind them of the loss. Collective."""
-        layers = self._layers
-        meter = LayerMeter(len(layers.partition.layers), layers.calls_of, layers.stage_layers)
+        layers, stages = self._layers, self._layers.owned_stages
+        meter = LayerMeter(len(layers.partition.layers), stages.calls_of, stages.layers)
         # The meter has ways of its own for each layer, whose backward it runs itself.
         schedule = forward_only(layers.placement, 1)
         engine, stage = self._engine(schedule, meter.run_of, fast_leaves=False)
         for turn in self._turns():
             one = self._one(turn)
-            batch = Batch(one, value_of=layers.value_of)
+            batch = Batch(one, value_of=stages.value_of)
             _run(engine, stage, batch)
             for output in batch.outputs.values():
                 meter.take_loss(0, layers.loss_fn(), output, one.labels[0])
@@ -238,9 +237,9 @@ class Runs:
 
         Backwards follow the forwards, only to free the memory that these keep.
         """
-        layers = self._layers
+        layers, stages = self._layers, self._layers.owned_stages
         count = len(layers.partition.layers)
-        meter = LayerMeter(count, layers.calls_of, layers.stage_layers, units)
+        meter = LayerMeter(count, stages.calls_of, stages.layers, units)
         schedule = in_turn(layers.placement, 1, "B", units.count)
         engine, stage = self._engine(schedule, meter.run_of, fast_leaves=False)
         loss_fn, calls = layers.loss_fn(), itertools.count()
@@ -278,12 +277,16 @@ class Runs:
         return Batch(units.cut(data), losses)
 
     def _engine(
-        self, schedule: Schedule, run_of: RunOf, *observers: Observer, fast_leaves: bool = True
+        self,
+        schedule: Schedule,
+        run_of: RunOf | None,
+        *observers: Observer,
+        fast_leaves: bool = True,
     ) -> tuple[Engine, DygraphStage]:
-        layers, job = self._layers, self._job
-        split = SplitBackward(schedule, layers.stage_layers, fast_leaves)
-        stage = DygraphStage(run_of, layers.placement, split, layers.borders)
-        plan = schedule.lower(layers.edges(training=True))
+        job = self._job
+        stages = self._layers.owned_stages
+        stage = DygraphStage.of(stages, schedule, fast_leaves, run_of)
+        plan = schedule.lower(stages.edges(training=True))
         return Engine(plan, stage, job.connect(), job.timeout, observers), stage
 
 

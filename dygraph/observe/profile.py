@@ -64,7 +64,7 @@ def measure(
         times = run.stages("B", units) if cut else {}
         samples = _of_all_ranks(job, run.layers())
         parts = _of_all_ranks(job, run.layers_of_units(units)) if cut else {}
-    uses = layers.layer_tensors()
+    uses = layers.owned_stages.tensors()
     names = layers.state.local_tensors()
     state = layer_meter.state_bytes(uses.values(), names)
     sizes = [[number, *size] for number, size in zip(uses, state)]
@@ -164,7 +164,7 @@ def _profile(
     return Profile(
         tuple(costs[:-1]),
         costs[-1],
-        layers.cut_places(),
+        layers.owned_stages.cut_places(),
         (link,),
         layers.partition.boundaries,
         transfer,

@@ -83,6 +83,11 @@ class SharedWeights:
             if _is_parameter(tensors[weight.name]):
                 tensors[weight.name].is_firstly_shared = rank == weight.holders[0]
 
+    def parameters(self) -> list[Tensor]:
+        """Returns the copies that are parameters."""
+        tensors = (self._tensors[weight.name] for weight in self.weights)
+        return [tensor for tensor in tensors if _is_parameter(tensor)]
+
     def equalize(self, sources: Mapping[str, int] | None = None) -> None:
         """Broadcasts one rank's values to every copy. Collective over the ranks that share.
 

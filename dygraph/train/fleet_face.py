@@ -160,12 +160,12 @@ class PipelineFace(MetaParallelBase):
     """
     gradient_of: Callable[[Tensor], Tensor | None] = _of_runtime("reductions.gradient_of")
     """Returns the gradient that the last batch has left, or None. Collective over sharding."""
-    deferral_report: Callable[[], DeferralReport] = _of_runtime("split.report")
+    deferral_report: Callable[[], DeferralReport] = _of_runtime("stage.split.report")
     """Returns which parameters' gradients wait for W, and the bytes kept between I and W.
 
     For the stages of this process, of a schedule that splits backward, after a first batch.
     """
-    reordered_leaves: Callable[[], list[str]] = _of_runtime("split.reordered")
+    reordered_leaves: Callable[[], list[str]] = _of_runtime("stage.split.reordered")
     """Returns the layers here whose split backward may add up in another order than a full one.
 
     Known after a first batch, as ``deferral_report`` is.

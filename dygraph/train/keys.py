@@ -22,7 +22,7 @@ class BatchKeys:
     def draw(self) -> Keys | None:
         """Draws the number of the next batch and returns its seeds; None under ``"fleet"``."""
         alone = self._job.everyone().ranks == 1 and not self._keys_python
-        python = self._layers.draws_python or (False if alone else None)
+        python = self._layers.owned_stages.draws_python or (False if alone else None)
         return random_keys.draw(self._mode, python, self._part)
 
     def peek(self) -> Keys | None:

@@ -10,12 +10,10 @@ from contextlib import contextmanager, nullcontext
 
 from fleetpipe.aliases import Strategy
 from fleetpipe.config import PipelineConfig, scale_strategy
-from fleetpipe.dygraph.backward.split import SplitBackward
 from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.rank_data import RankData
 from fleetpipe.dygraph.batch.units import WHOLE, Units, units_of
 from fleetpipe.dygraph.batch.weights import MicroBatchWeights
-from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.sums.refusals import refuse_beside_trees
 from fleetpipe.dygraph.train.engines import Engines
@@ -47,11 +45,9 @@ class Runtime:
         weights: How much micro-batches count in the loss.
         data: What ranks are passed of a batch.
         keys: Draws the seeds of batches.
-        split: Keeps what weight gradients need, if the schedule splits backward.
         stage: Runs the actions of this process's stages.
         engines: Run the plan, with observers around its operations.
         reductions: Adds up gradients and losses of which ranks have parts.
-        hidden_uses: Watches for what stages use that is not theirs; None if nobody need watch.
     """
 
     layers: PipelineLayer
@@ -64,8 +60,8 @@ class Runtime:
     units: Units
     weights: MicroBatchWeights
     data: RankData
-    split: SplitBackward
     stage: DygraphStage
+    _version: int
 
     def __init__(
         self, layers: PipelineLayer, strategy: Strategy, job: Job, has_bubble_hooks: bool
@@ -83,8 +79,6 @@ class Runtime:
         self._running = False
         layers.follow()
         layers.require_listed()
-        self._version = -1
-        self.hidden_uses: HiddenUses | None = None
         self.sequence = job.along("sep", "cp")
         self.bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         scale, timed = scale_strategy(strategy), self.switches.enable_timer
@@ -182,11 +176,10 @@ class Runtime:
             first = self.first_micro_batch * units.count
             if training and self._version != self.layers.version:
                 self.layers.require_listed()
-                self.split.forget_layers()
-                self.hidden_uses = self.layers.hidden_uses()
+                self.stage.split.forget_layers()
+                self.stage.watch = self.layers.hidden_uses()
                 self._version = self.layers.version
-            hidden = self.hidden_uses
-            self.stage.watch = None if hidden is None else hidden.enter
+            watch = self.stage.watch
             hooks = engines.hook_calls.of_batch(training)
             trees = self.reductions.begin_trees(self.config.micro_batches) if training else None
             self.stage.begin(batch, first, hooks, units, trees)
@@ -196,7 +189,7 @@ class Runtime:
                     self.job.guarded(engine.where),
                     self.job.limited_by_card(),
                     self.reductions.own_errors(),
-                    nullcontext() if hidden is None else hidden.refused(),
+                    nullcontext() if watch is None else watch.refused(),
                 ):
                     yield functools.partial(engine.run, first_micro_batch=first)
                     if training:
@@ -208,8 +201,8 @@ class Runtime:
             finally:
                 self.stage.end()
                 self.reductions.end_trees()
-                if hidden is not None:
-                    hidden.leave(ends=training)
+                if watch is not None:
+                    watch.leave(ends=training)
 
     def _facts(self) -> dict[str, str]:
         """Returns what must be the same on all ranks."""
@@ -229,20 +222,20 @@ class Runtime:
         if self.job.sums_by_tree:
             parameters = layers.trained_parameters()
             refuse_beside_trees(parameters, delayed, units.count > 1, schedule.placement)
-        plan = schedule.lower(layers.edges(training=True))
+        plan = schedule.lower(layers.owned_stages.edges(training=True))
         plan.verify()
         # Nothing is refused from here on: after an error all is as it was.
         self.config, self.schedule, self.plan = config, schedule, plan
         self.weights, self.units = weights, units
         self.data = RankData(self.job, schedule.placement, config)
-        self.split = SplitBackward(schedule, layers.stage_layers, config.fast_leaves)
-        self.split.by_name = self.job.sums_by_tree
-        self.stage = DygraphStage(layers.function, schedule.placement, self.split, layers.borders)
+        self.stage = DygraphStage.of(layers.owned_stages, schedule, config.fast_leaves)
+        #: Of the layers that the stage knows; none yet.
+        self._version = -1
 
     def _connect(self) -> None:
         """Makes the engines. Collective over the pipeline the first time in a job."""
         placement, costs, job = self.schedule.placement, self.config.costs, self.job
-        evaluated = placement, self.layers.edges(training=False)
+        evaluated = placement, self.layers.owned_stages.edges(training=False)
         exchanges = any(kind.exchanges for kind in self.reductions.kinds) or job.degrees.sep > 1
         overlaps = self.config.overlap and exchanges and not job.local
         self.engines.begin(self, self.plan, self.stage, evaluated, overlaps)

@@ -148,8 +148,8 @@ class TrainingBatch:
     def _reduce(self) -> None:
         self._share_losses()
         runtime = self._runtime
-        if runtime.hidden_uses is not None:
-            runtime.hidden_uses.leave()
+        if runtime.stage.watch is not None:
+            runtime.stage.watch.leave()
         runtime.reductions.finish_trees()
         runtime.engines.observers.computed()
         runtime.reductions.reduce_gradients()
@@ -246,7 +246,7 @@ def forwarded(
         here = batches.labels if runtime.data.owns_last else None
         weight_of = runtime.weights.weight_of(functions, here, weights)
         losses = Losses(functions, weights, weight_of=weight_of, by_tree=runtime.job.sums_by_tree)
-    batch = Batch(batches, losses, value_of=runtime.layers.value_of)
+    batch = Batch(batches, losses, value_of=runtime.layers.owned_stages.value_of)
     with runtime.running(batch, count) as run, paddle.no_grad():
         with runtime.keys.keyed(keys):
             run({})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.cutting.auto import Choice, places
+from fleetpipe.capture.cutting.auto import Choice
 from fleetpipe.capture.cutting.node_meter import state_of
+from fleetpipe.capture.owned_nodes import OwnedNodes
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.dependencies import Same, require_same_parameters, tensors_of
 from fleetpipe.capture.running.files import files_of_model
@@ -20,24 +21,19 @@ from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph import PipelineParallel
-from fleetpipe.dygraph.batch.borders import Borders
-from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
+from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.layer_meter import first_uses
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.state.files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, equal_copies
-from fleetpipe.dygraph.sums.uses import Uses
 from fleetpipe.engine.observer import BatchObserver
-from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.layer import share_tables
-from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.partition import LayerInfo
 from fleetpipe.profiling import PipelinePlan
-from fleetpipe.schedules import Edge
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _FIRST = GlobalMicroBatch(0)
@@ -80,7 +76,6 @@ class CapturedPipeline(PipelineLayer):
     choice: Choice | None
     proof: Proof | None
     users: dict[str, tuple[int, ...]]
-    _stages: CapturedStages
     _tensors: dict[str, Same]
     _head: Head | None
     _shadowed: int
@@ -105,8 +100,7 @@ class CapturedPipeline(PipelineLayer):
             findings: The results of the checks of the model.
         """
         # Around Layer.__setattr__, which would make a sublayer of the model.
-        stages = CapturedStages(forms, lambda: self.training)
-        self.__dict__.update(plain=plain, forms=forms, _stages=stages)
+        self.__dict__.update(plain=plain, forms=forms)
         findings = findings or Findings()
         self.__dict__.update(
             choice=findings.choice, proof=findings.proof, _shadowed=findings.shadowed
@@ -131,16 +125,15 @@ class CapturedPipeline(PipelineLayer):
         """Allocates the tensors of this process's stages. Collective if ranks share weights."""
         example = self.forms.example(training=True)
         functions: dict[int, Callable[[Nest], Nest]] = dict(enumerate(example.functions))
+        stages = CapturedStages(self.forms, lambda: self.training)
         if self._head is not None:
             functions = dict(enumerate([*example.functions, *self._head.functions()]))
             head = StageRunner(functions, self.partition, recompute=self._recompute)
-            self.__dict__["_stages"] = self._head.stages(
-                self.forms, lambda: self.training, head, self.placement
-            )
-        self._functions = {
-            i: functions[i] for stage in self._owned for i in self.partition.range_of(stage)
-        }
-        self.runner = example.runner
+            stages = self._head.stages(self.forms, lambda: self.training, head, self.placement)
+        owned = {i: functions[i] for stage in self._owned for i in self.partition.range_of(stage)}
+        self.__dict__["owned_stages"] = OwnedNodes(
+            *(self.forms, stages, self.partition, self._owned, owned, self._uses)
+        )
         users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
         self.__dict__.update(users=users, _tensors=tensors_of(self.plain))
         self._hold(users)
@@ -226,36 +219,6 @@ class CapturedPipeline(PipelineLayer):
                 layer.training = modes.get(path, self.plain.training)
         return self
 
-    @property
-    def draws_python(self) -> bool:  # type: ignore[override]
-        """Whether nodes draw from Python's or NumPy's generators, which then need keys."""
-        return self.forms.example(training=True).trace.draws
-
-    @property
-    def borders(self) -> Borders:
-        """The values that cross between the stages."""
-        return self._stages
-
-    def edges(self, training: bool) -> Sequence[Edge]:
-        """Returns the edges between the stages, in training or in evaluation."""
-        return self._stages.edges(training)
-
-    def function(self, stage: int) -> Run:
-        """Returns the function that runs the nodes of a stage in the current mode."""
-        return self._stages.function(stage)
-
-    def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
-        """Returns the functions of a stage's nodes by number, and the first one's input."""
-        if stage >= self.placement.body:
-            return self.stage_layers(stage), value
-        form, value = self._stages.form(stage, value)
-        return {number: form.functions[number] for number in self.partition.range_of(stage)}, value
-
-    def cut_places(self) -> tuple[int, ...]:
-        """Returns the numbers of the nodes with which a later stage may begin."""
-        named, _ = places(*(self.forms.example(training).trace for training in (True, False)))
-        return tuple(number + 1 for number in named)
-
     def graphviz(self) -> str:
         """Returns the graph of nodes in Graphviz's language, coloured by stage, on any rank.
 
@@ -297,33 +260,6 @@ class CapturedPipeline(PipelineLayer):
         output = called(model, inputs, self.forms.capturing.unopened, keys, micro_batch)
         return loss_input(model, output)
 
-    def stage_layers(self, stage: int) -> dict[int, Layer]:
-        """Returns the layers that are nodes of a stage, by the number of their first call."""
-        if stage >= self.placement.body:
-            return {number: self._functions[number] for number in self.partition.range_of(stage)}
-        return self.forms.example(training=True).layers(stage)
-
-    def layer_tensors(self) -> dict[int, list[Tensor]]:
-        """Returns the parameters and buffers of each entry of this process, by its number.
-
-        Tensors that no node uses in training belong to the entry of the inputs.
-        """
-        uses = self._uses()
-        return {n: [tensor for tensor in uses[n] if has_memory(tensor)] for n in self._functions}
-
-    def begin_uses(self) -> Uses:
-        """Returns the uses of each parameter of this process: see :class:`PipelineLayer`.
-
-        Raises:
-            ConfigError: Nodes of one stage use the same parameter.
-        """
-        uses = self._uses()
-        stages = {
-            stage: {n: [*filter(is_parameter, uses[n])] for n in self.partition.range_of(stage)}
-            for stage in self._owned
-        }
-        return Uses(self._with_losses(stages), _refuse_slots, self.shared_parameters())
-
     def _layer_infos(self) -> list[LayerInfo]:
         """Returns the name of each entry, with the parameters that no earlier one uses."""
         return [
@@ -364,14 +300,3 @@ class CapturedPipeline(PipelineLayer):
             *(self.state.slots(), self.users, tensors, self._owned, self.placement),
             *(self._job, self.holders),
         )
-
-
-def _refuse_slots(number: int, parameter: Tensor) -> NoReturn:
-    """Refuses a second use of a parameter by a stage whose uses are to leave gradients apart."""
-    raise ConfigError(
-        "with sums by a tree the uses of a tied weight leave gradients apart, and two nodes of one "
-        "stage of a captured model would leave their sum",
-        where=f"parameter {parameter.name}, node {number}",
-        fix="cut the model between the two, make it a list of layers with SharedLayerDesc, or set "
-        "fleetpipe_configs['sums'] = 'running'",
-    )

@@ -124,7 +124,7 @@ def _held(model: Any, data: list[Any]) -> int:
     value.stop_gradient = False
     gc.collect()
     before = allocated_bytes()
-    output = layers.function(0)(value, None)
+    output = layers.owned_stages.function(0)(value, None)
     held = allocated_bytes() - before
     del output
     return held

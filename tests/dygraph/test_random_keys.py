@@ -243,7 +243,7 @@ def test_a_replicas_micro_batches_have_the_masks_of_their_global_numbers() -> No
                     for k in range(count):
                         for stage in range(2):
                             x = paddle.ones([1, 6 if stage == 0 else 8])
-                            model.layers.runner.function(stage)(x, replica * count + k)
+                            model.layers.owned_stages.function(stage)(x, replica * count + k)
             assert seen == whole[replica * count : (replica + 1) * count]
 
 

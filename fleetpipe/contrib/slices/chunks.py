@@ -96,7 +96,7 @@ def sequence_chunks(
             "delay_scale_loss weights all losses alike, and slices need not be of one length",
             fix="leave delay_scale_loss out, or choose a schedule without slices",
         )
-    if layers.recomputes:
+    if layers.owned_stages.recomputes:
         raise ConfigError(
             "recompute_interval cannot be had together with slices of sequences",
             cause="a layer that is run again cannot tell which slice it runs",

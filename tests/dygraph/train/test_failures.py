@@ -66,7 +66,7 @@ def trained(ranks: int, schedule: str, error: BaseException | None, **options: A
             with pytest.raises(type(error)):
                 model.train_batch(batch(4, seed=7), optimizer)
             assert all(parameter.grad is None for parameter in model.parameters())
-            assert model._runtime.stage._kept == model._runtime.split._tapes == {}
+            assert model._runtime.stage._kept == model._runtime.stage.split._tapes == {}
             assert model._runtime.stage._batch.data.inputs is None
         paddle.seed(11)
         loss = model.train_batch(batch(4, seed=1), optimizer)

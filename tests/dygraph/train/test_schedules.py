@@ -32,7 +32,7 @@ def check(
         assert session.report.passed, session.report.verdict()
         assert tuple(pipe.peak_held.values()) == pipe.schedule.simulate().peak_activations
         assert pipe._runtime.stage._kept == {}
-        assert pipe._runtime.split._tapes == {}
+        assert pipe._runtime.stage.split._tapes == {}
         return pipe.schedule
 
 
