@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fleetpipe import log
@@ -61,9 +62,13 @@ class Walker:
         self._watched = functools.partial(Observers(*observers).wrap, self)
         self._turns = turns
         self._failed: Action | None = None
+        #: What each action waits for.
+        self._messages: defaultdict[Action, list[Blocked]] = defaultdict(list)
         self._first_micro_batch = 0
         self._ops = plan.ops[rank]
         self._program = [tuple(self._compile(op)) for op in self._ops]
+        #: The operations in the order in which they run, and the place in it of the next one.
+        self._sequence: Sequence[int] = range(len(self._ops))
         self._next = 0
         self._part = 0
 
@@ -86,7 +91,7 @@ class Walker:
 
     def advance(self) -> Blocked | None:
         """Runs the next operation, or returns the message that the rank has to wait for first."""
-        instructions = self._program[self._next]
+        instructions = self._program[self._sequence[self._next]]
         while self._part < len(instructions):
             _, instruction = instructions[self._part]
             blocked = instruction()
@@ -97,9 +102,14 @@ class Walker:
         self._part = 0
         return None
 
-    def supply(self, message: Blocked, value: Value) -> None:
-        """Gives the walker the message it was blocked on."""
-        self.values[message.key] = value
+    def wait(self, blocked: Blocked, timeout: float) -> None:
+        """Waits for the message that :meth:`advance` was blocked on.
+
+        Raises:
+            PeerFailed: A peer is gone, or another one died during the wait.
+            PipelineTimeout: The message did not arrive within ``timeout`` seconds.
+        """
+        self.values[blocked.key] = self.transport.receive(*blocked, timeout)
 
     def discard(self) -> None:
         """Drops what an unfinished run left: values of this rank, and messages on their way to it.
@@ -114,18 +124,23 @@ class Walker:
 
     def where(self) -> str:
         """Says which operation the rank is at and which it finished last, for messages."""
-        finished = [op for op in self._ops[: self._next] if isinstance(op, (Action, Fused))]
+        ran = [self._ops[index] for index in self._sequence[: self._next]]
+        finished = [op for op in ran if isinstance(op, (Action, Fused))]
         done = f", last finished {finished[-1]}" if finished else ""
         if self.finished:
             return f"rank {self.rank}, between batches{done}"
-        op = self._ops[self._next]
+        at = self._at()
+        op, instructions = self._ops[at], self._program[at]
         text = f"rank {self.rank}, operation {op}"
-        instructions = self._program[self._next]
         action, _ = instructions[min(self._part, len(instructions) - 1)]
         action = self._failed or action
         if isinstance(action, Action):
             text += f" (stage {action.stage}, micro-batch {action.micro_batch})"
         return text + done
+
+    def _at(self) -> int:
+        """Returns which operation is next; there is one."""
+        return self._sequence[self._next]
 
     def _compile(self, op: Op) -> Iterator[tuple[Op, Instruction]]:
         """Yields the calls that an operation consists of, each with its action or operation.
@@ -178,8 +193,9 @@ class Walker:
         for receive in incoming:
             source, _ = ranks_of(receive, self._plan.placement)
             if source != self.rank:
-                take = functools.partial(self._take, source, message_of(receive))
-                yield action, self._watched(receive, take)
+                message = Blocked(source, message_of(receive))
+                self._messages[action].append(message)
+                yield action, self._watched(receive, functools.partial(self._take, *message))
         compute = functools.partial(
             self._compute,
             action,
@@ -244,6 +260,7 @@ class Engine:
         timeout: float,
         observers: Sequence[Observer] = (),
         overlapping: SideState | None = None,
+        walker: Callable[..., Walker] = Walker,
     ) -> None:
         """Compiles the plan for every rank in ``transports``.
 
@@ -255,12 +272,13 @@ class Engine:
             observers: What watches every operation; the first one is innermost.
             overlapping: Runs a fused forward and backward in turns, each with its own state. None:
                 one runs after the other.
+            walker: Makes the walker of a rank, from the arguments of :class:`Walker`.
         """
         turns = None if overlapping is None else Turns(overlapping, timeout)
         self._plan = plan
         self._timeout = timeout
         self._walkers = {
-            rank: Walker(plan, rank, stage, transport, self._arrive, observers, turns)
+            rank: walker(plan, rank, stage, transport, self._arrive, observers, turns)
             for rank, transport in transports.items()
         }
         self._collectives: Mapping[str, Callable[[], None]] = {}
@@ -333,7 +351,7 @@ class Engine:
                 "the plan's linear order runs an operation too early",
                 expected=f"{describe(blocked.key)} to have been sent by rank {blocked.peer}",
             )
-        walker.supply(blocked, walker.transport.receive(*blocked, self._timeout))
+        walker.wait(blocked, self._timeout)
 
     def _arrive(self, collective: str) -> None:
         self._arrived[collective] += 1

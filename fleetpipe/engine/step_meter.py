@@ -165,7 +165,7 @@ class StepMeter(BatchObserver):
             queued, limited = self._queue.seconds(), self._queue.limited_seconds()
         # As if there were no probes.
         cpu = time.thread_time() + here.helped - self._probing
-        return _Moment(time.monotonic() - self._probing, cpu, queued, limited)
+        return _Moment(time.monotonic() - self._probing - here.idled, cpu, queued, limited)
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """See :class:`fleetpipe.engine.observer.Observer`."""
@@ -181,6 +181,7 @@ class StepMeter(BatchObserver):
 
         def receive() -> Blocked | None:
             nonlocal since
+            came_first = here.idle > 0
             blocked = instruction()
             if blocked is not None:
                 self._wait()
@@ -190,6 +191,8 @@ class StepMeter(BatchObserver):
                 self._waited += time.monotonic() - since
                 self._awaited[peer] = self._awaited.get(peer, 0) + 1
                 since = None
+            elif came_first:
+                self._awaited[peer] = self._awaited.get(peer, 0) + 1
             return blocked
 
         return receive

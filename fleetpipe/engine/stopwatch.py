@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable
 
 from fleetpipe.engine.observer import Blocked, Instruction
-from fleetpipe.mesh.turns import stretch
+from fleetpipe.mesh.turns import here, stretch
 
 
 class Stopwatch:
     """An instruction that is timed from its first call to the end of the last one.
 
     An instruction that is blocked is called again once its message is there; the time includes the
-    wait. One that raises is not counted. If two instructions take turns, each has the time of its
+    wait, also one for several messages that was over before it was known which of them came. One
+    that raises is not counted. If two instructions take turns, each has the time of its
     own turns.
     """
 
@@ -37,7 +38,7 @@ class Stopwatch:
 
     def __call__(self) -> Blocked | None:
         """Runs the instruction; see :data:`fleetpipe.engine.observer.Instruction`."""
-        begin = self._clock() if self._begin is None else self._begin
+        begin = self._clock() - here.idle if self._begin is None else self._begin
         self._begin = None
         blocked = self._instruction()
         if blocked is None:

@@ -100,11 +100,15 @@ class _Here(threading.local):
         side: The computation that runs in the thread.
         helped: Seconds of processor time that another thread has spent for it.
         waited: Seconds that it has waited for the parts of exchanges.
+        idle: Seconds that it has waited for whichever message comes first, until it takes one.
+        idled: All those seconds.
     """
 
     side: _Side | None = None
     helped = 0.0
     waited = 0.0
+    idle = 0.0
+    idled = 0.0
 
 
 here = _Here()

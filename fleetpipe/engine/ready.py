@@ -1,0 +1,149 @@
+"""A rank that runs the first ready action of its row, instead of waiting for the next one.
+
+The row is a hint here. What may run early, and why no arrival can block the ranks, is said in
+``fleetpipe/schedules/check/envelope.py``. Whether an action that may run early should is a bet: an
+action cannot be interrupted, so the message of the next one may come as soon as it has begun. So a
+rank waits for the next action a while first, by a share of the time that the early one would take.
+In simulations of all schedules a half keeps a pipeline in which nothing is late as fast as in the
+fixed order, within two per cent; a forward that adds to those under way on a rank of one stage
+gains the most if it is not held back for long.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from fleetpipe.engine.engine import Walker
+from fleetpipe.engine.observer import Blocked
+from fleetpipe.mesh.turns import here
+from fleetpipe.schedules import Action, Plan, Reduce
+from fleetpipe.schedules.check.envelope import Envelope
+from fleetpipe.transport import MessageKey
+from fleetpipe.transport.base import AnyOrderTransport
+
+#: For which share of its own shortest time an action that may run early lets the next one come.
+PATIENCE, PATIENCE_OF_FORWARDS = 0.5, 0.1
+
+
+class ReadyWalker(Walker):
+    """One rank's way through a plan, in an order that depends on what has arrived.
+
+    Attributes:
+        early: Actions of the batch that ran before one which stands before them in the row.
+    """
+
+    transport: AnyOrderTransport
+    _sequence: list[int]
+
+    def __init__(
+        self, envelope: Callable[[], Envelope], plan: Plan, rank: int, *arguments: Any
+    ) -> None:
+        """Compiles the operations of a rank.
+
+        Args:
+            envelope: Returns what the rank may run early in a batch that begins.
+            plan: The lowered schedule of the envelope, without fused actions.
+            rank: The rank.
+            *arguments: As for :class:`Walker`; the transport waits for any of several messages.
+        """
+        super().__init__(plan, rank, *arguments)
+        self.early = 0
+        self._envelope_of, self._envelope = envelope, envelope()
+        #: What precedes the first action; each action with what follows it; what ends the batch.
+        units: list[list[int]] = [[]]
+        for index, op in enumerate(self._ops):
+            if isinstance(op, (Action, Reduce)):
+                units.append([])
+            units[-1].append(index)
+        self._begin, *self._units, self._end = units
+        self._row = [cast("Action", self._ops[unit[0]]) for unit in self._units]
+        one = len(plan.placement.stages_of(rank)) == 1
+        self._patience = {"F": PATIENCE_OF_FORWARDS if one else PATIENCE}
+        #: The shortest time of each kind of action of each stage, over all batches.
+        self._shortest: dict[tuple[str, int], float] = {}
+        self._idle_since: float | None = None
+        self._awaited: list[Blocked] = []
+        self._until = math.inf
+
+    def restart(self, first_micro_batch: int) -> None:
+        """Goes back to the first operation; see :meth:`Walker.restart`."""
+        super().restart(first_micro_batch)
+        self._envelope = self._envelope_of()
+        self._sequence = [*self._begin]
+        self.early = 0
+        self._idle_since, here.idle = None, 0.0
+
+    def advance(self) -> Blocked | None:
+        """Runs the next operation, or returns the first of the messages that it waits for."""
+        if self._next == len(self._sequence):
+            unit = self._chosen()
+            if unit is None:
+                return self._awaited[0]
+            self._sequence += unit
+            self._idle_since = None
+        op = self._ops[self._sequence[self._next]]
+        if not isinstance(op, Action):
+            return super().advance()
+        if not self._messages[op]:
+            here.idle = 0.0
+        begin = time.perf_counter()
+        blocked = super().advance()
+        took = time.perf_counter() - begin
+        self._shortest[op[:2]] = min(took, self._shortest.get(op[:2], took))
+        return blocked
+
+    def wait(self, blocked: Blocked, timeout: float) -> None:
+        """Waits for any message that lets an action run, or until one may run early."""
+        begin = time.perf_counter()
+        self.transport.await_any(self._awaited, timeout, max(self._until - begin, 0.0))
+        idle = time.perf_counter() - begin
+        here.idle += idle
+        here.idled += idle
+
+    def _chosen(self) -> list[int] | None:
+        """Returns the operations that run next; None if there are none yet.
+
+        Says then for which messages the rank waits, the next action's first, and until when.
+        """
+        if self._envelope.finished:
+            return self._end
+        now = time.perf_counter()
+        self._idle_since = since = self._idle_since or now
+        self._awaited, self._until = [], math.inf
+        for place in self._envelope.candidates():
+            action = self._row[place]
+            missing = [one for one in self._messages[action] if not self._has(one)]
+            is_head = place == self._envelope.head
+            moment = since if is_head else since + self._held_back(action)
+            if missing:
+                self._awaited += missing
+            elif moment <= now:
+                self._envelope.take(place)
+                self.early += not is_head
+                return self._units[place]
+            else:
+                self._until = min(self._until, moment)
+        return None
+
+    def _has(self, message: Blocked) -> bool:
+        """Whether a message is there; takes it from the transport."""
+        return super()._take(*message) is None
+
+    def _take(self, source: int, key: MessageKey) -> Blocked | None:
+        # Whoever times this receive has seen how long the rank had waited for it.
+        here.idle = 0.0
+        return super()._take(source, key)
+
+    def _held_back(self, action: Action) -> float:
+        """Returns the seconds for which the next action may still come before an early one runs."""
+        shortest = self._shortest.get(action[:2], math.inf)
+        return self._patience.get(action.kind, PATIENCE) * shortest
+
+    def _at(self) -> int:
+        if self._next < len(self._sequence):
+            return self._sequence[self._next]
+        head = self._envelope.head
+        return self._units[head][0] if head < len(self._units) else self._end[0]
