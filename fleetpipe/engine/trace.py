@@ -25,7 +25,7 @@ from fleetpipe.mesh.turns import here
 from fleetpipe.paddle_api.device import device_clock, device_kind
 from fleetpipe.schedules import Action, Costs, Op, Recv, Schedule, Send
 from fleetpipe.schedules.forms.chrome import MICROSECONDS_PER_SECOND, caveat, write_trace
-from fleetpipe.schedules.forms.events import Event, events_of, figures_of, median_step
+from fleetpipe.schedules.forms.events import Event, events_of, figures_of, median_step, with_early
 from fleetpipe.transport import Transport
 from fleetpipe.transport.joining.hosts import host_name
 
@@ -136,9 +136,8 @@ class Trace(BatchObserver):
         self._numbers.append(self._count if number is None else number)
         if self._group.rank == 0:
             merged = {rank: records for part in gathered for rank, records in part.items()}
-            self._steps.append(
-                [Event(int(rank), *one) for rank, records in merged.items() for one in records]
-            )
+            step = [Event(int(rank), *one) for rank, records in merged.items() for one in records]
+            self._steps.append(with_early(step, self._schedule.actions))
 
     def steps(self) -> list[list[Event]]:
         """Returns the events of the stored steps on rank 0, an empty list elsewhere."""

@@ -61,6 +61,7 @@ class TracedOperation(NamedTuple):
         micro_batch: The micro-batch, or a slice of one.
         start: When it began, in seconds.
         duration: Seconds until its end, waits included.
+        early: How many actions that stand before it in the schedule began later on its rank.
     """
 
     step: int
@@ -71,6 +72,7 @@ class TracedOperation(NamedTuple):
     micro_batch: int
     start: float
     duration: float
+    early: int = 0
 
     @property
     def end(self) -> float:
@@ -146,7 +148,9 @@ def _operations_of(event: Event) -> Iterator[TracedOperation]:
     elif isinstance(op, (Action, Fused)):
         first = parts(op)[0]
         kind = "|".join(part.kind for part in parts(op))
-        yield TracedOperation(0, 0, rank, first.stage, kind, first.micro_batch, *times)
+        yield TracedOperation(
+            0, 0, rank, first.stage, kind, first.micro_batch, *times, early=event.early
+        )
 
 
 def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -80,7 +81,8 @@ def run(options: argparse.Namespace) -> int:
         listed = {"device": device, "schedules": [one._asdict() for one in schedules]}
         sys.stdout.write(json.dumps({**slowdown.as_json(), **listed}) + "\n")
     else:
-        sys.stdout.writelines(f"{line}\n" for line in _lines(sentence, slowdown, schedules))
+        lines = [*_lines(sentence, slowdown, schedules), *_early_lines(operations)]
+        sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0
 
 
@@ -102,6 +104,15 @@ def _lines(sentence: str, slowdown: Slowdown, schedules: list[Alternative]) -> I
     for one in schedules:
         even = f"{one.even:.6g} s with even stages"
         yield f"under {one.name:<8}            {one.seconds:.6g} s, {even}"
+
+
+def _early_lines(operations: Sequence[TracedOperation]) -> Iterator[str]:
+    """Yields how many actions ran early, if ranks took the schedule for a hint."""
+    actions = [one for one in operations if one.kind not in COMMUNICATIONS]
+    early = Counter(one.rank[1] for one in actions if one.early)
+    if early:
+        by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(early.items()))
+        yield f"taken early               {early.total()} of {len(actions)} actions ({by_rank})"
 
 
 #: Where the operations explain less of the steps, what lies between them comes first.

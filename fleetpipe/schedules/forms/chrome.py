@@ -109,7 +109,8 @@ def tracks_of(document: Any) -> dict[str, list[Event]]:
         if entry["ph"] == "X":
             _, rank, *track = names[entry["pid"]]
             start, seconds = _seconds(entry["ts"]), _seconds(entry["dur"])
-            event = Event(int(rank), str(entry["name"]), start, start + seconds)
+            early = int(entry.get("args", {}).get("early", 0))
+            event = Event(int(rank), str(entry["name"]), start, start + seconds, early=early)
             tracks[" ".join(track)].append(event)
     return tracks
 
@@ -215,7 +216,8 @@ class _Track:
         op = event.op
         if isinstance(op, Action):
             chunk = self.placement.stages_of(event.rank).index(op.stage)
-            return {"stage": op.stage, "chunk": chunk, "micro-batch": op.micro_batch}
+            early = {"early": event.early} if event.early else {}
+            return {"stage": op.stage, "chunk": chunk, "micro-batch": op.micro_batch, **early}
         if isinstance(op, (Send, Recv)):
             return {"edge": str(op.edge), "micro-batch": op.micro_batch}
         return {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-from fleetpipe.schedules.action import Action, Fused, parts
+from fleetpipe.schedules.action import Action, Fused, Item, flatten, parts
 from fleetpipe.schedules.plan_ops import Op, parse_op
 from fleetpipe.schedules.simulation.timeline import Timeline
 
@@ -23,6 +24,7 @@ class Event(NamedTuple):
         end: When it ended.
         exchange: The part of that time in which the rank only waited for exchanges with other ranks
             of its stage.
+        early: How many actions that stand before it in the schedule began later on its rank.
     """
 
     rank: int
@@ -30,6 +32,7 @@ class Event(NamedTuple):
     start: float
     end: float
     exchange: float = 0.0
+    early: int = 0
 
     @property
     def op(self) -> Op | None:
@@ -86,6 +89,29 @@ def figures_of(events: Iterable[Event]) -> Figures:
             busy[event.rank] += event.end - event.start
     spans = [ends[rank] - begin for rank, begin in begins.items()]
     return Figures(max(spans, default=0), max(busy.values(), default=0))
+
+
+def with_early(events: Sequence[Event], rows: Sequence[Iterable[Item]]) -> list[Event]:
+    """Returns the events of one measured step that say which actions were taken early.
+
+    Args:
+        events: The events.
+        rows: For each rank the entries of the schedule, in order.
+    """
+    places = {
+        (rank, str(action)): place
+        for rank, row in enumerate(rows)
+        for place, action in enumerate(flatten(row))
+    }
+    behind: list[list[int]] = [[] for _ in rows]
+    marked = [*events]
+    for index in sorted(range(len(events)), key=lambda index: -events[index].start):
+        event = events[index]
+        place = places.get((event.rank, event.name))
+        if place is not None:
+            marked[index] = event._replace(early=bisect(behind[event.rank], place))
+            insort(behind[event.rank], place)
+    return marked
 
 
 def median_step(steps: Sequence[Sequence[Event]]) -> int:
