@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import json
@@ -56,7 +57,8 @@ def _choice(*words: str) -> Callable[[str, object], str]:
         if isinstance(value, str) and value in words:
             return value
         *first_words, last = map(repr, words)
-        raise _refused(name, f"{name} is {', '.join(first_words)} or {last}", value, words[0])
+        nearby = [*difflib.get_close_matches(str(value), words, 1), words[0]][0]
+        raise _refused(name, f"{name} is {', '.join(first_words)} or {last}", value, nearby)
 
     return check
 
@@ -166,6 +168,7 @@ class PipelineConfig:
     fast_leaves: bool = _option(_switch, True)
     compare_rows: bool = _option(_switch, True)
     guards: int = _option(_guards, 0)
+    order: str = _option(_choice("fixed", "ready"), "fixed")
     overlap: bool = _option(_switch, True)
     rehearse: str | None = _option(_optional(_choice("bfloat16", "float16")))
     rng: str = _option(_choice("keyed", "fleet"), "keyed")

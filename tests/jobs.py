@@ -60,17 +60,18 @@ def begin(
     mp: int = 1,
     sharding: int = 1,
     rows: int = ROWS,
-    order: Sequence[str] = (),
+    axes: Sequence[str] = (),
     sharding_stage: int = 1,
     **own: Any,
 ) -> Any:
     """Begins a job on all ranks, or on the one process that plays them; returns it.
 
-    The arguments are those of `strategy`; ``own`` are fleetpipe's own options.
+    The arguments are those of `strategy`, whose order is ``axes`` here; ``own`` are fleetpipe's own
+    options.
     """
     degrees = {"dp": dp, "mp": mp, "pp": pp, "sharding": sharding}
     degrees["sharding_stage"] = sharding_stage
-    chosen = strategy(micro_batches, schedule, rows=rows, order=order, own=own, **degrees)
+    chosen = strategy(micro_batches, schedule, rows=rows, order=axes, own=own, **degrees)
     fleet.init(is_collective=True, strategy=chosen)
     return current_job()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fleetpipe.dygraph.backward.own_state import OwnState
@@ -10,7 +10,7 @@ from fleetpipe.dygraph.batch.dygraph_stage import DygraphStage
 from fleetpipe.dygraph.batch.outputs import Evaluation
 from fleetpipe.dygraph.observe.hooks import HookCalls
 from fleetpipe.dygraph.train.observers import observers_of
-from fleetpipe.engine.engine import Engine
+from fleetpipe.engine.engine import Engine, Walker
 from fleetpipe.engine.observer import Observer, Observers
 from fleetpipe.job.job import Job
 from fleetpipe.schedules import Edge, Placement, Plan
@@ -42,6 +42,7 @@ class Engines:
         stage: DygraphStage,
         evaluated: tuple[Placement, Sequence[Edge] | None],
         overlaps: bool,
+        walker: Callable[..., Walker] = Walker,
     ) -> None:
         """Makes the engines of a plan. Collective over the pipeline the first time in a job.
 
@@ -51,11 +52,12 @@ class Engines:
             stage: Runs the actions.
             evaluated: The placement and the edges of an evaluation.
             overlaps: Whether a fused forward and backward take turns while they exchange values.
+            walker: Makes the walker of a training batch.
         """
         self._rows = observers_of(runtime, self._rows)
         self.hook_calls = self._rows["hooks"]
         self._plan, self._stage, self._evaluated = plan, stage, evaluated
-        self._overlapping = OwnState() if overlaps else None
+        self._overlapping, self._walker = OwnState() if overlaps else None, walker
         self._compile()
 
     def observer(self, name: str) -> Any:
@@ -83,11 +85,10 @@ class Engines:
         """Builds the engines, with all observers around their operations."""
         self.observers = Observers(*self._rows.values())
         evaluating = [*self.observers.in_evaluations()]
-        self.training = self._engine(self._plan, [self.observers], self._overlapping)
+        training = (self._overlapping, self._walker)
+        self.training = self._engine(self._plan, [self.observers], *training)
         self.evaluation = Evaluation(*self._evaluated, lambda plan: self._engine(plan, evaluating))
 
-    def _engine(
-        self, plan: Plan, observers: Sequence[Observer], overlapping: OwnState | None = None
-    ) -> Engine:
+    def _engine(self, plan: Plan, observers: Sequence[Observer], *training: Any) -> Engine:
         connections, timeout = self._job.connect(), self._job.timeout
-        return Engine(plan, self._stage, connections, timeout, observers, overlapping)
+        return Engine(plan, self._stage, connections, timeout, observers, *training)

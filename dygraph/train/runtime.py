@@ -18,6 +18,7 @@ from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.sums.refusals import refuse_beside_trees
 from fleetpipe.dygraph.train.engines import Engines
 from fleetpipe.dygraph.train.keys import BatchKeys
+from fleetpipe.dygraph.train.order import hinted, walker_of
 from fleetpipe.dygraph.train.reductions import Reductions, share_state
 from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.errors import StateError
@@ -83,6 +84,8 @@ class Runtime:
         self.bubbles = 2 * job.degrees.pp - 2 if has_bubble_hooks else 0
         scale, timed = scale_strategy(strategy), self.switches.enable_timer
         self.reductions = Reductions(layers, job, scale, timed)
+        kinds = self.reductions.kinds
+        self._exchanges = any(kind.exchanges for kind in kinds) or job.degrees.sep > 1
         self._arrange(PipelineConfig.from_strategy(strategy))
         self.keys = BatchKeys(layers, job, self.config.rng)
         self.engines = Engines(job)
@@ -216,6 +219,7 @@ class Runtime:
         """Builds the schedule, verified and lowered, and what runs its actions."""
         layers, delayed = self.layers, self.switches.delay_scale_loss
         schedule = layers.schedule(config)
+        schedule = hinted(schedule, config, self.job, layers, self._exchanges)
         scale = self.reductions.scale
         weights = MicroBatchWeights(config, self.job, delayed, scale, layers.loss_functions)
         units = units_of(self, schedule, config)
@@ -236,9 +240,9 @@ class Runtime:
         """Makes the engines. Collective over the pipeline the first time in a job."""
         placement, costs, job = self.schedule.placement, self.config.costs, self.job
         evaluated = placement, self.layers.owned_stages.edges(training=False)
-        exchanges = any(kind.exchanges for kind in self.reductions.kinds) or job.degrees.sep > 1
-        overlaps = self.config.overlap and exchanges and not job.local
-        self.engines.begin(self, self.plan, self.stage, evaluated, overlaps)
+        overlaps = self.config.overlap and self._exchanges and not job.local
+        walker = walker_of(self.schedule, self.config, job, self.layers)
+        self.engines.begin(self, self.plan, self.stage, evaluated, overlaps, walker)
         job.describe_steps(
             (s for s in range(placement.stages) if self.data.plays(placement.rank_of(s))),
             self.config.micro_batches * self.config.micro_batch_size,

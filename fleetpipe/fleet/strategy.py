@@ -116,7 +116,10 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
             port at which a rank serves the page of the running job (default none). ``transport``:
             the way of tensors between ranks, ``"sockets"`` or Paddle's ``"process_group"`` (default
             ``FLEETPIPE_TRANSPORT``, else the latter on GPUs alone). ``fast_leaves``: whether layers
-            may compute the same bits in less time (default True). ``overlap``: whether exchanges of
+            may compute the same bits in less time (default True). ``order``: ``"ready"`` if each
+            rank runs the first ready action of its schedule, with the same bits and within its
+            memory, instead of waiting for the next one (default ``"fixed"``). ``overlap``: whether
+            exchanges of
             a fused forward and backward, as in DualPipeV, travel while the other one computes
             (default True). ``rehearse``: ``"bfloat16"`` or ``"float16"``, in which a CPU computes
             what ``paddle.amp`` computes in it on a GPU (default none). ``compare_rows``: whether

@@ -79,11 +79,13 @@ class StaticOptimizer:
         self.wrapped, self._checkpoints = unwrap(optimizer, strategy)
         self._strategy, self._begin, self._world_size = strategy, begin, world_size
         self._config = PipelineConfig.from_strategy(strategy)
-        if self._config.guards:
-            raise ConfigError(
-                "guards is for dynamic graph: a static pipeline has none",
-                fix="leave it out of strategy.fleetpipe_configs",
-            )
+        of_dygraph = {"guards": self._config.guards > 0, "order": self._config.order != "fixed"}
+        for option, is_set in of_dygraph.items():
+            if is_set:
+                raise ConfigError(
+                    f"{option} is for dynamic graph: a static pipeline has none",
+                    fix="leave it out of strategy.fleetpipe_configs",
+                )
         switched_on = [name for name in _REFUSED if getattr(strategy, name, False) is True]
         if switched_on:
             raise ConfigError(

@@ -102,7 +102,7 @@ def sharded() -> Any:
 
 
 def sharded_alone() -> Any:
-    with job(dp=-1, sharding=2, order=["sharding", "dp"]) as running:
+    with job(dp=-1, sharding=2, axes=["sharding", "dp"]) as running:
         assert running.degrees.dp == 2
         return trained(running, momentum)
 

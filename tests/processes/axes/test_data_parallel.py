@@ -87,7 +87,7 @@ def placed() -> dict[str, dict[str, Any]]:
     """Where this rank is, under two orders of the axes, and its samples."""
     found = {}
     for name, order in (("default", ()), ("pipeline first", ("pp", "dp"))):
-        jobs.begin(dp=-1, pp=2, order=order)
+        jobs.begin(dp=-1, pp=2, axes=order)
         hcg = fleet.get_hybrid_communicate_group()
         found[name] = {
             "data": hcg.topology().get_comm_list("data"),

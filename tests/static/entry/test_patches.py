@@ -122,6 +122,7 @@ def test_a_pipeline_ends_with_its_job() -> None:
         ({"schedule": "Seq1F1B"}, "cuts sequences into slices"),
         ({"schedule": "1F2B"}, "there is no schedule"),
         ({"guards": 10}, "guards is for dynamic graph"),
+        ({"order": "ready"}, "order is for dynamic graph"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
