@@ -199,7 +199,7 @@ class Keys:
         if function is None or not draws_nothing(function):
             if self.python is None and function is not None and draws_python(function):
                 self._outside = PythonStates()
-            self._seed(key(self._draw, layer, self.micro_batch))
+            self._seed_generators(key(self._draw, layer, self.micro_batch))
 
     def leave(self) -> None:
         """Restores Python's and NumPy's generators after a layer that draws from them."""
@@ -224,7 +224,7 @@ class Keys:
             number = zlib.crc32(name.encode())
             part = 0 if name in self._common else self._slice
             self.common_streams |= self._common & {name}
-            self._seed(key(self._draw, layer, micro_batch, part, number))
+            self._seed_generators(key(self._draw, layer, micro_batch, part, number))
         try:
             yield
         finally:
@@ -243,7 +243,7 @@ class Keys:
 
         return resume
 
-    def _seed(self, seed: int) -> None:
+    def _seed_generators(self, seed: int) -> None:
         """Seeds like ``paddle.seed``, but without its search for devices each time."""
         if self.python or self._outside is not None:
             random.seed(seed)
@@ -282,7 +282,7 @@ def enter_loss() -> None:
 
 
 @contextmanager
-def keyed(keys: Keys | None, group: Group) -> Iterator[None]:
+def under_keys(keys: Keys | None, group: Group) -> Iterator[None]:
     """While it is open, layers run under ``keys``; at the end the generators are restored.
 
     Collective.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, unwrapped
+from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, unwrap
 from fleetpipe.dygraph.nest import map_tensors
 from fleetpipe.paddle_api import paddle
 
@@ -38,7 +38,7 @@ def with_gradients(data: Nest) -> tuple[Nest, Sources]:
             return value
         return [map_tensors(stand_in, value[0]), map_tensors(_cut_off, value[1])]
 
-    data = unwrapped(data)
+    data = unwrap(data)
     return (_each(pair, data) if is_iterator(data) else pair(data)), sources
 
 

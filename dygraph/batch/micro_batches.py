@@ -59,7 +59,7 @@ def split(data: Nest, cut: MicroBatchCut) -> MicroBatches:
         ConfigError: The number of rows or items does not fit.
         BoundaryError: A value is not made of Tensors.
     """
-    data = unwrapped(data)
+    data = unwrap(data)
     if data is None:
         return MicroBatches(None, None)
     if isinstance(data, (list, tuple)):
@@ -97,7 +97,7 @@ def is_iterator(data: Nest) -> bool:
     return hasattr(type(data), "__next__")
 
 
-def unwrapped(data: Nest) -> Nest:
+def unwrap(data: Nest) -> Nest:
     """Returns the data of a ``PipelineDatasetPreprocessor``; other ``data`` unchanged."""
     return data() if isinstance(data, PipelineDatasetPreprocessor) else data
 

@@ -60,7 +60,7 @@ def on_host(value: Nest) -> Nest:
     )
 
 
-def joined(values: Sequence[Nest]) -> Nest:
+def join_outputs(values: Sequence[Nest]) -> Nest:
     """Joins the outputs of micro-batches along axis 0; containers keep their form.
 
     Tensors without dimensions are stacked. Values that are no tensors must be equal in all outputs,

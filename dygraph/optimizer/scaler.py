@@ -39,7 +39,7 @@ def agreeing(scaler: Scaler) -> Scaler:
     return scaler
 
 
-def prepared(scaler: Scaler) -> Scaler:
+def prepare_scaler(scaler: Scaler) -> Scaler:
     """Returns the scaler for ``train_batch`` to use; None if it scales nothing.
 
     Paddle's scaler switches itself off in ``scale`` if the loss is not float16. Only the owner of

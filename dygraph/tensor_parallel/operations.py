@@ -51,14 +51,14 @@ def noting(function: Noted) -> Noted:
     """Makes a function that runs in backward record its errors for :func:`own_errors`."""
 
     @wraps(function)
-    def noted(*args: Any, **named: Any) -> Any:
+    def run(*args: Any, **named: Any) -> Any:
         try:
             return function(*args, **named)
         except FleetPipeError as error:
             _raised.append(error)
             raise
 
-    return cast("Noted", noted)
+    return cast("Noted", run)
 
 
 class _Collective(paddle.autograd.PyLayer):

@@ -35,7 +35,7 @@ class BatchKeys:
 
     def keyed(self, keys: Keys | None) -> AbstractContextManager[None]:
         """While this context is open, layers draw under ``keys``. Collective over mp."""
-        return random_keys.keyed(keys, self._job.model_parallel())
+        return random_keys.under_keys(keys, self._job.model_parallel())
 
     def key_python_draws(self) -> None:
         """Makes layers draw from Python's and NumPy's generators under keys from now on.

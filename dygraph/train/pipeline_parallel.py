@@ -13,17 +13,17 @@ from fleetpipe.dygraph.batch.micro_batches import (
     MicroBatches,
     counted_in,
     split_value,
-    unwrapped,
+    unwrap,
 )
-from fleetpipe.dygraph.batch.outputs import joined, on_host
+from fleetpipe.dygraph.batch.outputs import join_outputs, on_host
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
-from fleetpipe.dygraph.optimizer.scaler import prepared
+from fleetpipe.dygraph.optimizer.scaler import prepare_scaler
 from fleetpipe.dygraph.train.fleet_face import PipelineFace
 from fleetpipe.dygraph.train.scheduling import require_steps, step_rate
 from fleetpipe.dygraph.train.training_batch import (
     TrainingBatch,
-    forwarded,
     required_functions,
+    run_forwards,
     take_step,
 )
 from fleetpipe.errors import ConfigError, StateError
@@ -88,7 +88,7 @@ class PipelineParallel(PipelineFace):
         _require_methods("lr_scheduler", lr_scheduler, "an LRScheduler", ("step", "get_lr"))
         require_steps(lr_scheduler, return_micro_batch_loss)
         _require_methods("scaler", scaler, "a GradScaler", ("scale", "step", "update"))
-        scaler = None if scaler is None else prepared(scaler)
+        scaler = None if scaler is None else prepare_scaler(scaler)
         batch = TrainingBatch(
             self._runtime, data, loss_fn_idx, scaler, return_micro_batch_loss, weights
         )
@@ -197,14 +197,14 @@ class PipelineParallel(PipelineFace):
             the last stage, and an empty list elsewhere.
         """
         functions = required_functions(self._runtime, loss_fn_idx) if compute_loss else None
-        data = unwrapped(data)
+        data = unwrap(data)
         batches = self._runtime.data.micro_batches(data, any_rows=True)
         if functions is None and self.layers.placement.has_head:
             # Its parts would give their share of the loss for the logits that nobody has.
             batches = batches._replace(labels=None)
         # Only a whole batch knows of rows; an iterator's micro-batches all count alike.
         labels = data[1] if compute_loss and isinstance(data, (list, tuple)) else None
-        with forwarded(self._runtime, batches, functions, labels) as batch:
+        with run_forwards(self._runtime, batches, functions, labels) as batch:
             if batch.losses is not None:
                 mean = self._runtime.config.loss_reduction == "mean"
                 counted = counted_in(labels) or len(batches.labels or ()) if mean else None
@@ -227,9 +227,9 @@ class PipelineParallel(PipelineFace):
         """
         cut = self._runtime.data.cut(any_rows=True)
         batches = MicroBatches(split_value(inputs, cut, "inputs"), None)
-        with forwarded(self._runtime, batches) as batch:
+        with run_forwards(self._runtime, batches) as batch:
             outputs = batch.ordered_outputs()
-            output = joined(outputs) if outputs else None
+            output = join_outputs(outputs) if outputs else None
             if not broadcast:
                 return output
             return self._runtime.job.group().broadcast(output, self._runtime.data.last_owner)

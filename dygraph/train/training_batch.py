@@ -206,7 +206,7 @@ def _require_gradients() -> None:
 
 
 @contextmanager
-def forwarded(
+def run_forwards(
     runtime: Runtime,
     batches: MicroBatches,
     functions: Sequence[Criterion] | None = None,

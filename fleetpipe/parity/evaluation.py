@@ -10,7 +10,7 @@ from typing import Any
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import PipelineParallel, random_keys, weighted
 from fleetpipe.dygraph.batch.micro_batches import counted_in
-from fleetpipe.dygraph.batch.outputs import joined
+from fleetpipe.dygraph.batch.outputs import join_outputs
 from fleetpipe.dygraph.optimizer.replicas import share_in_mean
 from fleetpipe.job.job import mp_shard, pipeline_group
 from fleetpipe.mesh.parts import parted
@@ -78,7 +78,7 @@ class Evaluations:
             result = call(inputs, broadcast)
         shared, *_ = self._shared(inputs, None)
         with self._evaluating(shared, keys) as (values, expected):
-            reference_output = joined([self._reference.model(value) for value in values])
+            reference_output = join_outputs([self._reference.model(value) for value in values])
         differences = compare_outputs(outputs, expected, step, call_of=" of predict_batch")
         reference_output = reference_output if broadcast or self._owns_last_stage else None
         differences += compare_values(

@@ -154,9 +154,9 @@ class Reference:
     ) -> list[list[Tensor]]:
         """Runs all micro-batches forward and backward, one after another.
 
-        Under the keys of a batch (``random_keys.keyed``) micro-batch 0 has the random stream of the
-        global micro-batch ``first``, and so on. The units of a micro-batch run forward one after
-        another, and backward in reverse, as in a stage. ``functions``, the pipeline's loss
+        Under the keys of a batch (``random_keys.under_keys``) micro-batch 0 has the random stream
+        of the global micro-batch ``first``, and so on. The units of a micro-batch run forward one
+        after another, and backward in reverse, as in a stage. ``functions``, the pipeline's loss
         functions, set the weight of a unit in the loss.
 
         Returns:
@@ -375,6 +375,6 @@ def _summed(shares: Sequence[Tensor], units: int) -> Tensor:
 def as_the_next_batch(keys: random_keys.Keys | None) -> Iterator[None]:
     """While it is open, random numbers are those of the pipeline's next batch."""
     alone = SoleGroup()  # the keys are agreed on already
-    keyed = random_keys.keyed(keys, alone)
+    keyed = random_keys.under_keys(keys, alone)
     with random_keys.random_states_kept(), keyed, tensor_parallel.alone():
         yield

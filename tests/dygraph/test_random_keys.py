@@ -15,7 +15,7 @@ from paddle import nn
 
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph import random_keys
-from fleetpipe.dygraph.random_keys import Keys, draws_nothing, key, keyed
+from fleetpipe.dygraph.random_keys import Keys, draws_nothing, key, under_keys
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, get_rng_state_tracker
 from fleetpipe.mesh.groups import SoleGroup
@@ -214,7 +214,7 @@ def test_keys_are_mixed_and_fixed() -> None:
 
 def mask(draw: int, layer: int, micro_batch: int) -> list[float]:
     keys = Keys(draw)
-    with keyed(keys, SoleGroup()):
+    with under_keys(keys, SoleGroup()):
         keys.micro_batch = micro_batch
         keys.enter(layer)
         found: list[float] = paddle.rand([4]).tolist()
@@ -239,7 +239,7 @@ def test_a_replicas_micro_batches_have_the_masks_of_their_global_numbers() -> No
                 seen: list[list[float]] = []
                 drawing = functools.partial(_drawn, seen)
                 model = pipeline([nn.Linear(FEATURES, 8), drawing, nn.Linear(8, CLASSES)])
-                with keyed(Keys(3), SoleGroup()):
+                with under_keys(Keys(3), SoleGroup()):
                     for k in range(count):
                         for stage in range(2):
                             x = paddle.ones([1, 6 if stage == 0 else 8])
@@ -268,7 +268,7 @@ def streams(rank: int, layer: int = 2, micro_batch: int = 0, name: str = "local"
     """What a layer draws outside of, within, outside of and again within a tracker's stream."""
     tracker = get_rng_state_tracker()
     keys = Keys(100 + rank)
-    with keyed(keys, Sliced(rank)):
+    with under_keys(keys, Sliced(rank)):
         keys.micro_batch = micro_batch
         keys.enter(layer)
         drawn = []

@@ -95,7 +95,7 @@ def test_evaluations_of_a_script_are_compared_where_it_calls_them(
     script.write_text(lines + "    print(float(model.eval_batch(batch(), compute_loss=True)))\n")
     assert main(["parity", str(script)]) == 0
     assert "compared 3 steps and 2 evaluations under" in capsys.readouterr().out
-    monkeypatch.setattr(pipeline_parallel, "joined", lambda outputs: outputs[0])
+    monkeypatch.setattr(pipeline_parallel, "join_outputs", lambda outputs: outputs[0])
     assert main(["parity", str(script)]) == 1
     assert "first difference: step 0: output of predict_batch" in capsys.readouterr().out
 

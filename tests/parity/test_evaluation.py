@@ -58,7 +58,9 @@ def test_outputs_in_another_order_are_found(monkeypatch: Patch) -> None:
 
 
 def test_outputs_that_are_joined_wrongly_are_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(pipeline_parallel, "joined", lambda values: outputs.joined(values[:-1]))
+    monkeypatch.setattr(
+        pipeline_parallel, "join_outputs", lambda values: outputs.join_outputs(values[:-1])
+    )
     assert differences(evaluated(CALLS["prediction"])) == [("output", "predict_batch", 1)]
 
 

@@ -39,12 +39,12 @@ TWICE = {
 #: Packages in which a function says with a verb or a noun what it does or returns.
 VERBS = (
     *("schedules", "partition", "transport", "engine", "mesh", "job", "paddle_api", "profiling"),
-    *("io", "static", "capture.tracing", "capture.cutting", "contrib"),
+    *("io", "static", "capture.tracing", "capture.cutting", "contrib", "dygraph"),
 )
 
 #: Bare participles, and those functions of ``VERBS`` that keep one.
 PARTICIPLE = re.compile(r"_?([a-z]+ed|begun|found|held|kept|left|made|shown|taken|told|written)")
-PARTICIPLES = {"_called", "balanced", "recosted", "replaced"}
+PARTICIPLES = {"_called", "balanced", "marked", "recosted", "reordered", "replaced", "weighted"}
 
 
 def names(path: Path) -> Iterator[tuple[int, str]]:

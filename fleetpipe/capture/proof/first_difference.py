@@ -51,7 +51,7 @@ def first_difference(
         keys: The random keys of both; None if nothing is drawn.
     """
     model, unopened = capturing.model, capturing.unopened
-    with paddle.no_grad(), random_keys.keyed(keys, SoleGroup()):
+    with paddle.no_grad(), random_keys.under_keys(keys, SoleGroup()):
         with state_kept(model):
             expected = _of_model(model, unopened, inputs, keys)
         with state_kept(model):

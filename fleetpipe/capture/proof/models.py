@@ -100,7 +100,7 @@ class CapturedRun:
         batches = MicroBatches([copied(inputs) for inputs in step.micro_batches], numbers)
         stage.begin(Batch(batches, Losses([loss], weights_of(step))))
         try:
-            with random_keys.keyed(self._keys_of(step), SoleGroup()):
+            with random_keys.under_keys(self._keys_of(step), SoleGroup()):
                 collectives = dict.fromkeys(("REDUCE", "STEP"), lambda: None)
                 _engine(plan, stage).run(collectives, _FIRST)
         finally:

@@ -115,5 +115,5 @@ def called(
     if keys is None:
         return model(*args, **named)
     keys.micro_batch = micro_batch
-    with random_keys.keyed(keys, SoleGroup()), intercepting(Keyed(model, unopened, keys)):
+    with random_keys.under_keys(keys, SoleGroup()), intercepting(Keyed(model, unopened, keys)):
         return model(*args, **named)

@@ -11,7 +11,7 @@ from fleetpipe.aliases import Layer, Nest, Optimizer, Scheduler, Tensor
 from fleetpipe.contrib.compat.colossalai.context import gpc
 from fleetpipe.contrib.compat.colossalai.logging import get_dist_logger
 from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
-from fleetpipe.dygraph.batch.outputs import joined
+from fleetpipe.dygraph.batch.outputs import join_outputs
 from fleetpipe.dygraph.nest import map_tensors, outline, tensors_of
 from fleetpipe.engine.observer import Blocked, Instruction, Played, message_of
 from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
@@ -192,7 +192,7 @@ class Engine:
                 loss = self._loss_of([inputs, label], forward_only)
         if not return_output_label or not self.model.is_pipeline_last_stage():
             return None, None, loss
-        return joined(outputs), label, loss
+        return join_outputs(outputs), label, loss
 
     def _recording(self, wanted: bool) -> AbstractContextManager[list[Nest]]:
         if self._loss is None or not wanted:

@@ -12,7 +12,7 @@ from fleetpipe.contrib.compat.colossalai.engine import Engine
 from fleetpipe.contrib.compat.colossalai.logging import DistributedLogger
 from fleetpipe.contrib.compat.colossalai.trainer.hooks.base import BaseHook, Metric
 from fleetpipe.contrib.compat.colossalai.utils import MultiTimer
-from fleetpipe.dygraph.batch.outputs import joined
+from fleetpipe.dygraph.batch.outputs import join_outputs
 from fleetpipe.errors import StateError, UsageError
 from fleetpipe.fit.model import Model
 from fleetpipe.paddle_api import paddle
@@ -50,7 +50,7 @@ class OutputRecorder:
         if not parts:
             return None, None
         outputs, labels = zip(*parts)
-        return joined(outputs), joined(labels)
+        return join_outputs(outputs), join_outputs(labels)
 
 
 def one_of(columns: Sequence[Tensor]) -> Nest:
