@@ -10,6 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from io import FileIO
@@ -31,6 +32,7 @@ _log = log.logger(__name__)
 _CLAIM = "claimed"
 #: What the writer's thread has: a tenth of a processor that another thread wants as well.
 _NICE = 10
+_MOST_THREADS = 8
 #: Returns the bytes of this rank's part of a tensor.
 BytesOf = Callable[[TensorName], memoryview]
 
@@ -206,7 +208,7 @@ def _end(task: Assignment) -> None:
 def _entries(
     task: Assignment, reports: list[dict[str, dict[str, list[Any]]]]
 ) -> dict[TensorName, Entry]:
-    entries = {}
+    entries, whole = {}, _digests_of_parts(task)
     for group, files in task.plan.groups.items():
         for file in files:
             for name, stored in task.plan.files[file].tensors.items():
@@ -215,12 +217,34 @@ def _entries(
                     WrittenPart(None if cut is None else Region(*cut), crc) for cut, crc, _ in rows
                 ]
                 pieces.sort(key=lambda piece: 0 if piece.cut is None else piece.cut.start)
-                digest = rows[0][-1]
-                if group == MODEL and not digest:  # several ranks wrote it
-                    with (task.draft / file).open("rb", buffering=0) as whole:
-                        digest = tensor_digest(stored.tensor, tensors.blocks(whole, stored))
-                entries[TensorName(group, name)] = Entry(file, stored.tensor, tuple(pieces), digest)
+                full = TensorName(group, name)
+                digest = whole.get(full, rows[0][-1])
+                entries[full] = Entry(file, stored.tensor, tuple(pieces), digest)
     return entries
+
+
+def _digests_of_parts(task: Assignment) -> dict[TensorName, str]:
+    """Returns the digests of the model's tensors that several ranks have written, from the disk.
+
+    One thread for each of these ranks, which have nothing to write now.
+    """
+    plan = task.plan
+    places = [
+        (file, name)
+        for file in plan.groups.get(MODEL, ())
+        for name, shares in plan.shares[file].items()
+        if len(shares) > 1
+    ]
+
+    def digest(place: tuple[str, str]) -> str:
+        file, name = place
+        stored = plan.files[file].tensors[name]
+        with (task.draft / file).open("rb", buffering=0) as opened:
+            return tensor_digest(stored.tensor, tensors.blocks(opened, stored))
+
+    with ThreadPoolExecutor(min(task.ranks, _MOST_THREADS)) as threads:
+        digests = threads.map(digest, places)
+        return {TensorName(MODEL, name): one for (_, name), one in zip(places, digests)}
 
 
 def described_files(plan: FilePlan, texts: Mapping[str, str]) -> dict[str, Whole]:
