@@ -212,6 +212,7 @@ def test_dynamic_graph_of_any_layout_goes_on_from_a_program(tmp_path: Path, stag
         manager.save(3, **run.objects)
         expected, state = run.train(AFTER), [*state_dict().values()]
         names = [names_of(stages)[name] for name in state_dict()]
+        hashed = fleetpipe.model_hash(run.objects["model"], names_of(stages))
     whole = {name: array.tobytes() for name, array in zip(names, state)}
     for ranks in (1, stages):
         with job(ranks):
@@ -219,6 +220,7 @@ def test_dynamic_graph_of_any_layout_goes_on_from_a_program(tmp_path: Path, stag
             fleetpipe.CheckpointManager(tmp_path).restore(**other.objects)
             assert other.train(AFTER) == expected
             assert bits(other.model.layers.full_state_dict()) == whole
+            assert fleetpipe.model_hash(other.model) == hashed
     plain = nn.Sequential(
         *(
             layer
