@@ -2,7 +2,7 @@
 
 Two linear layers on two ranks in one process, trained for one step: its profile, a plan of it, its
 checkpoint, its files of Fleet's form, a trace of the step, and the folder of a run of
-``fleetpipe.Model``.
+``fleetpipe.Model``, which ``tests/contrib/report`` reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from fleetpipe import fleet, fleet_files
 from fleetpipe.checkpoint.files import manifest
 from fleetpipe.checkpoint.files.digests import hash_of
 from fleetpipe.checkpoint.hash_command import digests_in
-from fleetpipe.contrib.report.run_contents import read
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.schedules import Costs
@@ -46,15 +45,6 @@ def test_a_plan() -> None:
     assert (plan.ranks, plan.micro_batches, plan.memory_cap) == (2, 3, 2**20)
     assert plan.partition.boundaries == (0, 1, 2)
     assert [stage.parameters for stage in plan.stages] == [36, 32]
-
-
-def test_the_folder_of_a_run() -> None:
-    run = read(FOLDER / "run")
-    assert [(row.step, row.epoch) for row in run.train] == [(1, 0), (2, 1)]
-    assert [row.figures["loss"] for row in run.evaluations] == [1166.9141845703125, 208089568.0]
-    assert run.section("layout")["pp"] == 2
-    assert run.pipeline is not None
-    assert len(run.pipeline.measured) == len(run.pipeline.predicted) == 8
 
 
 def test_a_checkpoint_and_files_of_fleets_form_have_the_same_values() -> None:

@@ -11,11 +11,10 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.paddle_api.device import allocated_bytes
-from fleetpipe.profiling import LayerCost, PipelinePlan, Profile, plan
+from fleetpipe.profiling import LayerCost, Profile, plan
 from tests.jobs import job
 from tests.pipelines import batch, bits, mlp_layers, model_in_job, pipeline, sgd
 
@@ -44,29 +43,6 @@ def trained(**options: Any) -> dict[str, bytes]:
     for seed in range(2):
         model.train_batch(batch(M, seed), optimizer)
     return bits(model.layers.full_state_dict())
-
-
-def test_a_plan_cuts_what_stands_before_a_head() -> None:
-    layers = [*mlp_layers()[:-1], VocabularyHead(8, 4)]
-    body = [
-        LayerCost(name, 1.0 + 3 * (i == 0), 2.0, output=8) for i, name in enumerate(names()[:-1])
-    ]
-    parts = [LayerCost("VocabularyPart", 5.0, 10.0, output=4) for _ in range(2)]
-    profile = Profile((*body, *parts, LayerCost("vocabulary_loss", 0.1, 0.1)))
-    made = plan(profile, 2, M)
-    assert made.partition.boundaries == (0, 3, 6, 7, 8, 9)
-    assert made.schedule.placement.name == "loop+head"
-    assert plan(profile, 2, M, search=()).schedule.name == "1F1B"
-    assert PipelinePlan.loads(made.dumps()) == made
-    with pytest.raises(ConfigError, match="2 ranks, one for each part"):
-        plan(profile, 3, M)
-    with job(2, micro_batches=M):
-        states = []
-        for options in ({"plan": made}, {}):
-            model = pipeline(layers, loss_fn=VocabularyLoss(), **options)
-            model.train_batch(batch(M), sgd(model))
-            states.append(bits(model.layers.full_state_dict()))
-        assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -24,7 +24,6 @@ LEFT_OUT = {
         *("contrib/fast_leaves/test_fast_leaves.py", "dygraph/backward/test_lookup.py"),
         *("contrib/experts", "dygraph/tensor_parallel", "engine/test_hot_path.py"),
         "dygraph/layers/test_refusals.py::test_a_layer_that_the_device_has_no_kernel_for",
-        "dygraph/observe/test_profile.py::test_tokens_of_experts",
     ),
     "is of mixed precision, in which CPUs compute in float32": (
         *("dygraph/train/test_rehearsal.py", "fit/test_preparing.py::test_on_a_cpu_mixed"),

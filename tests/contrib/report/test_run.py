@@ -213,3 +213,12 @@ def test_no_damage_keeps_the_page_from_being_written(
             file.write_text("\n".join(found))
     text = page(read(folder))
     assert text.endswith("</html>")
+
+
+def test_a_folder_that_an_earlier_version_wrote() -> None:
+    run = read(Path(__file__).parents[2] / "data" / "run")
+    assert [(row.step, row.epoch) for row in run.train] == [(1, 0), (2, 1)]
+    assert [row.figures["loss"] for row in run.evaluations] == [1166.9141845703125, 208089568.0]
+    assert run.section("layout")["pp"] == 2
+    assert run.pipeline is not None
+    assert len(run.pipeline.measured) == len(run.pipeline.predicted) == 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,14 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe import parity
-from fleetpipe.contrib.experts import Experts
-from fleetpipe.dygraph import random_keys, sequences
+from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.observe.layer_meter import LayerMeter
 from fleetpipe.dygraph.observe.profile import TYPICAL, between_ranks
-from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.paddle_api.device import allocated_bytes
-from fleetpipe.paddle_api.layer import MoELayer
-from fleetpipe.profiling import LayerDegrees, Link, PipelinePlan, Profile, Transfer, plan
+from fleetpipe.profiling import Profile
 from fleetpipe.schedules import Costs, Placement
-from tests.dygraph import sliced
-from tests.pipelines import ROWS, batch, bits, job, model_in_job, pipeline, sgd
+from tests.pipelines import batch, bits, job, model_in_job, pipeline, sgd
 
 
 def test_the_costs_of_a_model_are_measured_and_can_be_searched_with(tmp_path: Path) -> None:
@@ -104,115 +98,16 @@ def test_each_value_that_crosses_between_ranks_is_sent_and_received_twice() -> N
         assert link.seconds(size) == 5e-5
 
 
-class Mixed(nn.Layer):
-    """Attention, and two mixtures of two of six experts: a list, and Paddle's layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.gate = nn.Linear(8, 24), nn.Linear(8, 6)
-        self.mixture = Experts(lambda: nn.Linear(8, 8), 6)
-        experts = nn.LayerList([nn.Linear(8, 8) for _ in range(6)])
-        layer: Any = MoELayer
-        self.moe = layer(8, experts, gate={"type": "naive", "top_k": 2})
-
-    def forward(self, x: Any) -> Any:
-        query, key, value = self.qkv(x).reshape([*x.shape[:2], 4, -1]).split(3, axis=-1)
-        x = sequences.attention(query, key, value).reshape(x.shape)
-        weights, choices = paddle.topk(self.gate(x.reshape([-1, 8])), 2)
-        return self.moe(self.mixture(x.reshape([-1, 8]), choices, weights).reshape(x.shape))
+def test_nothing_stays_in_memory() -> None:
+    with model_in_job(2, 2) as model:
+        require_nothing_stays(model, batch(2))
 
 
-def test_tokens_of_experts_and_queries_are_counted() -> None:
-    data = [paddle.randn([4 * ROWS, 5, 8]), paddle.zeros([4 * ROWS, 5, 8])]
-    with job(2):
-        model = pipeline([LayerDesc(nn.Linear, 8, 8), LayerDesc(Mixed)], loss_fn=nn.MSELoss())
-        profile = model.profile(data)
-    plain, mixed = profile.layers
-    tokens = ROWS * 5
-    assert (plain.loads, plain.queries, profile.degrees) == ((), 0, LayerDegrees())
-    assert mixed.expert_parameters == 2 * 6 * 9 * 8 * 4
-    assert mixed.routed == 2 * 2 * tokens * 8 * 4
-    assert (mixed.queries, mixed.keys, mixed.heads) == (tokens * 32, tokens * 64, (4,))
-    # In six samples.
-    assert [len(loads) for loads in mixed.loads] == [6, 6]
-    assert [sum(loads) for loads in mixed.loads] == [6 * 2 * tokens] * 2
-    assert 0 < mixed.expert_share < 1
-    assert profile.with_degrees(ep=3).layers[1].exchanges == 10
-
-
-@pytest.mark.parametrize("slices", [0, 3])
-def test_nothing_stays_in_memory(slices: int) -> None:
-    data = sliced.batch(2 * ROWS, 24)
-    options = {"slices": slices} if slices else {}
-    with job(2, 2, "Seq1F1B" if slices else "1F1B", **options):
-        model = pipeline(sliced.layers(), loss_fn=sliced.loss)
-        model.profile(data)
-        gc.collect()
-        before = allocated_bytes()
-        model.profile(data)
-        gc.collect()
-        # Less, where garbage of an earlier test goes meanwhile.
-        assert allocated_bytes() <= before
-
-
-@pytest.mark.parametrize("slices", [3, (4, 2, 1)])
-def test_slices_are_measured_one_by_one(slices: Any, tmp_path: Path) -> None:
-    path = tmp_path / "costs.json"
-    data = sliced.batch(2 * ROWS, 210)
-    lengths = (70, 70, 70) if slices == 3 else (120, 60, 30)
-    with job(2, 2, "Seq1F1B", slices=slices):
-        model = pipeline(sliced.layers(dropout=0.1), loss_fn=sliced.loss)
-        before = bits(model.layers.state_dict())
-        measured = model.profile(data, path)
-        assert bits(model.layers.state_dict()) == before
-    assert Profile.read(path) == measured
-    assert measured.slice_lengths == lengths
-    assert [len(part) for part in measured.slices] == [7, 7, 7]
-    attention = [part[1] for part in measured.slices]
-    width = 4 * sliced.WIDTH * ROWS
-    for index, (one, length) in enumerate(zip(attention, lengths)):
-        assert one.forward > 0
-        assert one.backward is not None
-        assert one.backward > 0
-        assert one.output == width * length
-        # The weights of all places seen, in the middle of what is held.
-        seen = sum(lengths[: index + 1])
-        scores = 4 * ROWS * length * seen
-        assert scores < one.held < scores + 20 * width * seen
-    with job(2, 2, "auto", costs=path):
-        model = pipeline(sliced.layers(dropout=0.1), loss_fn=sliced.loss)
-        assert model.schedule.slices in (1, 3)
-
-
-def test_a_plan_of_slices_trains_as_the_single_model_does() -> None:
-    data = sliced.batch(2 * ROWS, 24)
-    with job(2, 2, "Seq1F1B", slices=2):
-        model = pipeline(sliced.layers(), loss_fn=sliced.loss)
-        measured = model.profile(data)
-    # As if slices took no longer in all than whole sequences do: they are that short here. And as
-    # if layers took equally long: where one takes far longer, other schedules fit the cap as well.
-    times = {"forward": 1e-3, "backward": 2e-3, "input_grad": 1e-3, "weight_grad": 1e-3}
-    *layers, loss = (replace(layer, **times) for layer in (*measured.layers, measured.loss))
-    half = [
-        replace(layer, forward=5e-4, backward=1e-3, held=1, working=1) for layer in (*layers, loss)
-    ]
-    measured = replace(
-        measured,
-        layers=tuple(layers),
-        loss=loss,
-        links=(Link(0, 0),),
-        transfer=Transfer(),
-        slices=(tuple(half),) * 2,
-    )
-    cap = max(plan(measured, 2, 2, search=()).predicted.peak_bytes) - 1
-    chosen = plan(measured, 2, 2, memory_cap=cap, search=("schedule",))
-    assert (chosen.schedule.name, chosen.schedule.slices) == ("Seq1F1B", 2)
-    assert PipelinePlan.loads(chosen.dumps()) == chosen
-    assert chosen.schedule_for(5).slices == 2
-    with model_in_job(2, 2, layers=sliced.layers(), loss_fn=sliced.loss, plan=chosen) as model:
-        session = parity.begin(model, sgd(model))
-        session.step(data)
-        assert session.report.bit_exact, session.report.verdict()
-    refused = pytest.raises(ConfigError, match="lengths of another number of slices")
-    with job(2, 2, slices=(1, 2, 1)), refused:
-        pipeline(sliced.layers(), loss_fn=sliced.loss, plan=chosen)
+def require_nothing_stays(model: Any, data: Any) -> None:
+    model.profile(data)
+    gc.collect()
+    before = allocated_bytes()
+    model.profile(data)
+    gc.collect()
+    # Less, where garbage of an earlier test goes meanwhile.
+    assert allocated_bytes() <= before

@@ -9,7 +9,6 @@ import paddle
 import pytest
 
 from fleetpipe.dygraph.optimizer.shards import Shards, owners
-from fleetpipe.dygraph.vocabulary.head import EmbeddingInParts, VocabularyEmbedding
 from fleetpipe.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
 from tests.groups import members, on_all
 
@@ -120,13 +119,6 @@ def test_owners_share_the_numbers_evenly_and_all_ranks_find_the_same() -> None:
     for parameter, owner in zip(parameters, found):
         load[owner] += int(parameter.size)
     assert load == [30, 30]
-
-
-def test_parts_of_an_embedding_have_one_owner_so_that_a_checkpoint_can_join_their_states() -> None:
-    embedding = EmbeddingInParts(4, VocabularyEmbedding("key", 4, 6).parts(3))
-    found = owners([*embedding.parameters(), *Layers(SHAPES).parameters()], 2)
-    assert len({found[id(part)] for part in embedding.parameters()}) == 1
-    assert {*found.values()} == {0, 1}
 
 
 def test_parameters_without_a_gradient_are_not_sent() -> None:

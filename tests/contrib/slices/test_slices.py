@@ -14,7 +14,7 @@ from fleetpipe.contrib import slices
 from fleetpipe.dygraph.batch.units import WHOLE
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
-from tests.dygraph import sliced
+from tests.contrib.slices import sliced
 from tests.pipelines import ROWS, job, pipeline, sgd
 
 MICRO_BATCHES = 3

@@ -13,7 +13,7 @@ from paddle.nn import functional as F
 
 from fleetpipe.contrib import slices
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
-from tests.dygraph.sliced import Total
+from tests.contrib.slices.sliced import Total
 from tests.pipelines import job, pipeline
 
 VOCABULARY = 11
