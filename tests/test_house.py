@@ -270,6 +270,24 @@ def test_what_is_loaded_by_name_is_there() -> None:
     assert asked > 20
 
 
+#: Folders of tests of which ``make check`` runs nothing, or nothing else.
+OUTSIDE = ("contrib", "libraries", "processes")
+
+
+def test_a_red_extra_stops_no_test_of_an_inner_ring() -> None:
+    nodes = ast.walk(tree(modules()["fleetpipe.contrib.__init__"]))
+    tables = [node.value for node in nodes if isinstance(node, ast.Assign)]
+    shorter = next(ast.literal_eval(table) for table in tables if isinstance(table, ast.Dict))
+    extras = tuple(f"{path}." for path in ("fleetpipe.contrib", *shorter))
+    for path in (ROOT / "tests").rglob("*.py"):
+        if path.relative_to(ROOT).parts[1] in OUTSIDE:
+            continue
+        for node in ast.walk(tree(path)):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+                assert not f"{base}{alias.name}.".startswith(extras), f"{path} imports {alias.name}"
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph = {name: [target for target in imports(name) if target in modules()] for name in PLACED}
     TopologicalSorter(graph).prepare()

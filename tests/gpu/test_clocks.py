@@ -1,23 +1,12 @@
-"""Figures of a device that computes behind the host: what work takes, and not to queue it.
-
-The device is a stand-in, and so is the time: layers tell the device what their work takes, and
-nothing but waiting for it takes any.
-"""
+"""Figures of a device that computes behind the host: what work takes, and not to queue it."""
 
 from __future__ import annotations
 
-import json
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import paddle
 import pytest
-from paddle import nn
 
-from fleetpipe.cli import main
-from fleetpipe.contrib.report.timelines import pipeline_of
 from fleetpipe.dygraph.observe.timers import Timer
 from fleetpipe.engine.observer import Blocked
 from fleetpipe.engine.step_meter import EVERY, StepMeter
@@ -26,61 +15,8 @@ from fleetpipe.job.job import current_job
 from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.paddle_api.device import synchronize
 from fleetpipe.schedules import Action, Recv, build
-from fleetpipe.systems import ProcessorQueue
-from tests.fixtures import LogCapture, Patch
-from tests.pipelines import FEATURES, batch, model_in_job, sgd
-
-#: Seconds that the forward of a layer takes; its backward takes twice as long.
-QUICK, SLOW = 1.0, 3.0
-
-
-class LateDevice:
-    """A device, and its stream, that has done its work once somebody has asked about it."""
-
-    def __init__(self) -> None:
-        self.now, self.queued, self.waits = 0.0, 0.0, 0
-
-    def query(self) -> bool:
-        """Whether everything has been done, as ``paddle.device.current_stream().query()``."""
-        done, self.waits = not self.queued, self.waits + 1
-        self.now, self.queued = self.now + self.queued, 0.0
-        return done
-
-
-@pytest.fixture
-def device(monkeypatch: Patch) -> LateDevice:
-    late = LateDevice()
-    monkeypatch.setattr(paddle.device, "current_stream", lambda: late)
-    for clock in ("perf_counter", "monotonic", "thread_time"):
-        monkeypatch.setattr(time, clock, lambda: late.now)
-    monkeypatch.setattr(ProcessorQueue, "seconds", lambda _: 0.0)
-    return late
-
-
-def late_model(device: LateDevice, **options: Any) -> Any:
-    """A pipeline of two ranks in this process, whose second stage takes three times as long."""
-
-    class Works(nn.Linear):  # type: ignore[misc]
-        def __init__(self, seconds: float) -> None:
-            super().__init__(FEATURES, FEATURES)
-            self.seconds = seconds
-
-        def forward(self, x: Any) -> Any:
-            return Queued.apply(super().forward(x), self.seconds)
-
-    class Queued(paddle.autograd.PyLayer):  # type: ignore[misc]
-        @staticmethod
-        def forward(ctx: Any, y: Any, seconds: float) -> Any:
-            ctx.seconds = seconds
-            device.queued += seconds
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            device.queued += 2 * ctx.seconds
-            return grad
-
-    return model_in_job(2, 2, layers=[Works(QUICK), Works(SLOW)], seg_method=[0, 1], **options)
+from tests.gpu.late_device import QUICK, SLOW, LateDevice, late_model
+from tests.pipelines import batch, model_in_job, sgd
 
 
 def test_a_profile_has_what_stages_take(device: LateDevice) -> None:
@@ -89,28 +25,6 @@ def test_a_profile_has_what_stages_take(device: LateDevice) -> None:
     for name, factor in (("forward", 1), ("backward", 2), ("input_grad", 2)):
         assert profile[name] == pytest.approx([factor * QUICK, factor * SLOW]), name
     assert [layer.forward for layer in profile.layers] == pytest.approx([QUICK, SLOW])
-
-
-def test_a_trace_has_what_actions_take_and_says_how(
-    device: LateDevice, tmp_path: Path, caplog: LogCapture, capsys: Any
-) -> None:
-    with late_model(device, trace=tmp_path) as model:
-        for _ in range(2):
-            model.train_batch(batch(2), sgd(model))
-    pipeline = pipeline_of(None, tmp_path / "trace.json")
-    assert pipeline is not None
-    taken = {event.name: event.end - event.start for event in pipeline.measured}
-    for name, seconds in {"F0.1": QUICK, "F1.1": SLOW, "B1.1": 2 * SLOW, "B0.1": 2 * QUICK}.items():
-        assert taken[name] == pytest.approx(seconds), name
-    page = tmp_path / "page.html"
-    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
-    capsys.readouterr()
-    assert main(["why", str(tmp_path)]) == 0
-    assert main(["why", "--json", str(tmp_path)]) == 0
-    sentence, *_, figures = capsys.readouterr().out.splitlines()
-    assert json.loads(figures)["device"] == "gpu"
-    for text in (caplog.text, page.read_text(encoding="utf-8"), sentence):
-        assert "On a gpu each action waited until its work was done" in text
 
 
 def test_one_step_of_some_is_measured_and_the_others_wait_for_nothing(device: LateDevice) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fleetpipe.checkpoint.files import manifest
-from fleetpipe.contrib.report import run_contents
-from fleetpipe.contrib.why import read_trace
 from fleetpipe.errors import CheckpointError, ConfigError, FleetPipeError, ScheduleError
 from fleetpipe.fleet_files.manifest import save_in
 from fleetpipe.json_value import Source, parse, read
@@ -69,19 +66,6 @@ def read_manifest(path: Path) -> object:
     return manifest.read(path.parent)
 
 
-def run_with(name: str) -> Callable[[Path], object]:
-    """Reads the report of a recorded run, one file of which is another."""
-
-    def read_run(path: Path) -> object:
-        folder = path.parent / "run"
-        if not folder.exists():
-            shutil.copytree(DATA / "run", folder)
-        shutil.copy(path, folder / name)
-        return run_contents.read(folder)
-
-    return read_run
-
-
 #: The options of a schedule stand in the header of its text form.
 SCHEDULE = str(build("kFkB", ranks=2, micro_batches=4, groups=[3, 1]))
 
@@ -101,17 +85,6 @@ FORMATS = [
         "manifest-000.json",
         {"save": "a", "files": {"layer": "digest"}},
         lambda path: save_in(path.parent),
-    ),
-    Format("trace.json", stored("run/trace/trace.json"), read_trace),
-    Format("run.json", stored("run/run.json"), run_with("run.json"), False),
-    *(
-        Format(
-            name,
-            json.loads((DATA / "run" / name).read_text().splitlines()[0]),
-            run_with(name),
-            refuses=False,
-        )
-        for name in ("metrics.jsonl", "lives.jsonl")
     ),
     Format("options", {"groups": [3, 1]}, read_schedule),
 ]
@@ -140,29 +113,37 @@ def refusal(form: Format, path: Path) -> str:
     return form.name
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=[form.name for form in FORMATS])
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_any_value_is_read_or_refused(form: Format, tmp_path: Path, data: Any) -> None:
-    path = tmp_path / form.name
-    path.write_text(json.dumps(replaced(data.draw, form.valid)))
-    assert form.name in refusal(form, path)
+def checks_of(formats: list[Format]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Returns tests of these files: of any value of JSON, and of what is no JSON."""
+    each = pytest.mark.parametrize("form", formats, ids=[form.name for form in formats])
 
+    @each
+    @settings(
+        max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
+    @given(data=st.data())
+    def test_any_value(form: Format, tmp_path: Path, data: Any) -> None:
+        path = tmp_path / form.name
+        path.write_text(json.dumps(replaced(data.draw, form.valid)))
+        assert form.name in refusal(form, path)
 
-@pytest.mark.parametrize("form", FORMATS, ids=[form.name for form in FORMATS])
-def test_what_is_no_json_is_refused_and_what_is_valid_is_read(form: Format, tmp_path: Path) -> None:
-    path = tmp_path / form.name
-    for text in (b"", b"{", b"[" * 200_000, b"\xff", b"1" * 5000):
-        path.write_bytes(text)
-        if not form.refuses:
-            form.read(path)
-        elif form.read is not read_manifest:
-            with pytest.raises((ConfigError, CheckpointError, ScheduleError), match=form.name):
+    @each
+    def test_no_json(form: Format, tmp_path: Path) -> None:
+        path = tmp_path / form.name
+        for text in (b"", b"{", b"[" * 200_000, b"\xff", b"1" * 5000):
+            path.write_bytes(text)
+            if not form.refuses:
                 form.read(path)
-    path.write_text(json.dumps(form.valid))
-    form.read(path)
+            elif form.read is not read_manifest:
+                with pytest.raises((ConfigError, CheckpointError, ScheduleError), match=form.name):
+                    form.read(path)
+        path.write_text(json.dumps(form.valid))
+        form.read(path)
+
+    return test_any_value, test_no_json
+
+
+test_any_value_is_read_or_refused, test_what_is_no_json_is_refused = checks_of(FORMATS)
 
 
 def test_an_error_names_the_file_the_place_what_was_expected_and_what_stands_there(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.checkpoint.files import tensors
 from fleetpipe.checkpoint.ranks import Ranks
-from fleetpipe.contrib.formats.convert import convert
 from fleetpipe.errors import CheckpointError, StateError
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,
@@ -264,25 +262,6 @@ def test_each_layout_reads_each(on_ranks: Call, tmp_path: Path) -> None:
             assert loss == losses[writer], pair
         else:
             assert abs(loss - losses[writer]) < 1e-5, pair
-
-
-@pytest.mark.skipif(paddle.__version__ < "3", reason="Paddle 2.6.2 writes no flex checkpoint")
-def test_other_formats_are_loaded_as_they_are(on_ranks: Call, tmp_path: Path) -> None:
-    write(tmp_path, ["alone"])
-    (tmp_path / "run").symlink_to(tmp_path / "alone")
-    for form in FORMS[:-1]:
-        convert(tmp_path / "alone", tmp_path / form, to=form)
-    whole = sum(len(file) for file in contents(tmp_path / "alone").values())
-    shutil.copytree(tmp_path / "formers", tmp_path / "cut short")
-    (tmp_path / "cut short/optimizer_state/0_0.distcp").unlink()
-    loaded = {"pp 1": [load(tmp_path, {"pp": 1})], "pp 2": [load(tmp_path, {"pp": 2})]}
-    loaded["pp 2 x mp 2"] = on_ranks(load, 4, tmp_path, {"pp": 2, "mp": 2})
-    for layout, ranks in loaded.items():
-        for *results, refusal in ranks:
-            assert [result[:2] for result in results] == [(True, 2)] * len(FORMS), layout
-            assert "optimizer_state/0_0.distcp" in refusal
-            if len(ranks) == 4:
-                assert max(result[2] for result in results) < 0.5 * whole
 
 
 def test_launched_processes_need_a_job_first(monkeypatch: Patch) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import paddle
 import pytest
 
-from fleetpipe.contrib.fast_leaves import fast_linear
 from fleetpipe.errors import FleetPipeError
 from tests.dygraph.random_models import AROUND, BIAS_THREE_TIMES, MICRO_BATCHES, REFUSED, Case
 from tests.pipelines import job, pipeline
@@ -94,18 +92,6 @@ def piped_steps(case: Case, schedule: str, fast_leaves: bool) -> list[Step]:
         return list(steps(case, model, run, model.layers.own_state))
 
 
-@contextmanager
-def small_leaves_too(case: Case) -> Iterator[None]:
-    """Within it leaves are fast that are too small to gain time."""
-    fewest = fast_linear._FEWEST, fast_linear._FEWEST_COLUMNS
-    if not case.is_real:
-        fast_linear._FEWEST = fast_linear._FEWEST_COLUMNS = 1
-    try:
-        yield
-    finally:
-        fast_linear._FEWEST, fast_linear._FEWEST_COLUMNS = fewest
-
-
 def differences(one: Step, other: Step) -> set[str]:
     """The names of what differs, "loss" for the loss."""
     names = {"loss"} if one.loss != other.loss else set()
@@ -139,9 +125,8 @@ def outcome(case: Case, schedule: str, expected: list[Step]) -> str:
 
 def outcomes(number: int) -> Counter[str]:
     case = Case.of(number)
-    with small_leaves_too(case):
-        expected = plain_steps(case)
-        return Counter(outcome(case, schedule, expected) for schedule in SCHEDULES)
+    expected = plain_steps(case)
+    return Counter(outcome(case, schedule, expected) for schedule in SCHEDULES)
 
 
 @pytest.mark.once_for("2", "3")

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from fleetpipe.cli import main
-from fleetpipe.contrib.report.run_contents import attempts_of
 from fleetpipe.launch.supervisor.attempts import POISONED
 from tests.fixtures import Capture, Launch
 from tests.launch.supervisor.commands import launched
@@ -73,9 +72,6 @@ def test_a_job_is_started_again_but_no_step_a_third_time(launcher: Launch, tmp_p
     assert all(end["code"] for end in ends)
     assert ends[0]["culprit"].startswith("rank 1 died (was ended by SIGKILL)")
     assert "MemoryError: cannot allocate 9 GiB" in ends[1]["details"]
-    begins = [{"event": "begin", "life": n, "time": 0, "step": 0, "process": n} for n in (1, 2, 3)]
-    told_of = attempts_of([line for pair in zip(begins, ends) for line in pair])
-    assert [(each.failed, each.last_step) for each in told_of] == [(True, 4), (True, 9), (True, 9)]
 
 
 def test_without_the_process_that_starts_the_ranks_they_are_started_by_another(
