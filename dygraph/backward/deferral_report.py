@@ -34,7 +34,7 @@ class Deferral(NamedTuple):
 
 @dataclass(frozen=True)
 class DeferralReport:
-    """What the split backward of this process's stages delayed; ``str()`` is a table.
+    """A report of what a split backward delayed until W; ``str()`` is a table.
 
     Attributes:
         schedule: The name of the schedule.

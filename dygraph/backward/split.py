@@ -268,7 +268,7 @@ def run_leaf(
 def _tensors_taken(
     leaf: Leaf, parameters: Sequence[Tensor], args: tuple[Nest, ...], named: dict[str, Nest]
 ) -> Sequence[Tensor]:
-    """Returns the tensors that a call of a leaf layer takes.
+    """Returns the tensors among the arguments of a leaf layer's call.
 
     Raises:
         CannotWait: The gradients of this call cannot wait.

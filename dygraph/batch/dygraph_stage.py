@@ -94,7 +94,7 @@ class StageHooks(Protocol):
 
 
 class StageWatch(Protocol):
-    """Watches for what the stages of a batch use that is not theirs."""
+    """Watches for stages of a batch that use values or parameters of other stages."""
 
     def enter(self, stage: int, forward: bool) -> None:
         """Called before an action of a stage."""
@@ -107,14 +107,14 @@ class StageWatch(Protocol):
 
 
 class StagesToRun(Protocol):
-    """The stages of a process that are to run."""
+    """The stages that a process runs."""
 
     @property
     def borders(self) -> Borders | None:
-        """What crosses between the stages; None for a chain."""
+        """The borders between the stages; None for a chain."""
 
     def function(self, stage: int) -> Callable[[Nest, GlobalMicroBatch], Nest]:
-        """Returns what runs the layers of a stage."""
+        """Returns the function that runs the layers of a stage."""
 
     def layers(self, stage: int) -> Mapping[int, Callable[[Nest], Nest]]:
         """Returns the layers and functions of a stage, by their numbers."""

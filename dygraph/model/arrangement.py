@@ -237,7 +237,7 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
 
 
 def topology_of(topology: Topology, stages: int, job: Job | None) -> Topology:
-    """Returns the topology of a model: the given one, the job's, or a new one with data and pipe.
+    """Returns the topology of a model: the given one, the job's, or one of the axes data and pipe.
 
     Args:
         topology: The user's argument; None if there is none.

@@ -1,4 +1,4 @@
-"""The stages of a list of layers that a process owns, as it runs them."""
+"""The stages of a list of layers that a process owns, and how it runs them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fleetpipe.schedules import Edge
 
 
 class OwnedStages:
-    """Calls the layers of the stages that a process owns, and knows what crosses between stages.
+    """Calls the layers of the stages that a process owns, and describes their borders.
 
     Attributes:
         owned: The numbers of these stages in the whole model.
         functions: Their layers and functions, by their numbers in the whole list.
         recomputes: Whether pieces of the stages are recomputed in backward.
-        borders: What crosses between the stages; None for a chain.
+        borders: The borders between the stages; None for a chain.
     """
 
     owned: Sequence[int]
@@ -42,7 +42,7 @@ class OwnedStages:
         recompute_interval: int,
         recompute: Collection[int],
     ) -> None:
-        """Describes the stages; :meth:`take` gives them their layers.
+        """Describes the stages; :meth:`take` sets their layers.
 
         Args:
             entries: The whole list of layers.
@@ -56,11 +56,11 @@ class OwnedStages:
         self.recomputes = bool(recompute_interval)
 
     def take(self, functions: Mapping[int, Callable[..., Nest]], loss_fn: Any) -> None:
-        """Takes the layers and functions to run from now on, by their numbers.
+        """Sets the layers and functions to run from now on, by their numbers.
 
         Args:
-            functions: Those of the stages that this process owns.
-            loss_fn: The model's loss functions; for one of them layers may hand on more values.
+            functions: The layers and functions of the stages that this process owns.
+            loss_fn: The model's loss functions; one of them may need additional values from layers.
         """
         carried, loss_fns = losses.carried_in(loss_fn), losses.functions_in(loss_fn)
         self.functions = carried.carrying(functions, loss_fns) if carried else dict(functions)
@@ -69,15 +69,15 @@ class OwnedStages:
 
     @property
     def draws_python(self) -> bool:
-        """Whether layers are known to draw from Python's or NumPy's own generators."""
+        """Whether layers draw from Python's or NumPy's own generators, as far as is known."""
         return False
 
     def edges(self, training: bool) -> Sequence[Edge] | None:
-        """Returns the edges between the stages, in training or not; None means the chain."""
+        """Returns the edges between the stages, in training or evaluation; None for a chain."""
         return None
 
     def function(self, stage: int) -> Run:
-        """Returns what runs the layers of a stage, as it is to run now."""
+        """Returns the function that runs the layers of a stage."""
         return self._runner.function(stage)
 
     def layers(self, stage: int) -> Mapping[int, Callable[..., Nest]]:
@@ -85,7 +85,7 @@ class OwnedStages:
         return {index: self.functions[index] for index in self._partition.range_of(stage)}
 
     def calls_of(self, stage: int, value: Nest) -> tuple[Mapping[int, Callable[..., Nest]], Nest]:
-        """Returns what a stage runs for a value, by number, and what the first of it takes.
+        """Returns the layers to run in a stage for a value, and the first one's argument.
 
         Args:
             stage: The number of the stage in the whole model.
@@ -110,7 +110,7 @@ class OwnedStages:
         }
 
     def begin_uses(self, of_losses: Sequence[Tensor], shared: Collection[Tensor]) -> Uses:
-        """Makes the uses of each parameter of these stages leave gradients apart in a batch.
+        """Separates the gradients of each use of a parameter of these stages, for a batch.
 
         Args:
             of_losses: The parameters of the loss functions.
@@ -126,7 +126,7 @@ class OwnedStages:
     def _by_stage(
         self, parameters: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
     ) -> Stages:
-        """Returns the parameters of entries by stage, those of the losses behind the last."""
+        """Returns the parameters of entries by stage; those of losses are at the last."""
         range_of, boundaries = self._partition.range_of, self._partition.boundaries
         stages = {stage: {n: parameters[n] for n in range_of(stage)} for stage in self.owned}
         last = stages.get(len(boundaries) - 2)
@@ -135,5 +135,5 @@ class OwnedStages:
         return stages
 
     def cut_places(self) -> tuple[int, ...] | None:
-        """Returns the layers with which a stage may begin, but the first; None for all."""
+        """Returns the layers at which a stage may begin, without the first; None for all."""
         return tied.places(self._entries)

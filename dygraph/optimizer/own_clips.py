@@ -20,10 +20,10 @@ def is_own(clip: Clip) -> bool:
 
 
 def require_by_gradient(clip: Clip, parameters: Sequence[Tensor]) -> None:
-    """Makes sure that a clip changes a gradient in the same way, whatever others it sees.
+    """Makes sure that a clip's effect on a gradient does not depend on other gradients.
 
     Raises:
-        ConfigError: The result depends on the other gradients.
+        ConfigError: It does.
     """
     pairs = [(p, paddle.full_like(p, 1e4)) for p in parameters if not p.stop_gradient]
 

@@ -54,7 +54,7 @@ def reduce_all(
 def _reduce_copies(
     parameters: Sequence[Tensor], copies: Group, job: Job, share: float, shards: Shards | None
 ) -> None:
-    """Adds up gradients over ``copies``; in stage 2 first over the ranks that share the state."""
+    """Adds up gradients over ``copies``; in ZeRO stage 2 first over ranks that share the state."""
     scattered = [] if shards is None else shards.scattered_parameters(parameters)
     if shards is not None and scattered:
         spread = is_spread(scattered[0])

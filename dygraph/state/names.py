@@ -63,7 +63,7 @@ class Slot(NamedTuple):
 
 
 def wholes_of(slots: Iterable[Slot]) -> list[Slot]:
-    """Returns slots, with each whole once in place of its parts."""
+    """Returns slots in which one slot of the whole replaces those of its parts."""
     return list(dict.fromkeys(slot.whole for slot in slots))
 
 

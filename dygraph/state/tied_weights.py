@@ -114,8 +114,8 @@ class SharedWeights:
         with the rank of the last entry, as backward does, and has the same bits everywhere.
 
         Args:
-            uses: By the id of a copy, the uses that have its gradients, which are added in the
-                order of the entries; None: each copy has the sum of its own.
+            uses: The uses that have the gradients of a copy, by its id, to add in the order of the
+                entries; None if each copy has one gradient.
 
         Raises:
             ConfigError: A gradient is sparse.
@@ -134,7 +134,7 @@ class SharedWeights:
                     set_gradient(parameter, total)
 
     def _groups(self) -> Iterator[tuple[Group, list[SharedWeight]]]:
-        """Yields the groups that this rank belongs to, in the same order on every rank."""
+        """Yields each group of ranks with which this one shares weights, in one order on all."""
         ordered = sorted(self.weights, key=lambda weight: weight.holders)
         for members, weights in groupby(ordered, key=lambda weight: weight.holders):
             yield self._group_of(members), list(weights)

@@ -161,7 +161,7 @@ class ModelState:
         return list(by_name.values())
 
     def whole_slots(self) -> list[Slot]:
-        """Returns :meth:`slots`, with each whole once in place of its parts."""
+        """Returns :meth:`slots`; one slot of the whole replaces the slots of its parts."""
         return wholes_of(self.slots())
 
     def places(self) -> dict[str, int]:

@@ -54,10 +54,10 @@ def count_of(most: int, size: int, members: int, numbers: int, where: str) -> in
     """Returns how many blocks of a layer this rank computes; 0 if nothing is computed in blocks.
 
     Args:
-        most: The layer's ``blocks``.
+        most: The layer's ``blocks``: into how many blocks its whole weight is cut.
         size: The size of the whole axis that is cut.
         members: The number of shards.
-        numbers: How many numbers of a shard a kernel computes one after another.
+        numbers: The size of a shard, which must be a multiple of what kernels compute at once.
         where: The layer's class.
 
     Raises:
@@ -155,12 +155,12 @@ def join_blocks(parts: Sequence[Tensor]) -> Tensor:
 def sum_over_blocks(
     measure: Callable[[Tensor], Tensor], value: Tensor, parameter: Tensor
 ) -> Tensor:
-    """Measures what a parameter's shard is worth in a sum over all shards, such as its square.
+    """Computes a measure of a parameter's shard, such as its square, block by block.
 
     Args:
         measure: Returns the measure of one tensor.
         value: The gradient of the shard, for example.
-        parameter: The parameter of that shape.
+        parameter: The parameter, whose blocks count.
     """
     part = blocks_of(parameter)
     if part is None:

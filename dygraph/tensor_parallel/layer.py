@@ -70,9 +70,9 @@ class ParallelLayer(paddle.nn.Layer):
         """Divides ``size`` by the number of members; see :func:`share_of`.
 
         Args:
-            size: What is cut in equal parts.
-            name: What the error calls it.
-            across: Numbers of the parameter beside each other in one place of the axis.
+            size: The size of the axis to cut into equal parts.
+            name: The name of the size in the error.
+            across: How many numbers the parameter has at one place of the axis.
         """
         share = _share(size, name, self.world_size, type(self).__name__)
         self._cut = size, across
@@ -80,10 +80,10 @@ class ParallelLayer(paddle.nn.Layer):
         return share
 
     def count_blocks(self) -> int:
-        """Returns how many blocks this rank computes; 0 where layers do not compute in blocks.
+        """Returns how many blocks this rank computes; 0 if layers do not compute in blocks.
 
         Raises:
-            ConfigError: They do, and this one cannot.
+            ConfigError: Layers compute in blocks, but this one cannot.
         """
         (size, across), where = self._cut, type(self).__name__
         numbers = size // self.world_size * across

@@ -1,4 +1,4 @@
-"""``fleetpipe_configs["order"]``: whether a rank runs what is ready first, and what forbids it."""
+"""``fleetpipe_configs["order"]``: whether a rank may run the first ready action of its row."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fleetpipe.schedules.check.envelope import Envelope, without_fusion
 _log = log.logger(__name__)
 
 
-def hinted(
+def as_hint(
     schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer, exchanges: bool
 ) -> Schedule:
-    """Returns the schedule that ranks take for a hint; as it is if they run it in order.
+    """Returns the schedule in the form that ranks may reorder; unchanged if they keep its order.
 
     Args:
         schedule: The schedule of the options.
@@ -49,10 +49,10 @@ def hinted(
 def walker_of(
     schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
 ) -> Callable[..., Walker]:
-    """Returns what makes the walker of this process's rank.
+    """Returns the function that makes the walker of this process's rank.
 
     Args:
-        schedule: What :func:`hinted` has returned.
+        schedule: The result of :func:`as_hint`.
         config: The options.
         job: The job.
         layers: The model.
@@ -63,7 +63,7 @@ def walker_of(
 
 
 class _Envelopes:
-    """What this process's rank may run early, as its layers are now."""
+    """Says for each batch what this process's rank may run early, from its current layers."""
 
     def __init__(
         self, schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
@@ -78,7 +78,7 @@ class _Envelopes:
         self._envelope: Envelope | None = None
 
     def __call__(self) -> Envelope:
-        """Returns the envelope of a batch that begins."""
+        """Returns the envelope of a new batch."""
         if self._envelope is None or self._version != self._layers.version:
             self._version = self._layers.version
             edges, shared = self._layers.owned_stages.edges(training=True), self._shares()
@@ -89,7 +89,7 @@ class _Envelopes:
         return self._envelope
 
     def _shares(self) -> bool:
-        """Whether two stages of the rank can get at one tensor, be it beside the list of layers."""
+        """Whether two stages of the rank can reach one tensor, even outside of the layer list."""
         placement = self._schedule.placement
         stages = placement.stages_of(self._rank)
         roots: dict[int, list[object]] = {
@@ -105,7 +105,7 @@ class _Envelopes:
 
 
 def _require_free(config: PipelineConfig, job: Job, layers: PipelineLayer, exchanges: bool) -> None:
-    """Refuses what needs the order of the schedule."""
+    """Refuses options and layers that need the order of the schedule."""
     together = [axis for axis in ("mp", "sep", "cp", "ep") if getattr(job.degrees, axis) > 1]
     synced = any(isinstance(one, paddle.nn.SyncBatchNorm) for one in layers.sublayers())
     reason = fix = ""

@@ -49,7 +49,7 @@ class Reductions:
         self._held: list[tuple[Tensor, Tensor]] = []
 
     def require_cleared(self) -> None:
-        """Refuses to add to gradients of stage 2: each rank has only a part of the former sums."""
+        """Refuses gradients left by ZeRO stage 2: each rank has only a part of their sums."""
         scattered = self.last_shards is not None and self.last_shards.scatters
         gradients = map(gradient_of, self._layers.trained_parameters()) if scattered else ()
         if any(gradient is not None and bool((gradient != 0).any()) for gradient in gradients):

@@ -18,7 +18,7 @@ from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.sums.refusals import refuse_beside_trees
 from fleetpipe.dygraph.train.engines import Engines
 from fleetpipe.dygraph.train.keys import BatchKeys
-from fleetpipe.dygraph.train.order import hinted, walker_of
+from fleetpipe.dygraph.train.order import as_hint, walker_of
 from fleetpipe.dygraph.train.reductions import Reductions, share_state
 from fleetpipe.dygraph.train.switches import Switches
 from fleetpipe.errors import StateError
@@ -219,7 +219,7 @@ class Runtime:
         """Builds the schedule, verified and lowered, and what runs its actions."""
         layers, delayed = self.layers, self.switches.delay_scale_loss
         schedule = layers.schedule(config)
-        schedule = hinted(schedule, config, self.job, layers, self._exchanges)
+        schedule = as_hint(schedule, config, self.job, layers, self._exchanges)
         scale = self.reductions.scale
         weights = MicroBatchWeights(config, self.job, delayed, scale, layers.loss_functions)
         units = units_of(self, schedule, config)

@@ -37,7 +37,7 @@ def require_steps(scheduler: Scheduler | None, by_micro_batch: bool = False) -> 
 
 
 def step_rate(scheduler: Scheduler | None, loss: Nest, loss_fn_idx: int = 0) -> None:
-    """Steps a scheduler.
+    """Steps a scheduler after the optimizer's step.
 
     Args:
         scheduler: A scheduler that :func:`require_steps` has accepted.
