@@ -167,7 +167,7 @@ def _class_in(name: str) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _is_waiting(kind: type[Layer], forward: Callable[..., Nest]) -> bool:
-    """Whether ``forward``, of a library, is the unchanged one of a layer in ``WAITING``."""
+    """Whether a library's ``forward`` is that of a layer in ``WAITING`` and still unchanged."""
     if _class_in(forward.__qualname__) not in WAITING:
         return False
     kinds = kind.__mro__

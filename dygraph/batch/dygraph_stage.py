@@ -77,17 +77,17 @@ class StageHooks(Protocol):
         """Called with the value that the stage received, or with the batch's inputs."""
 
     def after_forward(self, stage: int, value: Nest, output: Nest) -> None:
-        """Called with that value, and with the output of the stage's last layer."""
+        """Called with the stage's input, and with the output of its last layer."""
 
     def before_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients
     ) -> None:
-        """Called with the same values; the last stage's output is the loss."""
+        """Called with a stage's input and output; the last stage's output is the loss."""
 
     def after_backward(
         self, stage: int, value: Nest, output: Nest, output_grads: Gradients, input_grads: Gradients
     ) -> None:
-        """Called with the same values; ``input_grads`` is None for the first stage."""
+        """Called with a stage's values; ``input_grads`` is None for the first stage."""
 
     def before_weight_grad(self, stage: int) -> None:
         """Called before the delayed weight gradients are added."""

@@ -1,4 +1,4 @@
-"""The parts of Fleet's ``PipelineLayer`` interface for which fleetpipe has no own counterpart."""
+"""Members of Fleet's ``PipelineLayer`` that users expect, and that nothing else here uses."""
 
 from __future__ import annotations
 

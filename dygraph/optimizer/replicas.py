@@ -177,7 +177,7 @@ def _add_up(piece: Sequence[Tensor], group: Group, share: float, by_tree: bool) 
 
 
 def _total_by_tree(flat: Tensor, group: Group) -> Tensor:
-    """Returns the sum over a group by a tree, of which each member computes a part."""
+    """Adds up a group's tensors by a tree: each member sums one piece, and all get the whole."""
     size, ranks = int(flat.size), group.ranks
     if size < ranks:
         return tree(group.all_gather(flat), add)

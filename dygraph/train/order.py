@@ -78,7 +78,7 @@ class _Envelopes:
         self._envelope: Envelope | None = None
 
     def __call__(self) -> Envelope:
-        """Returns the envelope of a new batch."""
+        """Returns the envelope of a new batch: the actions that may run early."""
         if self._envelope is None or self._version != self._layers.version:
             self._version = self._layers.version
             edges, shared = self._layers.owned_stages.edges(training=True), self._shares()

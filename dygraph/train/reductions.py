@@ -186,7 +186,10 @@ class Reductions:
 
 
 def share_state(layers: PipelineLayer, job: Job) -> None:
-    """Sets the state of all copies of stages and losses to that of the first. Collective."""
+    """Copies the state of each stage's first copy, and of loss layers, to the others.
+
+    Collective.
+    """
     losses = [layer.state_dict() for layer in layers.loss_layers()]
     for state in (layers.state.local_tensors(), *losses):
         tensor_parallel.share_with_shards(state, job)

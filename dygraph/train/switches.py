@@ -17,7 +17,7 @@ from fleetpipe.errors import ConfigError
 
 @dataclass(frozen=True)
 class Switches:
-    """The switches that have an effect here; all are off if Paddle 2.6.2 does not know them.
+    """The switches that have an effect here; those that Paddle 2.6.2 does not know are off there.
 
     Attributes:
         delay_scale_loss: Backward starts from undivided losses, and the gradients are divided by
