@@ -101,7 +101,8 @@ def digests_in(path: Path, source_format: str | None = None) -> dict[str, str]:
     if path.is_dir():
         digests = _in_folder(path, source_format)
     elif path.suffix == ".safetensors":
-        digests = _in_safetensors(path)
+        _require_whole(path)
+        digests = _in_file(path)
     else:
         digests = _of(extra("formats.state_file").read_file(path))
     strange = [name for name in digests if not name.isprintable()]
@@ -119,7 +120,10 @@ def _in_folder(path: Path, source_format: str | None) -> dict[str, str]:
     if source_format in (None, "fleetpipe") and run_folder.is_checkpoint(path):
         reader = StepReader(run_folder.step_in(path))
         reader.check((MODEL,))
-        return reader.digests()
+        entries = reader.manifest.tensors.items()
+        files = {entry.file for name, entry in entries if name.group == MODEL}
+        digests = {n: d for file in files for n, d in _in_file(reader.folder / file).items()}
+        return {name: digests[name] for name in reader.manifest.order}
     formats = extra("formats.convert")
     return _of(formats.read_checkpoint(path, source_format or formats.format_of(path)))
 
@@ -129,7 +133,7 @@ def _of(checkpoint: Any) -> dict[str, str]:
     return {name: tensor.digest() for name, tensor in checkpoint.of(MODEL).items()}
 
 
-def _in_safetensors(path: Path) -> dict[str, str]:
+def _require_whole(path: Path) -> None:
     part = _PART.search(path.name)
     if part is not None and int(part[1]) > 1:
         raise CheckpointError(
@@ -137,6 +141,10 @@ def _in_safetensors(path: Path) -> dict[str, str]:
             where=str(path),
             fix="pass the folder of all parts and their index",
         )
+
+
+def _in_file(path: Path) -> dict[str, str]:
+    """Returns the digests of a file of safetensors, of which a block is in memory at a time."""
     with using("CHECKPOINT|FILE", path, "a file that can be read"):
         layout = tensors.read_layout(path)
         with path.open("rb", buffering=0) as file:

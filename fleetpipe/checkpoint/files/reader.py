@@ -14,9 +14,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, TensorName
+from fleetpipe.checkpoint.contents.parts import GROUPS, TensorName
 from fleetpipe.checkpoint.files import manifest, tensors
-from fleetpipe.checkpoint.files.digests import tensor_digest
 from fleetpipe.checkpoint.files.manifest import Manifest, Whole, WrittenPart
 from fleetpipe.checkpoint.files.tensors import Layout, Stored, damaged
 from fleetpipe.errors import CheckpointError
@@ -120,20 +119,6 @@ class StepReader:
     def damaged(self) -> list[CheckpointError]:
         """Returns an error for each part of a tensor that is damaged."""
         return list(self._compared(self._pieces(GROUPS)))
-
-    def digests(self) -> dict[str, str]:
-        """Returns the digest of each tensor of the model, as it is on the disk, in their order.
-
-        Raises:
-            CheckpointError: A file cannot be read.
-        """
-        digests = {}
-        with self._opened() as opened:
-            for name in self.manifest.order:
-                file, stored = opened(TensorName(MODEL, name))
-                with _damage_named(self._path(TensorName(MODEL, name))):
-                    digests[name] = tensor_digest(stored.tensor, tensors.blocks(file, stored))
-        return digests
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
