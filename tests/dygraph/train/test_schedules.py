@@ -13,7 +13,7 @@ from tests.pipelines import adam, job, pipeline, train
 
 MICRO_BATCHES = 4
 
-#: Seq1F1B needs layers that take slices: test_slices.py.
+#: Seq1F1B needs layers that take slices: tests/contrib/slices.
 SCHEDULES = [name for name in names() if name != "Seq1F1B"]
 
 

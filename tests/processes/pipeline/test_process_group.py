@@ -12,7 +12,7 @@ import pytest
 from fleetpipe.job.job import current_job
 from fleetpipe.schedules import names
 from fleetpipe.transport import ProcessGroupTransport
-from tests.dygraph import sliced
+from tests.contrib.slices import sliced
 from tests.dygraph.models import MODELS
 from tests.fixtures import Call
 from tests.launching import Finished, JobFailed

@@ -17,7 +17,7 @@ from fleetpipe.dygraph import VocabularyHead, VocabularyLoss
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from fleetpipe.profiling import PipelinePlan, Profile
 from fleetpipe.schedules import names
-from tests.dygraph import sliced
+from tests.contrib.slices import sliced
 from tests.dygraph.models import MODELS
 from tests.fixtures import Call
 from tests.jobs import begin
