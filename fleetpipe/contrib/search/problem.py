@@ -79,7 +79,7 @@ class Problem:
 
     @cached_property
     def work(self) -> list[float]:
-        """For each rank the total time of its actions; all searches use the same sum."""
+        """The total time of each rank's actions, summed once so that all searches agree."""
         stages, parts = self.placement.stages, range(3)
         return [
             self.micro_batches

@@ -40,7 +40,7 @@ class _Plan:
         self.backend = backend
 
     def _require_degrees(self) -> None:
-        """Refuses a job that splits sequences along the other axis."""
+        """Refuses a job that splits sequences along another axis than that of ``backend``."""
         for axis, group in sequence_ranks()._asdict().items():
             if group.ranks > 1 and axis != _AXES[self.backend]:
                 raise ConfigError(
