@@ -226,7 +226,7 @@ class _Hooks(BatchObserver):
     def forward_backward(
         self, call: Around, pipeline: PipelineParallel, data: Any, *more: Any, **named: Any
     ) -> Any:
-        """Hooks a call that ``train_batch`` makes too; by itself, one or several make a step."""
+        """Records a forward and backward: of ``train_batch``, or one of several of a step."""
         recorder = self._recorder
         recorder.add_root(pipeline.layers)
         self._pipeline = pipeline

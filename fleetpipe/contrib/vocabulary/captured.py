@@ -63,7 +63,7 @@ class HeadInParts(paddle.nn.Layer):
         #: Paddle's names of the parameters of the Linear, by their names in the model.
         self.counted_names = {f"{path}.{n}": one.name for n, one in linear.named_parameters()}
         for number, described in enumerate(self.description.layers(ranks)[:-1]):
-            part = _built(described, weight)
+            part = _build_part(described, weight)
             first, last = part.rows
             if has_memory(weight):
                 part.weight.set_value(weight[:, first:last])
@@ -122,7 +122,7 @@ class HeadInParts(paddle.nn.Layer):
                 )
 
 
-def _built(description: Any, weight: Tensor) -> Any:
+def _build_part(description: Any, weight: Tensor) -> Any:
     """Returns a part in the dtype of a Linear's weights; without memory if these have none."""
     if has_memory(weight):
         return description.build_layer().to(dtype=weight.dtype)
