@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from fleetpipe.aliases import Nest
@@ -14,6 +14,7 @@ from fleetpipe.dygraph.batch.losses import carried_in
 from fleetpipe.dygraph.layers.tied import Built, SharedLayer, build
 from fleetpipe.dygraph.state.names import ModelWithParts
 from fleetpipe.dygraph.state.whole_state import Place, hidden_buffers
+from fleetpipe.dygraph.sums.uses import Uses, parameters_of, slots_in
 
 
 class SingleModel(ModelWithParts):
@@ -24,6 +25,7 @@ class SingleModel(ModelWithParts):
         carried = carried_in(loss_fns)
         functions = carried.carrying(built.functions, loss_fns) if carried else built.functions
         self._functions = list(functions.values())
+        self._uses: Uses | None = None
         built.register(self)
 
     @contextmanager
@@ -39,6 +41,12 @@ class SingleModel(ModelWithParts):
         finally:
             self._functions = functions
 
+    def begin_uses(self) -> Uses:
+        """Makes the uses of each parameter leave gradients apart, until the uses end."""
+        entries = {n: parameters_of(function) for n, function in enumerate(self._functions)}
+        self._uses = Uses({0: entries}, lambda n, p: slots_in(self._functions[n], p), [])
+        return self._uses
+
     def hidden_buffers(self) -> dict[str, Place]:
         """Returns the places of the buffers that no state dict has, by layer and path."""
         return hidden_buffers(dict(enumerate(self._functions)))
@@ -49,7 +57,8 @@ class SingleModel(ModelWithParts):
         for index, function in enumerate(self._functions):
             if keys is not None:
                 keys.enter(index, function)
-            value = function(value)
+            with nullcontext() if self._uses is None else self._uses.running(index):
+                value = function(value)
         return value
 
 

@@ -121,6 +121,8 @@ class PipelineFace(MetaParallelBase):
     """These weights in the loss that backward starts from: 1 under ``delay_scale_loss``."""
     weights_of_all_replicas: list[Fraction] = _of_runtime("weights.of_all_replicas")
     """The weights in backward of the micro-batches of all replicas."""
+    sums_by_tree: bool = _of_runtime("job.sums_by_tree")
+    """Whether gradients and losses are summed by trees."""
     token_weights: Callable[[Sequence[Nest], Group], list[Fraction] | None] = _of_runtime(
         "weights.of_tokens"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -22,8 +23,11 @@ from fleetpipe.dygraph.batch.units import WHOLE, Units, UnitStates
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import cause_of_backward, dense, drop_gradients
 from fleetpipe.dygraph.layer_kinds import fill_gradients
+from fleetpipe.dygraph.sums.gradient_trees import GradientTrees
+from fleetpipe.dygraph.sums.uses import Uses
 from fleetpipe.errors import UsageError
 from fleetpipe.mesh.groups import Group, SoleGroup
+from fleetpipe.mesh.sums import tree
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, layer_at, state_slots
 from fleetpipe.paddle_api.optimizer import learning_rate_of, twin_optimizer
@@ -151,13 +155,15 @@ class Reference:
         first: int = 0,
         units: Units = WHOLE,
         functions: Sequence[LossOf] = (),
+        trees: GradientTrees | None = None,
     ) -> list[list[Tensor]]:
         """Runs all micro-batches forward and backward, one after another.
 
         Under the keys of a batch (``random_keys.under_keys``) micro-batch 0 has the random stream
         of the global micro-batch ``first``, and so on. The units of a micro-batch run forward one
         after another, and backward in reverse, as in a stage. ``functions``, the pipeline's loss
-        functions, set the weight of a unit in the loss.
+        functions, set the weight of a unit in the loss. ``trees`` sum the gradients, if they are
+        given.
 
         Returns:
             For each loss function, the share of each unit in the loss of the batch; the gradients
@@ -179,10 +185,25 @@ class Reference:
             if (number + 1) % units.count == 0:
                 for last in range(number, number - units.count, -1):
                     _backward(states, last, shares[last])
+                if trees is not None:
+                    trees.take(0, number, complete=True)
+        if trees is not None:
+            trees.finish()
+            trees.uses.end()
         parameters = {self.names[n]: p for n, p in self.model.named_parameters()}
         fill_gradients(parameters)
         drop_gradients(parameters[name] for name in parameters.keys() & self.uncompared)
         return [list(of_function) for of_function in zip(*shares)]
+
+    def begin_trees(self, micro_batches: int) -> GradientTrees:
+        """Returns what sums the gradients of a batch by trees.
+
+        A model of the user's own counts as one use of each of its parameters.
+        """
+        if isinstance(self.model, SingleModel):
+            return GradientTrees(self.model.begin_uses(), micro_batches)
+        entries = {0: self.model.parameters()}
+        return GradientTrees(Uses({0: entries}, lambda _number, _parameter: (), ()), micro_batches)
 
     def take_gradients(self) -> list[Tensor | None]:
         """Returns copies of the gradients, and removes them from the parameters."""
@@ -325,6 +346,8 @@ class Beside:
             The loss of the batch; a list if there are several loss functions.
         """
         pipeline, replicas = self._pipeline, self._pipeline.replicas.ranks
+        if pipeline.sums_by_tree:
+            return self._train_by_tree(everyone, weights, by_micro_batch)
         usual, reported = pipeline.weights_in_backward, pipeline.weights[0]
         count = len(usual)
         units = pipeline.units.count if by_micro_batch else 0
@@ -353,13 +376,41 @@ class Beside:
         ]
         return totals if len(totals) > 1 else totals[0]
 
+    def _train_by_tree(
+        self, everyone: MicroBatches, weights: Sequence[Fraction] | None, by_micro_batch: bool
+    ) -> Nest:
+        """Does the same with sums by trees, which know no replicas."""
+        pipeline, replicas = self._pipeline, self._pipeline.replicas.ranks
+        usual = pipeline.weights_of_all_replicas
+        if weights:
+            share = usual[0] / pipeline.weights_in_backward[0]
+            usual = [weight * share for weight in weights] * replicas
+        else:
+            usual = pipeline.token_weights(everyone.labels, SoleGroup()) or usual
+        trees = self._reference.begin_trees(len(usual))
+        shares = self.accumulate(everyone, usual, 0, trees)
+        if by_micro_batch:
+            count = len(usual) // replicas
+            shares = [
+                [tree(of_function[n::count], operator.add) for n in range(count)]
+                for of_function in shares
+            ]
+            totals = [paddle.stack([one.reshape([]) for one in of_one]) for of_one in shares]
+        else:
+            totals = [tree(of_function, operator.add) for of_function in shares]
+        return totals if len(totals) > 1 else totals[0]
+
     def accumulate(
-        self, batches: MicroBatches, weights: Sequence[Fraction], first: int
+        self,
+        batches: MicroBatches,
+        weights: Sequence[Fraction],
+        first: int,
+        trees: GradientTrees | None = None,
     ) -> list[list[Tensor]]:
-        """Trains the micro-batches of one replica, cut as the pipeline cuts them."""
-        pipeline = self._pipeline
-        functions: Sequence[Criterion] = pipeline.layers.loss_functions()
-        return self._reference.accumulate(*batches, weights, first, pipeline.units, functions)
+        """Trains some micro-batches, cut as the pipeline cuts them."""
+        units = self._pipeline.units
+        functions: Sequence[Criterion] = self._pipeline.layers.loss_functions()
+        return self._reference.accumulate(*batches, weights, first, units, functions, trees)
 
 
 def _summed(shares: Sequence[Tensor], units: int) -> Tensor:

@@ -9,8 +9,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import parity
-from fleetpipe.dygraph.batch import micro_batches
-from fleetpipe.dygraph.train import runtime
+from fleetpipe.dygraph.batch import micro_batches, rank_data
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.fixtures import Patch
@@ -66,7 +65,7 @@ def swapped(split: Any) -> Any:
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_batch_that_is_cut_wrongly_is_found(form: Any, monkeypatch: Patch) -> None:
     assert after_a_step(form, None).passed
-    monkeypatch.setattr(runtime, "split", swapped(runtime.split))
+    monkeypatch.setattr(rank_data, "split", swapped(rank_data.split))
     report = after_a_step(form, None)
     assert differences(report)[:2] == [
         ("micro-batch", "inputs[0]", 0),
@@ -78,33 +77,33 @@ def test_a_batch_that_is_cut_wrongly_is_found(form: Any, monkeypatch: Patch) -> 
 @pytest.mark.parametrize("form", PAIRS.values(), ids=PAIRS)
 def test_containers_that_are_cut_wrongly_are_found(form: Any, monkeypatch: Patch) -> None:
     assert after_a_step(form, pair_layers()).passed
-    monkeypatch.setattr(runtime, "split", swapped(runtime.split))
+    monkeypatch.setattr(rank_data, "split", swapped(rank_data.split))
     quantity, name, _ = differences(after_a_step(form, pair_layers()))[0]
     assert (quantity, name[:10]) == ("micro-batch", "inputs[0][")
 
 
 def test_labels_that_belong_to_other_rows_are_found(monkeypatch: Patch) -> None:
-    split = runtime.split
+    split = rank_data.split
 
     def wrong(data: Any, cut: Any) -> Any:
         inputs, labels = split(data, cut)
         return micro_batches.MicroBatches(inputs, labels[::-1])
 
-    monkeypatch.setattr(runtime, "split", wrong)
+    monkeypatch.setattr(rank_data, "split", wrong)
     report = after_a_step(FORMS["tensors"], None)
     assert ("micro-batch", "labels[0]", 0) in differences(report)
     assert not report.passed
 
 
 def test_an_item_too_many_of_an_iterator_is_found(monkeypatch: Patch) -> None:
-    split = runtime.split
+    split = rank_data.split
 
     def greedy(data: Any, cut: Any) -> Any:
         found = split(data, cut)
         next(data, None)
         return found
 
-    monkeypatch.setattr(runtime, "split", greedy)
+    monkeypatch.setattr(rank_data, "split", greedy)
     report = after_a_step(FORMS["an iterator"], None)
     assert differences(report) == [("micro-batch", "the iterator, taken", 0)]
     assert not report.passed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,10 @@ import paddle
 import pytest
 from paddle import nn
 
-import fleetpipe
-from fleetpipe import fleet
+from fleetpipe import fleet, parity
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
+from fleetpipe.job.job import current_job
 from tests.jobs import job
 from tests.pipelines import ROWS, Trained, batch, bits, mlp_layers, pipeline, sgd, train
 
@@ -171,16 +172,21 @@ def test_no_schedule_changes_a_bit(pp: int, schedule: str, options: dict[str, An
     assert train_tied(pp, schedule, **options) == train_tied()
 
 
+def shard_of_rank(data: list[Any], copies: int) -> list[Any]:
+    """The part of a batch of all replicas that this rank's replica takes."""
+    copy, rows = current_job().copy, len(data[0]) // copies
+    return [part[copy * rows : (copy + 1) * rows] for part in data]
+
+
 def _train_on_a_rank(**degrees: int) -> dict[str, bytes]:
     stage, total = degrees.pop("stage", 1), 8
     copies = degrees.get("dp", 1) * degrees.get("sharding", 1)
     with job(micro_batches=total // copies, sharding_stage=stage, **TREE, **degrees):
         paddle.seed(0)
         model = pipeline(tied_layers(), loss_fn=token_loss, seg_method="uniform")
-        optimizer, copy = clipped(model), fleetpipe.job.job.current_job().copy
+        optimizer = clipped(model)
         for step in range(2):
-            rows = slice(copy * total // copies * ROWS, (copy + 1) * total // copies * ROWS)
-            loss = model.train_batch([part[rows] for part in tokens(total, step)], optimizer)
+            loss = model.train_batch(shard_of_rank(tokens(total, step), copies), optimizer)
         return {**bits(model.layers.full_state_dict()), "loss": loss.numpy().tobytes()}
 
 
@@ -199,6 +205,33 @@ def test_no_degree_changes_a_bit(on_ranks: Any, degrees: dict[str, int]) -> None
     ranks = int(np.prod([n for axis, n in degrees.items() if axis != "stage"]))
     (alone,) = on_ranks(partial(_train_on_a_rank), 1)
     assert on_ranks(partial(_train_on_a_rank, **degrees), ranks) == [alone] * ranks
+
+
+def _compare_on_a_rank(**degrees: int) -> tuple[bool, float]:
+    copies = degrees.get("dp", 1) * degrees.get("sharding", 1)
+    with job(micro_batches=8 // copies, **TREE, **degrees):
+        model = pipeline(tied_layers(), loss_fn=token_loss, seg_method="uniform")
+        session = parity.begin(model, clipped(model))
+        for step in range(2):
+            session.step(shard_of_rank(tokens(8, step), copies))
+        return session.report.bit_exact, session.report.tolerance
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"dp": 2}, {"pp": 2, "dp": 2}])
+def test_parity_compares_bits_of_tied_weights_and_replicas(
+    on_ranks: Any, degrees: dict[str, int]
+) -> None:
+    ranks = int(np.prod([*degrees.values()]))
+    assert on_ranks(partial(_compare_on_a_rank, **degrees), ranks) == [(True, 0.0)] * ranks
+
+
+def test_parity_by_micro_batch_and_with_weights() -> None:
+    with job(2, **TREE):
+        model = pipeline(tied_layers(), loss_fn=token_loss)
+        session = parity.begin(model, sgd(model))
+        weights = [Fraction(number, 10) for number in (1, 2, 3, 4)]
+        session.step(tokens(4, 0), return_micro_batch_loss=True, weights=weights)
+        assert session.report.bit_exact
 
 
 def test_a_batch_is_added_to_gradients_that_are_left() -> None:
