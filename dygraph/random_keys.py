@@ -212,8 +212,7 @@ class Keys:
         """While it is open, numbers come from the stream ``name``.
 
         If it is used several times within a call of a layer, it continues. A stream that is not
-        common to all shards has another seed on each. A stream that is not common to all shards has
-        another seed on each.
+        common to all shards has another seed on each.
         """
         states, call = GeneratorStates(), self._call
         resumed = self._streams.get(name)

@@ -82,6 +82,10 @@ class SplitBackward:
         self._fast.clear()
         self._arrivals = None
 
+    def splits(self, stage: int, micro_batch: MicroBatch) -> bool:
+        """Tells whether the backward of a stage and micro-batch is split into I and W."""
+        return (stage, micro_batch) in self._split
+
     def end(self) -> None:
         """Removes the hooks after the first batch, and drops the rest of an unfinished one."""
         if self._sums.begun:
@@ -103,7 +107,7 @@ class SplitBackward:
             stage: The global number of a stage of this process.
             micro_batch: The number within the batch.
         """
-        if (stage, micro_batch) not in self._split:
+        if not self.splits(stage, micro_batch):
             return self._fast_of(stage).running() if self._fast_leaves else _NOTHING
         tape = self._tapes.setdefault((stage, micro_batch), Tape(self._refusals))
         forwards = []
@@ -117,7 +121,7 @@ class SplitBackward:
 
     def in_backward(self, stage: int, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Does the same for the reruns of layers in a backward that is not split."""
-        if (stage, micro_batch) in self._split or not self._fast_leaves:
+        if self.splits(stage, micro_batch) or not self._fast_leaves:
             return _NOTHING
         fast: AbstractContextManager[None] = self._fast_of(stage).in_backward(self._sums)
         return fast

@@ -272,13 +272,6 @@ class DygraphStage:
 
     def backward(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
         """Runs autograd from the outputs, or from the loss, back to the received tensors."""
-        grads = self._differentiate(stage, micro_batch, output_grads)
-        self._take(stage, micro_batch)
-        return grads
-
-    def _differentiate(
-        self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values
-    ) -> Values:
         if self.watch is not None:
             self.watch.enter(stage, False)
         value, output, received, handed = self._kept[stage, micro_batch]
@@ -311,6 +304,8 @@ class DygraphStage:
         if self._hooks is not None:
             joined = tuple(grad for part in grads.values() for grad in part) if stage else None
             self._hooks.after_backward(stage, value, output, arrived, joined)
+        if not self.split.splits(stage, self._within(micro_batch)):
+            self._take(stage, micro_batch)
         return grads
 
     def input_grad(self, stage: int, micro_batch: GlobalMicroBatch, output_grads: Values) -> Values:
@@ -319,7 +314,7 @@ class DygraphStage:
         Only the values that these need are kept.
         """
         with self.split.input_grads(stage, self._within(micro_batch)):
-            grads = self._differentiate(stage, micro_batch, output_grads)
+            grads = self.backward(stage, micro_batch, output_grads)
         self._take(stage, micro_batch, complete=False)
         del self._kept[stage, micro_batch]
         return grads
