@@ -103,7 +103,7 @@ def told(build: Any, split_spec: Any, size: int, folder: Path) -> dict[str, Any]
         "own": own,
         "whole": whole,
         "reloaded": reloaded == own,
-        "edges": [str(edge) for edge in pipe.edges(training=True)],
+        "edges": [str(edge) for edge in pipe.owned_stages.edges(training=True)],
     }
 
 

@@ -213,7 +213,7 @@ def save(captured: CapturedPipeline, schedule: Schedule, job: Job, folder: str) 
     for stage in stages:
         _write(place / f"stage_{stage}.txt", _lines(form, stage))
         _write(place / f"stage_{stage}.dot", _graph(form, stage))
-    edges = captured.edges(training=True)
+    edges = captured.owned_stages.edges(training=True)
     _write(place / "plan.txt", [str(schedule.lower(edges))])
     events = events_of(schedule.simulate(edges=edges))
     write_trace(place / "schedule.json", {schedule.name: events}, placement, edges=edges)
