@@ -74,6 +74,26 @@ def in_sequence(functions: Sequence[Callable[[Nest], Nest]]) -> Callable[..., Ne
     return run
 
 
+def require_chunk(number: int, chunks: int) -> None:
+    """Refuses the number of a chunk that a process does not have.
+
+    Args:
+        number: The number.
+        chunks: How many chunks the process has; 0 if the model is not cut into chunks.
+
+    Raises:
+        ConfigError: There is no such chunk.
+    """
+    if number not in range(chunks):
+        raise ConfigError(
+            f"there is no chunk {number}",
+            expected=f"a number from 0 to {chunks - 1}"
+            if chunks
+            else "no chunk_id: each rank has one chunk",
+            fix="pass the number of a chunk of this rank" if chunks else "leave chunk_id out",
+        )
+
+
 def refuse_schedule_nodes(_model: Layer, *_arguments: Any) -> NoReturn:
     """Refuses Fleet's schedule nodes, which exist for its own overlapped schedulers."""
     raise ConfigError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 import pkgutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.losses import Criterion
@@ -37,23 +35,21 @@ from fleetpipe.dygraph.model.arrangement import (
 )
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.owned_stages import OwnedStages
-from fleetpipe.dygraph.state.names import ModelWithParts
+from fleetpipe.dygraph.state.model_on_ranks import ModelOnRanks
 from fleetpipe.dygraph.state.single_model import single_model
-from fleetpipe.dygraph.state.tied_weights import SharedWeight, equal_copies, holders
+from fleetpipe.dygraph.state.tied_weights import equal_copies, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.dygraph.sums.uses import Uses
 from fleetpipe.engine.observer import BatchObserver
-from fleetpipe.errors import ConfigError, listed
+from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
-from fleetpipe.mesh.parts import ModelParts
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_id
 from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.meta_parallel import LOSS_FUNCTIONS_ARE_A_LIST
 from fleetpipe.paddle_types import CommunicateTopology
 from fleetpipe.partition import LayerInfo, Partition
-from fleetpipe.schedules import Schedule
 
 if TYPE_CHECKING:
     from fleetpipe.dygraph.state.files import LayerFiles
@@ -61,7 +57,7 @@ if TYPE_CHECKING:
 _log = log.logger(__name__)
 
 
-class PipelineLayer(ModelWithParts):
+class PipelineLayer(ModelOnRanks):
     """The stages of a pipeline that this process owns: its own one, or all in one process.
 
     Nothing here or in the wrapper calls what a subclass may override to give a state dict other
@@ -72,10 +68,10 @@ class PipelineLayer(ModelWithParts):
 
     Attributes:
         version: How often other layers or parameters than before were met.
+        arrangement: Says which schedules run these layers.
         placement: Which rank has which stage.
         partition: Which layers each stage has.
         owned_stages: Runs the layers of this process's stages.
-        state: The parameters and buffers of the whole model, under their lasting names.
         layers: The list of layers as the user gave it.
         segment_parts: First layer of each stage, then the number of layers.
         run_function: The built layers and functions of this process, in order.
@@ -131,8 +127,6 @@ class PipelineLayer(ModelWithParts):
             PartitionError: The layers cannot be cut as asked.
         """
         super().__init__()
-        #: How often each folder was written: as often on every rank.
-        self._saves: Counter[str] = Counter()
         job = current_job()
         self._num_stages = number_of_stages(num_stages, topology, job)
         described = entries.check_entries(layers)
@@ -157,11 +151,11 @@ class PipelineLayer(ModelWithParts):
             # Sizes that cannot be cut are refused on every rank, before any waits for another.
             list(self._blueprints)
         self._tied = tied.find(self._layers_desc, self._blueprints)
-        self._arrangement = Arrangement(
+        self.arrangement = Arrangement(
             *(self._num_stages, num_virtual_pipeline_stages, use_dualpipev, plan),
             head=len(self._layers_desc) > len(described),
         )
-        self.placement = self._arrangement.placement
+        self.placement = self.arrangement.placement
         if plan is not None:
             plan.require_layers([entries.class_name(entry) for entry in self._layers_desc])
             seg_method = plan.partition.boundaries[: self.placement.body + 1]
@@ -309,19 +303,6 @@ class PipelineLayer(ModelWithParts):
         fleet_face.refuse_methods_of_the_wrapper(self, name)
         return super().__getattr__(name)
 
-    def schedule(self, config: PipelineConfig) -> Schedule:
-        """Returns the schedule that runs these layers, verified against the memory cap.
-
-        Args:
-            config: The options; its schedule must place the layers as they were placed when the
-                model was built.
-
-        Raises:
-            ConfigError: The schedule needs another placement, or cannot be built.
-            ScheduleError: The schedule passes the memory cap.
-        """
-        return self._arrangement.schedule(config)
-
     def companion(self, pipeline: Layer) -> BatchObserver | None:
         """Returns what is trained beside the first batches of ``pipeline``, which wraps this."""
         return None
@@ -365,24 +346,6 @@ class PipelineLayer(ModelWithParts):
             for entry, layer in zip(self._layers_desc, self._blueprints)
         ]
 
-    def _synchronize_shared_weights(self) -> None:
-        """Gives all copies of shared weights the values of the first. Fleet's name for it.
-
-        Collective over the ranks of the pipeline that share one; nothing happens on the others,
-        nor where one process has all uses. Libraries call it after they gave weights other values.
-
-        Raises:
-            PipelineTimeout: Some rank did not come within the limit.
-        """
-        if self._job is not None and self._shared_weights.weights:
-            with self._job.guarded(lambda: "making shared weights equal"):
-                self._shared_weights.equalize()
-
-    @property
-    def shared_weights(self) -> list[SharedWeight]:
-        """The weights that this rank shares with others of its pipeline."""
-        return self._shared_weights.weights
-
     def begin_uses(self) -> Uses:
         """Makes the uses of each parameter of this process leave gradients apart in a batch.
 
@@ -391,22 +354,6 @@ class PipelineLayer(ModelWithParts):
         """
         of_losses = [p for layer in self.loss_layers() for p in layer.parameters()]
         return self.owned_stages.begin_uses(of_losses, self._shared_weights.parameters())
-
-    def allreduce_shared_weight_gradients(self, uses: Uses | None = None) -> None:
-        """Gives all copies of shared weights the sum of their gradients.
-
-        Collective over the ranks of the pipeline that share one; nothing happens on the others, nor
-        where one process has all uses. A copy without a gradient counts as zeros. ``train_batch``
-        calls it.
-
-        Args:
-            uses: The uses of parameters that have the gradients; None: the parameters have them.
-
-        Raises:
-            PipelineTimeout: Some rank did not come within the limit.
-        """
-        if self._shared_weights.weights:
-            self._shared_weights.sum_gradients(None if uses is None else uses.several)
 
     def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
         """Runs the layers of this process in order; the whole model in one process.
@@ -422,7 +369,7 @@ class PipelineLayer(ModelWithParts):
         """
         self.follow()
         if chunk_id is not None:
-            self._require_chunk(chunk_id)
+            fleet_face.require_chunk(chunk_id, len(self._model_chunks))
         stages = self.owned_stages
         for stage in self._owned if chunk_id is None else (self._owned[chunk_id],):
             input = stages.function(stage)(input, None)
@@ -482,104 +429,19 @@ class PipelineLayer(ModelWithParts):
             self.partition.boundaries, self.partition.method, tuple(self._layer_infos())
         )
 
-    def own_state(self) -> dict[str, Tensor]:
-        """Returns this process's parameters and buffers by their names in the whole model.
-
-        These are the keys of :meth:`full_state_dict`, but for parts of a vocabulary head, which is
-        whole there. In ``state_dict`` the weight of a second class of a shared key has Fleet's name
-        instead, which depends on the rank.
-        """
-        return self.state.local_tensors()
-
-    def load_from(self, source: Layer | Mapping[str, Any]) -> None:
-        """Takes this process's parameters and buffers from a single-device model.
-
-        Args:
-            source: The model or its state dict. Names such as ``3.weight`` are matched by name;
-                a model with other names by order, in which shapes must agree. A vocabulary head
-                is in as many parts as here, or whole.
-
-        Raises:
-            CheckpointError: The source does not fit; nothing was changed.
-        """
-        self.state.load(source)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns copies of all parameters and buffers of the whole model, on every rank.
-
-        Collective over the pipeline. The keys are those of :meth:`own_state` on all ranks, each
-        once; shared layers come first, and a vocabulary head is whole. Buffers that a forward has
-        registered are in checkpoints alone.
-        """
-        late = self.state.late_buffers()
-        if late:
-            text = f"full_state_dict leaves out {listed([*late])}, which a forward has registered"
-            log.once(_log.warning, text, any_rank=True)
-        return self.state.gather()
-
-    def copy_to(self, model: Layer) -> None:
-        """Puts the whole pipeline's parameters and buffers into a single-device model.
-
-        Collective over the pipeline; the inverse of :meth:`load_from`.
-
-        Args:
-            model: A Layer with the same parameters in the same order; may be another on each rank.
-
-        Raises:
-            CheckpointError: The model does not fit; nothing was changed.
-        """
-        self.state.copy_to(model)
-
     def single_model(self) -> Layer:
         """Builds the whole list of layers in this process as one Layer, with fresh weights."""
         return single_model(self._layers_desc, self._tied, losses.functions_in(self._loss_fn))
-
-    def save_state_dict(self, path: str | Path) -> None:
-        """Writes each layer of this process to a file of its own, named as Fleet names them.
-
-        Every rank calls it; those of the first replica write. A shared layer is written where an
-        entry calls it without a ``forward_func``, or at its first entry if none does. A vocabulary
-        head has one file, written by the first rank: then it is collective over the pipeline. Files
-        of a captured model have the plain model's names and order, and fit any cut.
-
-        Args:
-            path: A folder, which is made where it does not exist.
-
-        Raises:
-            ConfigError: Several ranks have parameters of one layer of a captured model.
-        """
-        self._saves[str(path)] += 1
-        self._layer_files().save(path, self._saves[str(path)])
-
-    def set_state_dir(self, path: str | Path) -> None:
-        """Reads the files of this process's layers, and makes shared weights equal again.
-
-        Collective over the pipeline where weights are shared between ranks. The files may be
-        Fleet's.
-
-        Args:
-            path: The folder given to :meth:`save_state_dict`.
-
-        Raises:
-            CheckpointError: The folder or a file is missing, or does not fit its layer; the layers
-                of this rank are as they were.
-            ConfigError: Several ranks have parameters of one layer of a captured model.
-            PipelineTimeout: Another rank did not come within the limit.
-        """
-        self._layer_files().load(path, self._shared_weights)
 
     def _layer_files(self) -> LayerFiles:
         files_of_list = pkgutil.resolve_name("fleetpipe.dygraph.state.files:files_of_list")
         shared = {index: layer for layer in self._tied for index in layer.indices}
         files: LayerFiles = files_of_list(
             *(self._layers_desc, self._registered.functions, shared),
-            *(self.partition, self.placement, self._job, self._stage_ranks),
+            *(self.partition, self.placement, self._job),
+            SoleGroup if self._job is None else self._job.group,
         )
         return files
-
-    def checkpoint_part(self) -> ModelParts:
-        """Returns what this process holds of the model, as a ``CheckpointManager`` takes it."""
-        return self.state.checkpoint_part()
 
     def get_num_virtual_stages(self) -> int:
         """Returns the number of chunks on each rank."""
@@ -609,7 +471,7 @@ class PipelineLayer(ModelWithParts):
         """
         self.follow()
         if chunk_id is not None:
-            self._require_chunk(chunk_id)
+            fleet_face.require_chunk(chunk_id, len(self._model_chunks))
             self._show(self._model_chunks[chunk_id].get_run_function())
 
     get_schedule_chunk = fleet_face.refuse_schedule_nodes
@@ -617,23 +479,9 @@ class PipelineLayer(ModelWithParts):
 
     def holders(self) -> Group:
         """Returns the ranks that hold the stages of this model, and its experts, between them."""
-        if self._job is None or not self.state.spreads_experts:
-            return self._stage_ranks()
-        return self._job.whole_model()
-
-    def _stage_ranks(self) -> Group:
-        return SoleGroup() if self._job is None else self._job.group()
-
-    def _require_chunk(self, chunk_id: int) -> None:
-        chunks = len(self._model_chunks)
-        if chunk_id not in range(chunks):
-            raise ConfigError(
-                f"there is no chunk {chunk_id}",
-                expected=f"a number from 0 to {chunks - 1}"
-                if chunks
-                else "no chunk_id: each rank has one chunk",
-                fix="pass the number of a chunk of this rank" if chunks else "leave chunk_id out",
-            )
+        if self._job is None:
+            return SoleGroup()
+        return self._job.whole_model() if self.state.spreads_experts else self._job.group()
 
 
 def _plan_of(plan: Any) -> LayerPlan | None:

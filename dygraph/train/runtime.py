@@ -218,7 +218,7 @@ class Runtime:
     def _arrange(self, config: PipelineConfig) -> None:
         """Builds the schedule, verified and lowered, and what runs its actions."""
         layers, delayed = self.layers, self.switches.delay_scale_loss
-        schedule = layers.schedule(config)
+        schedule = layers.arrangement.schedule(config)
         schedule = as_hint(schedule, config, self.job, layers, self._exchanges)
         scale = self.reductions.scale
         weights = MicroBatchWeights(config, self.job, delayed, scale, layers.loss_functions)

@@ -106,7 +106,7 @@ def wrap(layers: PipelineLayer) -> PipelineParallel:
     config, ranks = PipelineConfig.from_strategy(strategy), job.degrees.pp
     if ranks == 1:
         return NoPipelineParallel(layers, strategy)
-    if layers.schedule(config).name == DualPipeVParallel.schedule_name:
+    if layers.arrangement.schedule(config).name == DualPipeVParallel.schedule_name:
         return DualPipeVParallel(layers, job.hcg, strategy)
     if layers.get_num_virtual_stages() == 1:
         return PipelineParallel(layers, job.hcg, strategy)

@@ -1,0 +1,166 @@
+"""A model of which each rank has a part: its state, its shared weights and its files."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fleetpipe import log
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.dygraph.state.names import ModelWithParts
+from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights
+from fleetpipe.dygraph.state.whole_state import ModelState
+from fleetpipe.dygraph.sums.uses import Uses
+from fleetpipe.errors import listed
+from fleetpipe.job.job import Job
+from fleetpipe.mesh.parts import ModelParts
+
+if TYPE_CHECKING:
+    from fleetpipe.dygraph.state.files import LayerFiles
+
+_log = log.logger(__name__)
+
+
+class ModelOnRanks(ModelWithParts):
+    """The part of a model that this process holds, as far as it is saved, loaded and kept equal.
+
+    Attributes:
+        state: The parameters and buffers of the whole model, under their lasting names.
+    """
+
+    state: ModelState
+    _shared_weights: SharedWeights
+    _job: Job | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: How often each folder was written: as often on every rank.
+        self._saves: Counter[str] = Counter()
+
+    @abstractmethod
+    def _layer_files(self) -> LayerFiles:
+        """Returns the files of this process's layers."""
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Returns this process's parameters and buffers by their names in the whole model.
+
+        They are keys of :meth:`full_state_dict` too, except for parts of a vocabulary head, which
+        is whole there. ``state_dict`` has Fleet's names: the name of a weight of a second class
+        with a shared key depends on the rank there.
+        """
+        return self.state.local_tensors()
+
+    def load_from(self, source: Layer | Mapping[str, Any]) -> None:
+        """Takes this process's parameters and buffers from a single-device model.
+
+        Args:
+            source: The model or its state dict. Names such as ``3.weight`` are matched by name.
+                A model with other names is matched by order, and its shapes must agree. A
+                vocabulary head is in as many parts as in this model, or whole.
+
+        Raises:
+            CheckpointError: The source does not fit; nothing was changed.
+        """
+        self.state.load(source)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Returns copies of all parameters and buffers of the whole model, on every rank.
+
+        Collective over the pipeline. The keys are those of :meth:`own_state` on all ranks, each
+        once. Shared layers come first, and a vocabulary head is whole. Buffers that a forward has
+        registered are left out: only checkpoints have them.
+        """
+        late = self.state.late_buffers()
+        if late:
+            text = f"full_state_dict leaves out {listed([*late])}, which a forward has registered"
+            log.once(_log.warning, text, any_rank=True)
+        return self.state.gather()
+
+    def copy_to(self, model: Layer) -> None:
+        """Puts the whole pipeline's parameters and buffers into a single-device model.
+
+        Collective over the pipeline; the inverse of :meth:`load_from`.
+
+        Args:
+            model: A Layer with the same parameters in the same order. Each rank may pass its own.
+
+        Raises:
+            CheckpointError: The model does not fit; nothing was changed.
+        """
+        self.state.copy_to(model)
+
+    def save_state_dict(self, path: str | Path) -> None:
+        """Writes each layer of this process to a file of its own, named as Fleet names them.
+
+        Every rank calls it, and the ranks of the first replica write. The file of a shared layer
+        has the number of the first entry that calls the layer without a ``forward_func``, or of
+        the first entry if none does. A vocabulary head has one file, which the first rank writes:
+        then the call is collective over the pipeline. Files of a captured model have the plain
+        model's names and order, and fit any cut.
+
+        Args:
+            path: A folder, which is made if it does not exist.
+
+        Raises:
+            ConfigError: Several ranks have parameters of one layer of a captured model.
+        """
+        self._saves[str(path)] += 1
+        self._layer_files().save(path, self._saves[str(path)])
+
+    def set_state_dir(self, path: str | Path) -> None:
+        """Reads the files of this process's layers, and makes shared weights equal again.
+
+        Collective over the pipeline if ranks share weights. Fleet's files can be read too.
+
+        Args:
+            path: The folder given to :meth:`save_state_dict`.
+
+        Raises:
+            CheckpointError: The folder or a file is missing, or does not fit its layer. The layers
+                of this rank keep their values.
+            ConfigError: Several ranks have parameters of one layer of a captured model.
+            PipelineTimeout: Another rank did not come within the limit.
+        """
+        self._layer_files().load(path, self._shared_weights)
+
+    def checkpoint_part(self) -> ModelParts:
+        """Returns this process's part of the model, in the form that checkpoints save."""
+        return self.state.checkpoint_part()
+
+    def _synchronize_shared_weights(self) -> None:
+        """Gives all copies of shared weights the values of the first copy.
+
+        Fleet has this name, and libraries call it after they have changed weights. Collective over
+        the ranks of the pipeline that share a weight. Nothing happens on other ranks, or if one
+        process has all uses.
+
+        Raises:
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        if self._job is not None and self._shared_weights.weights:
+            with self._job.guarded(lambda: "making shared weights equal"):
+                self._shared_weights.equalize()
+
+    @property
+    def shared_weights(self) -> list[SharedWeight]:
+        """The weights that this rank shares with others of its pipeline."""
+        return self._shared_weights.weights
+
+    def allreduce_shared_weight_gradients(self, uses: Uses | None = None) -> None:
+        """Gives all copies of shared weights the sum of their gradients.
+
+        Collective over the ranks of the pipeline that share a weight. Nothing happens on other
+        ranks, or if one process has all uses. A copy without a gradient counts as zeros.
+        ``train_batch`` calls this method.
+
+        Args:
+            uses: The uses of parameters that have the gradients; None: the parameters have them.
+
+        Raises:
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        if self._shared_weights.weights:
+            self._shared_weights.sum_gradients(None if uses is None else uses.several)
