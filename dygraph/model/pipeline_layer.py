@@ -1,8 +1,8 @@
-"""A model as a list of layers, of which a process builds the ones of its own stages.
+"""``PipelineLayer``: a model as a list of layers. Each process builds the layers of its stages.
 
-``PipelineLayer`` has the constructor and the attributes of Fleet's. Layers keep their number in
-the whole list as their name, so that a parameter is called ``3.weight`` on whatever rank and stage
-it lives; a layer that several entries share is called ``shared_layers.<key>``.
+It has the constructor and the attributes of Fleet's class. The name of a layer is its number in the
+whole list, so that a parameter is called ``3.weight`` on any rank and in any stage. A layer that
+several entries share is called ``shared_layers.<key>``.
 """
 
 from __future__ import annotations
@@ -58,25 +58,29 @@ _log = log.logger(__name__)
 
 
 class PipelineLayer(ModelOnRanks):
-    """The stages of a pipeline that this process owns: its own one, or all in one process.
+    """A list of layers that is cut into stages, with the layers of this process's stages.
 
-    Nothing here or in the wrapper calls what a subclass may override to give a state dict other
-    keys: ``state_dict``, ``set_state_dict``, ``parameters``, ``named_parameters``.
+    A process of several owns the stages of one rank, and a single process owns all stages.
 
-    What runs are the layers that the model has when a batch begins: a library may put others in
-    their places, before and after ``distributed_model``.
+    A subclass may override ``state_dict``, ``set_state_dict``, ``parameters`` and
+    ``named_parameters`` to give a state dict other keys: neither this class nor the wrapper calls
+    these methods.
+
+    A batch runs the layers that the model has when the batch begins: a library may replace them
+    before and after ``distributed_model``.
 
     Attributes:
-        version: How often other layers or parameters than before were met.
-        arrangement: Says which schedules run these layers.
-        placement: Which rank has which stage.
-        partition: Which layers each stage has.
+        version: How often the layers or parameters were found to be others than before.
+        arrangement: Builds the schedules that can run these layers.
+        placement: The rank of each stage.
+        partition: The layers of each stage.
         owned_stages: Runs the layers of this process's stages.
         layers: The list of layers as the user gave it.
-        segment_parts: First layer of each stage, then the number of layers.
+        segment_parts: The first layer of each stage, then the number of layers.
         run_function: The built layers and functions of this process, in order.
-        shared_comm: By key, the shared layers of which other ranks have copies: ``ranks`` of the
-            job, the ``group`` in the pipeline, the names of ``weight_attr`` and the ``layer``.
+        shared_comm: By key, the shared layers of which other ranks have copies too. Each has the
+            ``ranks`` of the job, the ``group`` in the pipeline, the names ``weight_attr`` of the
+            weights, and the ``layer``.
         device_id: This process's device.
         global_rank: This process's rank in the job.
     """
@@ -104,21 +108,22 @@ class PipelineLayer(ModelOnRanks):
         Args:
             layers: ``LayerDesc``, built ``nn.Layer`` or callables, in the order of the model. Each
                 is called with one argument, the output of the one before.
-            num_stages: Number of pipeline ranks; may be left out where ``topology`` is given.
+            num_stages: Number of pipeline ranks. It may be left out if ``topology`` is given.
             topology: ``hcg.topology()``; its pipe axis gives the number of ranks.
-            loss_fn: ``loss_fn(output, label)`` gives a Tensor with one element; or a list of such.
+            loss_fn: ``loss_fn(output, label)`` returns a Tensor with one element. It may be a list
+                of such functions.
             seg_method: ``"uniform"``, ``"layer:Regex"``, ``"balanced"`` (by parameters) or the
                 list of first layers of the stages.
-            recompute_interval: Layers within a stage whose activations are dropped together after
-                forward, and computed again in backward; 0 keeps all.
-            recompute_ctx: Needed with ``recompute_interval``, as in Fleet; what it says has no
-                effect.
-            num_virtual_pipeline_stages: Chunks on each rank, v. Left out, it is the schedule's own
+            recompute_interval: Number of consecutive layers of a stage whose activations are
+                dropped after forward and computed again in backward; 0 keeps all activations.
+            recompute_ctx: Must be given with ``recompute_interval``, as in Fleet; its content has
+                no effect.
+            num_virtual_pipeline_stages: Chunks on each rank, v. None takes the schedule's own
                 number: 2 for Interleaved1F1B and on a vee (ZBV, VHalf, VMin, DualPipeV), else 1.
             use_cudagraph: Accepted without effect.
-            use_dualpipev: Means the schedule DualPipeV.
-            plan: What :func:`fleetpipe.plan` made of a profile of these layers, or its file: it
-                says the cut, the chunks, the schedule and what is recomputed.
+            use_dualpipev: Chooses the schedule DualPipeV.
+            plan: The result of :func:`fleetpipe.plan` for a profile of these layers, or its file.
+                It has the cut, the chunks, the schedule and the layers to recompute.
 
         Raises:
             ConfigError: The number of stages is not given, or does not fit the job; or the schedule
@@ -178,7 +183,7 @@ class PipelineLayer(ModelOnRanks):
             )
 
     def extra_repr(self) -> str:
-        """Returns what stands in the first line of its ``repr``: this process's stages."""
+        """Returns the numbers of this process's stages, for the first line of the ``repr``."""
         return f"stages={self._owned} of {self.placement.stages}"
 
     def _build(self) -> None:
@@ -203,7 +208,11 @@ class PipelineLayer(ModelOnRanks):
         self._set_fleet_attributes(shared, built.shared)
 
     def _list_functions(self, keys: Mapping[int, str]) -> None:
-        """Lists what runs, as Fleet's users read it; ``keys`` are those of shared layers."""
+        """Lists the layers that run, for users of Fleet.
+
+        Args:
+            keys: The keys of shared layers, by each of their numbers.
+        """
         self._model_chunks = [
             PipelineLayerChunk(self.owned_stages.layers(stage), keys)
             for stage in (self._owned if self.placement.chunks > 1 else ())
@@ -215,11 +224,11 @@ class PipelineLayer(ModelOnRanks):
         self.run_function = list(self._shown)
 
     def follow(self) -> None:
-        """Takes up the layers that the model has now, where they are others than before.
+        """Makes the stages run the layers that the model has now.
 
         Raises:
-            ConfigError: A layer is gone, or cannot be trained by this process alone; or others
-                were put into ``run_function``.
+            ConfigError: A layer is gone, or this process alone cannot train it; or a script has
+                put other layers into ``run_function``.
         """
         if tuple(self.run_function) != self._shown:
             raise ConfigError(
@@ -241,17 +250,17 @@ class PipelineLayer(ModelOnRanks):
         self._tree, self.version = tree, self.version + 1
 
     def require_listed(self) -> None:
-        """Refuses what a class or script has added that is of no layer of the list.
+        """Refuses what a subclass or a script has added beside the list of layers.
 
         Raises:
-            ConfigError: It has a ``forward`` of its own, or trains more parameters.
+            ConfigError: The model has a ``forward`` of its own, or trains other parameters too.
         """
         refuse_own_forward(self, PipelineLayer.forward)
         of_losses = [p for layer in self.loss_layers() for p in layer.parameters()]
         refuse_unlisted(self.state.own_parameters(), of_losses)
 
     def hidden_uses(self) -> HiddenUses | None:
-        """Returns what watches a batch of this process; None where stages can share nothing."""
+        """Returns a watch for uses of other ranks' parameters; None if there is one stage."""
         if self._num_stages == 1:
             return None
         last = self.placement.rank_of(self.placement.stages - 1)
@@ -304,7 +313,7 @@ class PipelineLayer(ModelOnRanks):
         return super().__getattr__(name)
 
     def companion(self, pipeline: Layer) -> BatchObserver | None:
-        """Returns what is trained beside the first batches of ``pipeline``, which wraps this."""
+        """Returns an observer that trains a reference beside the first batches of the wrapper."""
         return None
 
     #: All layers and parameters that were met last.
@@ -314,10 +323,10 @@ class PipelineLayer(ModelOnRanks):
     _evaluating: Sequence[Layer] = ()
 
     def begin(self, training: bool) -> None:
-        """Has the model in training or in evaluation, and its layers as they are, for a batch.
+        """Switches the model to training or evaluation for a batch, with its present layers.
 
-        Where it is there, modes of some layers that were set by themselves stay. Training after an
-        evaluation finds each layer in the mode that it had before.
+        If the model is in that mode already, layers that a script has switched by themselves keep
+        their modes. After an evaluation each layer gets back the mode that it had in training.
 
         Raises:
             ConfigError: See :meth:`follow`.
@@ -337,7 +346,7 @@ class PipelineLayer(ModelOnRanks):
 
     @property
     def with_modes(self) -> Layer:
-        """What a script puts into training and evaluation, and layers of it by themselves."""
+        """The model whose layers a script switches to training and evaluation."""
         return self
 
     def _layer_infos(self) -> list[LayerInfo]:
@@ -356,13 +365,13 @@ class PipelineLayer(ModelOnRanks):
         return self.owned_stages.begin_uses(of_losses, self._shared_weights.parameters())
 
     def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
-        """Runs the layers of this process in order; the whole model in one process.
+        """Runs the layers of this process in order; in one process that is the whole model.
 
-        Under a vee placement a rank's two chunks are not neighbours: name one.
+        Under a vee placement the two chunks of a rank are not neighbours: pass ``chunk_id``.
 
         Args:
-            input: What the first of the layers takes.
-            chunk_id: Runs this chunk alone: a number in :meth:`get_model_chunks`.
+            input: The input of the first of these layers.
+            chunk_id: The number of the chunk that runs, in :meth:`get_model_chunks`; None runs all.
 
         Raises:
             ConfigError: There is no such chunk.
@@ -376,10 +385,10 @@ class PipelineLayer(ModelOnRanks):
         return stages.value_of(input)
 
     def take_loss(self, loss_fn: Any) -> None:
-        """Takes another loss than the one given to the constructor, from the next batch on.
+        """Replaces the loss that the constructor was given, from the next batch on.
 
         Raises:
-            ConfigError: It cannot be called, or takes whole logits of a vocabulary head.
+            ConfigError: The loss cannot be called, or takes whole logits of a vocabulary head.
         """
         losses.require_functions(loss_fn)
         require = getattr(self._layers_desc[-1], "require_losses", None)
@@ -391,7 +400,7 @@ class PipelineLayer(ModelOnRanks):
         )
 
     def loss_functions(self) -> list[Criterion]:
-        """Returns the loss functions, mostly one.
+        """Returns the loss functions; most models have one.
 
         Raises:
             ConfigError: The model was built without one.
@@ -399,11 +408,11 @@ class PipelineLayer(ModelOnRanks):
         return losses.required_functions(self._loss_fn)
 
     def loss_fn(self) -> Criterion:
-        """Returns the first of :meth:`loss_functions`; raises as that does."""
+        """Returns the first of :meth:`loss_functions`, and raises the same errors."""
         return self.loss_functions()[0]
 
     def loss_layers(self) -> list[Layer]:
-        """Returns the loss functions that are layers: no stage has their parameters and buffers."""
+        """Returns the loss functions that are layers; these are in no stage."""
         functions = losses.functions_in(self._loss_fn)
         return [f for f in functions if isinstance(f, paddle.nn.Layer)]
 
@@ -420,7 +429,7 @@ class PipelineLayer(ModelOnRanks):
         return self.placement.rank_of(self.partition.stage_of(layer_idx))
 
     def stage_table(self) -> str:
-        """Returns a table of all stages: rank, layers, parameters. Any rank alone can print it."""
+        """Returns a table of all stages: rank, layers, parameters. Not collective."""
         return self.counted_partition().table(self.placement.rank_of)
 
     def counted_partition(self) -> Partition:
@@ -448,9 +457,9 @@ class PipelineLayer(ModelOnRanks):
         return self.placement.chunks
 
     def get_model_chunks(self) -> list[PipelineLayerChunk] | None:
-        """Returns the chunks of this process in the order of the model, None where v is 1.
+        """Returns the chunks of this process in the order of the model; None if v is 1.
 
-        A rank has v chunks; a process that plays all ranks has all p * v of them.
+        A rank has v chunks; a process that plays all ranks has all p * v chunks.
         """
         return self._model_chunks or None
 
@@ -458,13 +467,13 @@ class PipelineLayer(ModelOnRanks):
         """Returns a function that runs a part of ``run_function``, without recomputing.
 
         Args:
-            start: The place of its first layer in ``run_function``.
-            end: The place after its last.
+            start: The place in ``run_function`` of the first layer of the part.
+            end: The place behind the last layer of the part.
         """
         return fleet_face.in_sequence(self.run_function[start:end])
 
     def update_run_function(self, chunk_id: int | None) -> None:
-        """Makes ``run_function`` the layers of one chunk; None leaves it as it is.
+        """Makes ``run_function`` list the layers of one chunk; None changes nothing.
 
         Raises:
             ConfigError: There is no such chunk.
@@ -478,14 +487,14 @@ class PipelineLayer(ModelOnRanks):
     build_schedule_nodes = fleet_face.refuse_schedule_nodes
 
     def holders(self) -> Group:
-        """Returns the ranks that hold the stages of this model, and its experts, between them."""
+        """Returns the ranks that together hold all stages and experts of this model."""
         if self._job is None:
             return SoleGroup()
         return self._job.whole_model() if self.state.spreads_experts else self._job.group()
 
 
 def _plan_of(plan: Any) -> LayerPlan | None:
-    """Returns a plan, or None; the planner, which is loaded for it, reads any other value."""
+    """Returns a plan, or None; any other value is read by the planner."""
     if plan is None or hasattr(plan, "require_layers"):
         of_layers: LayerPlan | None = plan
     else:
