@@ -12,7 +12,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.extras import INSTALLED_BY, missing
 
 
-def spelled(name: str) -> list[str]:
+def spellings(name: str) -> list[str]:
     """Returns an option with ``-``, and with ``_`` as Paddle's launcher spells it."""
     return [*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}"))]
 

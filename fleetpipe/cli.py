@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(words)
         # Paddle is loaded with the command that needs it, and is to find itself quiet.
         with quiet(getattr(arguments, "log_level", DEFAULT_LEVEL)):
-            run: Callable[[argparse.Namespace], int] = _imported(arguments.run)
+            run: Callable[[argparse.Namespace], int] = _import(arguments.run)
             code = run(arguments)
         lost = _flush()
     except SystemExit as stop:
@@ -257,7 +257,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for command in table:
         sub = parsers.add_parser(command.name, help=command.help, description=command.help)
         if command.name in words[:1] or "--print-completion" in words[:1]:
-            _imported(command.configure)(sub)
+            _import(command.configure)(sub)
             sub.set_defaults(run=command.run or command.configure.replace("configure", "run"))
             _refuse_unknown_options(sub, words[1:])
     _refuse_unknown_options(parser, words[:1])
@@ -293,6 +293,6 @@ def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str
             next(rest, None)
 
 
-def _imported(path: str) -> Any:
+def _import(path: str) -> Any:
     module, _, function = path.partition(":")
     return getattr(importlib.import_module(module), function)

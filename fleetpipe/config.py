@@ -38,7 +38,7 @@ def _positive(name: str, value: object, group: str = "fleetpipe_configs") -> int
     return require_whole(name, value, fix=f"set strategy.{group} = {{{name!r}: ...}}")
 
 
-def _refused(name: str, rule: str, value: object, usual: object) -> ConfigError:
+def _option_error(name: str, rule: str, value: object, usual: object) -> ConfigError:
     """Returns the error for a wrong value of an option, with one that it may have."""
     fix = f"set strategy.fleetpipe_configs = {{{name!r}: {usual!r}}}"
     return ConfigError(rule, got=repr(value), fix=fix)
@@ -46,7 +46,7 @@ def _refused(name: str, rule: str, value: object, usual: object) -> ConfigError:
 
 def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise _refused(name, f"{name} is True or False", value, True)
+        raise _option_error(name, f"{name} is True or False", value, True)
     return value
 
 
@@ -58,7 +58,7 @@ def _choice(*words: str) -> Callable[[str, object], str]:
             return value
         *first_words, last = map(repr, words)
         nearby = [*difflib.get_close_matches(str(value), words, 1), words[0]][0]
-        raise _refused(name, f"{name} is {', '.join(first_words)} or {last}", value, nearby)
+        raise _option_error(name, f"{name} is {', '.join(first_words)} or {last}", value, nearby)
 
     return check
 
@@ -88,7 +88,7 @@ def _guards(name: str, value: object) -> int:
 
 def _trace(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
-        raise _refused(name, "fleetpipe_configs['trace'] is a folder", value, "pipeline_trace")
+        raise _option_error(name, "fleetpipe_configs['trace'] is a folder", value, "pipeline_trace")
     return os.fspath(value)
 
 
@@ -128,7 +128,7 @@ def _timeout(name: str, value: Any) -> float:
     number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not 0 < value < math.inf:
         rule = "fleetpipe_configs['timeout'] must be a number of seconds above 0"
-        raise _refused(name, rule, value, 600)
+        raise _option_error(name, rule, value, 600)
     return float(value)
 
 

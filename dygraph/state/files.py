@@ -130,7 +130,7 @@ def _files_of(place: LayerFile, names: list[str], folder: Path) -> list[str]:
     """Returns the files of a layer by shard, whatever chunk it was saved in."""
     by_stem: dict[str, list[str]] = {}
     for name in names:
-        file = LayerFile.named(name)
+        file = LayerFile.parse(name)
         if file is not None and file.number == place.number:
             by_stem.setdefault(file.stem, []).append(name)
     if place.stem in by_stem:

@@ -15,7 +15,7 @@ from fleetpipe.capture.running.dependencies import Same, require_same_parameters
 from fleetpipe.capture.running.files import files_of_model
 from fleetpipe.capture.running.head import Head, loss_input
 from fleetpipe.capture.running.memory import initialize, release
-from fleetpipe.capture.running.plain_model import Untouched, called
+from fleetpipe.capture.running.plain_model import Untouched, call_keyed
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.running.variants import Form, Forms
@@ -257,7 +257,7 @@ class CapturedPipeline(PipelineLayer):
                 pipeline in that batch. None draws as the model does by itself.
             micro_batch: The global number of the micro-batch.
         """
-        output = called(model, inputs, self.forms.capturing.unopened, keys, micro_batch)
+        output = call_keyed(model, inputs, self.forms.capturing.unopened, keys, micro_batch)
         return loss_input(model, output)
 
     def _layer_infos(self) -> list[LayerInfo]:

@@ -98,16 +98,16 @@ def _modes_after(first: Capture, again: Capture) -> tuple[Mode, ...]:
     return tuple(modes.get(id(mode.layer), mode) for mode in first.switched)
 
 
-def moved(tensor: Tensor) -> Tensor:
+def roll(tensor: Tensor) -> Tensor:
     """Returns numbers of the same kind, with rows and columns in another order."""
     share = 0.75 if tensor.is_floating_point() else 1
     return with_numbers(tensor, lambda numbers: np.roll(numbers, 1) * share)
 
 
-def turned(tensor: Tensor) -> Tensor:
+def negate(tensor: Tensor) -> Tensor:
     """Returns numbers of the same kind, with other signs."""
     if not tensor.is_floating_point():
-        return moved(moved(tensor))
+        return roll(roll(tensor))
     return with_numbers(tensor, lambda numbers: -1.5 * numbers)
 
 
@@ -115,7 +115,7 @@ def _difference(capturing: Capturing) -> _Difference | None:
     """Returns the first place where runs on other numbers differ from the run on the example."""
     look = signature_of(capturing.example)
     # Numbers that a forward reads are refused: it takes little to find what comes from elsewhere.
-    for training, change in ((True, moved), (False, turned)):
+    for training, change in ((True, roll), (False, negate)):
         while True:
             first = capturing(look, training)
             changes = capturing.unopened.changes
@@ -141,9 +141,9 @@ def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: boo
     try:
         return capturing.with_numbers(map_tensors(change, capturing.example), training)
     except CaptureError as error:
-        if change is moved or error.__cause__ is None:
+        if change is roll or error.__cause__ is None:
             raise
-        return capturing.with_numbers(map_tensors(moved, capturing.example), training)
+        return capturing.with_numbers(map_tensors(roll, capturing.example), training)
 
 
 def _selecting(first: Capture, second: Capture) -> Iterator[str]:
@@ -171,16 +171,16 @@ def _parting(first: Capture, second: Capture) -> _Difference | None:
 def _differing(node: Node | None, other: Node | None) -> tuple[str, str] | None:
     """Returns texts for two nodes that differ; None if they are the same."""
     if node is None or other is None or node.name != other.name:
-        return _described(node), _described(other)
+        return _node_text(node), _node_text(other)
     for one, another in zip_longest(_arguments(node), _arguments(other), fillvalue="nothing"):
         if not _same(one, another):
-            return f"{node.name} with {_shown(one)}", f"{node.name} with {_shown(another, True)}"
+            return f"{node.name} with {_text(one)}", f"{node.name} with {_text(another, True)}"
     if node.modes != other.modes:
         return f"{node.name} in one mode", f"{node.name} in another"
     return None
 
 
-def _described(node: Node | None) -> str:
+def _node_text(node: Node | None) -> str:
     return "nothing more" if node is None else node.name
 
 
@@ -203,7 +203,7 @@ def _same(one: object, other: object) -> bool:
     return not is_plain or one == other or (one != one and other != other)
 
 
-def _shown(value: object, other: bool = False) -> str:
+def _text(value: object, other: bool = False) -> str:
     if isinstance(value, paddle.Tensor):
         return f"a constant {list(value.shape)}" + " of other numbers" * other
     if isinstance(value, Ref):

@@ -125,13 +125,13 @@ def _list(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     reader = manifest.read(run_folder.step_in(arguments.path, arguments.step))
     say(f"step       {reader.step}")
-    say(f"written by {_listed(reader.versions)}")
+    say(f"written by {_pairs_text(reader.versions)}")
     layout = {axis: n for axis, n in reader.layout.items() if n > 1 or axis in _USUAL_AXES}
-    say(f"layout     {_listed(layout)} (any other reads it)")
+    say(f"layout     {_pairs_text(layout)} (any other reads it)")
     say(f"optimizer  {reader.optimizer or 'none'}")
     say(f"hash       {reader.model_hash or 'none: fleetpipe hash computes it'}")
     if reader.metrics:
-        say(f"metrics    {_listed(reader.metrics)}")
+        say(f"metrics    {_pairs_text(reader.metrics)}")
     for group in GROUPS:
         entries = {n.name: e for n, e in reader.tensors.items() if n.group == group}
         if entries:
@@ -163,7 +163,7 @@ def _damage(folder: Path) -> Iterator[CheckpointError]:
     try:
         reader = StepReader(folder)
         reader.check_texts()
-        yield from reader.damaged()
+        yield from reader.find_damage()
     except CheckpointError as error:
         yield error
 
@@ -241,7 +241,7 @@ def _model_of(arguments: argparse.Namespace) -> StepReader:
     return reader
 
 
-def _listed(values: Mapping[str, object]) -> str:
+def _pairs_text(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
@@ -270,7 +270,7 @@ def merge(reader: StepReader, target: Path) -> None:
         OSError: The file cannot be written.
     """
     order = reader.manifest.order
-    layout = tensors.laid_out(
+    layout = tensors.layout_of(
         {n: reader.manifest.tensors[TensorName(MODEL, n)].tensor for n in order}
     )
     with (

@@ -8,7 +8,7 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import MODEL, Names, SavedModel, TensorName
 from fleetpipe.checkpoint.files import host_memory, tensors
 from fleetpipe.checkpoint.files.digests import hash_of, tensor_digest
-from fleetpipe.checkpoint.files.plan import Inventory, Share, planned
+from fleetpipe.checkpoint.files.plan import Inventory, Share, plan_files
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.errors import StateError
 from fleetpipe.mesh.parts import Described, Held, Region
@@ -50,7 +50,7 @@ def model_hash(model: Layer | Program | SavedModel, names: Names = None) -> str:
     inventories = [Inventory.from_json(text) for text, _ in everyone]
     by_rank = [dict(zip(one.tensors, ones)) for one, (_, ones) in zip(inventories, everyone)]
     _require_same(inventories, by_rank)
-    plan = planned(inventories)
+    plan = plan_files(inventories)
     shares = {
         name: (plan.files[file].tensors[name].tensor, ones)
         for file, of_file in plan.shares.items()

@@ -114,7 +114,7 @@ class Ranks:
             return [act()]  # the job has ended: what is left to do each rank does for itself
         guard = nullcontext() if self.job is None else self.job.guarded(lambda: what)
         with guard:
-            value, failure, cause = _tried(act)
+            value, failure, cause = _try(act)
             answers = self._group.all_gather((failure, value))
         self._raise_first([failure for failure, _ in answers], what, cause)
         return [value for _, value in answers]
@@ -160,7 +160,7 @@ class Ranks:
         ) from cause
 
 
-def _tried(act: Callable[[], Result]) -> tuple[Result | None, str | None, Exception | None]:
+def _try(act: Callable[[], Result]) -> tuple[Result | None, str | None, Exception | None]:
     """Returns the result of a function, or the text of its error and the error."""
     try:
         return act(), None, None

@@ -46,7 +46,7 @@ def restore(ranks: Ranks, retention: Retention, step: int | str, objects: Object
     what = f"restoring step {step!r}"
 
     def choose() -> str:
-        return retention.chosen(step).name if ranks.rank == 0 else ""
+        return retention.step_folder(step).name if ranks.rank == 0 else ""
 
     folder = retention.home / ranks.together(what, choose)[0]
     return restore_from(ranks, what, lambda: (StepReader(folder), objects))

@@ -17,7 +17,7 @@ from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.files.manifest import Manifest
-from fleetpipe.checkpoint.files.plan import FilePlan, Inventory, indexes, planned
+from fleetpipe.checkpoint.files.plan import FilePlan, Inventory, indexes, plan_files
 from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.files.writer import Assignment, Writing, bytes_in, described_files
 from fleetpipe.checkpoint.ranks import Place, Ranks
@@ -108,14 +108,14 @@ class Saver:
 
         def facts() -> dict[str, Json]:
             model.require_outline()
-            state = objects.training_state(model).taken()
+            state = objects.training_state(model).collect()
             state["extra"] = training_state.plain(extra, "extra")
             return self._facts(ranks, step, f"{kind} {Inventory.of(held).to_json()}", state)
 
         everyone = ranks.together(what, facts)
         draft = self._home / everyone[0]["draft"]
         try:
-            prepared = self._prepared(ranks, what, everyone, held, model, kind)
+            prepared = self._prepare(ranks, what, everyone, held, model, kind)
             plan = prepared.plan
             texts = {**prepared.indexes, training_state.FILE: _merged_state(step, everyone)}
             manifest = replace(
@@ -186,7 +186,7 @@ class Saver:
         draft.mkdir()
         return draft.name
 
-    def _prepared(
+    def _prepare(
         self,
         ranks: Ranks,
         what: str,
@@ -199,7 +199,7 @@ class Saver:
         key = (ranks.job, *(facts["digest"] for facts in everyone))
         if key not in self._plans:
             texts = ranks.together(what, lambda: Inventory.of(held).to_json())
-            plan = planned([Inventory.from_json(text) for text in texts])
+            plan = plan_files([Inventory.from_json(text) for text in texts])
             versions = {"fleetpipe": __version__, "paddle": VERSION}
             manifest = Manifest(
                 *(0, {}, {}, model.order(), optimizer, {}, ranks.layout, versions),
@@ -243,7 +243,7 @@ def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
             got=f"step {steps[other]} on rank {other} of the job",
             fix="call save with the same step on every rank",
         )
-    return training_state.to_text({"step": step, **training_state.merged(states, places)})
+    return training_state.to_text({"step": step, **training_state.merge_states(states, places)})
 
 
 def _with_statistics(

@@ -87,11 +87,11 @@ class Counting:
         with paddle.no_grad():
             seen = [map_tensors(lambda tensor: tensor.detach(), column) for column in columns]
             self._computed[number] = [
-                [as_tensor(value) for value in as_list(_computed(metric, seen))]
+                [as_tensor(value) for value in as_list(_compute(metric, seen))]
                 for metric in (self._metrics if real else ())
             ]
 
-    def computed(self) -> list[list[list[Tensor]]]:
+    def results(self) -> list[list[list[Tensor]]]:
         """Returns the results of ``compute``: by micro-batch, metric, and value of the metric."""
         return [self._computed[number] for number in sorted(self._computed)]
 
@@ -99,7 +99,7 @@ class Counting:
         """Calls ``update`` of each metric with the results of all replicas.
 
         Args:
-            computed: What each replica's :meth:`computed` returned, in the order of the replicas.
+            computed: What each replica's :meth:`results` returned, in the order of the replicas.
         """
         for replica in computed:
             for micro_batch in replica:
@@ -117,7 +117,7 @@ def values_of(metrics: Sequence[Metric]) -> list[Nest]:
     return [value for metric in metrics for value in as_list(metric.accumulate())]
 
 
-def _computed(metric: Metric, columns: Sequence[Nest]) -> Nest:
+def _compute(metric: Metric, columns: Sequence[Nest]) -> Nest:
     try:
         return metric.compute(*columns)
     except Exception as error:

@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     real: int
     everywhere: int
 
-    def copied(self) -> Rows:
+    def copy(self) -> Rows:
         """Returns the rows in copies of the tensors."""
         return self._replace(
             inputs=copy_tensors([*self.inputs]), labels=copy_tensors([*self.labels])
@@ -111,7 +111,7 @@ def value_of(columns: Columns) -> Nest:
     return columns[0] if len(columns) == 1 else tuple(columns)
 
 
-def joined(cuts: Iterable[RowCut]) -> RowCut:
+def join_cuts(cuts: Iterable[RowCut]) -> RowCut:
     """Returns one cut with the micro-batches of several batches."""
     inputs: list[Nest] = []
     labels: list[Nest] = []

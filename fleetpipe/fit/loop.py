@@ -132,7 +132,7 @@ class Loop:
         for step, rows in self._batches(source, position.step):
             self._callbacks.on_batch_begin("train", step, self.logs)
             # Data may fill the same tensors again for the next batch.
-            waiting.append((step, rows.copied() if accumulate > 1 else rows))
+            waiting.append((step, rows.copy() if accumulate > 1 else rows))
             if len(waiting) == accumulate:
                 train()
         last = position.step + len(waiting) == source.steps

@@ -15,7 +15,7 @@ from fleetpipe.dygraph import PipelineLayer, PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import ConfigError, StateError
 from fleetpipe.fit import arguments, networks, saving
 from fleetpipe.fit.callbacks import checkpoint, progress, rank_policy
-from fleetpipe.fit.callbacks.callback_list import configured
+from fleetpipe.fit.callbacks.callback_list import build_callback_list
 from fleetpipe.fit.criterion import Metric, names_of
 from fleetpipe.fit.feeding import Rows, as_list, rows_of
 from fleetpipe.fit.loop import History, Logs, Loop
@@ -122,12 +122,12 @@ class Model(paddle.Model):
         Raises:
             StateError: :meth:`prepare` was not called.
         """
-        return self._prepared().pipeline
+        return self._require_runner().pipeline
 
     @property
     def optimizer(self) -> PipelineOptimizer | None:
         """The wrapped optimizer of :meth:`prepare`; None if it got none."""
-        return self._prepared().optimizer
+        return self._require_runner().optimizer
 
     @property
     def metric_names(self) -> list[str]:
@@ -137,12 +137,12 @@ class Model(paddle.Model):
     @property
     def micro_batch_losses(self) -> list[float]:
         """The share of each micro-batch in the last training loss; the mean of the replicas."""
-        return self._prepared().shares
+        return self._require_runner().shares
 
     @property
     def global_step(self) -> int:
         """Number of batches trained so far, in all epochs together."""
-        return self._prepared().trained
+        return self._require_runner().trained
 
     @property
     def learning_rate(self) -> float:
@@ -203,12 +203,12 @@ class Model(paddle.Model):
     def eval_batch(self, inputs: Nest, labels: Nest = None) -> Nest:
         """Evaluates one batch; takes and returns what :meth:`train_batch` does."""
         self.mode = "eval"
-        return self._result(self._prepared().evaluate(self._rows(inputs, labels)))
+        return self._result(self._require_runner().evaluate(self._rows(inputs, labels)))
 
     def predict_batch(self, inputs: Nest) -> list[np.ndarray]:
         """Returns the outputs for one batch of every replica, each an array [rows, ..]."""
         self.mode = "test"
-        return self._prepared().predict(self._rows(inputs, None))
+        return self._require_runner().predict(self._rows(inputs, None))
 
     def fit(  # type: ignore[override]  # Paddle's returns None
         self,
@@ -295,8 +295,8 @@ class Model(paddle.Model):
         if num_iters is not None and steps is not None:
             epochs, steps = -(-num_iters // steps), min(num_iters, steps)
         if go_on or save_steps is not None:
-            callbacks = checkpoint.added(callbacks, save_steps, save_freq)
-        callback_list = configured(
+            callbacks = checkpoint.with_checkpoint(callbacks, save_steps, save_freq)
+        callback_list = build_callback_list(
             self,
             callbacks,
             epochs=epochs,
@@ -309,8 +309,8 @@ class Model(paddle.Model):
 
         position = Position(runner, source, callback_list.callbacks)
         with (
-            progress.closed(callback_list.callbacks),
-            checkpoint.saved(callback_list.callbacks, position, save_dir, go_on) as saver,
+            progress.closing_bars(callback_list.callbacks),
+            checkpoint.saver_of(callback_list.callbacks, position, save_dir, go_on) as saver,
         ):
             left = None if num_iters is None else max(0, num_iters - position.taken)
             self._expect(position, epochs, source.steps, left, accumulate_grad_batches)
@@ -330,7 +330,7 @@ class Model(paddle.Model):
         self, position: Position, epochs: int, each: int | None, left: int | None, accumulate: int
     ) -> None:
         """Reports the number of steps done and still to do to the board of the job."""
-        done, whole = self._prepared().trained, None
+        done, whole = self._require_runner().trained, None
         if each is not None:
             ahead = (epochs - position.epoch) * each - position.step
             whole = (done + (ahead if left is None else min(ahead, left))) // accumulate
@@ -360,9 +360,9 @@ class Model(paddle.Model):
             num_iters: Most batches to evaluate.
         """
         source = self._source(eval_data, batch_size, workers=num_workers)
-        callback_list = configured(self, callbacks, log_freq=log_freq, verbose=verbose)
-        with progress.closed(callback_list.callbacks):
-            logs = Loop(self, self._prepared(), callback_list, num_iters).evaluate(source)
+        callback_list = build_callback_list(self, callbacks, log_freq=log_freq, verbose=verbose)
+        with progress.closing_bars(callback_list.callbacks):
+            logs = Loop(self, self._require_runner(), callback_list, num_iters).evaluate(source)
         return {name: value for name, value in logs.items() if name in self.metric_names}
 
     def predict(
@@ -388,9 +388,9 @@ class Model(paddle.Model):
             For each output of the model its arrays, batch by batch, in the order of the data.
         """
         source = self._source(test_data, batch_size, workers=num_workers)
-        callback_list = configured(self, callbacks, verbose=verbose)
-        with progress.closed(callback_list.callbacks):
-            batches = Loop(self, self._prepared(), callback_list).predict(source)
+        callback_list = build_callback_list(self, callbacks, verbose=verbose)
+        with progress.closing_bars(callback_list.callbacks):
+            batches = Loop(self, self._require_runner(), callback_list).predict(source)
         outputs = [list(arrays) for arrays in zip(*batches)]
         return [np.concatenate(arrays) for arrays in outputs] if stack_outputs else outputs
 
@@ -411,7 +411,7 @@ class Model(paddle.Model):
                 share a plain model.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
-        runner = self._prepared()
+        runner = self._require_runner()
         if training:
             saving.save(self._job, path, runner.pipeline, runner.optimizer)
         else:
@@ -432,7 +432,7 @@ class Model(paddle.Model):
         Raises:
             CheckpointError: A file is missing or damaged, or does not fit.
         """
-        runner = self._prepared()
+        runner = self._require_runner()
         fits = saving.load_parameters(path, self.network, skip_mismatch)
         if fits and not reset_optimizer and runner.optimizer is not None:
             saving.load_state(path, runner.pipeline, runner.optimizer)
@@ -460,7 +460,7 @@ class Model(paddle.Model):
         """
         lines = self.network.stage_table().splitlines()
         if batch is not None:
-            sizes = self._prepared().measured_bytes(self._rows(*batch))
+            sizes = self._require_runner().measured_bytes(self._rows(*batch))
             column = ["bytes of activations", *(f"{size:,.0f}" for size in (*sizes, sum(sizes)))]
             lines[1:] = [f"{line}  {cell:>20}" for line, cell in zip(lines[1:], column)]
         if self.is_rank("first"):
@@ -498,7 +498,7 @@ class Model(paddle.Model):
         values = [metric.accumulate() for metric in self._metrics]
         return (losses, values) if values else losses
 
-    def _prepared(self) -> Runner:
+    def _require_runner(self) -> Runner:
         if self._runner is None:
             raise StateError(
                 "this Model is not prepared",
@@ -507,7 +507,7 @@ class Model(paddle.Model):
         return self._runner
 
     def _trainer(self) -> Runner:
-        runner = self._prepared()
+        runner = self._require_runner()
         if self._optimizer is None or self._criterion is None:
             raise ConfigError(
                 "training needs an optimizer and a loss",

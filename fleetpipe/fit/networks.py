@@ -102,13 +102,13 @@ def counted_names(network: PipelineLayer) -> dict[str, str]:
     has in parts goes by the name of the first part.
     """
     if isinstance(network, CapturedPipeline):
-        return {**_counted(network.plain), **network.head_names}
+        return {**_count_names(network.plain), **network.head_names}
     with paddle.utils.unique_name.guard():
         single = network.single_model()
-    return _counted(single)
+    return _count_names(single)
 
 
-def _counted(model: Layer) -> dict[str, str]:
+def _count_names(model: Layer) -> dict[str, str]:
     names: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
         names.setdefault(whole_name(name, tensor), tensor.name)

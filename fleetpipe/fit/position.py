@@ -61,7 +61,7 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position as values of JSON."""
-        states = ((name, callback_state(one)) for name, one in self._named().items())
+        states = ((name, callback_state(one)) for name, one in self._callbacks_by_name().items())
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -90,15 +90,15 @@ class Position:
 
     def put_callbacks_back(self) -> None:
         """Gives the callbacks their saved states, once, after their own begin."""
-        for name, callback in self._named().items():
+        for name, callback in self._callbacks_by_name().items():
             if name in self._waiting:
                 set_callback_state(callback, self._waiting[name])
         self._waiting = {}
 
     def _counts(self) -> list[dict[str, Any]]:
-        return [_counted(metric) for metric in self._runner.metrics]
+        return [_metric_state(metric) for metric in self._runner.metrics]
 
-    def _named(self) -> dict[str, Any]:
+    def _callbacks_by_name(self) -> dict[str, Any]:
         """Returns the callbacks that run on all ranks, by name."""
         named: dict[str, Any] = {}
         for callback in self._callbacks:
@@ -108,7 +108,7 @@ class Position:
         return named
 
 
-def _counted(metric: Metric) -> dict[str, Any]:
+def _metric_state(metric: Metric) -> dict[str, Any]:
     """Returns the state of a metric: its attributes that are numbers, arrays or lists of these."""
     return {
         name: _plain(value)

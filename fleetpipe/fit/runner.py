@@ -16,7 +16,7 @@ from fleetpipe.dygraph.batch.losses import weighted
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.fit.criterion import Counting, Criterion, Metric
-from fleetpipe.fit.feeding import RowCut, Rows, in_micro_batches, joined, value_of, whole
+from fleetpipe.fit.feeding import RowCut, Rows, in_micro_batches, join_cuts, value_of, whole
 from fleetpipe.fit.precision import Precision
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
@@ -76,7 +76,7 @@ class Runner:
         """
         alone = len(batches) == 1
         cuts = [self._cut(rows, alone) for rows in batches]
-        cut = cuts[0] if alone else joined(cuts)
+        cut = cuts[0] if alone else join_cuts(cuts)
         with self._micro_batches(len(cut.rows)), self._precision.computing():
             self._counting.begin(cut.rows)
             train: Callable[..., Nest] = self.pipeline.forward_backward_pipeline
@@ -90,7 +90,7 @@ class Runner:
                 weights=self._weights(cuts),
                 return_micro_batch_loss=True,
             )
-        computed = self._computed()
+        computed = self._gather_results()
         shares = _on_host(shares)
         self.shares = weighted(shares, self._undivided).tolist()
         begin = 0
@@ -133,7 +133,7 @@ class Runner:
             if labels is None:
                 labels = [None] * len(starts)
             loss = self.pipeline.eval_batch([inputs, labels], compute_loss=True)
-        self._counting.update(self._computed())
+        self._counting.update(self._gather_results())
         if rows.everywhere == rows.rows * self.pipeline.replicas.ranks:
             return _number(loss)
         losses = self.pipeline.total_loss
@@ -168,11 +168,11 @@ class Runner:
         with self._job.guarded(lambda: "asking all ranks whether to stop"):
             return any(self._job.everyone().all_gather(wish))
 
-    def _computed(self) -> list[Nest]:
+    def _gather_results(self) -> list[Nest]:
         """Returns the results of the metrics' ``compute``, by replica. Collective with metrics."""
         if not self.metrics:
             return []
-        return self.pipeline.from_last_stage(self._counting.computed())
+        return self.pipeline.from_last_stage(self._counting.results())
 
     @contextmanager
     def _forward_only(self, rows: int) -> Iterator[int]:

@@ -23,12 +23,12 @@ from fleetpipe.checkpoint.contents import parts
 from fleetpipe.checkpoint.contents.layer_and_optimizer import (
     NamedTensors,
     OptimizerState,
-    unwrapped,
+    unwrap,
 )
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.checkpoint.files import host_memory
-from fleetpipe.checkpoint.files.plan import Inventory, planned
+from fleetpipe.checkpoint.files.plan import Inventory, plan_files
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
 from fleetpipe.errors import CheckpointError, ConfigError
@@ -71,7 +71,7 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
         CheckpointError: A file cannot be written; every rank raises.
         PipelineTimeout: A rank did not arrive within the limit.
     """
-    whole = gathered(job, pipeline, optimizer)
+    whole = gather_model(job, pipeline, optimizer)
 
     def write() -> None:
         if whole:
@@ -118,7 +118,7 @@ def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: 
             fix="model.save(path), and load it into a model with a Linear or a matmul at its end",
         )
     single = single_model_of(pipeline.layers)
-    whole = of_group(gathered(job, pipeline, None), parts.MODEL)
+    whole = of_group(gather_model(job, pipeline, None), parts.MODEL)
 
     def write() -> None:
         if whole:
@@ -175,7 +175,7 @@ def load_state(path: str, pipeline: PipelineParallel, optimizer: Optimizer) -> N
         return
     contents = fleet_files.arrays(files.state)
     part = OptimizerState(optimizer, NamedTensors(pipeline.layers.state.checkpoint_part()))
-    base = unwrapped(optimizer)
+    base = unwrap(optimizer)
     names = _names_in_file(files.parameters, pipeline.layers)
     values = _by_lasting_name(contents, names, name_prefix(base))
     described = {name: Held(value).described for name, value in values.items()}
@@ -199,7 +199,7 @@ def _state_to_save(
     """Returns the optimizer's state dict with the counted names of :func:`counted_names`."""
     if optimizer is None:
         return {}
-    base = unwrapped(optimizer)
+    base = unwrap(optimizer)
     masters = of_group(whole, parts.MASTER_WEIGHTS)
     contents: dict[str, Nest] = {}
     for name, tensor in of_group(whole, parts.OPTIMIZER).items():
@@ -260,7 +260,7 @@ def _fill(held: Held, value: np.ndarray) -> None:
 _WHAT = "gathering the model"
 
 
-def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, Tensor]:
+def gather_model(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, Tensor]:
     """Returns copies of all tensors, whole, on the first rank of the job; none on the others.
 
     Collective, as :func:`joined_on_first` is.
@@ -280,7 +280,7 @@ def gathered(job: Job, model: Layer, optimizer: Optimizer) -> dict[TensorName, T
     held = {**part.held(), **({} if states is None else states.held())}
     ranks = Ranks.of_job()
     texts = ranks.together(_WHAT, lambda: Inventory.of(held).to_json())
-    plan = planned([Inventory.from_json(text) for text in texts])
+    plan = plan_files([Inventory.from_json(text) for text in texts])
     parts = (((*name,), held[name]._replace(cut=cut)) for name, _, cut in plan.parts_of(ranks.rank))
     with job.guarded(lambda: _WHAT):
         whole = joined_on_first(job.everyone(), parts)

@@ -42,7 +42,7 @@ def _refuse_sharding(name: str, stage: int) -> NoReturn:
     raise ConfigError(f"{name} does not run on a CPU", got=f"stage {stage} of sharding", fix=fix)
 
 
-def _sharded(model: Any, optimizer: Any, level: str, *_: Any, **__: Any) -> NoReturn:
+def _refuse_group_sharding(model: Any, optimizer: Any, level: str, *_: Any, **__: Any) -> NoReturn:
     _refuse_sharding("group_sharded_parallel", _LEVELS.get(level, 1))
 
 
@@ -86,7 +86,7 @@ def _engine(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def refused() -> Iterator[None]:
+def refusals() -> Iterator[None]:
     """While it is open, these raise ``ConfigError`` on a CPU; on a GPU they are Paddle's."""
     if device_kind() != "cpu":
         yield
@@ -94,7 +94,7 @@ def refused() -> Iterator[None]:
     sharding = importlib.import_module("paddle.distributed.sharding")
     engine = importlib.import_module("paddle.distributed.auto_parallel.static.engine").Engine
     names: list[tuple[object, str, object]] = [
-        (sharding, "group_sharded_parallel", _sharded),
+        (sharding, "group_sharded_parallel", _refuse_group_sharding),
         (engine, "__init__", _engine(engine.__init__)),
     ]
     for path, stage in _CLASSES.items():

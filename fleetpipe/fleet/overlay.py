@@ -119,10 +119,10 @@ def over(
     def get(name: str) -> Any:
         return pkgutil.resolve_name(ours[name]) if name in ours else getattr(paddles, name)
 
-    def listed() -> list[str]:
+    def list_names() -> list[str]:
         return sorted({*names, *ours, *dir(paddles)})
 
-    return get, listed
+    return get, list_names
 
 
 class _Overlay(Loader):

@@ -61,7 +61,7 @@ def distributed_model(model: Any) -> Any:
         model = wrapped_layer(model)
     if isinstance(model, PipelineLayer):
         refuse_library_options(model)
-        return wrap(_decorated(model))
+        return wrap(_decorate(model))
     if isinstance(model, PipelineParallel):
         raise ConfigError(
             "this model has been wrapped already",
@@ -95,7 +95,7 @@ def distributed_model(model: Any) -> Any:
         return without_reentrance(paddle_fleet.distributed_model(model))
 
 
-def _decorated(model: PipelineLayer) -> Any:
+def _decorate(model: PipelineLayer) -> Any:
     """Casts a model to pure float16 or bfloat16 if ``strategy.amp`` asks; not on a CPU."""
     strategy = user_strategy()
     if strategy is None or not strategy.amp:
@@ -127,11 +127,11 @@ def distributed_optimizer(
         ConfigError: The optimizer would be wrong on several ranks; or a static program has several
             stages, and ``strategy.pipeline`` is False.
     """
-    wrapped: PipelineOptimizer = _wrapped(optimizer, strategy)
+    wrapped: PipelineOptimizer = _wrap_optimizer(optimizer, strategy)
     return wrapped
 
 
-def _wrapped(optimizer: Optimizer, strategy: DistributedStrategy | None) -> Any:
+def _wrap_optimizer(optimizer: Optimizer, strategy: DistributedStrategy | None) -> Any:
     if not paddle.in_dynamic_mode():
         chosen = user_strategy() if strategy is None else strategy
         if getattr(chosen, "pipeline", False):

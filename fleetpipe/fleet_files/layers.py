@@ -40,7 +40,7 @@ class LayerFile(NamedTuple):
         return f"{self.stem}-tensor_{self.shard:02d}-model_states.pdparams"
 
     @classmethod
-    def named(cls, name: str) -> LayerFile | None:
+    def parse(cls, name: str) -> LayerFile | None:
         """Parses the name of a file; returns None if it is not the file of a layer."""
         match = _NAME.fullmatch(name)
         if match is None:

@@ -87,7 +87,7 @@ class LayerSave(NamedTuple):
         """
         path = self.paths[name]
         if name in self.digests and _digest(path) != self.digests[name]:
-            raise _mixed(path.parent, f"{name} has another digest than its manifest")
+            raise _mixed_error(path.parent, f"{name} has another digest than its manifest")
 
 
 def keep(folder: Path, writer: Writer, names: Collection[str]) -> None:
@@ -108,7 +108,7 @@ def keep(folder: Path, writer: Writer, names: Collection[str]) -> None:
         listed = [name for name in names if name in manifest.digests]
         goes = number == writer.number or number >= writer.writers
         if save != writer.save and (listed or goes):
-            home = _kept(folder, save)
+            home = _backup_folder(folder, save)
             home.mkdir(parents=True, exist_ok=True)
             for name in (manifest.path.name, *listed):
                 _link(folder / name, home / name)
@@ -132,7 +132,7 @@ def write(folder: Path, writer: Writer, names: Iterable[str]) -> None:
     written = {one.writer.number for one in manifests if one.writer.save == writer.save}
     if written.issuperset(range(writer.writers)):
         # Not what a rank may be keeping of this save by now, for its next.
-        for home in {*(folder / _REPLACED).glob("*")} - {_kept(folder, writer.save)}:
+        for home in {*(folder / _REPLACED).glob("*")} - {_backup_folder(folder, writer.save)}:
             shutil.rmtree(home, ignore_errors=True)
         with suppress(OSError):
             (folder / _REPLACED).rmdir()
@@ -160,16 +160,16 @@ def save_in(folder: Path) -> LayerSave:
     ]
     if not whole:
         first, other = (next(iter(parts.values())).path.name for parts in [*saves.values()][:2])
-        raise _mixed(folder, f"{first} and {other} are of different saves")
+        raise _mixed_error(folder, f"{first} and {other} are of different saves")
     save = max(whole)[1]
     digests = {n: d for one in saves[save].values() for n, d in one.digests.items()}
     for name in digests:
-        path = _kept(folder, save) / name
+        path = _backup_folder(folder, save) / name
         paths[name] = path if path.exists() else folder / name
     return LayerSave(paths, digests)
 
 
-def _kept(folder: Path, save: str) -> Path:
+def _backup_folder(folder: Path, save: str) -> Path:
     return folder / _REPLACED / hashlib.sha256(save.encode()).hexdigest()[:16]
 
 
@@ -184,7 +184,7 @@ def _link(file: Path, kept: Path) -> None:
                     shutil.copy2(file, draft / kept.name)
 
 
-def _mixed(folder: Path, how: str) -> CheckpointError:
+def _mixed_error(folder: Path, how: str) -> CheckpointError:
     return CheckpointError(
         "the folder has layers of two saves",
         where=str(folder),

@@ -84,7 +84,7 @@ def read(file: BinaryIO, records: Collection[str] = (), *, placed: bool = False)
         raise Refused("more bytes after its end")
     if machine.stack or machine.metastack:
         raise Refused("no single value at its end")
-    return _finished(value, {}, 0)[0]
+    return _finish(value, {}, 0)[0]
 
 
 class _Bytes:
@@ -101,7 +101,7 @@ class _Bytes:
             raise ValueError(f"{count} bytes are announced, and {len(data)} left")
         return data
 
-    def passed(self, count: int) -> _Place:
+    def skip(self, count: int) -> _Place:
         """Skips bytes, after a check that they exist, and returns their place."""
         begin = self._file.tell()
         if begin + count > self._size:
@@ -171,7 +171,7 @@ class _Machine(_Python):  # type: ignore[misc]
     def __init__(self, file: _Bytes, records: Collection[str], placed: bool) -> None:
         super().__init__(file)
         self._records = records
-        self._large = file.passed if placed else file.read
+        self._large = file.skip if placed else file.read
 
     def find_class(self, module: str, name: str) -> Callable[..., Pickled] | _Kind:
         full = f"{module}.{name}"
@@ -322,7 +322,7 @@ _CALLS: Mapping[str, Callable[..., Pickled]] = {
 }
 
 
-def _finished(
+def _finish(
     value: Pickled, made: dict[int, tuple[Pickled, int]], depth: int
 ) -> tuple[Pickled, int]:
     """Replaces unbuilt arrays in a value by arrays; also returns the depth of its containers.
@@ -341,11 +341,11 @@ def _finished(
     if id(value) not in made and depth < _DEEPEST:
         made[id(value)] = (None, _DEEPEST)  # for one that holds itself
         if type(value) is PickledObject:
-            value.fields, height = _finished(value.fields, made, depth + 1)
+            value.fields, height = _finish(value.fields, made, depth + 1)
             made[id(value)] = (value, 1 + height)
             return made[id(value)]
         items = value.values() if type(value) is dict else value
-        pairs = [_finished(item, made, depth + 1) for item in items]
+        pairs = [_finish(item, made, depth + 1) for item in items]
         parts = [part for part, _ in pairs]
         built = dict(zip(value, parts)) if type(value) is dict else type(value)(parts)
         made[id(value)] = (built, 1 + max((height for _, height in pairs), default=0))

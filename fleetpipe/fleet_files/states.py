@@ -104,7 +104,7 @@ def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
 
 def mapped(path: str | os.PathLike[str]) -> dict[str, Nest]:
     """Reads a file as :func:`arrays` does, but the values of an array only when they are used."""
-    contents = _guarded(path, lambda file: _pickled_dict(file, placed=True))[0]
+    contents = _read_guarded(path, lambda file: _pickled_dict(file, placed=True))[0]
     memory = np.memmap(path, np.uint8, "r")
     return {
         name: np.ndarray(value.shape, value.dtype, memory, value.begin, order=value.order)
@@ -131,14 +131,14 @@ def record(path: str | os.PathLike[str], kinds: Collection[str]) -> pickled.Pick
             raise pickled.Refused(f"a {type(contents).__name__}, not an object")
         return contents
 
-    return _guarded(path, read_record)
+    return _read_guarded(path, read_record)
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Nest], dict[str, str]]:
-    return _guarded(path, _pickled_dict)
+    return _read_guarded(path, _pickled_dict)
 
 
-def _guarded(path: str | os.PathLike[str], read: Callable[[BinaryIO], Contents]) -> Contents:
+def _read_guarded(path: str | os.PathLike[str], read: Callable[[BinaryIO], Contents]) -> Contents:
     """Returns the result of ``read`` on a file; turns its errors into a ``CheckpointError``."""
     name = os.fspath(path)
     if not os.path.exists(name):

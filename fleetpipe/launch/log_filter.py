@@ -44,18 +44,18 @@ def quiet(level: str) -> Iterator[None]:
         yield
         return
 
-    def shown(record: logging.LogRecord) -> bool:
+    def is_shown(record: logging.LogRecord) -> bool:
         return record.levelno >= least
 
     # A filter: `fleet.init` sets the level itself.
     least: int = getattr(logging, level)
     logger, before = logging.getLogger(FLEETS_LOGGER), dict(os.environ)
-    logger.addFilter(shown)
+    logger.addFilter(is_shown)
     os.environ.update(environment(level))
     try:
         yield
     finally:
-        logger.removeFilter(shown)
+        logger.removeFilter(is_shown)
         for name in ("GLOG_minloglevel", "PYTHONWARNINGS"):
             os.environ.pop(name)
             os.environ.update({name: before[name]} if name in before else {})

@@ -96,7 +96,7 @@ class Run:
                 self.done()
         finally:
             # Behind the loop, in a notebook say, Ctrl-C is what it was.
-            if signal.getsignal(signal.SIGINT) == self._signalled:
+            if signal.getsignal(signal.SIGINT) == self._on_signal:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def done(self) -> None:
@@ -114,7 +114,7 @@ class Run:
         self.step += 1
         if self._kept is not None:
             self._kept.keep(self.step)
-        stop = self._stopping.agreed()
+        stop = self._stopping.agree()
         self._manager.save(self.step, force=stop, **self._state)
         if stop:
             self._leave()
@@ -131,9 +131,9 @@ class Run:
         for number, usual in STOP_SIGNALS.items():
             # A handler of the script's own stays, and may call stop().
             if signal.getsignal(number) is usual:
-                signal.signal(number, self._signalled)
+                signal.signal(number, self._on_signal)
 
-    def _signalled(self, number: int, _frame: Any) -> None:
+    def _on_signal(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT:
             # The second one ends this process at once.
             self._interrupted = True
@@ -148,7 +148,7 @@ class Run:
             _log.info(f"{why}, the job saved {self.step} steps")
         for number in systems.STOP_SIGNALS:
             # The next one would end the farewell with another code.
-            if not self._interrupted and signal.getsignal(number) == self._signalled:
+            if not self._interrupted and signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_IGN)
         job.end()
         code = attempt_files.INTERRUPTED if self._interrupted else attempt_files.PREEMPTED
@@ -261,7 +261,7 @@ class Stopping:
         """Requests the end on this rank; a handler of a signal may call it."""
         self._requested = True
 
-    def agreed(self) -> bool:
+    def agree(self) -> bool:
         """Returns whether all ranks stop after this step. Collective.
 
         Raises:

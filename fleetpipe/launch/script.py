@@ -63,7 +63,7 @@ def configure_script(parser: argparse.ArgumentParser, what: str) -> None:
     """
     parser.add_argument(
         "--nproc",
-        *kinds.spelled("nproc_per_node"),
+        *kinds.spellings("nproc_per_node"),
         dest="nproc",
         type=kinds.processes,
         default=1,
@@ -76,13 +76,13 @@ def configure_script(parser: argparse.ArgumentParser, what: str) -> None:
 def add_script(parser: argparse.ArgumentParser, what: str, logs: str) -> None:
     """Adds the arguments for logs, log level, the script and its arguments."""
     parser.add_argument(
-        *kinds.spelled("log-dir"),
+        *kinds.spellings("log-dir"),
         default="log",
         metavar="FOLDER",
         help=f"{logs} (default: %(default)s)",
     )
     parser.add_argument(
-        *kinds.spelled("log-level"),
+        *kinds.spellings("log-level"),
         choices=log_filter.LEVELS,
         default=log_filter.DEFAULT_LEVEL,
         help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "

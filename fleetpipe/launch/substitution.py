@@ -64,7 +64,7 @@ def in_place_of_paddles() -> Iterator[None]:
     fluid, pipelining = extra("fluid.fluid_names"), extra("pipelining.stock_schedules")
     try:
         with ExitStack() as changes:
-            for change in (without_gpu, fluid.provide, pipelining.on_engine, gpu_only.refused):
+            for change in (without_gpu, fluid.provide, pipelining.on_engine, gpu_only.refusals):
                 changes.enter_context(change())
             changes.enter_context(_jobs_beside_groups())
             yield

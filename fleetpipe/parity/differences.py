@@ -189,10 +189,10 @@ def _unused_bits(tensor: Tensor) -> int:
 def _units_between(one: Any, other: Any) -> int:
     if one.dtype.kind == "c":
         return max(_units_between(one.real, other.real), _units_between(one.imag, other.imag))
-    return abs(_ordered(one) - _ordered(other))
+    return abs(_ordinal(one) - _ordinal(other))
 
 
-def _ordered(value: Any) -> int:
+def _ordinal(value: Any) -> int:
     """Maps a float to an integer, so that neighbouring floats have neighbouring integers."""
     if value.dtype.kind != "f":
         return int(value)

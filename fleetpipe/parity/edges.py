@@ -87,7 +87,7 @@ class EdgeWatch(BatchObserver):
         if not isinstance(op, Action):
             return instruction
 
-        def watched() -> Blocked | None:
+        def watch() -> Blocked | None:
             if op.kind == "F":
                 blocked = instruction()
                 self._follow(op, played.values)
@@ -97,7 +97,7 @@ class EdgeWatch(BatchObserver):
             with backward_running():
                 return instruction()
 
-        return watched
+        return watch
 
     def _follow(self, op: Action, values: Mapping[MessageKey, Value]) -> None:
         """Starts to record the gradients of the values that a forward sends."""
@@ -138,7 +138,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
     borders = {first: stage for stage, first in enumerate(pipe.partition.boundaries[1:-1])}
     calls = dict.fromkeys(borders, 0)
 
-    def copied(layer: int, value: Nest) -> Nest:
+    def copy_value(layer: int, value: Nest) -> Nest:
         stage, micro_batch = borders[layer], calls[layer]
         calls[layer] += 1
         places = [At(stage, micro_batch, path) for path in tensors_by_place(value)]
@@ -155,7 +155,7 @@ def copies_at_borders(model: SingleModel, pipe: PipelineLayer) -> Iterator[EdgeG
         return map_tensors(copy, value)
 
     layers = model.sublayers(include_self=True)
-    with model_kept(layers, model.parameters()), model.changed_before(list(borders), copied):
+    with model_kept(layers, model.parameters()), model.changed_before(list(borders), copy_value):
         yield kept
 
 

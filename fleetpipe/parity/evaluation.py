@@ -21,8 +21,8 @@ from fleetpipe.parity.outputs import (
     Outputs,
     compare_outputs,
     part_of,
-    recorded,
-    recorded_here,
+    record_model,
+    record_stages,
     sequence_parts,
 )
 from fleetpipe.parity.reference import Reference, as_the_next_batch, sum_in_order
@@ -46,9 +46,9 @@ class Evaluations:
         """
         batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
         keys = self._pipeline.next_keys()
-        with recorded_here(self._pipeline.layers) as outputs:
+        with record_stages(self._pipeline.layers) as outputs:
             result = call(batch.again(), compute_loss, *more)
-        inputs, labels, weights, counted = self._shared(*batch.parts())
+        inputs, labels, weights, counted = self._share_batches(*batch.parts())
         with self._evaluating(inputs, keys) as (values, expected):
             if compute_loss:
                 reference = self._losses(values, labels, weights)
@@ -74,9 +74,9 @@ class Evaluations:
             The result of the pipeline's call, and the differences on this rank.
         """
         keys = self._pipeline.next_keys()
-        with recorded_here(self._pipeline.layers) as outputs:
+        with record_stages(self._pipeline.layers) as outputs:
             result = call(inputs, broadcast)
-        shared, *_ = self._shared(inputs, None)
+        shared, *_ = self._share_batches(inputs, None)
         with self._evaluating(shared, keys) as (values, expected):
             reference_output = join_outputs([self._reference.model(value) for value in values])
         differences = compare_outputs(outputs, expected, step, call_of=" of predict_batch")
@@ -94,7 +94,7 @@ class Evaluations:
         placement = self._pipeline.schedule.placement
         return placement.rank_of(stage % placement.stages)
 
-    def _shared(
+    def _share_batches(
         self, inputs: Nest, labels: Nest
     ) -> tuple[list[Nest], list[Nest], list[Fraction], int]:
         """Gives every rank the micro-batches and their weights in the loss. Collective.
@@ -157,7 +157,7 @@ class Evaluations:
         before = {name: reference.tensors()[name].clone() for name in buffers if state}
         _put({name: state[name] for name in before}, reference)
         reference.model.eval()
-        recording = recorded(reference.model, reference.names)
+        recording = record_model(reference.model, reference.names)
         with paddle.no_grad(), as_the_next_batch(keys), recording as expected:
             yield self._in_turn(inputs, keys), expected
         _put(before, reference)

@@ -37,7 +37,7 @@ def backward_running() -> Iterator[None]:
 
 
 @contextmanager
-def recorded(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
+def record_model(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
     """Records the outputs of every layer that owns parameters while the context is open.
 
     Args:
@@ -62,13 +62,13 @@ def recorded(model: Layer, names: Mapping[str, str]) -> Iterator[Outputs]:
             handle.remove()
 
 
-def recorded_here(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
-    """Records the outputs of this process's layers of a pipeline, as :func:`recorded` does.
+def record_stages(layers: PipelineLayer) -> AbstractContextManager[Outputs]:
+    """Records the outputs of this process's layers of a pipeline, as :func:`record_model` does.
 
     It leaves out shared layers: each rank makes some of their calls, in an order of its own.
     """
-    state = layers.state
-    return recorded(layers, {n: n for n in state.local_tensors() if not state.has_several_calls(n)})
+    names = (n for n in layers.state.local_tensors() if not layers.state.has_several_calls(n))
+    return record_model(layers, {n: n for n in names})
 
 
 def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:

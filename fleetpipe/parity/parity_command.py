@@ -94,10 +94,10 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
     except SystemExit as stop:
         if stop.code:
             raise
-    return _judged([session.report for session in sessions.values()], report)
+    return _report_verdicts([session.report for session in sessions.values()], report)
 
 
-def _judged(reports: list[Report], file: Path | None) -> int:
+def _report_verdicts(reports: list[Report], file: Path | None) -> int:
     """Prints and writes the report of each pipeline; returns the exit code."""
     for finding in reports:
         print(finding.verdict(), flush=True)

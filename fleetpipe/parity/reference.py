@@ -360,7 +360,7 @@ class Beside:
             if by_tokens:  # of all; those of a replica are averaged with the others'
                 weights = [weight * replicas for weight in by_tokens[first : first + count]]
             shares = self.accumulate(batches, weights or usual, first)
-            losses.append([_summed(of_function, units) for of_function in shares])
+            losses.append([_sum_shares(of_function, units) for of_function in shares])
             if replicas > 1:
                 gradients.append(self._reference.take_gradients())
         if gradients:
@@ -413,7 +413,7 @@ class Beside:
         return self._reference.accumulate(*batches, weights, first, units, functions, trees)
 
 
-def _summed(shares: Sequence[Tensor], units: int) -> Tensor:
+def _sum_shares(shares: Sequence[Tensor], units: int) -> Tensor:
     """Returns the sum of shares; with ``units`` the sums of each so many, [micro-batches]."""
     if not units:
         return sum_in_order(shares)

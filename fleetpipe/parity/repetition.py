@@ -13,7 +13,7 @@ from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.parity.differences import compare
 from fleetpipe.parity.edges import unit
-from fleetpipe.parity.outputs import Outputs, recorded
+from fleetpipe.parity.outputs import Outputs, record_model
 from fleetpipe.parity.reference import Reference
 from fleetpipe.parity.report import Report, place_of
 
@@ -43,14 +43,14 @@ class Repetition:
         model = self._reference.model
         layers = model.sublayers(include_self=True)
         kept = model_kept(layers, model.parameters())
-        with kept, drawing(), recorded(model, self._reference.names) as outputs:
-            return self._computed(outputs, train())
+        with kept, drawing(), record_model(model, self._reference.names) as outputs:
+            return self._values_of(outputs, train())
 
     def compare(self, first: Computed | None, outputs: Outputs, loss: Nest) -> None:
         """Reports where the second run of a step differs from the first. Collective on a GPU."""
         if first is None:
             return
-        for place, tensors in self._computed(outputs, loss).items():
+        for place, tensors in self._values_of(outputs, loss).items():
             for one, other in zip(tensors, first.get(place, ())):
                 size = unit(one) if one.is_floating_point() else 0.0
                 if difference := compare("output", place, 0, one, other):
@@ -64,7 +64,7 @@ class Repetition:
         if self._largest[0]:
             self._report.spread, self._report.largest_spread = self._spread, self._largest
 
-    def _computed(self, outputs: Outputs, loss: Nest) -> Computed:
+    def _values_of(self, outputs: Outputs, loss: Nest) -> Computed:
         computed = {place_of("output", layer): tensors for layer, tensors in outputs.items()}
         computed["loss"] = list(tensors_of(loss))
         for name, p in self._reference.model.named_parameters():

@@ -20,7 +20,7 @@ from fleetpipe.parity import edges
 from fleetpipe.parity.cutting import RepeatedBatch
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
 from fleetpipe.parity.evaluation import Evaluations
-from fleetpipe.parity.outputs import compare_outputs, recorded, recorded_here
+from fleetpipe.parity.outputs import compare_outputs, record_model, record_stages
 from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch
 from fleetpipe.parity.repetition import Repetition
 from fleetpipe.parity.report import Report, in_order
@@ -116,12 +116,12 @@ class Session:
         drawing = functools.partial(as_the_next_batch, keys)
         train = functools.partial(self._beside.train, everyone, weights, return_micro_batch_loss)
         first = self._repetition.run(train, drawing)
-        with drawing(), recorded(reference.model, reference.names) as expected:
+        with drawing(), record_model(reference.model, reference.names) as expected:
             single = train()
         self._repetition.compare(first, expected, single)
         self._watch.first_micro_batch = self._first_micro_batch * self._pipeline.units.count
         with (
-            recorded_here(layers) as outputs,
+            record_stages(layers) as outputs,
             self._orders.crossings() as crossings,
         ):
             diagnose = functools.partial(
@@ -138,7 +138,7 @@ class Session:
         differences += compare_outputs(outputs, expected, step, self._replicas.rank)
         alone = self._replicas.ranks == self._pipeline.sequence.ranks == 1
         differences += compare_state(layers, reference, step, alone)
-        differences += compare_values("loss", "", step, loss, single) + rates.stepped(step, single)
+        differences += compare_values("loss", "", step, loss, single) + rates.step(step, single)
         self._gather(differences, watched.squares)
         if not self._tolerance_given:
             self._orders.note(crossings)
@@ -156,14 +156,14 @@ class Session:
         """Calls the pipeline's ``eval_batch`` with these arguments, and compares. Collective."""
         arguments = (compute_loss, loss_fn_idx, return_host_tensor)
         call, step = self._calls.eval_batch, self.report.steps
-        return self._evaluated(*self._evaluations.eval_batch(call, step, data, *arguments))
+        return self._add_result(*self._evaluations.eval_batch(call, step, data, *arguments))
 
     def predict_batch(self, inputs: Nest, broadcast: bool = True) -> Nest:
         """Calls the pipeline's ``predict_batch`` with these arguments, and compares. Collective."""
         call, step = self._calls.predict_batch, self.report.steps
-        return self._evaluated(*self._evaluations.predict_batch(call, step, inputs, broadcast))
+        return self._add_result(*self._evaluations.predict_batch(call, step, inputs, broadcast))
 
-    def _evaluated(self, result: Nest, differences: list[Difference]) -> Nest:
+    def _add_result(self, result: Nest, differences: list[Difference]) -> Nest:
         self._gather(differences, {})
         self.report.evaluations += 1
         return result
@@ -195,7 +195,7 @@ class Session:
     ) -> list[Difference]:
         """Compares learning rates and, if gradients differ, the values on the edges."""
         step, model = self.report.steps, self._reference.model
-        differences = rates.used(step)
+        differences = rates.compare(step)
         wrong = any(not d.relative <= self.report.limit(d) for d in gradients)
         # Only under keys do layers draw the same once more; edges carry no whole sequences.
         whole = self._pipeline.sequence.ranks == 1

@@ -56,17 +56,17 @@ class Rates:
             twin.set_lr(rate)
         self._twin_scheduler = copy.deepcopy(lr_scheduler, memo)
 
-    def used(self, step: int) -> list[Difference]:
+    def compare(self, step: int) -> list[Difference]:
         """Compares the current learning rates of the optimizers."""
         ours, expected = self._optimizer.get_lr(), self._twin.get_lr()
         return compare_numbers("learning rate", "", step, ours, expected)
 
-    def stepped(self, step: int, loss: Nest) -> list[Difference]:
+    def step(self, step: int, loss: Nest) -> list[Difference]:
         """Steps the reference's scheduler after the pipeline stepped its own, and compares both."""
         if not self._follow:
             return []
         step_rate(self._twin_scheduler, loss)
-        differences = self.used(step)
+        differences = self.compare(step)
         epoch, twin_epoch = (
             getattr(one, "last_epoch", 0) for one in (self._scheduler, self._twin_scheduler)
         )

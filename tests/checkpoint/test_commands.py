@@ -83,7 +83,7 @@ def test_values_of_other_kinds_with_a_right_checksum_are_damage(
     for name in names[:-1]:
         holder = holder[name]
     holder[names[-1]] = wrong
-    file.write_text(manifest.sealed(contents))
+    file.write_text(manifest.seal(contents))
     for words in (["show", home / "step-00000001"], ["ls", home]):
         assert main(["checkpoint", *map(str, words)]) in (0, 2)
         output = capsys.readouterr()

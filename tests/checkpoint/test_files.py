@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import fleetpipe
 from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.checkpoint.files import plan, tensors
-from fleetpipe.checkpoint.files.plan import Inventory, planned
+from fleetpipe.checkpoint.files.plan import Inventory, plan_files
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.parts import Held, Region
 
@@ -116,7 +116,7 @@ def test_ranks_share_the_writing() -> None:
         )
         for m in (0, 1, 0, 1)
     ]
-    found = planned(ranks)
+    found = plan_files(ranks)
     (shares,) = found.shares.values()
     assert [share.cut for share in shares["cut"]] == [Region(1, 0, 2, 4), Region(1, 2, 4, 4)]
     written = [0] * 4
@@ -138,4 +138,4 @@ def test_ranks_that_hold_something_else_are_refused(others: Held, told: str) -> 
     first = held((4, 4)) if others.cut is None else held((4, 4), Region(0, 0, 4, 8))
     ranks = [Inventory.of({TensorName("model", "x"): one}) for one in (first, others)]
     with pytest.raises(CheckpointError, match=told):
-        planned(ranks)
+        plan_files(ranks)

@@ -83,7 +83,7 @@ def test_a_flipped_bit_of_a_tensor_names_the_tensor(saved: Path) -> None:
     path.write_bytes(content)
     text = refused(saved.parent, Run(2))
     assert "'2.weight/moment2_0' of the optimizer has other bits than were saved" in text
-    assert StepReader(saved).damaged()[0].args == (text,)
+    assert StepReader(saved).find_damage()[0].args == (text,)
     # The model alone is whole.
     fleetpipe.CheckpointManager(saved.parent).restore(model=Run(3).model, only=("model",))
 
@@ -124,7 +124,7 @@ def changed(path: Path, change: Callable[[Any], None]) -> None:
     contents = json.loads(path.read_text())
     del contents["crc32"]
     change(contents)
-    path.write_text(manifest.sealed(contents))
+    path.write_text(manifest.seal(contents))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_the_commands_that_start_ranks_spell_options_alike() -> None:
     known = []
     for name in ("run", "launch", "parity", "profile"):
         parser = argparse.ArgumentParser()
-        cli._imported(next(c.configure for c in COMMANDS if c.name == name))(parser)
+        cli._import(next(c.configure for c in COMMANDS if c.name == name))(parser)
         known.append(set(parser._option_string_actions))
     alike = {"--nproc", "--nproc_per_node", "--nproc-per-node"}
     alike |= {"--log-dir", "--log_dir", "--log-level", "--log_level"}
@@ -81,7 +81,7 @@ def test_no_word_at_all_is_answered_with_every_command(capsys: Capture) -> None:
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_every_argument_has_a_help_text(command: cli.Command) -> None:
     parser = argparse.ArgumentParser()
-    cli._imported(command.configure)(parser)
+    cli._import(command.configure)(parser)
     assert [action.dest for action in parser._actions if not action.help] == []
 
 

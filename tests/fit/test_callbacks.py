@@ -71,7 +71,7 @@ def test_metrics_are_written_and_gone_on_with(model: Any, tmp_path: Path) -> Non
     file.write_text(file.read_text() + '{}\n[]\n{"step": 5, "pha')
     with (tmp_path / "metrics.csv").open("a") as table:
         table.write("1,0,train,17")
-    model._prepared().trained = 2
+    model._require_runner().trained = 2
     fit(model, MetricsLogger(tmp_path), num_iters=1)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -125,7 +125,7 @@ def test_a_run_tells_what_it_is_and_when_it_ran(
     # One that goes on adds to the lives of the run, one that begins anew does not.
     fit(model, MetricsLogger(home), num_iters=1)
     assert lives(home) == [("begin", 0), ("end", 8), ("begin", 8), ("end", 9)]
-    model._prepared().trained = 0
+    model._require_runner().trained = 0
     fit(model, MetricsLogger(home), num_iters=1)
     assert lives(home) == [("begin", 0), ("end", 1)]
 

@@ -62,7 +62,7 @@ def read_manifest(path: Path) -> object:
     """Reads the manifest of a checkpoint whose checksum is right, whatever it says."""
     contents = json.loads(path.read_text())
     if isinstance(contents, dict):
-        path.write_text(manifest.sealed({k: v for k, v in contents.items() if k != "crc32"}))
+        path.write_text(manifest.seal({k: v for k, v in contents.items() if k != "crc32"}))
     return manifest.read(path.parent)
 
 

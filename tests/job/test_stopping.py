@@ -27,7 +27,7 @@ def test_all_ranks_stop_after_the_step_behind_the_one_in_which_one_was_asked(
     for step in range(6):
         if step == in_step:
             agreements[asked].ask()
-        answers = [agreement.agreed() for agreement in agreements]
+        answers = [agreement.agree() for agreement in agreements]
         assert answers == [step > in_step] * ranks
 
 
@@ -45,13 +45,13 @@ def test_messages_of_later_steps_have_the_keys_of_earlier_ones(
 
     monkeypatch.setattr(MemoryTransport, "send", noted)
     for _ in range(10):
-        assert not first.agreed()
-        assert not second.agreed()
+        assert not first.agree()
+        assert not second.agree()
     assert len(keys) <= 2, "a transport keeps what it knows of each: memory grows"
 
 
 def test_one_process_stops_after_the_step_that_it_is_in() -> None:
     agreement = Stopping(SoleGroup(), 1)
-    assert not agreement.agreed()
+    assert not agreement.agree()
     agreement.ask()
-    assert agreement.agreed()
+    assert agreement.agree()

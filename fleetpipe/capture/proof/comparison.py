@@ -14,7 +14,7 @@ import numpy as np
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.capture.proof import training
-from fleetpipe.capture.proof.hook_calls import uncounted
+from fleetpipe.capture.proof.hook_calls import pause_counting
 from fleetpipe.capture.proof.models import PlainLoop
 from fleetpipe.capture.proof.rounding import Rounding, move_by_a_unit, ulp
 from fleetpipe.capture.tracing.capturing import in_mode
@@ -30,7 +30,7 @@ State = Mapping[str, Tensor]
 
 
 @contextmanager
-def kept(model: Layer) -> Iterator[None]:
+def undo_training(model: Layer) -> Iterator[None]:
     """While it is open, a training may change a model; then its state is restored."""
     with state_kept(model), in_mode(model, model.training):
         try:
@@ -58,7 +58,7 @@ class Digests:
     """
 
     def __init__(self, model: Layer, plain: PlainLoop, course: training.Course) -> None:
-        """Trains the model, whose state the caller restores; see :func:`kept`."""
+        """Trains the model, whose state the caller restores; see :func:`undo_training`."""
         self._model, self._plain, self.course = model, plain, course
         self.moments: list[training.Moment] = []
         self.digests: list[dict[str, bytes]] = []
@@ -74,13 +74,13 @@ class Digests:
                 again = enumerate(training.moments(self._model, self._plain, self.course))
                 # Later moments are not asked for yet, and states are for the next step.
                 self._whole = {
-                    at: moment.cloned().tensors
+                    at: moment.clone_tensors().tensors
                     for at, moment in again
                     if at in (number, number + 1)
                 }
         return self._whole[number]
 
-    def moved(self, step: int, start: State) -> State:
+    def moved_gradients(self, step: int, start: State) -> State:
         """Returns the gradients of a step whose parameters are off by a unit in the last place."""
         with _beside(self._model, start):
             move_by_a_unit(p for p in self._model.parameters() if not p.stop_gradient)
@@ -93,7 +93,7 @@ def _beside(model: Layer, start: State) -> Iterator[None]:
     """While it is open, a model has the state ``start``; then its own state is restored."""
     # Copies, for to clear a gradient empties it.
     gradients = [(p, copy_of(p.grad)) for p in model.parameters() if p.grad is not None]
-    with kept(model), uncounted():
+    with undo_training(model), pause_counting():
         drop_gradients(model.parameters())
         give(model, start)
         yield
@@ -136,7 +136,7 @@ class Comparison:
 
     def _beyond(self, moment: training.Moment, number: int) -> list[str]:
         """Returns the names whose differences rounding does not explain."""
-        moment = moment.cloned()
+        moment = moment.clone_tensors()
         right = self._expected.tensors(number, self._initial)
         names = {**right, **moment.tensors}
         gaps = {name: largest_gap(moment.tensors.get(name), right.get(name)) for name in names}
@@ -147,7 +147,7 @@ class Comparison:
             return [name for name, gap in off.items() if gap > self._of_update(name, right[name])]
         self._off = off
         start = self._start
-        rounding = Rounding(right, lambda: self._expected.moved(moment.step, start))
+        rounding = Rounding(right, lambda: self._expected.moved_gradients(moment.step, start))
         beyond = [name for name, gap in off.items() if not rounding.carries(name, gap)]
         for name in off.keys() - set(beyond):
             share = off[name] / (rounding.scale(name) or 1.0)

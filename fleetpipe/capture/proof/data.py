@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.proof.comparison import kept
-from fleetpipe.capture.repeatability import moved, turned
+from fleetpipe.capture.proof.comparison import undo_training
+from fleetpipe.capture.repeatability import negate, roll
 from fleetpipe.capture.tracing.capturing import in_mode
 from fleetpipe.capture.tracing.signature import with_numbers
 from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
@@ -53,7 +53,7 @@ class Trial:
         args, named = arguments_of(map_tensors(lambda tensor: tensor.clone(), inputs))
         walk = _Counted(self._model, self._most)
         try:
-            with kept(self._model), in_mode(self._model, training), intercepting(walk):
+            with undo_training(self._model), in_mode(self._model, training), intercepting(walk):
                 output = self._model(*args, **named)
         except (Exception, _Endless):
             # What the model itself refuses is nothing to compare.
@@ -74,7 +74,7 @@ def variants(example: Nest) -> Iterator[Nest]:
     """
     numbers = np.random.default_rng(0)
 
-    def drawn(tensor: Tensor) -> Tensor:
+    def draw(tensor: Tensor) -> Tensor:
         def anew(values: Any) -> Any:
             if not values.size or not tensor.is_floating_point():
                 return numbers.permutation(values.ravel()).reshape(values.shape)
@@ -82,7 +82,7 @@ def variants(example: Nest) -> Iterator[Nest]:
 
         return with_numbers(tensor, anew)
 
-    changes: tuple[Callable[[Tensor], Tensor], ...] = (_same, moved, drawn, turned, _zeros, _ties)
+    changes: tuple[Callable[[Tensor], Tensor], ...] = (_same, roll, draw, negate, _zeros, _ties)
     for change in changes:
         yield map_tensors(change, example)
 

@@ -20,7 +20,7 @@ _pauses: list[None] = []
 
 
 @contextmanager
-def counted(model: Layer) -> Iterator[Calls]:
+def count_hook_calls(model: Layer) -> Iterator[Calls]:
     """While it is open, calls of the hooks of all sublayers are counted.
 
     Hooks of the model itself are left out: their operations are captured.
@@ -31,7 +31,7 @@ def counted(model: Layer) -> Iterator[Calls]:
         for hooks in forward_hooks(layer):
             replaced.append((hooks, dict(hooks)))
             for key, hook in hooks.items():
-                hooks[key] = functools.partial(_called, calls, path, hook)
+                hooks[key] = functools.partial(_count_call, calls, path, hook)
     try:
         yield calls
     finally:
@@ -40,7 +40,7 @@ def counted(model: Layer) -> Iterator[Calls]:
 
 
 @contextmanager
-def uncounted() -> Iterator[None]:
+def pause_counting() -> Iterator[None]:
     """While it is open, calls of hooks are not counted, as a proof only measures rounding."""
     _pauses.append(None)
     try:
@@ -49,7 +49,7 @@ def uncounted() -> Iterator[None]:
         _pauses.pop()
 
 
-def _called(calls: Calls, path: str, hook: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _count_call(calls: Calls, path: str, hook: Callable[..., Any], *args: Any, **named: Any) -> Any:
     # A proof may meet rows that have to be captured first, and recompute runs layers again.
     calls[path] += not (is_noting() or _pauses or rerunning())
     return hook(*args, **named)

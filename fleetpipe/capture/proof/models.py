@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetpipe.aliases import Layer, Nest, Tensor
-from fleetpipe.capture.proof.training import TrainedStep, projected, weights_of
-from fleetpipe.capture.running.plain_model import called
+from fleetpipe.capture.proof.training import TrainedStep, loss_of, weights_of
+from fleetpipe.capture.running.plain_model import call_keyed
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
@@ -31,7 +31,7 @@ _NO_WAIT = 1.0
 _FIRST = GlobalMicroBatch(0)
 
 
-def copied(inputs: Nest) -> Nest:
+def copy_inputs(inputs: Nest) -> Nest:
     """Returns copies of inputs, which a forward may overwrite."""
     return map_tensors(lambda tensor: tensor.clone(), inputs)
 
@@ -57,8 +57,8 @@ class PlainLoop:
         for number, inputs in enumerate(step.micro_batches):
             keys = self._keys_of(step)
             micro_batch = GlobalMicroBatch(number)
-            output = called(self.model, copied(inputs), self._unopened, keys, micro_batch)
-            weighted(projected(output), weights_of(step)[number]).backward()
+            output = call_keyed(self.model, copy_inputs(inputs), self._unopened, keys, micro_batch)
+            weighted(loss_of(output), weights_of(step)[number]).backward()
             outputs.append(map_tensors(lambda tensor: tensor.detach(), output))
         return outputs
 
@@ -92,12 +92,12 @@ class CapturedRun:
 
         def loss(output: Nest, number: int) -> Tensor:
             outputs[number] = map_tensors(lambda tensor: tensor.detach(), output)
-            return projected(output)
+            return loss_of(output)
 
         plan = step.schedule.lower(self._parts.edges(training=True))
         stage = self._stage(step.schedule)
         numbers = list(range(len(step.micro_batches)))
-        batches = MicroBatches([copied(inputs) for inputs in step.micro_batches], numbers)
+        batches = MicroBatches([copy_inputs(inputs) for inputs in step.micro_batches], numbers)
         stage.begin(Batch(batches, Losses([loss], weights_of(step))))
         try:
             with random_keys.under_keys(self._keys_of(step), SoleGroup()):

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from fleetpipe import schedules
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.proof import verdict
-from fleetpipe.capture.proof.comparison import Comparison, Digests, kept
+from fleetpipe.capture.proof.comparison import Comparison, Digests, undo_training
 from fleetpipe.capture.proof.data import Trial, variants, with_another_row
-from fleetpipe.capture.proof.hook_calls import Calls, counted
-from fleetpipe.capture.proof.models import CapturedRun, PlainLoop, copied
-from fleetpipe.capture.proof.summation_order import summed
+from fleetpipe.capture.proof.hook_calls import Calls, count_hook_calls
+from fleetpipe.capture.proof.models import CapturedRun, PlainLoop, copy_inputs
+from fleetpipe.capture.proof.summation_order import reordered_sums
 from fleetpipe.capture.proof.training import Course, TrainedStep, moments, state_of_model
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
@@ -102,18 +102,18 @@ def prove(capturing: Capturing, forms: Forms, schedule: Schedule | None = None) 
         return random_keys.Keys(step.draw, python) if keyed else None
 
     plain = PlainLoop(model, capturing.unopened, keys_of)
-    expected, expected_calls = _trained(
+    expected, expected_calls = _train_plain(
         plain, _courses(capturing, [schedule] if schedule else _usual(forms.stages))
     )
     course = expected.course
-    # They share the memory, which ``kept`` leaves to them.
+    # They share the memory, which ``undo_training`` leaves to them.
     initial = {name: tensor.detach() for name, tensor in state_of_model(model).items()}
-    with kept(model), counted(model) as calls:
+    with undo_training(model), count_hook_calls(model) as calls:
         comparison = Comparison(model, expected, initial)
         for moment in moments(model, CapturedRun(forms, model, keys_of), course):
             differing = comparison.differences(moment)
             if differing:
-                raise verdict.refuted(capturing, forms, moment, differing, course, keys_of)
+                raise verdict.refutation(capturing, forms, moment, differing, course, keys_of)
     if calls != expected_calls:
         raise verdict.unequal_hooks(model, calls, expected_calls)
     return _proof(expected, course, comparison.rounded, forms, keyed)
@@ -133,12 +133,12 @@ def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Cour
     yield Course(_steps([example], planned), [])
 
 
-def _trained(plain: PlainLoop, courses: Iterator[Course]) -> tuple[Digests, Calls]:
+def _train_plain(plain: PlainLoop, courses: Iterator[Course]) -> tuple[Digests, Calls]:
     """Trains the plain model; returns the digests, and the number of calls of hooks."""
     failure = Exception()
     for course in courses:
         try:
-            with kept(plain.model), counted(plain.model) as calls:
+            with undo_training(plain.model), count_hook_calls(plain.model) as calls:
                 return Digests(plain.model, plain, course), calls
         except Exception as error:
             failure = error
@@ -152,8 +152,8 @@ def _trained(plain: PlainLoop, courses: Iterator[Course]) -> tuple[Digests, Call
 
 def _draws(model: Layer, inputs: Nest) -> bool:
     """Whether a model draws random numbers in training."""
-    args, named = arguments_of(copied(inputs))
-    with kept(model), in_mode(model, training=True):
+    args, named = arguments_of(copy_inputs(inputs))
+    with undo_training(model), in_mode(model, training=True):
         paddle.seed(1)
         untouched = paddle.rand([1])
         paddle.seed(1)
@@ -192,7 +192,7 @@ def _proof(
         len({*names["gradient"]}),
         len({*names["state"]}.difference(trained)),
         rounded,
-        summed(forms),
+        reordered_sums(forms),
         keyed,
         tuple((step.schedule.name, len(step.micro_batches)) for step in course.steps),
         tuple(next((t.shape[0] for t in tensors_of(x) if t.ndim), 0) for x in course.evaluations),

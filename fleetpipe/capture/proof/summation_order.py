@@ -6,7 +6,7 @@ from fleetpipe.capture.cutting.node_meter import state_of
 from fleetpipe.capture.running.variants import Forms
 
 
-def summed(forms: Forms) -> tuple[str, ...]:
+def reordered_sums(forms: Forms) -> tuple[str, ...]:
     """Names the values and parameters whose gradients the stages sum in another order.
 
     Each stage adds up its own uses first. Two uses of a value make the same sum in any order, but

@@ -68,7 +68,7 @@ class Moment(NamedTuple):
     tensors: dict[str, Tensor]
     modes: dict[str, bool]
 
-    def cloned(self) -> Moment:
+    def clone_tensors(self) -> Moment:
         """Returns a copy with tensors that the training does not change."""
         copies = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return self._replace(tensors=copies)
@@ -99,7 +99,7 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
         drop_gradients(model.parameters())
         model.train()
         outputs = side.train(step)
-        yield Moment("output", number, _numbered(outputs, "micro-batch"), {})
+        yield Moment("output", number, _number_outputs(outputs, "micro-batch"), {})
         del outputs
         yield Moment("gradient", number, gradients_of(model), {})
         if all(bool(paddle.isfinite(gradient).all()) for gradient in gradients_of(model).values()):
@@ -110,7 +110,7 @@ def moments(model: Layer, side: Side, course: Course) -> Iterator[Moment]:
     end = len(course.steps)
     for number, inputs in enumerate(course.evaluations):
         output = side.evaluate(map_tensors(lambda tensor: tensor.clone(), inputs))
-        yield Moment("output", end, _numbered([output], "evaluation", number), {})
+        yield Moment("output", end, _number_outputs([output], "evaluation", number), {})
         yield Moment("state", end, state_of_model(model), _modes(model))
 
 
@@ -140,7 +140,7 @@ def state_of_model(model: Layer) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def projected(output: Nest) -> Tensor:
+def loss_of(output: Nest) -> Tensor:
     """Returns a weighted sum of all numbers that a model returns, each with another weight.
 
     Backward may start from it even if no output depends on a trained parameter.
@@ -167,7 +167,7 @@ def _weights(shape: tuple[int, ...]) -> Tensor:
     return paddle.to_tensor(np.resize(numbers, shape))
 
 
-def _numbered(outputs: Sequence[Nest], what: str, first: int = 0) -> dict[str, Tensor]:
+def _number_outputs(outputs: Sequence[Nest], what: str, first: int = 0) -> dict[str, Tensor]:
     return {
         f"{index} of {what} {number}": tensor
         for number, output in enumerate(outputs, first)

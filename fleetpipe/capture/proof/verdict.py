@@ -9,7 +9,7 @@ from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.cutting.node_meter import state_of
 from fleetpipe.capture.proof.first_difference import first_difference
 from fleetpipe.capture.proof.hook_calls import Calls
-from fleetpipe.capture.proof.models import copied
+from fleetpipe.capture.proof.models import copy_inputs
 from fleetpipe.capture.proof.training import Course, Moment, TrainedStep
 from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.tracing.capturing import Capturing
@@ -25,7 +25,7 @@ _INTO_A_SUBLAYER = (
 )
 
 
-def refuted(
+def refutation(
     capturing: Capturing,
     forms: Forms,
     moment: Moment,
@@ -50,7 +50,7 @@ def refuted(
         inputs = _inputs_of(differing[0], moment, course)
         form = forms.of(signature_of(inputs), training)
         keys = keys_of(course.steps[moment.step]) if training else None
-        node = first_difference(capturing, form, copied(inputs), keys)
+        node = first_difference(capturing, form, copy_inputs(inputs), keys)
     names = [re.sub("^the mode of ", "", name) for name in differing]
     # Backward comes to the last node first; what is written, the first one spoils.
     backwards = moment.quantity == "gradient"
@@ -61,7 +61,7 @@ def refuted(
     return CaptureError(
         "the captured stages do not do what the model does: "
         f"{kind}{differing[0]} differs in step {moment.step}, {schedule}",
-        where=f"first in {where}{_written(form)}",
+        where=f"first in {where}{_written_text(form)}",
         expected="the bits of the untouched model, trained by a plain loop",
         cause="the forward does something that is no operation of Paddle's on tensors: it keeps "
         "something from call to call, or computes outside of Paddle",
@@ -102,7 +102,7 @@ def node_of(form: Form, model: Layer, names: Sequence[str], backwards: bool) -> 
     return None
 
 
-def _written(form: Form) -> str:
+def _written_text(form: Form) -> str:
     """Returns a text that names a tensor that the forward writes, since order matters there."""
     for node in form.trace.nodes:
         for name in node.state & form.trace.changed.keys():

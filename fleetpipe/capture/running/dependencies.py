@@ -66,12 +66,12 @@ def attributes_of(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
         for name, value in vars(layer).items():
             if name in ("_parameters", "_buffers"):
                 # Stages take them by name, whichever there are.
-                marks[_joined(path, name)] = tuple(
+                marks[_join_path(path, name)] = tuple(
                     (key, None if tensor is None else (tuple(tensor.shape), tensor.dtype))
                     for key, tensor in value.items()
                 )
             elif name != "training":
-                marks[_joined(path, name)] = _mark(value, visited)
+                marks[_join_path(path, name)] = _mark(value, visited)
         for kind in type(layer).__mro__:
             name = f"class {kind.__qualname__}"
             if name not in marks and not is_of_library(kind):
@@ -82,7 +82,7 @@ def attributes_of(model: Layer, opens: Callable[[str, Layer], bool]) -> Marks:
 def tensors_of(model: Layer) -> dict[str, Same]:
     """Returns a reference to each parameter and buffer, by name."""
     return {
-        _joined(path, name): Same(tensor)
+        _join_path(path, name): Same(tensor)
         for path, layer in _layers_in("", model)
         for name, tensor in chain(parameters_in(layer).items(), buffers_in(layer).items())
         if tensor is not None
@@ -122,10 +122,10 @@ def _layers_in(path: str, layer: Layer) -> Iterator[tuple[str, Layer]]:
     yield path, layer
     for name, sublayer in sublayers_in(layer).items():
         if sublayer is not None:
-            yield from _layers_in(_joined(path, name), sublayer)
+            yield from _layers_in(_join_path(path, name), sublayer)
 
 
-def _joined(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 

@@ -43,7 +43,7 @@ class Keyed(Walk):
 
 
 class Untouched(ModelWithParts):
-    """A copy of a plain model, which is called as by :func:`called` under the keys of a batch."""
+    """A copy of a plain model, which runs as :func:`call_keyed` does under the keys of a batch."""
 
     def __init__(
         self, model: Layer, example: Nest, unopened: Unopened, shared: Iterable[Tensor] = ()
@@ -91,11 +91,11 @@ class Untouched(ModelWithParts):
         keys = random_keys.current()
         micro_batch = _FIRST if keys is None else keys.micro_batch
         inputs = complete(inputs, self._example)
-        output = called(self._model, inputs, self._unopened, keys, micro_batch)
+        output = call_keyed(self._model, inputs, self._unopened, keys, micro_batch)
         return loss_input(self._model, output)
 
 
-def called(
+def call_keyed(
     model: Layer,
     inputs: Nest,
     unopened: Unopened,

@@ -43,11 +43,11 @@ def entries(trace: Capture, signature: Signature) -> list[Callable[[Nest], Nest]
     for node, later in zip(trace.nodes, needed[1:]):
         layers = [node.function] if node.is_layer else [owned.layer for owned in node.owned]
         call = _Call(node, later, node.modes if trace.switched else ())
-        functions.append(_named(functools.partial(call, *layers), node.name))
+        functions.append(_with_name(functools.partial(call, *layers), node.name))
     return [*functions, _Outputs(trace)]
 
 
-def _named(function: functools.partial[Nest], name: str) -> functools.partial[Nest]:
+def _with_name(function: functools.partial[Nest], name: str) -> functools.partial[Nest]:
     function.__name__ = name  # type: ignore[attr-defined]
     # What calls a layer is recomputed as that layer would be.
     function.counts_as_layer = True  # type: ignore[attr-defined]

@@ -120,7 +120,7 @@ class Forms:
         for training in (True, False):
             with in_mode(capturing.model, training):
                 self.follow()
-                form = self._examples[training] = self._made(self.first, training)
+                form = self._examples[training] = self._capture(self.first, training)
                 self._forms[self._key(self.first, training)] = form
 
     def follow(self) -> str | None:
@@ -166,7 +166,7 @@ class Forms:
         key = self._key(signature, training)
         form = self._forms.get(key)
         if form is None:
-            form = self._made(signature, training)
+            form = self._capture(signature, training)
             new = form.crossing.keys() - self.example(training).crossing.keys()
             if new:
                 raise CaptureError(
@@ -228,7 +228,7 @@ class Forms:
         numbers = tuple(map(_bytes, self._numbers.values()))
         return signature, training, modes, numbers, self.number
 
-    def _made(self, signature: Signature, training: bool) -> Form:
+    def _capture(self, signature: Signature, training: bool) -> Form:
         trace = self.capturing(signature, training)
         # What a run changes itself, outside of what is put back, is nothing new.
         number, _ = self._fingerprints.popitem()
@@ -243,7 +243,7 @@ class Forms:
         partition = Partition(bounds, "captured", infos)
         runner = StageRunner(dict(enumerate(functions)), partition, self._interval, self._recompute)
         edges = crossing(trace, starts)
-        form = Form(trace, starts, functions, runner, edges, _written(trace, starts))
+        form = Form(trace, starts, functions, runner, edges, _written_tensors(trace, starts))
         if self._interval or self._recompute:
             _require_recomputable(form)
         return form
@@ -254,7 +254,7 @@ def _bytes(owned: Owned) -> bytes:
     return content
 
 
-def _written(trace: Capture, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ...]:
+def _written_tensors(trace: Capture, starts: Sequence[int]) -> tuple[tuple[Owned, ...], ...]:
     """Returns, for each stage, the tensors that its nodes write into and backward may need."""
     names: list[set[str]] = [set() for _ in (0, *starts)]
     for number, node in enumerate(trace.nodes):

@@ -175,7 +175,7 @@ def without_wrappers(layer: Layer) -> Layer:
     return layer
 
 
-def unwrapped(optimizer: Optimizer) -> Optimizer:
+def unwrap(optimizer: Optimizer) -> Optimizer:
     """Returns Paddle's optimizer inside fleetpipe's and Fleet's wrappers."""
     return base_optimizer(getattr(optimizer, "wrapped", optimizer))
 
@@ -188,7 +188,7 @@ class OptimizerState(SavedPart):
     """
 
     def __init__(self, optimizer: Optimizer, model: NamedTensors) -> None:
-        self._optimizer = unwrapped(optimizer)
+        self._optimizer = unwrap(optimizer)
         self._owned_by = optimizer if isinstance(optimizer, SavedOptimizer) else None
         self._model = model
         self._created: list[Tensor] = []

@@ -10,7 +10,7 @@ from fleetpipe.checkpoint.contents import parts
 from fleetpipe.checkpoint.contents.layer_and_optimizer import (
     NamedTensors,
     OptimizerState,
-    unwrapped,
+    unwrap,
     without_wrappers,
 )
 from fleetpipe.checkpoint.contents.program import ProgramState
@@ -153,7 +153,7 @@ class Objects:
 
     def training_state(self, model: NamedTensors | None) -> TrainingState:
         """Returns the state that is no tensor; ``model`` comes from :meth:`model_part`."""
-        optimizer = None if self.optimizer is None else unwrapped(self.optimizer)
+        optimizer = None if self.optimizer is None else unwrap(self.optimizer)
         rate_of = optimizer if self.rate else None
         program = model.program if isinstance(model, ProgramState) else None
         return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of, program)

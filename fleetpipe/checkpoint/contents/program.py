@@ -36,8 +36,8 @@ class ProgramState(layer_and_optimizer.NamedTensors):
             missing_here = [name for name in saved.order if name not in order]
             raise ConfigError(
                 "the program and the checkpoint call parameters by other names",
-                expected=_listed(missing_there, "of the program"),
-                got=_listed(missing_here, "of the checkpoint"),
+                expected=_names_text(missing_there, "of the program"),
+                got=_names_text(missing_here, "of the checkpoint"),
                 cause="Paddle counts the names of static parameters, and versions count otherwise",
                 fix='CheckpointManager(.., names={"name in the program": "name in the '
                 'checkpoint", ..}); names="order", where both declare the same layers in the '
@@ -51,13 +51,13 @@ class ProgramState(layer_and_optimizer.NamedTensors):
         Raises:
             ConfigError: ``optimizer`` is another one.
         """
-        minimized_by = layer_and_optimizer.unwrapped(self.program.minimized_by)
-        if layer_and_optimizer.unwrapped(optimizer) is not minimized_by:
+        minimized_by = layer_and_optimizer.unwrap(self.program.minimized_by)
+        if layer_and_optimizer.unwrap(optimizer) is not minimized_by:
             raise ConfigError(
                 "the program was minimized by another optimizer",
                 expected=f"that {type(self.program.minimized_by).__name__}, or what "
                 "fleet.distributed_optimizer made of it",
-                got=f"another {type(layer_and_optimizer.unwrapped(optimizer)).__name__}",
+                got=f"another {type(layer_and_optimizer.unwrap(optimizer)).__name__}",
                 fix="pass the optimizer of which minimize(loss) was called",
             )
         return ProgramOptimizer(self.program, self)
@@ -93,6 +93,6 @@ class ProgramOptimizer(layer_and_optimizer.OptimizerState):
             yield TensorName(MASTER_WEIGHTS, path), master
 
 
-def _listed(names: Sequence[str], whose: str) -> str:
+def _names_text(names: Sequence[str], whose: str) -> str:
     shown = ", ".join(names[:6]) + (", .." if len(names) > 6 else "")
     return f"{shown} {whose}" if names else f"nothing {whose}"

@@ -106,13 +106,13 @@ class TrainingState:
         self._data = data
         self._program = program
 
-    def taken(self) -> dict[str, Json]:
+    def collect(self) -> dict[str, Json]:
         """Returns the states of all objects that were passed, as JSON."""
         streams = None if self._program is None else self._program.streams()
         state: dict[str, Json] = {"random": random_states(streams)}
         if self._scheduler is not None:
             state["lr_scheduler"] = plain(self._scheduler.state_dict(), "the LR scheduler's state")
-            state["restarts"] = [_restarts(scheduler) for scheduler in _nested(self._scheduler)]
+            state["restarts"] = [_restarts(scheduler) for scheduler in _chain(self._scheduler)]
         if self._optimizer is not None:
             state["learning_rate"] = self._optimizer.get_lr()
         if self._scaler is not None:
@@ -145,7 +145,7 @@ class TrainingState:
             self._data.set_state_dict(state["data"])
         if self._scheduler is not None:
             self._scheduler.set_state_dict(state["lr_scheduler"])
-            for scheduler, counts in zip(_nested(self._scheduler), state.get("restarts", ())):
+            for scheduler, counts in zip(_chain(self._scheduler), state.get("restarts", ())):
                 vars(scheduler).update(counts)
         if self._optimizer is not None and "learning_rate" in state:
             self._optimizer.set_lr(state["learning_rate"])
@@ -165,7 +165,7 @@ class TrainingState:
         self.put_back_random(_random_of_place(saved, place, leads))
 
 
-def _nested(scheduler: Scheduler) -> list[Scheduler]:
+def _chain(scheduler: Scheduler) -> list[Scheduler]:
     """Returns a scheduler and those inside it, as a warm-up has one that follows it."""
     schedulers = [scheduler]
     while hasattr(after := vars(schedulers[-1]).get("learning_rate"), "set_state_dict"):
@@ -199,7 +199,7 @@ def from_text(text: str) -> dict[str, Json]:
     return state
 
 
-def merged(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dict[str, Json]:
+def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dict[str, Json]:
     """Merges the states of all ranks of a job into one.
 
     An entry may come from some ranks alone; random states are kept for each rank.

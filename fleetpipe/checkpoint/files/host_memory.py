@@ -66,7 +66,7 @@ class Snapshot:
         memories = {name: bytes_of(held) for name, held in tensors.items()}
         sizes = {name: len(memory) for name, memory in memories.items()}
         if {name: len(place) for name, place in self._places.items()} != sizes:
-            self._places = _allocated(sizes)
+            self._places = _allocate(sizes)
         for name, memory in memories.items():
             self._places[name][:] = np.frombuffer(memory, np.uint8)
         return {name: place.data for name, place in self._places.items()}
@@ -85,7 +85,7 @@ def _flat(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _allocated(sizes: Mapping[TensorName, int]) -> dict[TensorName, np.ndarray]:
+def _allocate(sizes: Mapping[TensorName, int]) -> dict[TensorName, np.ndarray]:
     """Allocates memory for tensors in one piece, for which the system can use large pages."""
     ends, end = {}, 0
     for name, size in sizes.items():

@@ -129,7 +129,7 @@ class Manifest:
             "versions": dict(self.versions),
             "plain_order": self.plain_order,
         }
-        return sealed(contents)
+        return seal(contents)
 
 
 def read(folder: Path) -> Manifest:
@@ -138,20 +138,20 @@ def read(folder: Path) -> Manifest:
     Raises:
         CheckpointError: The manifest is missing, damaged, of another program or of a newer version.
     """
-    return read_text(folder / MANIFEST, _SOURCE, _checked)
+    return read_text(folder / MANIFEST, _SOURCE, _parse_text)
 
 
-def _checked(text: str) -> Manifest:
+def _parse_text(text: str) -> Manifest:
     parsed = parse(text, _SOURCE)
     for name, expected in (("format", FORMAT), ("version", VERSION)):
         if parsed[name].content != expected:
             raise parsed[name].refused(f"{expected!r}, which this fleetpipe reads")
     if text != _with_checksum(text.rpartition(f', "{_CHECKSUM}"')[0]):
         raise parsed[_CHECKSUM].refused("the checksum of what stands before it")
-    return _parsed(parsed)
+    return _parse_contents(parsed)
 
 
-def sealed(contents: Mapping[str, Json]) -> str:
+def seal(contents: Mapping[str, Json]) -> str:
     """Returns the text of a manifest that ends with the checksum of the text before it."""
     return _with_checksum(json.dumps(contents, sort_keys=True)[:-1])
 
@@ -160,7 +160,7 @@ def _with_checksum(body: str) -> str:
     return f'{body}, "{_CHECKSUM}": {zlib.crc32(body.encode())}}}\n'
 
 
-def _parsed(content: JsonValue) -> Manifest:
+def _parse_contents(content: JsonValue) -> Manifest:
     files = {
         name: whole.record(Whole, JsonValue.count)
         for name, whole in content["files"].fields().items()

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fleetpipe.checkpoint.contents.parts import GROUPS, MASTER_WEIGHTS, OPTIMIZER, TensorName
-from fleetpipe.checkpoint.files.tensors import CODES, Layout, is_whole, laid_out
+from fleetpipe.checkpoint.files.tensors import CODES, Layout, is_whole, layout_of
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.parts import Described, Held, Region
 
@@ -109,7 +109,7 @@ class Inventory(NamedTuple):
         )
 
 
-def planned(inventories: Sequence[Inventory]) -> FilePlan:
+def plan_files(inventories: Sequence[Inventory]) -> FilePlan:
     """Plans the files for the inventories of all ranks, in the ranks' order.
 
     Raises:
@@ -165,7 +165,7 @@ def _files(group: str, tensors: Mapping[str, Described]) -> dict[str, Layout]:
         filled += tensor.nbytes
     count = len(contents)
     return {
-        f"{group}-{number:05d}-of-{count:05d}.safetensors": laid_out(content)
+        f"{group}-{number:05d}-of-{count:05d}.safetensors": layout_of(content)
         for number, content in enumerate(contents, 1)
     }
 

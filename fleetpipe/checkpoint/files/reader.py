@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from fleetpipe.checkpoint.contents.parts import GROUPS, TensorName
 from fleetpipe.checkpoint.files import manifest, tensors
 from fleetpipe.checkpoint.files.manifest import Manifest, Whole, WrittenPart
-from fleetpipe.checkpoint.files.tensors import Layout, Stored, damaged
+from fleetpipe.checkpoint.files.tensors import Layout, Stored, damage
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.parts import Region
 
@@ -70,7 +70,7 @@ class StepReader:
             layout = self._layouts.get(entry.file)
             stored = None if layout is None else layout.tensors.get(name.name)
             if stored is None or stored.tensor != entry.tensor:
-                raise damaged(folder / entry.file, f"{name} is not what the manifest says")
+                raise damage(folder / entry.file, f"{name} is not what the manifest says")
 
     def text(self, name: str) -> Json:
         """Returns the parsed contents of a JSON file of the folder, after a check of its checksum.
@@ -82,7 +82,7 @@ class StepReader:
         with _damage_named(path):
             data = path.read_bytes()
         if tensors.checksum([data]) != self.manifest.files[name].crc32:
-            raise damaged(path, "its checksum is of something else")
+            raise damage(path, "its checksum is of something else")
         return json.loads(data)
 
     def check_texts(self) -> None:
@@ -113,12 +113,12 @@ class StepReader:
             load[taker] += entry.tensor.nbytes // len(entry.pieces)
             if taker == share:
                 chosen.append((name, piece))
-        for error in self._compared(chosen):
+        for error in self._compare(chosen):
             raise error
 
-    def damaged(self) -> list[CheckpointError]:
+    def find_damage(self) -> list[CheckpointError]:
         """Returns an error for each part of a tensor that is damaged."""
-        return list(self._compared(self._pieces(GROUPS)))
+        return list(self._compare(self._pieces(GROUPS)))
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[TensorName, Region | None, memoryview], None]]:
@@ -126,7 +126,7 @@ class StepReader:
 
         That raises ``CheckpointError`` if a file cannot be read any more.
         """
-        with self._opened() as opened:
+        with self._open_files() as opened:
 
             def read(name: TensorName, cut: Region | None, memory: memoryview) -> None:
                 file, stored = opened(name)
@@ -140,11 +140,11 @@ class StepReader:
             if name.group in groups:
                 yield from ((name, piece) for piece in entry.pieces)
 
-    def _compared(
+    def _compare(
         self, pieces: Iterable[tuple[TensorName, WrittenPart]]
     ) -> Iterator[CheckpointError]:
         """Yields an error for each piece whose checksum is wrong."""
-        with self._opened() as opened:
+        with self._open_files() as opened:
             for name, piece in pieces:
                 file, stored = opened(name)
                 with _damage_named(self._path(name)):
@@ -152,23 +152,23 @@ class StepReader:
                 if checksum != piece.crc32:
                     cut = piece.cut
                     place = f", in {cut.start} to {cut.stop} of axis {cut.axis}" if cut else ""
-                    yield damaged(self._path(name), f"{name} has other bits than were saved{place}")
+                    yield damage(self._path(name), f"{name} has other bits than were saved{place}")
 
     def _path(self, name: TensorName) -> Path:
         return self.folder / self.manifest.tensors[name].file
 
     @contextmanager
-    def _opened(self) -> Iterator[Callable[[TensorName], tuple[FileIO, Stored]]]:
+    def _open_files(self) -> Iterator[Callable[[TensorName], tuple[FileIO, Stored]]]:
         """Yields a function that returns the open file of a tensor, and its place there."""
         with ExitStack() as files:
 
             @cache
-            def opened(path: Path) -> FileIO:
+            def open_file(path: Path) -> FileIO:
                 with _damage_named(path):
                     return files.enter_context(path.open("rb", buffering=0))
 
             yield lambda name: (
-                opened(self._path(name)),
+                open_file(self._path(name)),
                 self._layouts[self.manifest.tensors[name].file].tensors[name.name],
             )
 
@@ -179,17 +179,17 @@ def _damage_named(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        raise damaged(path, f"{type(error).__name__}: {error}") from error
+        raise damage(path, f"{type(error).__name__}: {error}") from error
 
 
 def _require_size(path: Path, whole: Whole) -> None:
     size = os.stat(path).st_size
     if size != whole.size:
-        raise damaged(path, f"{size} bytes in the place of {whole.size}")
+        raise damage(path, f"{size} bytes in the place of {whole.size}")
 
 
 def _layout(path: Path, whole: Whole) -> Layout:
     layout = tensors.read_layout(path)
     if tensors.checksum([layout.header]) != whole.crc32:
-        raise damaged(path, "the checksum of its header is of something else")
+        raise damage(path, "the checksum of its header is of something else")
     return layout

@@ -68,7 +68,7 @@ def step_in(path: Path, step: int | None = None) -> Path:
     """
     if step is None and (path / manifest.MANIFEST).is_file():
         return path
-    return Retention(path).chosen(LATEST if step is None else step)
+    return Retention(path).step_folder(LATEST if step is None else step)
 
 
 def publish(draft: Path, home: Path, step: int) -> None:
@@ -215,7 +215,7 @@ class Retention:
         ]
         return max(rated)[1] if rated else None
 
-    def chosen(self, step: int | str) -> Path:
+    def step_folder(self, step: int | str) -> Path:
         """Returns the folder of a complete step.
 
         Args:

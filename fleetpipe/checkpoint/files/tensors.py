@@ -104,7 +104,7 @@ class Layout(NamedTuple):
     size: int
 
 
-def laid_out(tensors: Mapping[str, Described], made_for: str = "pd") -> Layout:
+def layout_of(tensors: Mapping[str, Described], made_for: str = "pd") -> Layout:
     """Returns the layout of a file for ``tensors``, those with the largest elements first.
 
     Args:
@@ -136,19 +136,19 @@ def read_layout(path: Path) -> Layout:
         size = os.fstat(file.fileno()).st_size
         count = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 2 <= count <= min(size - _LENGTH_BYTES, _LARGEST_HEADER):
-            raise damaged(path, f"a header of {count} bytes in a file of {size}")
+            raise damage(path, f"a header of {count} bytes in a file of {size}")
         text = file.read(count)
     try:
-        tensors = _parsed(text, _LENGTH_BYTES + count)
+        tensors = _parse_entries(text, _LENGTH_BYTES + count)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise damaged(path, str(error)[:200]) from error
+        raise damage(path, str(error)[:200]) from error
     end = _LENGTH_BYTES + count
     for name, (tensor, begin) in sorted(tensors.items(), key=_by_place):
         if begin != end:
-            raise damaged(path, f"{name!r} begins at {begin}, and the one before ends at {end}")
+            raise damage(path, f"{name!r} begins at {begin}, and the one before ends at {end}")
         end += tensor.nbytes
     if end != size:
-        raise damaged(path, f"tensors up to {end} in a file of {size} bytes")
+        raise damage(path, f"tensors up to {end} in a file of {size} bytes")
     return Layout(count.to_bytes(_LENGTH_BYTES, "little") + text, tensors, size)
 
 
@@ -157,7 +157,7 @@ def _by_place(item: tuple[str, Stored]) -> tuple[int, int]:
     return begin, tensor.nbytes
 
 
-def _parsed(text: bytes, start: int) -> dict[str, Stored]:
+def _parse_entries(text: bytes, start: int) -> dict[str, Stored]:
     entries = json.loads(text, object_pairs_hook=_each_once)
     entries.pop("__metadata__", None)
     tensors = {}
@@ -183,7 +183,7 @@ def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return entries
 
 
-def damaged(path: Path, got: str) -> CheckpointError:
+def damage(path: Path, got: str) -> CheckpointError:
     """Returns the error that says that a file is damaged."""
     return CheckpointError(
         f"{path.name} is damaged",

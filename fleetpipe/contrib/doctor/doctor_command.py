@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "that ray start began here",
     )
     parser.add_argument(
-        *kinds.spelled("checkpoint_dir"),
+        *kinds.spellings("checkpoint_dir"),
         type=Path,
         default=Path(os.environ.get("FLEETPIPE_CHECKPOINT_DIR", "checkpoints")),
         metavar="FOLDER",

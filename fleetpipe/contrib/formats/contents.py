@@ -104,7 +104,7 @@ def stored_tensor(path: Path, stored: Stored) -> LazyTensor:
             with FileIO(str(path)) as file:
                 tensors.read(file, stored, cut, memory_of(array))
         except (OSError, EOFError) as error:
-            raise tensors.damaged(path, f"{type(error).__name__}: {error}") from error
+            raise tensors.damage(path, f"{type(error).__name__}: {error}") from error
         return array
 
     return LazyTensor(stored.tensor, read)
@@ -135,10 +135,10 @@ def are_whole(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Seque
 def lazy_array(path: Path, array: np.ndarray) -> LazyTensor:
     """Returns an array of a file of ``paddle.save``, which is read from there when it is used."""
     if not isinstance(array, np.ndarray):
-        raise tensors.damaged(path, f"a {type(array).__name__} in the place of a tensor")
+        raise tensors.damage(path, f"a {type(array).__name__} in the place of a tensor")
     described = Held(array).described
     if described.dtype not in CODES:
-        raise tensors.damaged(path, f"an array of {described.dtype}")
+        raise tensors.damage(path, f"an array of {described.dtype}")
 
     def read(cut: Region | None) -> np.ndarray:
         values = array if cut is None else cut.taken_from(array)

@@ -168,7 +168,7 @@ class _Shards:
         except CheckpointError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise tensors.damaged(self._path, f"{type(error).__name__}: {error}"[:200]) from error
+            raise tensors.damage(self._path, f"{type(error).__name__}: {error}"[:200]) from error
 
     def _parts_of(self, name: str) -> Iterator[_Part]:
         for record in self._described[name]:
@@ -188,10 +188,10 @@ class _Shards:
         described = Described(dtype, shape)
         if dtype not in CODES or any(piece.described.dtype != dtype for piece in pieces):
             got = ", ".join(dict.fromkeys(piece.described.dtype for piece in pieces))
-            raise tensors.damaged(parts[0].file, f"{name!r} has parts of {got}, not of {dtype}")
+            raise tensors.damage(parts[0].file, f"{name!r} has parts of {got}, not of {dtype}")
         if not _are_whole(parts, shape):
             places = join_names([f"{[*part.shape]} at {[*part.begin]}" for part in parts])
-            raise tensors.damaged(
+            raise tensors.damage(
                 self._path, f"parts that are not the whole of {name!r}, {described}: {places}"
             )
 
@@ -212,11 +212,11 @@ class _Shards:
             self._files[part.file] = _contents(part.file)
         piece = self._files[part.file].get(part.name)
         if piece is None:
-            raise tensors.damaged(part.file, f"no {part.name!r}, which {self._path.name} has there")
+            raise tensors.damage(part.file, f"no {part.name!r}, which {self._path.name} has there")
         shape = part.shape if part.range is None else (part.range[1] - part.range[0],)
         if piece.described.shape != shape:
             got = f"{part.name!r} is {piece.described}, and {self._path.name} says {list(shape)}"
-            raise tensors.damaged(part.file, got)
+            raise tensors.damage(part.file, got)
         return piece
 
 

@@ -36,7 +36,7 @@ def read_folder(folder: Path) -> Checkpoint:
     files = [
         (file.number, saved.path(name), file.shard)
         for name in saved.paths
-        if (file := LayerFile.named(name))
+        if (file := LayerFile.parse(name))
     ]
     for number, path, shard in sorted(files):
         if shard:

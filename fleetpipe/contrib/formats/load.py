@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.checkpoint.contents.layer_and_optimizer import unwrapped
+from fleetpipe.checkpoint.contents.layer_and_optimizer import unwrap
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import MODEL, OPTIMIZER, SavedModel, TensorName
 from fleetpipe.checkpoint.files.manifest import Entry, Manifest
@@ -85,7 +85,7 @@ def _fitting(objects: Objects, state: Checkpoint) -> Objects:
     """Returns the objects to load: without the learning rate if the checkpoint has none."""
     if objects.optimizer is None or state.scheduler is not None:
         return objects
-    if scheduler_of(unwrapped(objects.optimizer)) is not None:
+    if scheduler_of(unwrap(objects.optimizer)) is not None:
         once(
             _log.warning,
             "the checkpoint has no state of the learning rate's scheduler, which stays",
@@ -102,7 +102,7 @@ class _StepOfAnother:
         kind = None
         if optimizer is not None and state.of(OPTIMIZER):
             # No other format says which it is: the kinds of its tensors are compared.
-            kind = type(unwrapped(optimizer)).__name__
+            kind = type(unwrap(optimizer)).__name__
         order = (*state.of(MODEL),)
         self.manifest = Manifest(
             *(state.step or 0, {}, entries, order, kind, {}, {}, {}, state.plain_order)

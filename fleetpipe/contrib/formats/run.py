@@ -12,7 +12,7 @@ from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, OPTIMIZER, TensorName
 from fleetpipe.checkpoint.files import run_folder
 from fleetpipe.checkpoint.files.manifest import Manifest
-from fleetpipe.checkpoint.files.plan import Holding, Inventory, indexes, planned
+from fleetpipe.checkpoint.files.plan import Holding, Inventory, indexes, plan_files
 from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.checkpoint.files.run_folder import Retention, step_in
 from fleetpipe.checkpoint.files.writer import Assignment, described_files, write
@@ -77,11 +77,11 @@ def write_step(state: Checkpoint, home: Path, step: int) -> None:
     states = {"extra": {}, "random": training_state.random_states()}
     if state.scheduler is not None:
         states[SCHEDULER] = state.scheduler
-    merged = training_state.merged([states], [ranks.place])
+    merged = training_state.merge_states([states], [ranks.place])
     holdings = {
         name: Holding(tensor.described, None, False) for name, tensor in state.tensors.items()
     }
-    plan = planned([Inventory(holdings)])
+    plan = plan_files([Inventory(holdings)])
     text = training_state.to_text({"step": step, **merged})
     texts = {**indexes(plan), training_state.FILE: text}
     order, versions = (*state.of(MODEL),), {"fleetpipe": __version__, "paddle": VERSION}

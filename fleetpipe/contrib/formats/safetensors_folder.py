@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fleetpipe.checkpoint.contents.parts import MASTER_WEIGHTS, MODEL, OPTIMIZER, TensorName
 from fleetpipe.checkpoint.files import tensors
-from fleetpipe.checkpoint.files.plan import Holding, Inventory, indexes, planned
+from fleetpipe.checkpoint.files.plan import Holding, Inventory, indexes, plan_files
 from fleetpipe.contrib.formats.contents import (
     SCHEDULER,
     Checkpoint,
@@ -114,12 +114,10 @@ def _group(folder: Path, group: str) -> dict[str, LazyTensor]:
     layouts = {file: _layout(folder / file, index) for file in dict.fromkeys(places.values())}
     for name, file in places.items():
         if name not in layouts[file].tensors:
-            raise tensors.damaged(
-                folder / file, f"no tensor {name!r}, which {index.name} has there"
-            )
+            raise tensors.damage(folder / file, f"no tensor {name!r}, which {index.name} has there")
     unlisted = [n for f, layout in layouts.items() for n in layout.tensors if places.get(n) != f]
     if unlisted:
-        raise tensors.damaged(index, f"no place for {join_names(unlisted)}, which its files hold")
+        raise tensors.damage(index, f"no place for {join_names(unlisted)}, which its files hold")
     return {
         name: stored_tensor(folder / file, layouts[file].tensors[name])
         for name, file in places.items()
@@ -178,10 +176,10 @@ def _write(state: Checkpoint, folder: Path, made_by: str) -> None:
     holdings = {
         name: Holding(tensor.described, None, False) for name, tensor in state.tensors.items()
     }
-    plan = planned([Inventory(holdings)])
+    plan = plan_files([Inventory(holdings)])
     for group, files in plan.groups.items():
         for name in files:
-            layout = tensors.laid_out(
+            layout = tensors.layout_of(
                 {n: one.tensor for n, one in plan.files[name].tensors.items()}, made_by
             )
             with FileIO(str(folder / name), "w") as file:

@@ -59,7 +59,7 @@ class KeptState:
             CheckpointError: The host has too little memory.
         """
         held = self._list_tensors()
-        state = self._objects.training_state(self._objects.model_part()).taken()
+        state = self._objects.training_state(self._objects.model_part()).collect()
         text = training_state.to_text(state).encode()
         segment = self._segment(text)
         segment.write(step, [host_memory.bytes_of(one) for one in held], text)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
-from fleetpipe.capture.proof.comparison import digest_of, kept
+from fleetpipe.capture.proof.comparison import digest_of, undo_training
 from fleetpipe.capture.proof.first_difference import first_difference
-from fleetpipe.capture.proof.models import copied
+from fleetpipe.capture.proof.models import copy_inputs
 from fleetpipe.capture.proof.rounding import SHARE, Rounding, largest_of, move_by_a_unit
 from fleetpipe.capture.proof.verdict import node_of
 from fleetpipe.capture.running.dependencies import Marks, attributes_of
@@ -346,7 +346,7 @@ class Shadow(BatchObserver):
         """
         tensors = reference.tensors()
         before = {name: copy_of(tensors[name].grad) for name in gradients}
-        with kept(reference.model):
+        with undo_training(reference.model):
             drop_gradients(tensors.values())
             move_by_a_unit(tensor for tensor in tensors.values() if not tensor.stop_gradient)
             with as_the_next_batch(batch.keys):
@@ -423,7 +423,7 @@ class Shadow(BatchObserver):
             form = forms.of(signature_of(inputs), training=True)
             if batch.keys is not None:
                 batch.keys.micro_batch = GlobalMicroBatch(number)
-            node = first_difference(again, form, copied(inputs), batch.keys)
+            node = first_difference(again, form, copy_inputs(inputs), batch.keys)
             if node is not None:
                 return f"first in {node.name}, micro-batch {number}, {node.place}"
         form = self._forms.example(training=True)

@@ -20,7 +20,7 @@ from fleetpipe.paddle_api.optimizer import learning_rate_of
 _configured: Callable[..., CallbackList] = config_callbacks
 
 
-def configured(
+def build_callback_list(
     model: Any,
     callbacks: Nest,
     *,
@@ -47,7 +47,7 @@ def configured(
         ConfigError: An argument is no callback, or a number is out of range.
     """
     arguments.require_numbers(log_freq=log_freq)
-    chosen = rank_policy.chosen(_with_trackers(callbacks, save_dir), model.is_rank)
+    chosen = rank_policy.callbacks_of_rank(_with_trackers(callbacks, save_dir), model.is_rank)
     # Where these are not among them, Paddle would add its own.
     if not any(isinstance(callback, rank_policy.ModelCheckpoint) for callback in chosen):
         whole = any(isinstance(callback, PipelineCheckpoint) for callback in chosen)

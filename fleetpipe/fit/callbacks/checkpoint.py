@@ -201,7 +201,7 @@ class Nothing:
         """Does nothing."""
 
 
-def added(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[Any]:
+def with_checkpoint(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[Any]:
     """Returns the user's callbacks, with a ``PipelineCheckpoint`` if they have none."""
     listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
     usable = [callback for callback in listed if callback]
@@ -211,7 +211,7 @@ def added(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[A
 
 
 @contextmanager
-def saved(
+def saver_of(
     callbacks: Sequence[Any], position: Position, save_dir: str | None, go_on: bool
 ) -> Iterator[PipelineCheckpoint | Nothing]:
     """While it is open, the ``PipelineCheckpoint`` among the callbacks saves, if there is one."""

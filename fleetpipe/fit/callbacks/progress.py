@@ -167,7 +167,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
 
 
 @contextmanager
-def closed(callbacks: Sequence[Any]) -> Iterator[None]:
+def closing_bars(callbacks: Sequence[Any]) -> Iterator[None]:
     """Closes the bars of the callbacks when it is left, after Ctrl-C or an error too."""
     try:
         yield

@@ -64,7 +64,7 @@ class Elsewhere(Callback):
     """A callback that does nothing, for the ranks that do not run the user's."""
 
 
-def chosen(callbacks: Nest, is_place: Callable[[str], bool]) -> list[Any]:
+def callbacks_of_rank(callbacks: Nest, is_place: Callable[[str], bool]) -> list[Any]:
     """Returns, for each of the user's callbacks, the callback to run on this rank.
 
     Args:
@@ -75,10 +75,10 @@ def chosen(callbacks: Nest, is_place: Callable[[str], bool]) -> list[Any]:
         ConfigError: An item is no callback, or its ``on_rank`` has another value.
     """
     listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
-    return [_here(callback, is_place) for callback in listed if callback]
+    return [_callback_of_rank(callback, is_place) for callback in listed if callback]
 
 
-def _here(callback: Any, is_place: Callable[[str], bool]) -> Any:
+def _callback_of_rank(callback: Any, is_place: Callable[[str], bool]) -> Any:
     require_callback(callback)
     place = getattr(callback, "on_rank", "all")
     if place not in _PLACES:

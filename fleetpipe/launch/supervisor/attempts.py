@@ -185,7 +185,7 @@ class Again(NamedTuple):
     said: tuple[str, ...]
 
 
-def interrupted(verdict: Verdict, stopped_by: int | None) -> Verdict:
+def with_interrupt(verdict: Verdict, stopped_by: int | None) -> Verdict:
     """Returns the verdict on an attempt: interrupted if Ctrl-C ended it, whatever its records.
 
     Args:
@@ -207,7 +207,7 @@ def after(
 
     Args:
         attempt: The attempt.
-        verdict: Its verdict from :func:`interrupted`.
+        verdict: Its verdict from :func:`with_interrupt`.
         max_restart: The largest number of restarts.
         stopped_by: The first signal that asked the job to stop; None if none did.
     """

@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--nproc",
-        *kinds.spelled("nproc_per_node"),
+        *kinds.spellings("nproc_per_node"),
         dest="nproc_per_node",
         type=kinds.processes,
         metavar="N",
@@ -34,22 +34,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="how many hosts take part, or between how many, with --ray (default: 1)",
     )
     for name in ("master", "host", "elastic_timeout", "neighbour_every"):
-        add(*kinds.spelled(name), type=_of_several_hosts, help=argparse.SUPPRESS)
+        add(*kinds.spellings(name), type=_of_several_hosts, help=argparse.SUPPRESS)
     add(
-        *kinds.spelled("max_restart"),
+        *kinds.spellings("max_restart"),
         type=kinds.count,
         default=3,
         metavar="R",
         help="how often a job that fails is started again (default: %(default)s)",
     )
     add(
-        *kinds.spelled("checkpoint_dir"),
+        *kinds.spellings("checkpoint_dir"),
         metavar="FOLDER",
         help="where fleetpipe.resume keeps checkpoints (default: $FLEETPIPE_CHECKPOINT_DIR, "
         "else checkpoints)",
     )
     add(
-        *kinds.spelled("keep_state"),
+        *kinds.spellings("keep_state"),
         action="store_true",
         help="keep the state after every step in this host's memory: no step is lost",
     )

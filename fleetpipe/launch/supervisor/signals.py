@@ -32,7 +32,7 @@ class Signals:
 
 
 @contextmanager
-def caught() -> Iterator[Signals]:
+def catch_signals() -> Iterator[Signals]:
     """While it is open, signals only go to the yielded :class:`Signals`. For the main thread."""
     received, sent = socket.socketpair()
     numbers = (*STOP_SIGNALS, *BREAK_SIGNALS)

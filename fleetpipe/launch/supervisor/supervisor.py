@@ -13,10 +13,10 @@ from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
 from fleetpipe.launch import log_filter
-from fleetpipe.launch.supervisor.attempts import Attempt, End, Verdict, after, interrupted
+from fleetpipe.launch.supervisor.attempts import Attempt, End, Verdict, after, with_interrupt
 from fleetpipe.launch.supervisor.local_ranks import Local
 from fleetpipe.launch.supervisor.pods import Pods
-from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, caught
+from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, catch_signals
 from fleetpipe.launch.supervisor.state_folder import state_folder
 
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if checkpoints:
         require_folder("--checkpoint-dir", checkpoints)
     with ExitStack() as ends:
-        signals = ends.enter_context(caught())
+        signals = ends.enter_context(catch_signals())
         folder = ends.enter_context(state_folder())
         pods = Pods(log_filter.environment(options.log_level), folder)
         ends.callback(pods.close)
@@ -72,7 +72,7 @@ class Supervisor:
         while True:
             self._deadline = None
             self._local.start(attempt)
-            verdict = interrupted(self._verdict(), self._stopped_by)
+            verdict = with_interrupt(self._verdict(), self._stopped_by)
             self._local.record(attempt.number, verdict)
             then = after(attempt, verdict, self._options.max_restart, self._stopped_by)
             for text in then.said:

@@ -14,7 +14,7 @@ from fleetpipe.launch.supervisor.attempts import (
     End,
     Verdict,
     after,
-    interrupted,
+    with_interrupt,
 )
 
 DONE = Verdict(0)
@@ -100,15 +100,15 @@ def unsaved(name: str) -> tuple[str, ...]:
 def test_a_job_that_is_asked_to_stop_is_not_started_again(
     verdict: Verdict, stopped_by: int, code: int, said: tuple[str, ...]
 ) -> None:
-    assert after(Attempt(), interrupted(verdict, stopped_by), 3, stopped_by) == End(code, said)
+    assert after(Attempt(), with_interrupt(verdict, stopped_by), 3, stopped_by) == End(code, said)
 
 
 def test_what_ctrl_c_ended_was_interrupted() -> None:
-    assert interrupted(DONE, signal.SIGINT) == DONE
-    assert interrupted(killed(4), signal.SIGTERM) == killed(4)
+    assert with_interrupt(DONE, signal.SIGINT) == DONE
+    assert with_interrupt(killed(4), signal.SIGTERM) == killed(4)
     for verdict in (SAVED, killed(4)):
         expected = replace(verdict, code=INTERRUPTED, culprit="interrupted")
-        assert interrupted(verdict, signal.SIGINT) == expected
+        assert with_interrupt(verdict, signal.SIGINT) == expected
 
 
 def test_a_full_disk_is_not_the_fault_of_a_step() -> None:

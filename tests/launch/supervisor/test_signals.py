@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from fleetpipe.launch.supervisor.attempts import Attempt, Verdict
-from fleetpipe.launch.supervisor.signals import caught
+from fleetpipe.launch.supervisor.signals import catch_signals
 from fleetpipe.launch.supervisor.supervisor import Supervisor
 
 
@@ -48,7 +48,7 @@ class Ranks:
 
 def supervise(ranks: Ranks, *numbers: int) -> int:
     options = argparse.Namespace(max_restart=3, grace=60.0)
-    with caught() as signals:
+    with catch_signals() as signals:
         for number in numbers:
             os.kill(os.getpid(), number)
         return Supervisor(options, ranks, signals).run()  # type: ignore[arg-type]
