@@ -96,9 +96,10 @@ CORE = (
 #: In a folder of the core, and of the standard ring.
 STANDARD = (
     *("schedules/schedule_commands", "dygraph/observe/layer_meter", "dygraph/observe/measuring"),
-    "dygraph/observe/profile",
+    *("dygraph/observe/profile", "engine/step_meter", "fleet/gpu_only", "job/run_files"),
+    *("paddle_api/launcher", "paddle_api/loading", "schedules/families/variants"),
 )
-EXTRAS = ("contrib", "paddle_api/rehearsal")
+EXTRAS = ("contrib", "paddle_api/pipelining", "paddle_api/rehearsal")
 #: Faces, which name the types of what they load late.
 FACES = (
     *("fleetpipe.__init__", "fleetpipe.callbacks", "fleetpipe.dygraph.__init__"),
