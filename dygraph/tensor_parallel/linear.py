@@ -90,12 +90,8 @@ class ColumnParallelLinear(_ParallelLinear):
         count = self.count_blocks()
         if not count:
             return self.linear(x, self.weight, self.bias, name=self._name)
-        weights = blocks.split_blocks(self.weight, count, axis=1)
-        biases = (
-            [None] * count if self.bias is None else blocks.split_blocks(self.bias, count, axis=0)
-        )
-        operands = zip(blocks.uses(x, count), weights, biases)
-        return blocks.join_blocks([self.linear(*block) for block in operands])
+        output = blocks.column_product(x, self.weight, count)
+        return output if self.bias is None else output + self.bias
 
     def _inputs(self, x: Tensor) -> Tensor:
         """Returns the input that every member multiplies by its columns."""
@@ -165,10 +161,7 @@ class RowParallelLinear(_ParallelLinear):
         """Returns the sum of the terms of this member's rows."""
         if not count:
             return self.linear(columns, self.weight, name=self._name)
-        operands = zip(
-            blocks.split_blocks(columns, count, -1), blocks.split_blocks(self.weight, count, axis=0)
-        )
-        return blocks.sum_blocks([self.linear(*block) for block in operands])
+        return blocks.row_product(columns, self.weight, count)
 
     def _total(self, terms: Tensor) -> Tensor:
         """Returns the sum of the results of all members."""

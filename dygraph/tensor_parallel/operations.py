@@ -204,8 +204,7 @@ def parallel_matmul(
     group = groups.model_parallel_group(mp_group)
     hidden = identity(hidden, group) if is_cut else hidden
     count = 1 if part is None else part.number
-    operands = zip(blocks.uses(hidden, count), blocks.split_blocks(table, count, axis=0))
-    logits = blocks.join_blocks([product(*block, transpose_y=True) for block in operands])
+    logits = blocks.column_product(hidden, table, count, transposed=True)
     return gather(logits, group) if is_cut and gather_output else logits
 
 

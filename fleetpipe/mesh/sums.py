@@ -116,7 +116,9 @@ class TreeSum(Generic[Term]):
 
 def tree(values: Sequence[Term], add: Callable[[Term, Term], Term]) -> Term:
     """Returns the sum of one value or more by a tree; ``add`` as in :class:`TreeSum`."""
-    total = TreeSum(len(values), add)
-    for value in values:
-        total.add(value)
-    return total.total()
+    block = len(values) // count_blocks(len(values))
+    starts = range(0, len(values), block)
+    sums = [functools.reduce(add, values[start : start + block]) for start in starts]
+    while len(sums) > 1:
+        sums = [add(left, right) for left, right in zip(sums[::2], sums[1::2])]
+    return sums[0]
