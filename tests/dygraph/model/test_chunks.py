@@ -200,7 +200,7 @@ def test_a_backward_ends_at_its_own_stage(
 ) -> None:
     stages: list[int] = []
     passed: list[tuple[int, int]] = []
-    backward = DygraphStage._differentiate
+    backward = DygraphStage.backward
 
     def noted(self: Any, stage: int, micro_batch: int, output_grads: Any) -> Any:
         stages.append(stage)
@@ -216,7 +216,7 @@ def test_a_backward_ends_at_its_own_stage(
 
         return run
 
-    monkeypatch.setattr(DygraphStage, "_differentiate", noted)
+    monkeypatch.setattr(DygraphStage, "backward", noted)
     layers = [LayerDesc(nn.Linear, 6, 4), lambda x: (x, x), *map(mark, range(2, 8))]
     with job(ranks, 4, schedule):
         model = pipeline([*layers, lambda value: value[0]], num_virtual_pipeline_stages=chunks)
