@@ -17,10 +17,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from fleetpipe import log
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents.parts import ProgramSource, StageStreams
 from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError
+from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_id
 from fleetpipe.paddle_api.optimizer import learning_rate_of, scheduler_of
@@ -34,6 +36,11 @@ from fleetpipe.paddle_api.random import (
 )
 
 FILE = "state.json"
+#: The two ways to add gradients up, as ``fleetpipe_configs["sums"]`` has them.
+_TREE, _RUNNING = "tree", "running"
+
+_log = log.logger(__name__)
+
 #: A value of JSON.
 Json = Any
 
@@ -119,6 +126,8 @@ class TrainingState:
             state["scaler"] = plain(self._scaler.state_dict(), "the scaler's state")
         if self._data is not None:
             state["data"] = plain(self._data.state_dict(), "the position in the data")
+        if _sums() == _TREE:
+            state["sums"] = _TREE
         return state
 
     def require(self, state: Mapping[str, Json]) -> None:
@@ -140,7 +149,10 @@ class TrainingState:
             _require_keys("scaler", self._scaler.state_dict(), state["scaler"])
 
     def put_back(self, state: Mapping[str, Json]) -> None:
-        """Restores the states of all objects."""
+        """Restores the states of all objects; says if the job adds up otherwise than the saved."""
+        saved = state.get("sums", _RUNNING)
+        if _sums() not in (saved, None):
+            _log.info("sums were %r and are %r: the bits are others from here on", saved, _sums())
         if self._data is not None:
             self._data.set_state_dict(state["data"])
         if self._scheduler is not None:
@@ -163,6 +175,12 @@ class TrainingState:
         """Restores the random states of the saved rank whose place is most like ``place``."""
         leads = self._program is None or self._program.streams()[1]
         self.put_back_random(_random_of_place(saved, place, leads))
+
+
+def _sums() -> str | None:
+    """Returns how the job adds gradients up; None without a job."""
+    job = current_job()
+    return None if job is None else _TREE if job.sums_by_tree else _RUNNING
 
 
 def _chain(scheduler: Scheduler) -> list[Scheduler]:

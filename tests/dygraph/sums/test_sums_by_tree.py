@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import paddle
 import pytest
 from paddle import nn
 
+import fleetpipe
 from fleetpipe import fleet, parity
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
@@ -248,6 +250,28 @@ def test_a_batch_is_added_to_gradients_that_are_left() -> None:
         model.forward_backward_pipeline(batch(4, 1))
         second = [p.grad for p in model.parameters()]
     assert both == [(one + other).numpy().tobytes() for one, other in zip(first, second)]
+
+
+@pytest.mark.parametrize(("saved", "restored"), [("tree", "running"), ("running", "tree")])
+def test_a_checkpoint_goes_on_with_the_other_sums_and_says_so(
+    saved: str, restored: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def go_on(sums: str) -> None:
+        with job(2, sums=sums):
+            model = pipeline()
+            manager = fleetpipe.CheckpointManager(tmp_path)
+            optimizer = sgd(model)
+            if manager.steps():
+                manager.restore(model=model, optimizer=optimizer)
+            model.train_batch(batch(4, 0), optimizer)
+            manager.save(len(manager.steps()) + 1, model=model, optimizer=optimizer)
+
+    with caplog.at_level("INFO"):
+        go_on(saved)
+        go_on(saved)
+        assert "sums were" not in caplog.text
+        go_on(restored)
+    assert f"sums were {saved!r} and are {restored!r}: the bits are others" in caplog.text
 
 
 def _sparse() -> list[Any]:
