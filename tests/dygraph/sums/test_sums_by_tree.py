@@ -14,7 +14,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe import fleet, parity
+from fleetpipe import SplitPoint, fleet, parity
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from fleetpipe.job.job import current_job
@@ -291,3 +291,41 @@ def test_a_hook_on_a_tied_weight_is_refused_before_the_batch() -> None:
         model.parameters()[0].register_hook(lambda gradient: gradient)
         with pytest.raises(ConfigError, match="a hook"):
             model.train_batch(tokens(4, 0), sgd(model))
+
+
+class Plain(nn.Layer):
+    """A plain model, whose head may be its embedding."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.first, self.second = Block(), Block()
+        self.head = None if tied else nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Any) -> Any:
+        x = self.second(self.first(self.embedding(ids)))
+        return logits(self.embedding, x) if self.head is None else self.head(x)
+
+
+def train_captured(pp: int, tied: bool, cut: str = "first") -> tuple[list[bytes], dict[str, bytes]]:
+    with job(pp, 4, **TREE):
+        paddle.seed(0)
+        plain, splits = Plain(tied), {cut: SplitPoint.END} if pp > 1 else "auto"
+        example = tokens(1, 0)[0]
+        model = fleet.distributed_model(
+            fleetpipe.pipeline(plain, (example,), loss_fn=token_loss, split_spec=splits)
+        )
+        optimizer = clipped(model)
+        losses = [model.train_batch(tokens(4, step), optimizer) for step in range(2)]
+        state = bits(model.layers.full_state_dict())
+    return [loss.numpy().tobytes() for loss in losses], state
+
+
+def test_a_captured_model_has_the_bits_of_one_stage() -> None:
+    assert train_captured(2, tied=False) == train_captured(1, tied=False)
+    assert train_captured(2, tied=True, cut="second") == train_captured(2, tied=True)
+
+
+def test_nodes_of_one_stage_that_share_a_weight_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)two nodes of one stage.*'running'"):
+        train_captured(1, tied=True)
