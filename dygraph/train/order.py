@@ -90,18 +90,22 @@ class _Envelopes:
 
     def _shares(self) -> bool:
         """Whether two stages of the rank can reach one tensor, even outside of the layer list."""
-        placement = self._schedule.placement
+        placement, owned = self._schedule.placement, self._layers.owned_stages
         stages = placement.stages_of(self._rank)
-        roots: dict[int, list[object]] = {
-            stage: [*self._layers.owned_stages.layers(stage).values()] for stage in stages
-        }
-        if placement.stages - 1 in roots:
-            roots[placement.stages - 1] += self._layers.loss_functions()
-        tensors = [
-            {key for key, value in reachable(of_stage).items() if isinstance(value, paddle.Tensor)}
-            for of_stage in (roots.values() if len(stages) > 1 else ())
-        ]
-        return any(one & other for one, other in itertools.combinations(tensors, 2))
+        if len(stages) == 1:
+            return False
+        of_entries, range_of = owned.tensors(), self._layers.partition.range_of
+        within: list[set[int]] = []
+        for stage in stages:
+            roots: list[object] = [*owned.layers(stage).values()]
+            if stage == placement.stages - 1:
+                roots += self._layers.loss_functions()
+            tensors = [
+                tensor for number in range_of(stage) for tensor in of_entries.get(number, ())
+            ]
+            reached = reachable([*roots, *tensors]).values()
+            within.append({id(one) for one in reached if isinstance(one, paddle.Tensor)})
+        return any(one & other for one, other in itertools.combinations(within, 2))
 
 
 def _require_free(config: PipelineConfig, job: Job, layers: PipelineLayer, exchanges: bool) -> None:
