@@ -169,11 +169,17 @@ class SocketTransport:
         Raises:
             TransportError: The peer's stream is damaged.
         """
-        arrived, value = self.try_receive(peer, key)
-        if not arrived:
-            self.await_any([(peer, key)], timeout)
-            _, value = self.try_receive(peer, key)
-        return value
+        limit, peers = Limit(timeout), (peer,)
+        while True:
+            arrived, value = self.try_receive(peer, key)
+            inbox = self._connections[peer].inbox
+            inbox.delay = None
+            if arrived:
+                return value
+            inbox.prepare(key)
+            self._raise_if_any_died(Route(key, peer, self.rank))
+            if not self._wait(limit, peers):
+                raise self._late(peer, key, timeout)
 
     def await_any(
         self,
@@ -367,7 +373,7 @@ class SocketTransport:
             if not inbox.orderly or inbox.reason:
                 raise connection.failure(route)
 
-    def _late(self, peer: int, key: MessageKey, timeout: float, more: int) -> PipelineTimeout:
+    def _late(self, peer: int, key: MessageKey, timeout: float, more: int = 0) -> PipelineTimeout:
         inbox = self._connections[peer].inbox
         instead = f", or one of {more} others that it could go on with" if more else ""
         return PipelineTimeout(
