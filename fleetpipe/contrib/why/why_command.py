@@ -77,12 +77,14 @@ def run(options: argparse.Namespace) -> int:
         with using("--output", options.output, "a file that can be written"):
             text = page(steps, slowdown, sentence)
             options.output.write_text(text, encoding="utf-8")
+    early = _early_by_rank(operations)
     if options.json:
         listed = {"device": device, "schedules": [one._asdict() for one in schedules]}
-        sys.stdout.write(json.dumps({**slowdown.as_json(), **listed}) + "\n")
+        sys.stdout.write(json.dumps({**slowdown.as_json(), **listed, "early": early}) + "\n")
     else:
-        lines = [*_lines(sentence, slowdown, schedules), *_early_lines(operations)]
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        sys.stdout.writelines(f"{line}\n" for line in _lines(sentence, slowdown, schedules))
+        for rank, count in early.items():
+            sys.stdout.write(f"taken early by rank {rank}     {count} actions\n")
     return 0
 
 
@@ -106,13 +108,9 @@ def _lines(sentence: str, slowdown: Slowdown, schedules: list[Alternative]) -> I
         yield f"under {one.name:<8}            {one.seconds:.6g} s, {even}"
 
 
-def _early_lines(operations: Sequence[TracedOperation]) -> Iterator[str]:
-    """Yields how many actions ran early, if ranks took the schedule for a hint."""
-    actions = [one for one in operations if one.kind not in COMMUNICATIONS]
-    early = Counter(one.rank[1] for one in actions if one.early)
-    if early:
-        by_rank = ", ".join(f"rank {rank}: {count}" for rank, count in sorted(early.items()))
-        yield f"taken early               {early.total()} of {len(actions)} actions ({by_rank})"
+def _early_by_rank(operations: Sequence[TracedOperation]) -> dict[int, int]:
+    """Returns how many actions each rank ran early, if it took the schedule for a hint."""
+    return dict(sorted(Counter(one.stage for one in operations if one.early).items()))
 
 
 #: Where the operations explain less of the steps, what lies between them comes first.

@@ -15,7 +15,7 @@ from fleetpipe.contrib.why.slowdown import alternatives
 from fleetpipe.contrib.why.traced_ops import COLUMNS
 from fleetpipe.schedules import Placement, build
 from fleetpipe.schedules.forms.chrome import write_trace
-from fleetpipe.schedules.forms.events import Event, events_of
+from fleetpipe.schedules.forms.events import Event, events_of, with_early
 from tests.contrib.why.traces import Slow, trace
 
 LONG = {"F": "forward-compute", "B": "backward-compute"}
@@ -116,6 +116,21 @@ def test_a_trace_of_ours_is_read_step_by_step(
     assert times == pytest.approx([timeline.makespan / 1000] * 2)
     assert (found.slowdown, found.causes) == (pytest.approx(1), ())
     assert len(alternatives(steps)) == alternative
+
+
+def test_actions_that_were_taken_early_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = build("1F1B", ranks=2, micro_batches=4)
+    step = events_of(schedule.simulate())
+    taken = {"F0.2": "B0.0", "B0.0": "F0.2", "F0.3": "B0.1", "B0.1": "F0.3"}  # one for the other
+    early = with_early([e._replace(name=taken.get(e.name, e.name)) for e in step], schedule.actions)
+    assert {e.name: e.early for e in early if e.early} == {"F0.2": 1, "F0.3": 1}
+    path = tmp_path / "trace.json"
+    write_trace(path, {"measured": early, "predicted": step}, schedule.placement)
+    assert {(o.kind, o.micro_batch) for o in read_trace(path) if o.early} == {("F", 2), ("F", 3)}
+    assert main(["why", str(path)]) == 0
+    assert "taken early by rank 0     2 actions" in capsys.readouterr().out
 
 
 def test_a_high_number_of_a_micro_batch_is_no_number_of_them(tmp_path: Path) -> None:

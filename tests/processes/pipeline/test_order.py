@@ -32,9 +32,9 @@ class Restless(nn.Layer):
     """Takes another time in each forward and backward; computes nothing."""
 
     def forward(self, x: Any) -> Any:
-        time.sleep(time.perf_counter_ns() % 7 / 2000)
+        time.sleep(time.perf_counter_ns() % 5 / 3000)
         if not x.stop_gradient:
-            x.register_hook(lambda _: time.sleep(time.perf_counter_ns() % 5 / 2000))
+            x.register_hook(lambda _: time.sleep(time.perf_counter_ns() % 5 / 3000))
         return x
 
 
@@ -85,7 +85,7 @@ def train_both_ways(pp: int, folder: str) -> list[tuple[bool, int]]:
                 pp,
                 schedule,
                 micro_batches=MICRO_BATCHES,
-                steps=4,
+                steps=3,
                 data=TEXT,
                 optimizer=adam,
                 gradients=True,
