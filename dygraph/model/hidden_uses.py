@@ -27,9 +27,10 @@ from fleetpipe.paddle_api.tensor import is_out_of_reach, is_parameter, out_of_re
 
 #: Kinds that hold what a user's code puts there.
 _PLACES = (dict, list, types.CellType, type)
+_CACHE = type(functools.lru_cache(len))
 _HOLDERS = (
     *(*_PLACES, tuple, set, deque, types.MethodType, types.SimpleNamespace, argparse.Namespace),
-    *(functools.partial, type(functools.lru_cache(len)), paddle.nn.Layer),
+    *(functools.partial, _CACHE, paddle.nn.Layer),
 )
 
 
@@ -115,10 +116,14 @@ class HiddenUses:
         self._is_first = True
         self._on_ranks = len(here) < len(functions)
         every = {key: value for values in reached.values() for key, value in values.items()}
+        # A rank without an entry of a function's cache calls the function.
+        caches = [one for one in every.values() if isinstance(one, _CACHE)]
+        cached = {id(one) for one in gc.get_referents(*caches)}
         self._places = [
             value
             for key, value in every.items()
             if len(here) > 1 and len(near[key]) > 1 and isinstance(value, _PLACES)
+            if key not in cached
         ]
         self._before = [dict(_content(place)) for place in self._places]
         self._left: dict[tuple[int, Any], _Left] = {}

@@ -230,6 +230,18 @@ def test_what_stages_keep_for_the_script_alone_is_theirs() -> None:
     assert results[0] == results[1]
 
 
+def test_what_a_cached_function_returns_is_each_ranks_to_compute() -> None:
+    masks = functools.cache(lambda width: paddle.arange(width, dtype="float32"))
+
+    def masked(x: Any) -> Any:
+        return x * masks(x.shape[-1])
+
+    paddle.seed(0)
+    layers = [nn.Linear(6, 6), masked, nn.Linear(6, 6), masked, nn.Linear(6, 4)]
+    one, two = (train(copy.deepcopy(layers), pp) for pp in (1, 2))
+    assert one == two
+
+
 class Halved(PipelineLayer):
     def forward(self, *args: Any, **named: Any) -> Any:
         return super().forward(*args, **named) * 0.5
