@@ -16,7 +16,7 @@ from paddle import nn
 from paddle.nn import functional as F
 
 from fleetpipe.dygraph import slices
-from fleetpipe.dygraph.tensor_parallel import operations
+from fleetpipe.dygraph.tensor_parallel import dropout, parallel_matmul
 from fleetpipe.fleet.meta_parallel import (
     ColumnParallelLinear,
     LayerDesc,
@@ -53,8 +53,7 @@ class Embedding(nn.Layer):
 
 def logits(embedding: Embedding, hidden: Any) -> Any:
     """Returns this member's columns of the logits, [rows, length, vocabulary / mp]."""
-    hidden = operations.identity(hidden, embedding.table.model_parallel_group)
-    return paddle.matmul(hidden, embedding.weight, transpose_y=True)
+    return parallel_matmul(hidden, embedding.weight)
 
 
 logits.takes_slices = True  # type: ignore[attr-defined]
@@ -83,8 +82,11 @@ class Block(nn.Layer):
 
     takes_slices = True
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(
+        self, width: int, heads: int, dropout: float, attention_dropout: float = 0.0
+    ) -> None:
         super().__init__()
+        self.attention_dropout = attention_dropout
         self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
         # The columns stand head by head, each with its q, k and v: a slice holds whole heads. No
@@ -113,7 +115,9 @@ class Block(nn.Layer):
             keys, values = zip(*kept, (key, value))
             key, value = paddle.concat(keys, axis=2), paddle.concat(values, axis=2)
         scores = paddle.matmul(query, key, transpose_y=True) / math.sqrt(self.head_width)
-        seen = paddle.matmul(F.softmax(scores + _causal(length, key.shape[2])), value)
+        shares = F.softmax(scores + _causal(length, key.shape[2]))
+        shares = dropout(shares, self.attention_dropout, axis=1, training=self.training)
+        seen = paddle.matmul(shares, value)
         return self.projection(seen.transpose([0, 2, 1, 3]).reshape([rows, length, -1]))
 
 
@@ -145,9 +149,9 @@ class NextTokenLoss(nn.Layer):
         return self.entropy(columns, following.unsqueeze(-1)).mean()
 
 
-def gpt(args: Any, vocabulary: int, **kwargs: Any) -> Any:
+def gpt(args: Any, vocabulary: int, attention_dropout: float = 0.0, **kwargs: Any) -> Any:
     """Returns the model as a ``PipelineLayer`` of 2 x 2 + ``args.blocks`` layers."""
-    block = (args.width, args.heads, args.dropout)
+    block = (args.width, args.heads, args.dropout, attention_dropout)
     shared = {"shared_weight_attr": "weight", "vocabulary": vocabulary, "width": args.width}
     layers = [
         SharedLayerDesc("embedding", Embedding, **shared),

@@ -124,6 +124,26 @@ def test_the_modes_of_the_benchmark_are_alike(launch: Launch, tmp_path: Path) ->
     assert found[0]["pipeline_loss"][-1] < found[0]["pipeline_loss"][0] - 0.1
 
 
+def hashed(launch: Launch, name: str, nproc: int | None, words: str) -> str:
+    """Returns the hash that an example prints."""
+    log = launch(EXAMPLES / f"{name}.py", nproc, args=words.split(), timeout=280).logs[0]
+    return re.findall(r"^hash: ([0-9a-f]{64})$", log, re.MULTILINE)[-1]
+
+
+def test_one_hash_in_every_layout_and_by_hand(launch: Launch, tmp_path: Path) -> None:
+    by_hand = hashed(launch, "one_hash_by_hand", None, "2")
+    assert hashed(launch, "one_hash", None, "--steps 2") == by_hand
+    first = f"--checkpoint {tmp_path / 'run'}"
+    hashed(launch, "one_hash", 4, f"--steps 1 --mp 2 --dp 2 {first}")
+    words = f"--steps 2 --sharding 2 --stage 2 --chunks 2 --recompute 1 {first} --resume"
+    assert hashed(launch, "one_hash", 4, words) == by_hand
+    dropped = [
+        hashed(launch, "one_hash", nproc, f"--steps 2 --dropout 0.1 {words}")
+        for nproc, words in ((None, "--schedule ZBV"), (2, "--mp 2"))
+    ]
+    assert dropped[0] == dropped[1] != by_hand
+
+
 def test_speed_is_told_where_nothing_is_compared(launch: Launch) -> None:
     job = launch(EXAMPLES / "dygraph_gpt.py", 2, args=GPT.split())
     assert re.search(r"^1F1B: \d+ tokens/s$", job.logs[1], re.MULTILINE)
