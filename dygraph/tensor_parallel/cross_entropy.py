@@ -109,28 +109,31 @@ class _CrossEntropy(paddle.autograd.PyLayer):
         places = _places(paddle.where(here, column, paddle.zeros_like(column)), width)
         # A member may hold nothing but -inf, as padding of the vocabulary does.
         least = float(paddle.finfo(exact.dtype).min)
-        parts = blocks.split_blocks(exact, max(count, 1), axis=-1)
-        tops = [part.max(axis=-1, keepdim=True).clip(min=least) for part in parts]
-        powers = [(part - top).exp_() for part, top in zip(parts, tops)]
+        each = max(count, 1)
+        parts = exact.reshape([*exact.shape[:-1], each, width // each])
+        tops = parts.max(axis=-1).clip(min=least)
+        above = (parts - tops.unsqueeze(-1)).reshape(exact.shape)
+        # Of an exponential and a sum the bits may depend on the shape, of a difference they do not.
+        powers = [part.exp_() for part in blocks.split_blocks(above, each, axis=-1)]
         sums = [power.sum(axis=-1, keepdim=True) for power in powers]
         picked = paddle.gather(exact.reshape([-1]), places).reshape(label.shape)
         picked = paddle.where(here, picked, paddle.zeros_like(picked))
-        share = paddle.concat([*tops, *sums, picked], axis=-1)
+        share = paddle.concat([tops, *sums, picked], axis=-1)
         loss, highest, below = _combine(gather(share, members), count)
-        factors = [paddle.exp(top - highest) / below for top in tops]
-        ctx.save_for_backward(places, here, ignored, *powers, *factors)
+        heights = [paddle.exp(one) for one in blocks.split_blocks(tops - highest, each, axis=-1)]
+        factors = blocks.join_blocks(heights) / below
+        ctx.save_for_backward(places, here, ignored, factors, *powers)
         ctx.dtype = logits.dtype
         return paddle.where(ignored, paddle.zeros_like(loss), loss).astype(logits.dtype)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Tensor:
-        places, here, ignored, *saved = ctx.saved_tensor()
-        powers, factors = saved[: len(saved) // 2], saved[len(saved) // 2 :]
+        places, here, ignored, factors, *powers = ctx.saved_tensor()
         grad = grad.astype(powers[0].dtype)
         zeros = paddle.zeros_like(grad)
         grad = paddle.where(ignored, zeros, grad)
-        parts = [power * (factor * grad) for power, factor in zip(powers, factors)]
-        whole = blocks.join_blocks(parts)
+        scales = blocks.split_blocks(factors * grad, len(powers), axis=-1)
+        whole = blocks.join_blocks([power * scale for power, scale in zip(powers, scales)])
         spread = whole.reshape([-1])
         at_label = paddle.gather(spread, places) - paddle.where(here, grad, zeros).reshape([-1])
         paddle.scatter_(spread, places, at_label)
