@@ -17,7 +17,8 @@ from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job import meeting
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import SoleGroup
-from fleetpipe.mesh.sums import add, tree
+from fleetpipe.mesh.sums import tree
+from fleetpipe.paddle_api import kernels
 from fleetpipe.paddle_api.tensor import tensor_bytes
 from fleetpipe.paddle_api.topology import (
     Group,
@@ -97,7 +98,7 @@ def total(tensor: Tensor, members: Members) -> Tensor:
         PipelineTimeout: Some member did not come within the limit.
     """
     if sums_by_tree():
-        return tree(gather(tensor, members), add)
+        return tree(gather(tensor, members), kernels.total)
     if members.ranks > 2 and tensor_bytes(tensor) > _RING_BYTES:
         summed = tensor.detach().clone()
         members.all_reduce([summed])

@@ -8,7 +8,7 @@ from fleetpipe.aliases import Attribute, PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel import blocks, operations
 from fleetpipe.dygraph.tensor_parallel.layer import ParallelLayer
 from fleetpipe.errors import UsageError
-from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api import kernels, paddle
 
 
 class _ParallelLinear(ParallelLayer):
@@ -91,7 +91,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if not count:
             return self.linear(x, self.weight, self.bias, name=self._name)
         output = blocks.column_product(x, self.weight, count)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else kernels.total(output, self.bias)
 
     def _inputs(self, x: Tensor) -> Tensor:
         """Returns the input that every member multiplies by its columns."""
