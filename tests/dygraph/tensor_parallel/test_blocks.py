@@ -14,6 +14,7 @@ from paddle.distributed.communication.group import Group
 
 from fleetpipe import fleet
 from fleetpipe.dygraph import tensor_parallel
+from fleetpipe.dygraph.backward.leaf import can_wait, examine
 from fleetpipe.dygraph.tensor_parallel import (
     ColumnParallelLinear,
     ParallelCrossEntropy,
@@ -251,6 +252,18 @@ def test_what_computes_with_shards_is_refused(
     monkeypatch.setattr(current_job(), "shard", (0, 2))
     with pytest.raises(ConfigError, match=words):
         fleet.distributed_optimizer(make(parameters=parameters))
+
+
+def test_weight_gradients_of_blocks_can_wait() -> None:
+    for layer, width in (
+        (ColumnParallelLinear(32, 64, has_bias=True), 32),
+        (RowParallelLinear(64, 32), 64),
+    ):
+        assert can_wait(layer)
+        nature = examine(layer.parameters(), layer.forward, (drawn(6, width),), {})
+        assert nature.divisible
+        assert nature.straight
+    assert can_wait(Halves(32, 64))
 
 
 def test_fewer_blocks_are_those_of_a_class() -> None:
