@@ -233,6 +233,36 @@ def end_session(leader: int) -> None:
             os.killpg(leader, signal.SIGKILL)
 
 
+def end_own_session() -> None:
+    """Kills this process, and all others of the session if it began one."""
+    if sys.platform != "win32":
+        end = os.killpg if os.getsid(0) == os.getpid() else os.kill
+        end(os.getpid(), signal.SIGKILL)
+
+
+def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool:
+    """Locks a file until it is closed, as this process ends at the latest.
+
+    Args:
+        descriptor: The file, opened to be written or, for a shared lock, to be read.
+        shared: Whether other shared locks of the file are no obstacle.
+        wait: Whether to wait until it is free.
+
+    Returns:
+        Whether it is locked. On Windows, which starts no ranks, it never is.
+    """
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(descriptor, kind if wait else kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def lower_priority(nice: int) -> None:
     """Raises the nice value of this thread to at least ``nice``; only on Linux."""
     if sys.platform == "linux":

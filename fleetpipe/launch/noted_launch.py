@@ -11,7 +11,8 @@ from pathlib import Path
 from fleetpipe.errors import UsageError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.watch import EXIT_CODE
-from fleetpipe.launch.script import in_a_shell
+from fleetpipe.launch.command_folder import end_with_command
+from fleetpipe.launch.script import end_sessions, in_a_shell
 from fleetpipe.paddle_api import launcher
 from fleetpipe.transport.base import SOCKETS
 
@@ -24,6 +25,7 @@ def launch() -> None:
             else 0.
     """
     home = Path(os.environ[attempt_files.FOLDER])
+    end_with_command(functools.partial(end_sessions, home))
     try:
         launcher.launch(
             started=functools.partial(attempt_files.note_start, home),

@@ -15,7 +15,9 @@ from fleetpipe.job import attempt_files  # noqa: E402
 from fleetpipe.job.watching import process_exit  # noqa: E402
 from fleetpipe.job.watching.failure import Failure  # noqa: E402
 from fleetpipe.job.watching.watch import EXIT_CODE  # noqa: E402
+from fleetpipe.launch.command_folder import end_with_command  # noqa: E402
 
+end_with_command()
 code = main(sys.argv[1:])
 error = process_exit.error()
 # The launcher may end this process while it cleans up, and would see that alone.

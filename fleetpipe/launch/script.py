@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
@@ -22,6 +21,7 @@ from fleetpipe.errors import PeerFailed
 from fleetpipe.extras import extra
 from fleetpipe.job import attempt_files
 from fleetpipe.launch import log_filter
+from fleetpipe.launch.command_folder import command_folder
 
 LAUNCHED = Path(__file__).with_name("rank_main.py")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -121,10 +121,10 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     interrupted = False
     with (
         extra("watch.serving").serving(getattr(options, "serve", None)) as board,
-        tempfile.TemporaryDirectory(prefix="fleetpipe-") as folder,
+        command_folder() as folder,
     ):
-        board.begin(Path(folder))
-        environment = {**log_filter.environment(level), attempt_files.FOLDER: folder}
+        board.begin(folder)
+        environment = {**log_filter.environment(level), attempt_files.FOLDER: str(folder)}
         process = subprocess.Popen(command, env=environment)
         # The launcher passes these on to the ranks; once they have ended, another changes nothing.
         for number in systems.STOP_SIGNALS:
@@ -136,9 +136,9 @@ def launch(options: argparse.Namespace, *words: str) -> int:
                 process.wait()
             except KeyboardInterrupt:
                 interrupted = True
-                signal_ranks(Path(folder), next(numbers, systems.SIGKILL))
+                signal_ranks(folder, next(numbers, systems.SIGKILL))
         if process.returncode and not interrupted:
-            _show_failure(Path(folder))
+            _show_failure(folder)
     if interrupted:
         sys.stderr.write("fleetpipe: interrupted\n")
         return attempt_files.INTERRUPTED
@@ -169,6 +169,12 @@ def signal_ranks(home: Path, number: int) -> None:
         if rank not in ended:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
+
+
+def end_sessions(home: Path) -> None:
+    """Kills the processes that ranks of an attempt left: each rank had its own session."""
+    for _, process in attempt_files.started_ranks(home):
+        systems.end_session(process)
 
 
 def in_a_shell(code: int) -> int:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 from fleetpipe import systems
 from fleetpipe.contrib.doctor.finding import NOTE, OK, WRONG, Finding
 from fleetpipe.errors import UsageError
+from fleetpipe.launch.command_folder import command_folder
+from fleetpipe.launch.script import LAUNCHED
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -41,9 +42,9 @@ def findings(ranks: int) -> list[Finding]:
     from fleetpipe.paddle_api.device import cards
 
     share = 0 < cards() < ranks
-    with tempfile.TemporaryDirectory(prefix="fleetpipe-doctor-") as folder:
+    with command_folder(large=True) as folder:
         environment = {"FLEETPIPE_TRANSPORT": SOCKETS} if share else {}
-        results, words = _run(ranks, Path(folder), environment)
+        results, words = _run(ranks, folder, environment)
     listed = [_of_transport(name, results, words) for name in (SOCKETS, PROCESS_GROUP)]
     return [*listed, _of_parity(ranks, results, words)]
 
@@ -51,7 +52,7 @@ def findings(ranks: int) -> list[Finding]:
 def _run(ranks: int, folder: Path, more: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """Runs the worker on every rank; returns its results so far, and the end of its output."""
     file, logs = folder / "results.json", folder / "log"
-    command = [sys.executable, "-m", "fleetpipe", "run", "--nproc", str(ranks)]
+    command = [sys.executable, str(LAUNCHED), "run", "--nproc", str(ranks)]
     command += ["--log-dir", str(logs), "--log-level", "ERROR", str(_WORKER), str(file)]
     process = subprocess.Popen(
         command,

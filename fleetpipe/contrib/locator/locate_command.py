@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from fleetpipe.contrib.locator.comparison import first_difference
 from fleetpipe.contrib.locator.locate_options import SETTING, TIMEOUT, Setting
 from fleetpipe.errors import FleetPipeError, UsageError
 from fleetpipe.launch import log_filter, script
+from fleetpipe.launch.command_folder import command_folder
 
 #: Where a record has the job, its twin, and the twin that was moved in the last place.
 JOB, TWIN, PERTURBED = "job", "twin", "perturbed"
@@ -67,8 +67,8 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
     Raises:
         UsageError: The errors of :func:`run`.
     """
-    with tempfile.TemporaryDirectory(prefix="fleetpipe-locate-") as temporary:
-        home = options.record or Path(temporary)
+    with command_folder(large=True) as temporary:
+        home = options.record or temporary
         kept: record.Record | None = None
         if options.against is not None:
             kept = record.read(options.against / TWIN)

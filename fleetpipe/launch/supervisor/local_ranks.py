@@ -11,9 +11,9 @@ from typing import Any
 
 from fleetpipe import systems
 from fleetpipe.job import attempt_files, run_files
-from fleetpipe.launch.script import LAUNCHED, remove_logs_beyond, signal_ranks
+from fleetpipe.launch.script import LAUNCHED, end_sessions, remove_logs_beyond, signal_ranks
 from fleetpipe.launch.supervisor.attempts import Attempt, Verdict, judge
-from fleetpipe.launch.supervisor.pods import Order, Pods, end_sessions
+from fleetpipe.launch.supervisor.pods import Order, Pods
 
 
 class Local:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from fleetpipe import systems
 from fleetpipe.errors import UsageError
-from fleetpipe.job import attempt_files
 from fleetpipe.launch.script import in_a_shell
 
 _SERVER = Path(__file__).with_name("pod_server.py")
@@ -116,9 +115,3 @@ class Pods:
         except subprocess.TimeoutExpired:
             systems.end_session(self._process.pid)
             self._process.wait()
-
-
-def end_sessions(home: Path) -> None:
-    """Kills the processes that ranks of an attempt left: each rank had its own session."""
-    for _, process in attempt_files.started_ranks(home):
-        systems.end_session(process)

@@ -13,11 +13,11 @@ from fleetpipe.arguments import require_folder
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
 from fleetpipe.launch import log_filter
+from fleetpipe.launch.command_folder import command_folder
 from fleetpipe.launch.supervisor.attempts import Attempt, End, Verdict, after, with_interrupt
 from fleetpipe.launch.supervisor.local_ranks import Local
 from fleetpipe.launch.supervisor.pods import Pods
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, catch_signals
-from fleetpipe.launch.supervisor.state_folder import state_folder
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         require_folder("--checkpoint-dir", checkpoints)
     with ExitStack() as ends:
         signals = ends.enter_context(catch_signals())
-        folder = ends.enter_context(state_folder())
+        folder = ends.enter_context(command_folder())
         pods = Pods(log_filter.environment(options.log_level), folder)
         ends.callback(pods.close)
         board = ends.enter_context(extra("watch.serving").serving(options.serve))
