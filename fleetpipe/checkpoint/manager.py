@@ -190,6 +190,10 @@ class CheckpointManager:
         """
         require_folder("the folder of checkpoints", self._home)
 
+    def newest_due(self, step: int) -> int:
+        """Returns the newest step up to ``step`` that ``save_interval`` selects; 0 for none."""
+        return step - step % self._interval
+
     def steps(self) -> list[int]:
         """Returns the complete steps in the folder, ascending. Not collective."""
         return [*run_folder.complete_steps(self._home)]

@@ -186,7 +186,8 @@ def resume(
 
     Raises:
         ConfigError: An object has another type, or the folder cannot be written to.
-        CheckpointError: The newest checkpoint is damaged, or does not fit; nothing has changed.
+        CheckpointError: The newest checkpoint is damaged, or does not fit; nothing has changed. Or
+            a save that an earlier attempt did not finish cannot be made up for.
         PipelineTimeout: A rank did not arrive within the limit.
     """
     if manager is None:
@@ -219,6 +220,10 @@ def _go_on(state: State, manager: CheckpointManager, kept: Any) -> int:
         kept.forget_after(step)
     if step:
         _tell(f"goes on after {step} steps{where}")
+    if max(saved, default=0) < manager.newest_due(step):
+        # A step is kept before it is saved: what ended the attempt may have come in between.
+        manager.save(step, force=True, **state)
+        _tell(f"saved step {step}, as an earlier attempt did not finish a save that was due")
     return step
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.callbacks import PipelineCheckpoint
-from fleetpipe.errors import ConfigError
+from fleetpipe.checkpoint.files import writer
+from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.job import attempt_files
 from tests import jobs
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
-from tests.fixtures import Launch
+from tests.fixtures import Launch, Patch
 from tests.launch.supervisor.commands import launched
 from tests.launching import ROOT
 
@@ -139,6 +142,37 @@ def test_the_rate_of_an_epoch_that_was_cut_short_steps_once(model: Any, tmp_path
     assert [*losses[0], *losses[1], *rest] == whole
     assert losses[2] == []
     assert after == rate
+
+
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [({"save_steps": 2}, 2), ({"num_iters": 3, "save_steps": 2}, 3), ({}, 4)],
+)
+def test_a_save_that_failed_is_made_up_for_from_memory(
+    model: Any, tmp_path: Path, monkeypatch: Patch, options: dict[str, Any], lost: int
+) -> None:
+    home, write = str(tmp_path / "run"), writer.write
+
+    def full(task: writer.Assignment, *more: Any) -> None:
+        if task.manifest.step == lost:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(task, *more)
+
+    monkeypatch.setenv("FLEETPIPE_KEPT_STATE", str(tmp_path))
+    with monkeypatch.context() as until_now:
+        until_now.setattr(writer, "write", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            fit(model, save_dir=home, resume="auto", **options)
+    state = [tensor.numpy().tobytes() for tensor in model.pipeline.layers.state.gather().values()]
+    model = prepared(fleetpipe.Model(layers()))
+    rest = fit(model, save_dir=home, resume="auto", **options)
+    assert len(rest.train) == options.get("num_iters", 4) - lost
+    manager = fleetpipe.CheckpointManager(home)
+    assert lost in manager.steps()
+    model = prepared(fleetpipe.Model(layers()))
+    manager.restore(lost, model=model.pipeline)
+    again = model.pipeline.layers.state.gather().values()
+    assert [tensor.numpy().tobytes() for tensor in again] == state
 
 
 def test_batches_that_know_no_position_are_passed_over(model: Any, tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
 import os
+import random
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,7 +21,8 @@ import pytest
 from paddle import nn
 
 import fleetpipe
-from fleetpipe.checkpoint.files import tensors
+from fleetpipe.checkpoint.files import tensors, writer
+from fleetpipe.errors import CheckpointError
 from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED
 from tests.fixtures import Launch, Patch
 from tests.launch.supervisor.commands import launched
@@ -175,3 +180,75 @@ def test_a_signal_while_a_save_is_being_written_ends_behind_it_and_one_more(
         assert model.weight.numpy().tobytes() == found[step]
     again = fleetpipe.resume(model, adam, manager=fleetpipe.CheckpointManager(tmp_path))
     assert again.step == last
+
+
+def interrupted_in_a_save(folder: Path, monkeypatch: Patch, end: str) -> None:
+    """Trains until a write of step 6 ends this process, or finds a full disk, as of now."""
+    write = writer.write
+
+    def ends(task: writer.Assignment, *more: Any) -> None:
+        if task.manifest.step == 6 and end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if task.manifest.step == 6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(task, *more)
+
+    monkeypatch.setattr(writer, "write", ends)
+    train_and_save(folder, 7)
+
+
+def train_and_save(folder: Path, until: int) -> list[int]:
+    """Trains with every third step saved, and returns which steps it did."""
+    paddle.seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    adam = paddle.optimizer.Adam(0.1, parameters=model.parameters())
+    done = []
+    with fleetpipe.CheckpointManager(folder, save_interval=3) as manager:
+        for step in fleetpipe.resume(model, adam, manager=manager).steps(until):
+            model(paddle.full([2, 3], float(step))).sum().backward()
+            adam.step()
+            adam.clear_grad()
+            done.append(step)
+    return done
+
+
+@pytest.mark.usefixtures("_own_signals")
+@pytest.mark.parametrize("end", ["killed", "full disk"])
+def test_a_save_that_an_attempt_did_not_finish_is_done_by_the_next_one(
+    tmp_path: Path, monkeypatch: Patch, end: str
+) -> None:
+    alone, shared, kept = (tmp_path / name for name in ("alone", "shared", "kept"))
+    assert train_and_save(alone, 6) == [*range(6)]
+    kept.mkdir()
+    monkeypatch.setenv("FLEETPIPE_KEPT_STATE", str(kept))
+    if end == "killed":
+        fork = multiprocessing.get_context("fork")
+        other = fork.Process(target=interrupted_in_a_save, args=(shared, monkeypatch, end))
+        other.start()
+        other.join()
+        assert other.exitcode == -signal.SIGKILL
+    else:
+        with monkeypatch.context() as until_now:
+            # What is full stays so until somebody makes room: the next attempt fails as well.
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match="No space left"):
+                    interrupted_in_a_save(shared, until_now, end)
+    assert fleetpipe.CheckpointManager(shared).steps() == [3]
+    assert train_and_save(shared, 6) == []
+    for step in ("step-00000003", "step-00000006"):
+        files = {file.name: file.read_bytes() for file in (alone / step).iterdir()}
+        assert files == {file.name: file.read_bytes() for file in (shared / step).iterdir()}
+
+
+@pytest.mark.usefixtures("_own_signals")
+def test_where_a_save_in_the_background_was_lost_the_newest_step_is_saved(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv("FLEETPIPE_KEPT_STATE", str(tmp_path))
+    train_and_save(tmp_path / "run", 7)
+    # As if the thread that wrote it had been killed: the state of step 6 is not kept any more.
+    shutil.rmtree(tmp_path / "run" / "step-00000006")
+    assert train_and_save(tmp_path / "run", 7) == []
+    assert fleetpipe.CheckpointManager(tmp_path / "run").steps() == [3, 7]

@@ -28,7 +28,13 @@ class StepManager(CheckpointManager):
     def __init__(self, folder: Path, **options: Any) -> None:
         super().__init__(folder, save_interval=sys.maxsize, **options)
         self.due = False
+        #: Batches from one save to the next within an epoch; None for none.
+        self.every: int | None = None
         self.metrics: Mapping[str, float] = {}
+
+    def newest_due(self, step: int) -> int:
+        """Returns the newest step up to ``step`` that ``every`` selects; 0 for none."""
+        return 0 if self.every is None else step - step % self.every
 
     def save(self, step: int, *, force: bool = False, **state: Any) -> Saving | None:
         """Saves a step if it is due or forced."""
@@ -99,6 +105,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         self._require_metric()
         home = Path(self._folder or save_dir or os.environ.get(FOLDER, _USUAL_FOLDER))
         self._manager = self._manager_of(home)
+        self._manager.every = self._steps
         self._manager.metrics = self._figures({})
         model, optimizer = self.model.pipeline, self.model.optimizer
         self._state: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": position}
@@ -112,7 +119,9 @@ class PipelineCheckpoint(rank_policy.Callback):
         try:
             self._run: Run = resume(manager=self._manager, **self._state)
             self._last = self.model.global_step
-            self._saved = self._last if self._manager.steps() else None
+            # A state from memory may be newer than what is saved; not every rank sees the folder.
+            saved = any(self._last in steps for steps in self.model.gather(self._manager.steps()))
+            self._saved = self._last if saved else None
             yield
             self.cut_short()
             self._manager.wait()
