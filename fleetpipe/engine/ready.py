@@ -4,9 +4,9 @@ The row is a hint here. What may run early, and why no arrival can block the ran
 ``fleetpipe/schedules/check/envelope.py``. Whether an action that may run early should is a bet: an
 action cannot be interrupted, so the message of the next one may come as soon as it has begun. So a
 rank waits for the next action a while first, by a share of the time that the early one would take.
-In simulations of all schedules a half keeps a pipeline in which nothing is late as fast as in the
-fixed order, within two per cent; a forward that adds to those under way on a rank of one stage
-gains the most if it is not held back for long.
+With a half, a pipeline in which nothing is late is as fast as in the fixed order, within two per
+cent (``benchmarks/schedules/late_arrivals.py`` simulates all schedules); a forward that adds to
+those under way on a rank of one stage gains the most if it is not held back for long.
 """
 
 from __future__ import annotations

@@ -182,10 +182,7 @@ class SocketTransport:
                 raise self._late(peer, key, timeout)
 
     def await_any(
-        self,
-        messages: Sequence[tuple[int, MessageKey]],
-        timeout: float,
-        patience: float = math.inf,
+        self, messages: Sequence[tuple[int, MessageKey]], timeout: float, patience: float
     ) -> None:
         """Waits for any of some messages; see :class:`base.AnyOrderTransport`.
 
@@ -313,10 +310,7 @@ class SocketTransport:
     def _wait(self, limit: Limit, awaited: Sequence[int] = (), most: float = math.inf) -> bool:
         """Sleeps until something arrives or leaves; reads messages of other peers meanwhile.
 
-        Args:
-            limit: How long it may sleep.
-            awaited: The peers whose messages the caller reads.
-            most: Most seconds to sleep, above 0.
+        The caller reads messages of ``awaited`` peers itself; ``most`` is above 0, in seconds.
 
         Returns:
             False if the limit is reached.
@@ -375,7 +369,7 @@ class SocketTransport:
 
     def _late(self, peer: int, key: MessageKey, timeout: float, more: int = 0) -> PipelineTimeout:
         inbox = self._connections[peer].inbox
-        instead = f", or one of {more} others that it could go on with" if more else ""
+        instead = f", or one of {more} others that it could go on with" * (more > 0)
         return PipelineTimeout(
             f"rank {self.rank} waited {timeout:g} s for a message of rank {peer}",
             where=str(Route(key, peer, self.rank)),
