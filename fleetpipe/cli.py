@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import FleetPipeError, ScheduleError, nearest, printable
 from fleetpipe.extras import needed_for
+from fleetpipe.launch import streams
 from fleetpipe.launch.log_filter import DEFAULT_LEVEL, quiet
 from fleetpipe.version import __version__
 
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done; 1 the schedule is invalid or parity fails; 2 usage, a refused request, or output
         that could not be written; 130 after Ctrl-C.
     """
-    _open_closed_streams()
+    streams.prepare()
     lost: OSError | None = None
     words = _without_help_command(sys.argv[1:] if argv is None else list(argv))
     try:
@@ -172,10 +172,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with quiet(getattr(arguments, "log_level", DEFAULT_LEVEL)):
             run: Callable[[argparse.Namespace], int] = _import(arguments.run)
             code = run(arguments)
-        lost = _flush()
+        lost = streams.flush()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 2
-        lost = _flush()
+        lost = streams.flush()
     except FleetPipeError as error:
         print(f"fleetpipe: {printable(str(error))}", file=sys.stderr)
         code = 1 if isinstance(error, ScheduleError) else 2
@@ -184,12 +184,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 130
     except OSError:
         # Where stdout takes a line, it is one of another file, or of a connection.
-        lost = _flush("\n")
+        lost = streams.flush("\n")
         if lost is None:
             raise
         code = 0
-    # The reader, say `head`, has seen enough: no error.
-    if lost is None or isinstance(lost, BrokenPipeError):
+    if lost is None:
         return code
     print(f"fleetpipe: the output could not be written: {lost.strerror}", file=sys.stderr)
     return code or 2
@@ -198,31 +197,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _without_help_command(words: list[str]) -> list[str]:
     """Turns ``fleetpipe help COMMAND`` into ``fleetpipe COMMAND --help``."""
     return [*words[1:2], "--help"] if words[:1] == ["help"] else words
-
-
-def _open_closed_streams() -> None:
-    """Opens ``/dev/null`` for each standard stream that was closed, as by ``>&-``.
-
-    Otherwise another file would get its descriptor, here and in the processes that this one starts.
-    """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
-
-
-def _flush(more: str = "") -> OSError | None:
-    """Writes ``more`` and the buffer of stdout; returns the error if that fails."""
-    try:
-        if more:  # without buffer, a full disk refuses even nothing
-            sys.stdout.write(more)
-        sys.stdout.flush()
-    except OSError as error:
-        # Python flushes it once more at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return error
-    return None
 
 
 class _PrintCompletion(argparse.Action):

@@ -11,6 +11,7 @@ from pathlib import Path
 from fleetpipe.errors import UsageError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.watch import EXIT_CODE
+from fleetpipe.launch import streams
 from fleetpipe.launch.command_folder import end_with_command
 from fleetpipe.launch.script import end_sessions, in_a_shell
 from fleetpipe.paddle_api import launcher
@@ -24,6 +25,7 @@ def launch() -> None:
         SystemExit: With the exit code of the rank that failed first, 128 + n if signal n ended it;
             else 0.
     """
+    streams.prepare()
     home = Path(os.environ[attempt_files.FOLDER])
     end_with_command(functools.partial(end_sessions, home))
     try:

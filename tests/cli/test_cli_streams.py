@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,42 @@ def test_a_closed_stream_changes_no_exit_code(
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == "" or ">&-" not in closed.replace("2>&-", "")
+
+
+def without_reader(words: str, streams: str, folder: Path) -> int:
+    """Returns the exit code of a command whose standard streams are a pipe that nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        line = f"{sys.executable} -m fleetpipe {words} {streams.replace('PIPE', str(write))}"
+        done = subprocess.run(["bash", "-c", line], cwd=folder, pass_fds=[write], check=False)
+        return done.returncode
+    finally:
+        os.close(write)
+
+
+GONE = [">&PIPE", "2>&PIPE", ">&PIPE 2>&PIPE"]
+
+
+@pytest.mark.parametrize("gone", GONE)
+@pytest.mark.parametrize(("command", "code"), [("verify bad", 1), ("run train.py", 3), ("x", 2)])
+def test_a_reader_that_is_gone_changes_no_exit_code(
+    command: str, code: int, gone: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bad").write_text("F0.0 F0.0\n")
+    (tmp_path / "train.py").write_text("print('lost')\nraise SystemExit(3)\n")
+    assert without_reader(command, gone, tmp_path) == code
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["run --nproc 2", "launch --max-restart 1 --nproc 2"])
+def test_ranks_fail_and_are_restarted_where_nobody_reads(command: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "open('attempts', 'a').write('0')\nprint('lost\\n' * 9999)\nraise ValueError('lost')\n"
+    )
+    assert without_reader(f"{command} train.py", GONE[-1], tmp_path) == 1
+    restarts = 1 if "launch" in command else 0
+    assert (tmp_path / "attempts").read_text() in ("0" * (1 + restarts), "00" * (1 + restarts))
 
 
 @pytest.mark.processes

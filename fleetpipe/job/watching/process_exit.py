@@ -42,7 +42,9 @@ def error() -> BaseException | None:
 
 def end_with(error: BaseException) -> NoReturn:
     """Ends the process at once, with ``error`` in its log, if no exception could."""
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(EXIT_CODE)
+    try:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+    finally:  # whoever reads may be gone
+        os._exit(EXIT_CODE)

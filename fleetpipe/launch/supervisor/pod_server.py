@@ -34,6 +34,7 @@ from fleetpipe.systems import STOP_SIGNALS  # noqa: E402
 # which takes them for a report of its own, is loaded, they wait.
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # type: ignore[attr-defined,unused-ignore]
 
+from fleetpipe.launch import streams  # noqa: E402
 from fleetpipe.launch.noted_launch import launch  # noqa: E402
 from fleetpipe.launch.script import in_a_shell  # noqa: E402
 from fleetpipe.launch.supervisor import pods  # noqa: E402
@@ -99,6 +100,7 @@ def _end_loading() -> None:
 
 
 if __name__ == "__main__":
+    streams.prepare()
     _end_loading()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
