@@ -16,6 +16,8 @@ from fleetpipe.systems import ProcessorQueue
 
 #: Steps whose mean is the time of a step.
 _STEPS = 10
+#: A run of more steps is one without an end.
+_MOST_STEPS = 1 << 40
 #: Seconds between two looks at a gradient norm that is on a card.
 _NORM_SECONDS = 1.0
 
@@ -72,8 +74,9 @@ class RunProgress:
         self._rows: deque[StepRow] = deque(maxlen=MOST_ROWS)
 
     def expect(self, step: int, steps: int | None) -> None:
-        """Sets how many steps the run has done already, and how many it has in all."""
-        self.step, self.steps = step, steps
+        """Sets how many steps the run has done already, and how many it has in all, if it ends."""
+        self.step = step
+        self.steps = steps if steps is not None and steps < _MOST_STEPS else None
 
     def tell_norm(self, read: Callable[[], float | None], waits: bool) -> None:
         """Sets the function that reads the gradient norm of the last step.

@@ -211,6 +211,18 @@ def test_without_a_terminal_a_bar_is_a_line_every_so_many_seconds(
     assert re.search(r" left, ends \d\d:\d\d:\d\d$", first)
 
 
+def test_a_training_until_something_stops_it_has_no_end_to_show(model: Any, capsys: Any) -> None:
+    class Stops(paddle.callbacks.Callback):
+        def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+            self.model.stop_training = True
+
+    digits = Digits(0, 4 * BATCH)
+    model.fit(digits, batch_size=BATCH, epochs=sys.maxsize, log_freq=1, callbacks=Stops())
+    output = capsys.readouterr().out
+    assert "batch 1/4" in output
+    assert "left, ends" not in output
+
+
 def test_an_interrupted_bar_ends_its_line(model: Any, monkeypatch: Any, capsys: Any) -> None:
     class Interrupts(paddle.callbacks.Callback):
         def on_train_batch_end(self, step: int, logs: Any = None) -> None:

@@ -19,6 +19,8 @@ from fleetpipe.json_value import JsonValue, Source, parse, read
 FILE = "watch.json"
 #: A rank that was not heard for so long is called stopped.
 SILENT_SECONDS = 0.6
+#: From here on the hour of an end means nothing, and at some distance clocks have none.
+_FAR = 1e9
 #: Seconds from one board to the next.
 PERIOD = 0.2
 
@@ -134,6 +136,8 @@ def end_of(board: JobBoard, now: float) -> str:
     left = board.eta_seconds
     if left is None:
         return ""
+    if left > _FAR:
+        return seconds(left)
     return f"{seconds(left)}, until {time.strftime('%H:%M %Z', time.localtime(now + left))}"
 
 

@@ -24,7 +24,7 @@ from fleetpipe.arguments import using
 from fleetpipe.contrib.report.chart import Chart, Curve, chart
 from fleetpipe.contrib.report.numbers import seconds, short
 from fleetpipe.contrib.report.page import templates_of
-from fleetpipe.contrib.watch.address import Address
+from fleetpipe.contrib.watch.address import TOKEN, Address
 from fleetpipe.contrib.watch.board import PERIOD, JobBoard, checkpoint_of, end_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import needed_for
@@ -139,6 +139,10 @@ class Server:
     def _respond(self, method: str, target: str, headers: Message) -> tuple[int, str, bytes]:
         """Returns the status code, the type and the body of an answer."""
         parts = urlsplit(target)
+        # A page elsewhere may give its own name this host's address, to read in its visitor's name.
+        asked = urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
+        if not self._token and not Address(asked, 0).is_loopback:
+            return _refusal(421, f"this job is shown as localhost; by other names with a {TOKEN}")
         if self._token:
             shown = parse_qs(parts.query).get("token", [""])[0]
             shown = headers.get("Authorization", "").removeprefix("Bearer ") or shown

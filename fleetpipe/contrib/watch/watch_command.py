@@ -28,11 +28,12 @@ from fleetpipe.contrib.watch.board import (
     read_board,
 )
 from fleetpipe.contrib.watch.server import Server
-from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.errors import ConfigError, UsageError, printable
 from fleetpipe.extras import needed_for
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +109,7 @@ def show(source: Source) -> None:
                 times.append(board.step_time)
                 live.update(render(board, times))
             except ConfigError as error:
-                live.update(str(error))
+                live.update(_plain(str(error)))
 
 
 def show_once(source: Source) -> None:
@@ -129,7 +130,6 @@ def render(board: JobBoard, times: Sequence[float]) -> RenderableType:
     from rich.padding import Padding
     from rich.progress_bar import ProgressBar
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for name in _COLUMNS:
@@ -140,22 +140,29 @@ def render(board: JobBoard, times: Sequence[float]) -> RenderableType:
         table.add_row(
             str(rank.rank),
             "–" if rank.stage is None else str(rank.stage),
-            Text(rank.state, _STYLES.get(rank.state, "dim")),
-            f"{'█' * round(8 * rank.busy):8} {rank.busy:4.0%}",
+            _plain(rank.state, _STYLES.get(rank.state, "dim")),
+            f"{'█' * round(8 * min(1.0, rank.busy)):8} {rank.busy:4.0%}",
             str(rank.step),
             "–" if rank.step_age is None else f"{seconds(rank.step_age)} ago",
             f"{size(rank.memory)}{limit}",
             str(rank.held) + ("" if rank.held_cap is None else f" of {rank.held_cap}"),
             str(rank.incoming),
-            rank.action,
+            _plain(rank.action),
         )
-    parts: list[RenderableType] = [Text("  ".join(_headline(board, times)))]
+    parts: list[RenderableType] = [_plain("  ".join(_headline(board, times)))]
     if board.steps:
         parts.append(Padding(ProgressBar(board.steps, board.step), 0))
-    parts += [Text(str(one), "bold red") for one in board.slow]
+    parts += [_plain(str(one), "bold red") for one in board.slow]
     if board.news:
-        parts.append(Text(board.news, "yellow"))
+        parts.append(_plain(board.news, "yellow"))
     return Group(*parts, table)
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Returns a text in which neither rich nor the terminal finds a command."""
+    from rich.text import Text
+
+    return Text(printable(text), style)
 
 
 def _headline(board: JobBoard, times: Sequence[float]) -> Iterator[str]:

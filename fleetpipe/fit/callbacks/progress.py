@@ -16,6 +16,8 @@ from fleetpipe.representation import shows
 
 #: Seconds from one line to the next where a bar was asked for and there is no terminal.
 _SECONDS_OF_A_LINE = 10.0
+#: An end that is further away is none.
+_FAR = 1e9
 
 
 @shows("verbose", "log_freq")
@@ -162,6 +164,8 @@ class Progress(paddle.callbacks.ProgBarLogger):
         if not self._to_come or not self._trained:
             return []
         left = self._to_come / self._trained * (time.perf_counter() - self._training_since)
+        if left > _FAR:
+            return []
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
         return [f"{tqdm.format_interval(left)} left, ends {clock}"]
 

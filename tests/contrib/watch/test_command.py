@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 import time
 import urllib.request
 from dataclasses import replace
@@ -16,7 +18,10 @@ from fleetpipe.cli import main
 from fleetpipe.contrib.watch import reporting
 from fleetpipe.contrib.watch.board import FILE, read_board
 from fleetpipe.contrib.watch.serving import AttemptBoard
+from fleetpipe.contrib.watch.slow_ranks import SlowRank
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from fleetpipe.job.records import RankRecord
+from fleetpipe.job.run_progress import RunProgress
 from tests.contrib.watch.boards import board
 
 pytestmark = pytest.mark.once
@@ -39,6 +44,26 @@ def test_a_folder_in_the_terminal(
     assert "operation F0.1" in text
     assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["restarts"] == 2
+
+
+def test_texts_of_a_job_are_no_commands_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    odd = RankRecord(0, "[red]F0.0[/x]\x1b[2J", state="\x1b[1m", busy=1e9)
+    slow = (SlowRank(0, "[b]\x07", 2.0),)
+    write(tmp_path, ranks=(odd,), slow=slow, news="\x1b]0;x\x07", steps=sys.maxsize)
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    text = capsys.readouterr().out
+    assert "[red]F0.0[/x]\\x1b[2J" in text
+    assert not {"\x1b", "\x07"} & {*text}
+
+
+@pytest.mark.parametrize("until", [math.inf, sys.maxsize, 1 << 70])
+def test_a_run_of_endless_steps_has_no_end(until: float) -> None:
+    progress = RunProgress()
+    progress.expect(3, until)  # type: ignore[arg-type]
+    assert RankRecord.of(progress.record(0, "F0.0", with_rows=False).content()).steps is None
 
 
 @pytest.mark.parametrize(

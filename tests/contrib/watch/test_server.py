@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -104,6 +105,37 @@ def test_elsewhere_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert main(["watch", f"{url}?token=other", "--once", "--json"]) == 2
         monkeypatch.setenv(TOKEN, "other")
         assert main(["watch", address, "--once", "--json"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("localhost:9100", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:9100", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example:9100", 421),
+        ("", 421),
+    ],
+)
+def test_a_name_of_another_host_is_not_answered(
+    name: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    with served() as url:
+        if status == 200:
+            assert get(url, Host=name).status == status
+        else:
+            assert refusal(url, Host=name) == status
+    monkeypatch.setenv(TOKEN, "secret")
+    with served() as url:
+        assert get(url, Host=name, Authorization="Bearer secret").status == 200
+
+
+@pytest.mark.parametrize("figures", [{"steps": sys.maxsize}, {"step_time": 1e100}])
+def test_a_far_end_ends_no_page(figures: dict[str, float]) -> None:
+    with served(made=lambda: board(**figures)) as url:
+        assert b"days" in get(url).read()
 
 
 def test_those_who_send_nothing_or_read_nothing_hold_up_nobody(
