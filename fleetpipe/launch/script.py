@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -162,13 +162,24 @@ def remove_logs_beyond(folder: Path, ranks: int) -> None:
             log.unlink(missing_ok=True)
 
 
-def signal_ranks(home: Path, number: int) -> None:
-    """Sends a signal to those processes of an attempt's ranks that have not ended."""
+def signal_ranks(home: Path, number: int, but: Container[int] = ()) -> set[int]:
+    """Sends a signal to those processes of an attempt's ranks that have not ended.
+
+    Args:
+        home: The folder of the attempt.
+        number: The signal.
+        but: Ranks that do not get it.
+
+    Returns:
+        The ranks that have been started so far.
+    """
     ended = {rank for rank, _ in attempt_files.ended_ranks(home)}
-    for rank, process in attempt_files.started_ranks(home):
-        if rank not in ended:
+    started = attempt_files.started_ranks(home)
+    for rank, process in started:
+        if rank not in ended and rank not in but:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
+    return {rank for rank, _ in started}
 
 
 def end_sessions(home: Path) -> None:

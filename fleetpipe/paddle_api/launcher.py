@@ -8,10 +8,11 @@ whether a rank has failed. Ranks without a card end it by an IndexError.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from paddle.distributed.launch.context import device as _device
@@ -59,16 +60,17 @@ def launch(
         signal.signal(signal.SIGINT, lambda *_: None)
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, _: _pass_on(pod, number))
-        _deploy(pod)
-        for container in pod.containers:
-            process = container._proc._proc
-            started(_rank_of(container), process.pid)
-            waiting = threading.Thread(
-                target=lambda rank, of: ended(rank, int(of.wait())),
-                args=[_rank_of(container), process],
-                daemon=True,
-            )
-            waiting.start()
+        with _hold_signals(*STOP_SIGNALS, signal.SIGABRT):
+            _deploy(pod)
+
+    def start(container: Any) -> None:
+        _start(container)
+        process = container._proc._proc
+        started(_rank_of(container), process.pid)
+        waiting = threading.Thread(
+            target=lambda: ended(_rank_of(container), int(process.wait())), daemon=True
+        )
+        waiting.start()
 
     def code(pod: Any) -> int:
         return exit_code({_rank_of(one): int(one.exit_code or 0) for one in pod.containers})
@@ -77,7 +79,7 @@ def launch(
         if not explained():
             _tail(container)
 
-    _Pod.deploy = deploy
+    _Pod.deploy, _Container.start = deploy, start
     _Container.tail = show_end
     _Pod.exit_code = property(code)
     _Pod.watch = functools.partialmethod(_watch, interval=_LOOK_SECONDS)
@@ -87,7 +89,7 @@ def launch(
 
 
 _deploy, _watch, _named_device = _Pod.deploy, _Pod.watch, _Device.parse_device
-_tail = _Container.tail
+_start, _tail = _Container.start, _Container.tail
 _stock_replicas = _Collective.pod_replicas
 
 
@@ -117,6 +119,20 @@ def _ranks_of_host(controller: Any, share: Callable[[int, int], None]) -> int:
         device.get_selected_devices = lambda devices: turns
         context.envs["PADDLE_DISTRI_BACKEND"] = "gloo"
     return ranks
+
+
+@contextlib.contextmanager
+def _hold_signals(*numbers: signal.Signals) -> Iterator[None]:
+    """While it is open signals wait: one amid the start of ranks would miss some, or lose one."""
+    arrived: list[int] = []
+    before = {n: signal.signal(n, lambda number, _: arrived.append(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for late in arrived:
+            signal.raise_signal(late)
 
 
 def _pass_on(pod: Any, number: int) -> None:

@@ -36,6 +36,8 @@ class Local:
         self._kept.mkdir()
         #: The folder of the attempt that runs.
         self._home = folder
+        #: Its ranks that have the last signal.
+        self._signalled: set[int] = set()
 
     def fileno(self) -> int:
         """Returns the descriptor that becomes readable when an attempt ends."""
@@ -83,8 +85,13 @@ class Local:
 
     def stop(self, number: int) -> None:
         """Signals the ranks to finish their step, save and end; if none has started, none will."""
-        signal_ranks(self._home, number)
-        if not attempt_files.started_ranks(self._home):
+        self._signalled = set()
+        self.stop_late(number)
+
+    def stop_late(self, number: int) -> None:
+        """Signals the ranks that have started since the last signal, as :meth:`stop` does."""
+        self._signalled = signal_ranks(self._home, number, but=self._signalled)
+        if not self._signalled:
             self._pods.stop()
 
     def kill(self) -> None:

@@ -70,6 +70,9 @@ class Pods:
 
     def stop(self) -> None:
         """Ends the launcher of the running attempt."""
+        if self._loading.exists():  # it has started nothing
+            self._loading.unlink(missing_ok=True)
+            systems.end_session(self._process.pid)
         with contextlib.suppress(ConnectionError):
             self._socket.sendall(STOP)
 

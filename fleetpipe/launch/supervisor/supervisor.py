@@ -54,6 +54,10 @@ def run(options: argparse.Namespace) -> int:
         return Supervisor(options, Local(options, folder, pods, board), signals).run()
 
 
+#: Seconds between two looks for ranks that start when the job was asked to stop.
+_LOOK_SECONDS = 0.2
+
+
 class Supervisor:
     """Runs one job, from its first attempt to its last."""
 
@@ -63,6 +67,8 @@ class Supervisor:
         self._signals = signals
         #: The first signal that asked the job to stop.
         self._stopped_by: int | None = None
+        #: The last one, which the ranks get.
+        self._signal = 0
         #: When ranks are ended that were asked to stop and have not.
         self._deadline: float | None = None
 
@@ -72,7 +78,10 @@ class Supervisor:
         while True:
             self._deadline = None
             self._local.start(attempt)
-            verdict = with_interrupt(self._verdict(), self._stopped_by)
+            verdict = self._verdict()
+            for number in self._signals.take():
+                self._stopped_by = self._stopped_by or number
+            verdict = with_interrupt(verdict, self._stopped_by)
             self._local.record(attempt.number, verdict)
             then = after(attempt, verdict, self._options.max_restart, self._stopped_by)
             for text in then.said:
@@ -87,7 +96,7 @@ class Supervisor:
         while True:
             left = None
             if self._deadline is not None:
-                left = max(0.0, self._deadline - time.monotonic())
+                left = min(_LOOK_SECONDS, max(0.0, self._deadline - time.monotonic()))
             ready, _, _ = select.select(waited, [], [], left)
             for number in self._signals.take() if self._signals in ready else ():
                 self._stop(number)
@@ -96,17 +105,24 @@ class Supervisor:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 self._deadline = None
                 self._local.kill()
+            elif self._deadline is not None and not ready:
+                self._local.stop_late(self._signal)
 
     def _stop(self, number: int) -> None:
-        """Asks the ranks to save and end; Ctrl-C after another signal ends them at once."""
+        """Asks the ranks to save and end; Ctrl-C after another signal ends them at once.
+
+        Other signals may come again, and are given to the ranks again.
+        """
         again, self._stopped_by = self._stopped_by, self._stopped_by or number
         if number in BREAK_SIGNALS and again is not None:
             self._deadline = time.monotonic()
-        elif self._deadline is None:
+            return
+        if self._deadline is None:
             if self._stopped_by in BREAK_SIGNALS:
                 say("interrupted: the step is finished and saved; once more ends it at once")
             self._deadline = time.monotonic() + self._options.grace
-            self._local.stop(number)
+        self._signal = number
+        self._local.stop(number)
 
 
 def say(text: str) -> None:

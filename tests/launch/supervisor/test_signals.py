@@ -5,18 +5,26 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from fleetpipe.job import attempt_files
 from fleetpipe.launch.supervisor.attempts import Attempt, Verdict
+from fleetpipe.launch.supervisor.local_ranks import Local
 from fleetpipe.launch.supervisor.signals import catch_signals
 from fleetpipe.launch.supervisor.supervisor import Supervisor
 
 
 class Ranks:
-    """Stands for those of this host: an attempt ends when it is asked to, as was said before."""
+    """Stands for those of this host: an attempt ends when it is asked to, as was said before.
 
-    def __init__(self, verdict: Verdict) -> None:
+    Where they start late it ends when it is asked again.
+    """
+
+    def __init__(self, verdict: Verdict, late: bool = False) -> None:
+        self.late = late
         self.started: list[int] = []
         self.recorded: list[tuple[int, Verdict]] = []
         self.stopped: list[int] = []
@@ -40,7 +48,12 @@ class Ranks:
 
     def stop(self, number: int) -> None:
         self.stopped.append(number)
-        os.write(self._ends, b"e")
+        if not self.late:
+            os.write(self._ends, b"e")
+
+    def stop_late(self, number: int) -> None:
+        self.late = False
+        self.stop(number)
 
     def kill(self) -> None:
         self.killed += 1
@@ -55,23 +68,61 @@ def supervise(ranks: Ranks, *numbers: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "killed"),
+    ("numbers", "given", "killed"),
     [
-        ([signal.SIGTERM], 0),
-        ([signal.SIGUSR1], 0),
-        ([signal.SIGINT], 0),
-        ([signal.SIGINT, signal.SIGINT], 1),
-        ([signal.SIGTERM, signal.SIGTERM], 0),
-        ([signal.SIGTERM, signal.SIGINT], 1),
+        ([signal.SIGTERM], 1, 0),
+        ([signal.SIGUSR1], 1, 0),
+        ([signal.SIGINT], 1, 0),
+        ([signal.SIGINT, signal.SIGINT], 1, 1),
+        ([signal.SIGTERM, signal.SIGTERM], 2, 0),
+        ([signal.SIGTERM, signal.SIGINT], 1, 1),
     ],
 )
 def test_the_first_asks_for_the_end_and_ctrl_c_after_it_has_it_at_once(
-    numbers: list[signal.Signals], killed: int
+    numbers: list[signal.Signals], given: int, killed: int
 ) -> None:
     ranks = Ranks(Verdict(137, culprit="rank 0 was ended"))
     assert supervise(ranks, *numbers) == 128 + numbers[0]
-    assert (ranks.started, ranks.stopped) == ([1], [numbers[0]])
+    assert (ranks.started, ranks.stopped) == ([1], numbers[:given])
     assert ranks.killed == killed
+
+
+def test_a_signal_that_comes_before_the_ranks_is_kept_for_them() -> None:
+    ranks = Ranks(Verdict(0, 8), late=True)
+    assert supervise(ranks, signal.SIGUSR1) == 75
+    assert ranks.stopped == [signal.SIGUSR1] * 2
+
+
+def test_a_signal_between_two_attempts_lets_no_other_begin() -> None:
+    class Failing(Ranks):
+        def start(self, attempt: Attempt) -> None:
+            super().start(attempt)
+            os.write(self._ends, b"e")
+
+        def end(self) -> Verdict:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().end()
+
+    ranks = Failing(Verdict(1, step=3, culprit="rank 0 raised"))
+    assert supervise(ranks) == 128 + signal.SIGTERM
+    assert (ranks.started, ranks.stopped) == ([1], [])
+
+
+def test_each_rank_gets_a_signal_once_whenever_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *process: sent.append(process))
+    pods = Mock()
+    local = Local(argparse.Namespace(), tmp_path, pods, Mock())
+    local.stop(signal.SIGTERM)
+    for rank in range(2):
+        attempt_files.note_start(tmp_path, rank, 100 + rank)
+        local.stop_late(signal.SIGTERM)
+    assert sent == [(100, signal.SIGTERM), (101, signal.SIGTERM)]
+    pods.stop.assert_called_once_with()
+    local.stop(signal.SIGUSR1)
+    assert sent[2:] == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
 
 
 @pytest.mark.parametrize("saved", [None, 8])
