@@ -140,8 +140,8 @@ class Server:
         """Returns the status code, the type and the body of an answer."""
         parts = urlsplit(target)
         # A page elsewhere may give its own name this host's address, to read in its visitor's name.
-        asked = urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
-        if not self._token and not Address(asked, 0).is_loopback:
+        host = urlsplit(f"//{headers.get('Host', 'localhost')}").hostname or ""
+        if not self._token and not Address(host, 0).is_loopback:
             return _refusal(421, f"this job is shown as localhost; by other names with a {TOKEN}")
         if self._token:
             shown = parse_qs(parts.query).get("token", [""])[0]
