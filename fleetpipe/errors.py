@@ -7,9 +7,14 @@ next step, each on its own line, so that a log of any rank can be read alone.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import math
+import os
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
 from typing import Any
+
+#: Axes of an array, as NumPy 1 allows them, and elements, whose bytes 63 bits count.
+_MOST_AXES, _MOST_ELEMENTS = 32, 1 << 58
 
 
 class FleetPipeError(Exception):
@@ -185,6 +190,27 @@ def require_whole(
 def is_whole_number(value: Any, least: int = 1) -> bool:
     """Whether a value is a whole number of at least ``least``, which True and 1.0 are not."""
     return type(value) is not bool and isinstance(value, Integral) and int(value) >= least
+
+
+def is_shape(sizes: Collection[Any]) -> bool:
+    """Whether sizes that a file claims can be a tensor's; others are not to be multiplied.
+
+    A few bytes of a file may claim a hundred thousand axes, or sizes of hundreds of digits.
+    """
+    if len(sizes) > _MOST_AXES or not all(type(size) is int and size >= 0 for size in sizes):
+        return False
+    # NumPy also multiplies the sizes beside one that is 0.
+    return bool(math.prod(size or 1 for size in sizes) < _MOST_ELEMENTS)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a text that a file claims can be the name of a visible file in a folder."""
+    try:
+        size = len(os.fsencode(name))
+    except UnicodeEncodeError:
+        return False
+    visible = os.path.basename(name) == name and not name.startswith(".") and "\0" not in name
+    return visible and 0 < size < 256
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ import json
 import os
 import reprlib
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -91,10 +92,12 @@ class JsonValue:
         return value
 
     def text(self) -> str:
-        """Returns a string."""
-        if not isinstance(self.content, str):
-            raise self.refused("a text")
-        return self.content
+        """Returns a string, of what can be written again."""
+        if isinstance(self.content, str):
+            with suppress(UnicodeEncodeError):
+                self.content.encode()
+                return self.content
+        raise self.refused("a text")
 
     def number(self) -> float:
         """Returns a number, whole or not, of any sign; infinities and NaN are allowed."""

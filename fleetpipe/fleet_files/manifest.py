@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fleetpipe.atomic_file import replacing
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, is_file_name
 from fleetpipe.json_value import JsonValue, Source, read
 
 _NAME = re.compile(r"manifest-(\d{3,})\.json")
@@ -219,6 +219,8 @@ def _manifests(folder: Path) -> list[_Manifest]:
 
 def _contents(content: JsonValue) -> tuple[str, int, dict[str, str]]:
     files = {name: digest.text() for name, digest in content["files"].fields().items()}
+    if not all(map(is_file_name, files)):
+        raise content["files"].refused("names of files of the folder")
     writers = content["writers"].count() if "writers" in content.fields() else _UNKNOWN
     return content["save"].text(), writers, files
 

@@ -20,6 +20,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
+from fleetpipe.errors import is_shape
+
 #: What a pickle builds: plain containers, numbers and texts, arrays, and what is not finished yet.
 Pickled = Any
 
@@ -256,7 +258,7 @@ def _array_of(state: Pickled) -> np.ndarray | Placed:
     dtype = unbuilt.value
     if not isinstance(dtype, np.dtype) or not isinstance(data, (bytes, _Place)):
         raise Refused("an array that is not of numbers")
-    if not all(type(size) is int and size >= 0 for size in shape):
+    if not is_shape(shape):
         raise Refused("an array without a shape")
     nbytes = data.nbytes if isinstance(data, _Place) else len(data)
     if math.prod(shape) * dtype.itemsize != nbytes:

@@ -17,7 +17,8 @@ GlobalMicroBatch = NewType("GlobalMicroBatch", int)
 #: Forward, full backward, input-gradient and weight-gradient. B is I followed by W.
 KINDS = ("F", "B", "I", "W")
 
-_ACTION = re.compile(r"([FBIW])(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)(?:/(0|[1-9][0-9]*))?")
+_COUNT = r"(0|[1-9][0-9]{0,17})"
+_ACTION = re.compile(rf"([FBIW]){_COUNT}\.{_COUNT}(?:/{_COUNT})?")
 
 #: Slices of a micro-batch that are taken for granted where a text alone does not say.
 _MOST_SLICES = 10**6

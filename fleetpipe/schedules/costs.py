@@ -77,7 +77,8 @@ class Costs:
                 value = tuple(value)
                 object.__setattr__(self, name, value)
             for figure in value if isinstance(value, tuple) else (value,):
-                _check(name, figure, optional=name in ("backward", "bytes"))
+                whole = figure is value and name in ("backward", "bytes")
+                _check(name, figure, optional=whole)
         for name in _SCALAR:
             _check(name, getattr(self, name), optional=name == "overlapped")
         if self.input_grad_frees > 1:

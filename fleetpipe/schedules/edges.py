@@ -10,7 +10,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.representation import shows
 from fleetpipe.schedules.placement import Placement
 
-_EDGE = re.compile(r"(0|[1-9][0-9]*)>(0|[1-9][0-9]*)(?::([A-Za-z_][A-Za-z0-9_-]*))?")
+_EDGE = re.compile(r"(0|[1-9][0-9]{0,17})>(0|[1-9][0-9]{0,17})(?::([A-Za-z_][A-Za-z0-9_-]*))?")
 
 
 class Edge(NamedTuple):

@@ -9,9 +9,9 @@ from fleetpipe.schedules.action import Action, Fused, parse_item, parse_number
 from fleetpipe.schedules.edges import Edge, parse_edge
 from fleetpipe.schedules.placement import Placement
 
-_NUMBER = r"(0|[1-9][0-9]*)(?:/(0|[1-9][0-9]*))?"
+_NUMBER = r"(0|[1-9][0-9]{0,17})(?:/(0|[1-9][0-9]{0,17}))?"
 _TRANSFER = re.compile(r"([SR])([FB])([^.]+)\." + _NUMBER)
-_FREE = re.compile(r"FREE(0|[1-9][0-9]*)\." + _NUMBER)
+_FREE = re.compile(r"FREE(0|[1-9][0-9]{0,17})\." + _NUMBER)
 
 # The last field of each class is not for callers: it tells apart tuples of the same content.
 

@@ -139,3 +139,15 @@ def test_ranks_that_hold_something_else_are_refused(others: Held, told: str) -> 
     ranks = [Inventory.of({TensorName("model", "x"): one}) for one in (first, others)]
     with pytest.raises(CheckpointError, match=told):
         plan_files(ranks)
+
+
+@pytest.mark.parametrize("shape", [[1] * 33, [0, 1 << 40, 1 << 40], [99] * 100_000])
+def test_a_shape_that_no_tensor_has_is_refused_before_it_is_multiplied(
+    shape: list[int], tmp_path: Path
+) -> None:
+    entry = {"dtype": "U8", "shape": shape, "data_offsets": [0, int(0 not in shape)]}
+    header = json.dumps({"w": entry}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(0 not in shape))
+    with pytest.raises(CheckpointError, match="'w' has sizes that are no numbers"):
+        tensors.read_layout(path)

@@ -137,9 +137,17 @@ def changed(path: Path, change: Callable[[Any], None]) -> None:
             lambda m: m.update(files={"../x": {"size": 1, "crc32": 2}}),
             "expected: names of files of the folder",
         ),
+        (
+            lambda m: m["files"].update({"a\0b": {"size": 1, "crc32": 2}}),
+            "expected: names of files of the folder",
+        ),
         (lambda m: m["tensors"]["model"].update({"0.weight": {}}), "manifest.json"),
         (lambda m: m["tensors"]["model"]["0.weight"].update(dtype="float99"), "got: 'float99'"),
         (lambda m: m["tensors"]["model"]["0.weight"].update(shape=[8, 4]), "0.weight"),
+        (
+            lambda m: m["tensors"]["model"]["0.weight"].update(shape=[1] * 33),
+            "expected: the shape of a tensor",
+        ),
         (lambda m: m["tensors"]["model"]["0.weight"].update(pieces=[]), "0.weight"),
         (lambda m: m["tensors"]["model"]["0.weight"].update(shape="abc"), "0.weight"),
         (

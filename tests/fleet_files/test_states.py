@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
 import pickle
 import random
@@ -16,6 +17,7 @@ import pytest
 
 from fleetpipe import fleet_files
 from fleetpipe.errors import CheckpointError
+from fleetpipe.fleet_files import manifest
 from fleetpipe.fleet_files import states as state_files
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64"]
@@ -208,6 +210,29 @@ def test_what_a_file_claims_takes_no_memory(path: Path) -> None:
             fleet_files.load(path)
     path.write_bytes(pickle.dumps({"w": laughs}))
     assert len(fleet_files.load(path)["w"]) == 10
+
+
+def test_a_shape_that_no_array_has_is_refused_before_it_is_multiplied(path: Path) -> None:
+    array = pickle.dumps({"w": np.zeros(1, "f4")}, protocol=2)
+    shape = b"K\x01\x85"
+    assert array.count(shape) == 1
+    path.write_bytes(array)
+    assert fleet_files.load(path)["w"].shape == [1]
+    for sizes in (b"K\x01" * 33, (b"\x8a\xff" + b"\x7f" * 255) * 40):
+        path.write_bytes(array.replace(shape, b"(" + sizes + b"t"))
+        with pytest.raises(CheckpointError, match="it holds an array without a shape"):
+            fleet_files.load(path)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "../a", "\ud800", "a" * 5000])
+def test_a_manifest_of_layers_names_files_of_its_folder(name: str, tmp_path: Path) -> None:
+    content = {"save": "1", "writers": 1, "files": {name: "digest"}}
+    (tmp_path / "manifest-000.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="expected: names of files of the folder"):
+        manifest.save_in(tmp_path)
+    (tmp_path / "manifest-000.json").write_text(json.dumps({**content, "save": "\ud800"}))
+    with pytest.raises(CheckpointError, match=r"expected: (a text|names of files)"):
+        manifest.save_in(tmp_path)
 
 
 @pytest.mark.parametrize(

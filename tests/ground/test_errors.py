@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleetpipe.errors import ConfigError, require_whole
+from fleetpipe.errors import ConfigError, is_file_name, is_shape, require_whole
 
 
 @pytest.mark.parametrize("value", [1, 4, np.int64(4)])
@@ -22,3 +22,28 @@ def test_others_are_refused_with_what_they_are(value: Any) -> None:
     summary, where, got, _ = str(caught.value).splitlines()
     assert summary == "size must be a whole number of at least 0"
     assert (where, got) == ("  where: here", f"  got: size={value!r}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "possible"),
+    [
+        ((), True),
+        ([1] * 32, True),
+        ((0, 4), True),
+        ((1 << 57, 1), True),
+        ([1] * 33, False),
+        ([10**4000], False),
+        ((0, 1 << 40, 1 << 40), False),
+        ((-1,), False),
+        ((True,), False),
+        ("ab", False),
+    ],
+)
+def test_sizes_that_no_tensor_has_are_not_multiplied(sizes: Any, possible: bool) -> None:
+    assert is_shape(sizes) is possible
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "a\0b", "\ud800", "a" * 256])
+def test_what_is_no_name_of_a_file(name: str) -> None:
+    assert not is_file_name(name)
+    assert is_file_name("model-00001.safetensors")

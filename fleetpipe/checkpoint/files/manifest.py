@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fleetpipe.checkpoint.contents.parts import GROUPS, MODEL, Saved, TensorName
 from fleetpipe.checkpoint.files.digests import hash_of
 from fleetpipe.checkpoint.files.tensors import CODES, is_whole
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, is_file_name, is_shape
 from fleetpipe.json_value import JsonValue, Source, parse, read_text
 from fleetpipe.mesh.axes import COPIES
 from fleetpipe.mesh.parts import Described, Region
@@ -165,7 +165,7 @@ def _parse_contents(content: JsonValue) -> Manifest:
         name: whole.record(Whole, JsonValue.count)
         for name, whole in content["files"].fields().items()
     }
-    if any("/" in name or name.startswith(".") for name in files):
+    if not all(map(is_file_name, files)):
         raise content["files"].refused("names of files of the folder")
     tensors = {
         TensorName(group, name): _entry(entry, files)
@@ -199,6 +199,8 @@ def _entry(content: JsonValue, files: Collection[str]) -> Entry:
         raise content["file"].refused("one of the files")
     if dtype not in CODES:
         raise content["dtype"].refused(", ".join(CODES))
+    if not is_shape(shape):
+        raise content["shape"].refused("the shape of a tensor")
     pieces = tuple(map(_piece, content["pieces"].items()))
     if not is_whole([piece.cut for piece in pieces], shape):
         raise content["pieces"].refused(f"the parts of a tensor of shape {list(shape)}")

@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, is_shape
 from fleetpipe.mesh.parts import Described, Region
 
 #: The format's code of each dtype, by Paddle's name.
@@ -167,7 +167,8 @@ def _parse_entries(text: bytes, start: int) -> dict[str, Stored]:
             raise ValueError(f"{name!r} has the dtype {entry['dtype']!r}, which Paddle has not")
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
-        if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        numbers = all(type(number) is int and number >= 0 for number in (begin, end))
+        if not numbers or not is_shape(shape):
             raise ValueError(f"{name!r} has sizes that are no numbers of elements or bytes")
         tensor = Described(_NAMES[entry["dtype"]], shape)
         if end - begin != tensor.nbytes:

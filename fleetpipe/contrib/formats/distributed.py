@@ -33,7 +33,7 @@ from fleetpipe.contrib.formats.contents import (
     stored_tensor,
     write_rest,
 )
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, is_shape
 from fleetpipe.fleet_files.pickled import PickledObject
 from fleetpipe.mesh.parts import Described, Region
 from fleetpipe.paddle_api import paddle
@@ -186,6 +186,8 @@ class _Shards:
         ends = zip(*(map(sum, zip(part.begin, part.shape)) for part in parts))
         shape = tuple(fields.get("global_shape") or map(max, ends))
         described = Described(dtype, shape)
+        if not all(map(is_shape, (shape, *(part.shape for part in parts)))):
+            raise ValueError(f"{name!r} has no shape of a tensor")
         if dtype not in CODES or any(piece.described.dtype != dtype for piece in pieces):
             got = ", ".join(dict.fromkeys(piece.described.dtype for piece in pieces))
             raise tensors.damage(parts[0].file, f"{name!r} has parts of {got}, not of {dtype}")

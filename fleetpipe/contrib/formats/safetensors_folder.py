@@ -6,7 +6,6 @@ Unified checkpoints, of PaddleNLP and PaddleFormers, also have the optimizer and
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from io import FileIO
@@ -26,7 +25,7 @@ from fleetpipe.contrib.formats.contents import (
     stored_tensor,
     write_rest,
 )
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, is_file_name
 from fleetpipe.json_value import JsonValue, Source, read
 
 GROUPS = (MODEL, OPTIMIZER, MASTER_WEIGHTS)
@@ -131,7 +130,7 @@ def _weight_map(index: JsonValue) -> dict[str, str]:
     places = {name: file.text() for name, file in index["weight_map"].fields().items()}
     if not places:
         raise index["weight_map"].refused("names of tensors")
-    if any(os.path.basename(file) != file or "\0" in file for file in places.values()):
+    if not all(map(is_file_name, places.values())):
         raise index["weight_map"].refused("names of files of the folder")
     return places
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fleetpipe.errors import UsageError
 from fleetpipe.extras import needed_for
+from fleetpipe.json_value import JsonValue, Source, parse
 
 #: Where a step may differ, in its order.
 PHASES = (
@@ -167,13 +168,15 @@ def read(folder: Path) -> Record:
     ranks: dict[int, RankTensors] = {}
     degrees: Mapping[str, int] = {}
     for file in sorted(folder.glob("rank-*.step-*.safetensors")):
-        index, arrays = _open(file)
-        degrees = index["degrees"]
-        rank = ranks.setdefault(index["rank"], RankTensors(index["rank"], index["coordinate"]))
-        places = [Meaning(*fields) for fields in index["places"]]
-        rank.tensors.update((place, arrays[str(i)]) for i, place in enumerate(places))
-        for i, sources in index["sources"].items():
-            rank.sources[places[int(i)]] = [Meaning(*fields) for fields in sources]
+        try:
+            index, arrays = _open(file)
+            degrees = _counts(index["degrees"])
+            number = index["rank"].count()
+            rank = ranks.setdefault(number, RankTensors(number, _counts(index["coordinate"])))
+            _add(rank, index, arrays)
+        except UsageError as error:
+            error.add_place(str(file))
+            raise
     if not ranks:
         raise UsageError(
             "nothing was collected: the script trained no step",
@@ -185,17 +188,40 @@ def read(folder: Path) -> Record:
     return Record([ranks[rank] for rank in sorted(ranks)], degrees)
 
 
-def _open(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _add(rank: RankTensors, index: JsonValue, arrays: Mapping[str, np.ndarray]) -> None:
+    """Adds the tensors of a file to those of its rank."""
+    places = {str(i): _meaning(one) for i, one in enumerate(index["places"].items())}
+    if places.keys() != arrays.keys():
+        raise index["places"].refused(f"the meanings of {len(arrays)} tensors")
+    rank.tensors.update((place, arrays[i]) for i, place in places.items())
+    for i, sources in index["sources"].fields().items():
+        if i not in places:
+            raise sources.refused("sources of one of the tensors")
+        rank.sources[places[i]] = [_meaning(one) for one in sources.items()]
+
+
+def _counts(value: JsonValue) -> dict[str, int]:
+    return {name: one.count() for name, one in value.fields().items()}
+
+
+def _meaning(value: JsonValue) -> Meaning:
+    return value.row(Meaning, micro_batch=lambda one: -1 if one.content == -1 else one.count())
+
+
+_SOURCE = Source(
+    "this file is no record of a run, or is damaged",
+    UsageError,
+    "record the run again with fleetpipe locate --record",
+)
+
+
+def _open(file: Path) -> tuple[JsonValue, dict[str, np.ndarray]]:
     with needed_for("a record of a run"):
         from safetensors import SafetensorError, safe_open
     try:
         with safe_open(file, "numpy") as opened:
-            index = json.loads(opened.metadata()["record"])
-            return index, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            text = opened.metadata()["record"]
+            arrays = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            "this file is no record of a run, or is damaged",
-            where=str(file),
-            got=str(error),
-            fix="record the run again with fleetpipe locate --record",
-        ) from error
+        raise _SOURCE.refused(expected="one that locate wrote", got=str(error)) from error
+    return parse(text, _SOURCE), arrays

@@ -14,6 +14,8 @@ from fleetpipe.schedules import Placement, Schedule
 from fleetpipe.schedules.forms.chrome import caveat, device_of, steps_of, tracks_of
 from fleetpipe.schedules.forms.events import Event, events_of, median_step
 
+#: Ranks that a pipeline may have of which a trace does not show stages: each is a row to draw.
+_MOST_IDLE = 1000
 _TRACKS = ("predicted", "measured")
 
 
@@ -95,6 +97,8 @@ def _read(document: Any, name: str) -> tuple[dict[str, list[Event]], dict[int, i
 def placement_of(stages: dict[int, int]) -> Placement:
     """Returns the placement that puts the stages on the ranks of the trace."""
     ranks = max(stages.values(), default=0) + 1
+    if ranks > max(_MOST_IDLE, len(stages)):
+        raise ValueError(f"no pipeline of {ranks} ranks has just {len(stages)} stages")
     chunks = -(-max(1, len(stages)) // ranks)
     names = ("loop", *(["vee"] if chunks == 2 else []), *(["wave"] if chunks % 2 == 0 else []))
     for placement in (Placement(name, ranks, chunks) for name in names):

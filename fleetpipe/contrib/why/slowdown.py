@@ -20,6 +20,7 @@ import numpy as np
 
 from fleetpipe.contrib.why.trace_replay import ReplayedStep
 from fleetpipe.contrib.why.traced_ops import COMMUNICATIONS, TRANSFERS, TracedOperation
+from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Costs, SliceNumber, build
 
 #: Factors below this one are taken for noise.
@@ -199,6 +200,9 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
     times = _times(steps, ideal, list(sets.values()))
     taken = dict(zip(sets, times.mean(axis=0)))
     whole, best = taken["none", 0], taken["all", 0]
+    if not any(one.duration for one in everything):
+        fix = "trace with a finer clock, in seconds"
+        raise ConfigError("no operation of the trace took any time", fix=fix)
 
     def share(time: float) -> float:
         lost = whole - best

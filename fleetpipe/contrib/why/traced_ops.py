@@ -45,6 +45,9 @@ TRANSFERS = frozenset({"forward-send", "forward-recv", "backward-send", "backwar
 COLLECTIVES = frozenset({"grads-reduce-scatter", "grads-all-reduce", "params-all-gather"})
 COMMUNICATIONS = TRANSFERS | COLLECTIVES
 
+#: The largest number of a table.
+_MOST = 1e18
+
 #: Most that the engine takes between two operations of a rank.
 _ENGINE_SECONDS = 1e-3
 
@@ -190,10 +193,13 @@ def _number_steps(operations: list[TracedOperation]) -> list[TracedOperation]:
 
 
 def _csv(path: str | Path) -> Iterable[Mapping[str, Any]]:
-    with Path(path).open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        _require_columns(path, reader.fieldnames or ())
-        yield from reader
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            _require_columns(path, reader.fieldnames or ())
+            yield from reader
+    except csv.Error as error:
+        raise _unreadable(path, error) from error
 
 
 def _parquet(path: str | Path) -> Iterable[Mapping[str, Any]]:
@@ -203,12 +209,20 @@ def _parquet(path: str | Path) -> Iterable[Mapping[str, Any]]:
         raise PackageNotFound(
             "a table in Parquet needs pyarrow", fix=f"{INSTALLED_BY['ray']}, or give a CSV file"
         ) from error
-    table = pyarrow.parquet.read_table(path)
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise _unreadable(path, error) from error
     _require_columns(path, table.column_names)
     rows: list[Mapping[str, Any]] = table.select(
         [name for name in COLUMNS if name in table.column_names]
     ).to_pylist()
     return rows
+
+
+def _unreadable(path: str | Path, error: Exception) -> ConfigError:
+    cause = str(error)[:200]
+    return ConfigError("this is no table", where=str(path), cause=cause, fix="write it again")
 
 
 def _require_columns(path: str | Path, names: Iterable[str]) -> None:
@@ -233,9 +247,13 @@ def _operation(row: Mapping[str, Any], where: str) -> TracedOperation:
         except ValueError:
             value_of_column = math.nan
         whole = name not in ("start", "duration")
-        if not math.isfinite(value_of_column) or (whole and value_of_column % 1):
+        possible = abs(value_of_column) <= _MOST and (not whole or value_of_column >= 0)
+        if not possible or (whole and value_of_column % 1):
             raise ConfigError(
-                f"column {name!r} has no {'whole ' * whole}number", where=where, got=repr(value)
+                f"column {name!r} has no {'whole ' * whole}number",
+                where=where,
+                expected=f"from {0 if whole else -_MOST:g} to {_MOST:g}",
+                got=repr(value),
             )
         return value_of_column
 

@@ -32,6 +32,7 @@ from fleetpipe.contrib.why.traced_ops import (
     read_columns,
     read_trace,
 )
+from fleetpipe.errors import ConfigError
 from fleetpipe.schedules.forms.chrome import caveat, device_of
 from fleetpipe.schedules.forms.events import Event
 from fleetpipe.version import __version__
@@ -193,7 +194,13 @@ def _timelines(steps: Sequence[ReplayedStep], slowdown: Slowdown, number: int) -
     ]
     measured = [_event(one, one.start - begin, one.end - begin) for one, _, _ in chosen]
     replayed = [_event(one, end - duration, end) for one, end, duration in chosen]
-    placement = placement_of({one.part: one.stage for one, _, _ in chosen})
+    try:
+        placement = placement_of({one.part: one.stage for one, _, _ in chosen})
+    except ValueError as error:
+        fix = "give a trace of all ranks, or leave out --output"
+        raise ConfigError(
+            "the pipeline cannot be drawn", cause=str(error)[:200], fix=fix
+        ) from error
     of = f" of replica {replica}" if len({rank[0] for rank in slowdown.ranks}) > 1 else ""
     name = f"Step {step.operations[0].step}{of}"
     return laid_out(

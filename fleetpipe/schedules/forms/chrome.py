@@ -109,7 +109,9 @@ def tracks_of(document: Any) -> dict[str, list[Event]]:
         if entry["ph"] == "X":
             _, rank, *track = names[entry["pid"]]
             start, seconds = _seconds(entry["ts"]), _seconds(entry["dur"])
-            early = int(entry.get("args", {}).get("early", 0))
+            early = entry.get("args", {}).get("early", 0)
+            if type(early) is not int or int(rank) < 0:
+                raise ValueError(f"{early} early actions on rank {rank}")
             event = Event(int(rank), str(entry["name"]), start, start + seconds, early=early)
             tracks[" ".join(track)].append(event)
     return tracks

@@ -19,7 +19,7 @@ from fleetpipe.schedules.rows import PlanRows, ScheduleRows
 _SCHEDULE = "fleetpipe-schedule"
 _PLAN = "fleetpipe-plan"
 
-_NUMBER = re.compile(r"0|[1-9][0-9]*")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 _KEYS = ("name", "ranks", "micro_batches", "chunks", "placement")
 
 #: Where an error of the first line happened.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
+from safetensors.numpy import save_file
 
 from fleetpipe import cli, fleet
 from fleetpipe.contrib.locator import locate_command, record
@@ -186,3 +188,15 @@ def test_a_run_without_a_step_is_ended_at_its_limit(tmp_path: Path) -> None:
     waiting = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     assert "within 1 seconds" in _await_end(waiting, tmp_path, 1.0)
     assert waiting.returncode
+
+
+@pytest.mark.parametrize("change", [{"degrees": []}, {"places": [[0]]}, {"sources": {"5": []}}])
+def test_a_record_of_something_else_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "rank-00000.step-000000.safetensors"
+    place = [0, "data", "x", -1, "", 0]
+    index = {"rank": 0, "coordinate": {}, "degrees": {}, "places": [place], "sources": {}}
+    save_file({"0": np.zeros(2)}, file, metadata={"record": json.dumps(index)})
+    assert record.read(tmp_path).steps == 1
+    save_file({"0": np.zeros(2)}, file, metadata={"record": json.dumps({**index, **change})})
+    with pytest.raises(UsageError, match=r"no record of a run[\s\S]*rank-00000"):
+        record.read(tmp_path)

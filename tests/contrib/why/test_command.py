@@ -147,6 +147,10 @@ def test_a_high_number_of_a_micro_batch_is_no_number_of_them(tmp_path: Path) -> 
         ("step,stage,kind,start\n", "the table has no column 'duration'"),
         (",".join(COLUMNS), "the table has no rows"),
         (",".join(COLUMNS) + "\n0,0,0,0,F,0,now,1", "column 'start' has no number"),
+        (",".join(COLUMNS) + "\n0,0,0,-1,F,0,0,1", "column 'chunk' has no whole number"),
+        (",".join(COLUMNS) + "\n0,0,1e300,0,F,0,0,1", "column 'stage' has no whole number"),
+        (",".join(COLUMNS) + "\n0,0,0,0,F,0,0,0", "no operation of the trace took any time"),
+        (",".join(COLUMNS) + "\n0,0,0,0,F" + "F" * 200_000, "this is no table"),
         (",".join(COLUMNS) + "\n0.5,0,0,0,F,0,0,1", "column 'step' has no whole number"),
         (",".join(COLUMNS) + "\n0,0,0,0,,0,0,1", "an operation has no kind"),
         (",".join(COLUMNS) + "\n0,0,0,0,F,0,0,-1", "takes less than no time"),
@@ -159,6 +163,33 @@ def test_a_table_that_is_none_is_refused(
     path = tmp_path / "a.csv"
     path.write_text(text, encoding="utf-8")
     assert main(["why", "--columns", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rank", "early", "message"),
+    [
+        (1_000_000, 0, "no pipeline of 1000001 ranks has just 2 stages"),
+        (-1, 0, "0 early actions on rank -1"),
+        (0, float("inf"), "inf early actions on rank 0"),
+    ],
+)
+def test_numbers_of_a_trace_that_no_pipeline_has_are_refused(
+    rank: int, early: float, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    ranks = [(0, 0, 0), (1, rank, early)]
+    document = [
+        event
+        for pid, number, count in ranks
+        for event in (
+            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {number} x"}},
+            {"ph": "X", "name": f"F{number}.0", "pid": pid, "ts": 0, "dur": 5, "args": {}}
+            | ({"args": {"early": count}} if count else {}),
+        )
+    ]
+    path.write_text(json.dumps({"traceEvents": document}))
+    assert main(["why", str(path), "-o", str(tmp_path / "why.html")]) == 2
     assert message in capsys.readouterr().err
 
 

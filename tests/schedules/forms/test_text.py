@@ -49,6 +49,8 @@ def test_an_idle_rank_is_a_hyphen() -> None:
         (f"{HEADER}\nF0.0 F0.3junk\nF1.0", "line 2", "F0.3junk", "F0.3 or"),
         (f"{HEADER}\nF0.0 B0.0\nF1", "line 3", "F1", "F0.3 or"),
         (f"{HEADER}\nF0.0 -\nF1.0", "line 2", "-", "F0.3 or"),
+        (f"{HEADER}\nF0.0 F0.{'9' * 5000}\nF1.0", "line 2", "F0.99", "F0.3 or"),
+        (HEADER.replace("ranks=2", f"ranks={'9' * 5000}"), "line 1", "ranks=99", "whole number"),
         (f"{HEADER}\nF0.0", "line 2", "1 lines", "2 lines after the header"),
         (f"{HEADER}\n-\n-\n-", "line 3", "3 lines", "2 lines after the header"),
         (f"{HEADER}\n\nF1.0", "line 2", "empty", "'-' where idle"),

@@ -169,6 +169,7 @@ def test_costs_are_read_from_json() -> None:
         ('{"forward": [1, -1]}', "forward=-1"),
         ('{"forward": "1"}', "forward='1'"),
         ('{"comm": null}', "comm=None"),
+        ('{"bytes": [1, null]}', "bytes=None"),
         ('{"comm": NaN}', "comm=nan"),
         ('{"comm": [1, -1]}', "comm=-1"),
         ('{"forward": true}', "forward=True"),
