@@ -16,10 +16,26 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import SplitPoint, fleet, parity
 from fleetpipe.errors import ConfigError
-from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
+from fleetpipe.fleet.meta_parallel import (
+    ColumnParallelLinear,
+    LayerDesc,
+    RowParallelLinear,
+    SharedLayerDesc,
+)
 from fleetpipe.job.job import current_job
 from tests.jobs import job
-from tests.pipelines import ROWS, Trained, batch, bits, mlp_layers, pipeline, sgd, train
+from tests.pipelines import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    Trained,
+    batch,
+    bits,
+    mlp_layers,
+    pipeline,
+    sgd,
+    train,
+)
 
 VOCABULARY, LENGTH, WIDTH = 11, 5, 8
 TREE = {"sums": "tree"}
@@ -226,6 +242,25 @@ def test_parity_compares_bits_of_tied_weights_and_replicas(
 ) -> None:
     ranks = int(np.prod([*degrees.values()]))
     assert on_ranks(partial(_compare_on_a_rank, **degrees), ranks) == [(True, 0.0)] * ranks
+
+
+def _compare_shards() -> tuple[bool, float]:
+    layers = [
+        LayerDesc(nn.Linear, FEATURES, 16),
+        LayerDesc(ColumnParallelLinear, 16, 64, has_bias=True, gather_output=False),
+        LayerDesc(RowParallelLinear, 64, CLASSES, input_is_parallel=True),
+    ]
+    with job(micro_batches=4, mp=2, **TREE):
+        paddle.seed(0)
+        model = pipeline(layers)
+        session = parity.begin(model, clipped(model))
+        session.step(batch(4, 0))
+        session.step(batch(4, 1))
+        return session.report.bit_exact, session.report.tolerance
+
+
+def test_parity_compares_bits_of_shards(on_ranks: Any) -> None:
+    assert on_ranks(_compare_shards, 2) == [(True, 0.0)] * 2
 
 
 def test_parity_by_micro_batch_and_with_weights() -> None:
