@@ -72,6 +72,7 @@ KILL = """
     [
         ("run", signal.SIGHUP, "-m fleetpipe"),
         ("locate", signal.SIGTERM, "-m fleetpipe"),
+        ("launch", signal.SIGKILL, "-m fleetpipe"),
         # All but the ranks.
         ("launch", signal.SIGKILL, "-m fleetpipe,pod_server.py"),
     ],
@@ -84,7 +85,8 @@ def test_no_process_outlives_the_command_that_started_it(
     job = [command, "--nproc", "2", "train.py"]
     env = {"TMPDIR": str(tmp_path / "temporary")}
     # It raises an error if a process is left.
-    launch(KILL, None, args=[str(int(number)), words, *job], env=env, cwd=tmp_path)
+    ended = launch(KILL, None, args=[str(int(number)), words, *job], env=env, cwd=tmp_path)
+    assert '  File "' not in ended.logs[0]
     assert [*(tmp_path / "temporary").iterdir()] == []
     left = Path((tmp_path / "folder").read_text())
     with command_folder():  # which removes what ranks that were left alone did not

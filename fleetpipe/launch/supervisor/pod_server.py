@@ -11,6 +11,7 @@ removed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -105,4 +106,5 @@ if __name__ == "__main__":
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # type: ignore[attr-defined,unused-ignore]
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    with contextlib.suppress(ConnectionError):  # a supervisor that was killed
+        serve(socket.socket(fileno=int(sys.argv[1])))
