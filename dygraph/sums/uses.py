@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph.backward.adding import is_watched
+from fleetpipe.dygraph.backward.adding import count_own_hook, is_watched
 from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.gradients import set_gradient
 from fleetpipe.errors import ConfigError
@@ -87,12 +87,15 @@ class Uses:
         count.update(id(parameter) for parameter in shared)
         self.several: dict[int, list[Use]] = {key: [] for key, uses in count.items() if uses > 1}
         self.of_stage: dict[int, list[Use]] = {stage: [] for stage in stages}
+        self._copying: list[Callable[[], object]] = []
         for place in places:
             self._add(*place)
 
     def _add(self, stage: int, number: int, parameter: Tensor) -> None:
         uses = self.several.get(id(parameter))
         if uses is None:
+            if is_watched(parameter):
+                self._copying.append(_copy_behind_hooks(parameter))
             self.of_stage[stage].append(Use(number, parameter, parameter, parameter))
             return
         _refuse_hooks(parameter, stage)
@@ -108,6 +111,9 @@ class Uses:
     def end(self) -> None:
         """Makes all entries compute with the parameters themselves again."""
         self._swaps.clear()
+        for remove in self._copying:
+            remove()
+        self._copying.clear()
 
     def add_up(self) -> None:
         """Sets the gradient of each parameter with several uses to their sum here, in order."""
@@ -153,6 +159,17 @@ def _put_in(swaps: Sequence[tuple[TablePlace, Tensor]]) -> Iterator[None]:
     finally:
         for (slot, _), parameter in zip(swaps, before):
             slot.table[slot.name] = parameter
+
+
+def _copy_behind_hooks(parameter: Tensor) -> Callable[[], object]:
+    """Adds a hook that copies the gradient, behind the user's; returns what removes it.
+
+    What the last hook returns becomes the gradient and is taken away. So a tensor that a user's
+    hook stores or returns would be empty.
+    """
+    count_own_hook(parameter)
+    remove: Callable[[], object] = parameter.register_hook(lambda grad: grad.clone()).remove
+    return remove
 
 
 def _refuse_hooks(parameter: Tensor, stage: int) -> None:

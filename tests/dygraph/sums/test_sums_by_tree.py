@@ -320,6 +320,23 @@ def test_what_adds_up_otherwise_is_refused() -> None:
             model.train_batch(tokens(4, 0), sgd(model))
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_what_a_hook_stores_or_returns_keeps_its_numbers(schedule: str) -> None:
+    stored: list[tuple[Any, Any]] = []
+    with job(2, 4, schedule, **TREE):
+        model = pipeline(mlp_layers())
+        weight, bias, *_ = model.parameters()
+        ones = paddle.ones_like(weight)
+        weight.register_hook(lambda gradient: ones)
+        bias.register_hook(lambda gradient: stored.append((gradient, gradient.numpy().copy())))
+        for step in range(2):
+            model.forward_backward_pipeline(batch(4, step))
+        assert (weight.grad.numpy() == 8.0).all()
+        assert (ones.numpy() == 1.0).all()
+        assert len(stored) == 8
+        assert all((tensor.numpy() == numbers).all() for tensor, numbers in stored)
+
+
 def test_a_hook_on_a_tied_weight_is_refused_before_the_batch() -> None:
     with job(1, **TREE):
         model = pipeline(tied_layers(), loss_fn=token_loss)
