@@ -27,6 +27,7 @@ from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.optimizer import (
+    BY_NORMS,
     HybridParallelOptimizer,
     base_optimizer,
     clips_of_a_step,
@@ -111,10 +112,10 @@ class PipelineOptimizer(FleetsType):
         self._shards: Shards | None = None
         self._compared = False
         job = current_job()
-        is_lamb = isinstance(base_optimizer(optimizer), paddle.optimizer.Lamb)
-        if is_lamb and job is not None and job.shard[1] > 1:
+        base = base_optimizer(optimizer)
+        if isinstance(base, BY_NORMS) and job is not None and job.shard[1] > 1:
             refuse_beside_trees(
-                "Lamb at mp_degree above 1",
+                f"{type(base).__name__} at mp_degree above 1",
                 "its steps depend on the norms of shards, not of whole weights",
                 "AdamW",
             )

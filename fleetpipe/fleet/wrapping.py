@@ -52,7 +52,8 @@ def distributed_model(model: Any) -> Any:
 
     Raises:
         ConfigError: ``pp_degree`` is above 1 and the model is no ``PipelineLayer`` of fleetpipe's,
-            it is wrapped already, or a library's model has an option that does not run here.
+            or sums by trees are on and it has replicas; it is wrapped already, or a library's
+            model has an option that does not run here.
         PipelineTimeout: A rank did not arrive within the limit.
     """
     job = current_job()
@@ -87,6 +88,15 @@ def distributed_model(model: Any) -> Any:
         return model
     if job is None:
         return paddle_fleet.distributed_model(model)
+    if job.sums_by_tree and job.degrees.split("dp", "sharding") > 1:
+        raise ConfigError(
+            "sums by a tree need a PipelineLayer where a model has replicas",
+            got=f"{type(model).__name__}, dp_degree={job.degrees.dp}, "
+            f"sharding_degree={job.degrees.sharding}",
+            cause="the script calls backward itself, and its micro-batches add up as they come",
+            fix="wrap PipelineLayer(layers=[LayerDesc(..), ..]), or leave 'sums' out of "
+            "strategy.fleetpipe_configs",
+        )
     if job.degrees.split("mp", "cp", "ep") > 1:
         return tensor_parallel.TensorParallel(model, job.hcg, strategy=user_strategy())
     with job.guarded(lambda: "wrapping the model"):

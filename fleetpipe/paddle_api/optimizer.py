@@ -32,11 +32,14 @@ _clips: ModuleType = _stock_clip
 _any_framework: Any = _framework
 _any_hybrid: ModuleType = _hybrid
 _any_optimizer: Any = paddle.optimizer
+_any_incubate: Any = paddle.incubate
 HybridParallelOptimizer = _any_hybrid.HybridParallelOptimizer
 
 
 #: Those that clip by the norm of all gradients; the second is Paddle's for mixtures of experts.
 GLOBAL_NORM_CLIPS = (paddle.nn.ClipGradByGlobalNorm, _moe_clip.ClipGradForMOEByGlobalNorm)
+#: Those whose step of a weight depends on the norm of the whole weight.
+BY_NORMS = (_any_optimizer.Lamb, _any_incubate.optimizer.LarsMomentumOptimizer)
 
 
 def base_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -320,6 +320,19 @@ def test_what_adds_up_otherwise_is_refused() -> None:
             model.train_batch(tokens(4, 0), sgd(model))
 
 
+def _wrap_another_model() -> bool:
+    """Returns whether a rank refuses a model that is no PipelineLayer, and only with replicas."""
+    with job(1, 1, mp=2, **TREE):
+        fleet.distributed_model(nn.Linear(2, 2))
+    with job(1, 1, dp=2, **TREE), pytest.raises(ConfigError, match="a PipelineLayer where"):
+        fleet.distributed_model(nn.Linear(2, 2))
+    return True
+
+
+def test_replicas_of_another_model_are_refused(on_ranks: Any) -> None:
+    assert on_ranks(_wrap_another_model, 2) == [True, True]
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
 def test_what_a_hook_stores_or_returns_keeps_its_numbers(schedule: str) -> None:
     stored: list[tuple[Any, Any]] = []

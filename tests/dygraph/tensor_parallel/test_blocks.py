@@ -237,10 +237,15 @@ class OwnClip(nn.ClipGradByGlobalNorm):
         return params_grads
 
 
+def lars(parameters: Any) -> Any:
+    return paddle.incubate.optimizer.LarsMomentumOptimizer(0.01, 0.9, parameter_list=parameters)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (paddle.optimizer.Lamb, "(?s)Lamb.*norms of shards.*AdamW"),
+        (lars, "(?s)LarsMomentum.*norms of shards.*AdamW"),
         (partial(paddle.optimizer.SGD, grad_clip=OwnClip(1.0)), "(?s)OwnClip.*gradient of a shard"),
     ],
 )
