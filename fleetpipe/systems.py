@@ -194,7 +194,8 @@ def reserve(descriptor: int, size: int) -> None:
     """Allocates the first ``size`` bytes of an empty file, which become zeros.
 
     Raises:
-        OSError: The disk has less room; ``errno`` is ``ENOSPC``.
+        OSError: The disk has less room; ``errno`` is ``ENOSPC``, or ``EFBIG`` beyond a limit on the
+            size of files.
     """
     if sys.platform == "linux":
         os.posix_fallocate(descriptor, 0, size)

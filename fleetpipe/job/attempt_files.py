@@ -9,10 +9,12 @@ steps, why it failed, and its exit code. Without such a folder nothing is writte
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import mmap
 import os
+import shutil
 import struct
 import time
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from fleetpipe import atomic_file
+from fleetpipe import atomic_file, systems
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.watching.failure import Failure
 
@@ -36,6 +38,8 @@ INTERRUPTED = 130
 _RANK = "PADDLE_TRAINER_ID"
 #: What a page holds: how many steps the rank has begun in all attempts.
 _COUNT = struct.Struct("<q")
+#: Bytes that the files of an attempt may need, at a page of memory or more each.
+_ATTEMPT_BYTES = 1 << 20
 #: The page of the number of steps that a rank did.
 DONE = "done"
 
@@ -172,14 +176,48 @@ def page(name: str = "page") -> Callable[[int], object]:
     Args:
         name: ``"page"`` for the steps that the script has begun, ``DONE`` for those that the
             pipeline has completed.
+
+    Raises:
+        ConfigError: The host has too little memory for files in memory.
     """
     home = folder()
     memory: bytearray | mmap.mmap = bytearray(_COUNT.size)
     if home is not None:
         with (home / f"{name}.{_own_rank()}").open("a+b") as opened:
-            opened.truncate(_COUNT.size)
+            if not opened.tell():
+                # Memory that is missing when a mapped page is written ends the process.
+                _reserve(opened.fileno(), _COUNT.size, home)
             memory = mmap.mmap(opened.fileno(), _COUNT.size)
     return functools.partial(_COUNT.pack_into, memory, 0)
+
+
+def require_space(home: Path) -> None:
+    """Checks that a folder has room for the files of an attempt.
+
+    Raises:
+        ConfigError: It has too little.
+    """
+    probe = home / "probe"
+    try:
+        with probe.open("wb") as opened:
+            _reserve(opened.fileno(), _ATTEMPT_BYTES, home)
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _reserve(descriptor: int, size: int, home: Path) -> None:
+    try:
+        systems.reserve(descriptor, size)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            return  # a limit on the size of one file: those here are small
+        raise ConfigError(
+            f"{home.parent} has no room for the files by which ranks tell how they fare",
+            expected=f"{size} bytes",
+            got=f"{shutil.disk_usage(home).free} bytes are free: {error}",
+            cause="a container has 64 MiB in /dev/shm unless it is given more (docker --shm-size)",
+            fix="remove what fills it, or give the host more shared memory",
+        ) from None
 
 
 def _leave(name: str, text: str) -> None:

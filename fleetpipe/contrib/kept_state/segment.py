@@ -126,13 +126,19 @@ def _reserve(descriptor: int, size: int, file: Path) -> None:
     try:
         systems.reserve(descriptor, size)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG):
             raise
+        limited = error.errno == errno.EFBIG
         raise CheckpointError(
             f"the state of a rank does not fit into {file.parent}",
             expected=f"{size} bytes for {len(_SLOTS)} steps",
-            got=f"{shutil.disk_usage(file.parent).free} bytes",
-            cause="a container has 64 MiB there unless it is given more (docker --shm-size)",
-            fix="give the host more shared memory, or launch without --keep_state",
+            got="a lower limit on the size of files (ulimit -f)"
+            if limited
+            else f"{shutil.disk_usage(file.parent).free} bytes",
+            cause=None
+            if limited
+            else "a container has 64 MiB there unless it is given more (docker --shm-size)",
+            fix=f"{'raise that limit' if limited else 'give the host more shared memory'}, "
+            "or launch without --keep_state",
             permanent=True,
         ) from None

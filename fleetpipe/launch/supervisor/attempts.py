@@ -20,6 +20,16 @@ from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
 
 _MOST_LINES = 12
+_FREE_SPACE = "free space on the disk that the error above names, which is full"
+#: What to do about errors of a disk, which are not the fault of a step, by their words.
+_OF_THE_DISK = {
+    os.strerror(errno.ENOSPC): _FREE_SPACE,
+    os.strerror(errno.EDQUOT): _FREE_SPACE,
+    **dict.fromkeys(
+        (os.strerror(errno.EFBIG), "SIGXFSZ"),
+        "raise the limit on the size of a file, which ulimit -f shows, where the job is started",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -61,10 +71,10 @@ class Verdict:
         return self.step == other.step
 
     @property
-    def disk_full(self) -> bool:
-        """Whether the disk was full, in which case the step itself is not at fault."""
+    def disk_full(self) -> str:
+        """What to do about a disk that took no more, so the step is not at fault; else empty."""
         words = f"{self.culprit}\n{self.details}"
-        return any(os.strerror(number) in words for number in (errno.ENOSPC, errno.EDQUOT))
+        return next((to_do for error, to_do in _OF_THE_DISK.items() if error in words), "")
 
     def _cause(self) -> tuple[str, list[str]]:
         """Returns the kind of the error, and the line of code that raised it.
@@ -266,9 +276,7 @@ def _poison(verdict: Verdict) -> str:
     what = f"the job failed twice in a row with the same error{_progress(verdict)}"
     if verdict.step is not None:
         what = f"step {verdict.step} failed twice in a row"
-    to_do = "look at the data of this step and at the error above"
-    if verdict.disk_full:
-        to_do = "free space on the disk that the error above names, which is full"
+    to_do = verdict.disk_full or "look at the data of this step and at the error above"
     return (
         f"{what}: it is not started again\n"
         f"  what to do: {to_do}; a job that is started anew goes on from its checkpoint"

@@ -44,9 +44,14 @@ class Local:
         return self._pods.fileno()
 
     def start(self, attempt: Attempt) -> None:
-        """Starts an attempt."""
+        """Starts an attempt.
+
+        Raises:
+            ConfigError: The folder in memory has no room for its files.
+        """
         self._home = self._folder / f"attempt-{attempt.number}"
         self._home.mkdir()
+        attempt_files.require_space(self._home)
         if self._options.nproc_per_node is not None:
             remove_logs_beyond(Path(self._options.log_dir), self._options.nproc_per_node)
         culprit = "" if attempt.failed is None else attempt.failed.culprit.partition(": ")[0]

@@ -65,16 +65,21 @@ def test_steps_that_will_be_done_again_are_forgotten(tmp_path: Path) -> None:
     assert own.steps() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [(errno.ENOSPC, "give the host more shared memory"), (errno.EFBIG, "raise that limit")],
+)
 def test_a_host_without_so_much_memory_is_told_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
 ) -> None:
     def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(CheckpointError, match="does not fit into") as raised:
         Segment.create(tmp_path / "rank-0", None, [1 << 40], 10)
     assert f"{2 * ((1 << 40) + 2 * 64) + 64} bytes for 2 steps" in str(raised.value)
+    assert fix in str(raised.value)
     assert raised.value.permanent
 
 

@@ -21,14 +21,14 @@ DONE = Verdict(0)
 SAVED = Verdict(0, saved=8)
 
 
-def disk_full(step: int) -> Verdict:
+def disk_full(step: int, error: str = "[Errno 28] No space left on device") -> Verdict:
     text = "rank 0 raised: CheckpointError: step 4 cannot be saved"
-    details = "CheckpointError: ..\n  got: [Errno 28] No space left on device"
+    details = f"CheckpointError: ..\n  got: {error}"
     return Verdict(1, step=step, culprit=text, details=details, raised=True)
 
 
-def killed(step: int | None) -> Verdict:
-    return Verdict(137, step=step, culprit="rank 1 died")
+def killed(step: int | None, how: str = "") -> Verdict:
+    return Verdict(137, step=step, culprit=f"rank 1 died{how}")
 
 
 def raised(step: int | None, text: str) -> Verdict:
@@ -116,6 +116,11 @@ def test_a_full_disk_is_not_the_fault_of_a_step() -> None:
     assert "step 4 failed twice in a row" in said[-1]
     assert "what to do: free space on the disk" in said[-1]
     assert "data of this step" not in said[-1]
+    limited = disk_full(4, "[Errno 27] File too large"), killed(4, " (was ended by SIGXFSZ)")
+    for verdict in limited:
+        code, _, said = through(verdict, verdict)
+        assert code == verdict.code
+        assert "what to do: raise the limit on the size of a file, which ulimit -f" in said[-1]
 
 
 def test_an_error_that_no_restart_mends_is_said_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +71,21 @@ def test_a_rank_that_raised_is_named_with_the_end_of_its_traceback(home: Home) -
     assert verdict.details == RAISED.details
     assert not verdict.shown
     assert judge(home.path, 1, shown=0).shown
+
+
+def test_a_folder_without_room_for_what_ranks_tell_is_named_before_a_rank_writes(
+    home: Home,
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    home.monkeypatch.setattr(os, "posix_fallocate", full)
+    told = f"^{home.path.parent} has no room(?s:.*)expected: 1048576 bytes(?s:.*)bytes are free: "
+    with pytest.raises(ConfigError, match=told):
+        attempt_files.require_space(home.path)
+    assert [*home.path.iterdir()] == []
+    with pytest.raises(ConfigError, match="has no room"):
+        home.rank(0, step=1)
 
 
 def test_a_script_that_counts_no_steps_did_those_of_the_rank_that_came_furthest(home: Home) -> None:
