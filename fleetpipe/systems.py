@@ -205,6 +205,27 @@ def reserve(descriptor: int, size: int) -> None:
         os.lseek(descriptor, 0, os.SEEK_SET)
 
 
+def lock_for_process(descriptor: int) -> bool:
+    """Locks a file for this process alone: unlike :func:`lock`, forks do not keep the lock.
+
+    It lasts until the process closes any descriptor of the file, or ends. On Windows it does not.
+
+    Returns:
+        False if another process has the lock.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    if sys.platform != "win32":
+        import fcntl
+
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+    return True
+
+
 def sync_folder(path: Path) -> None:
     """Waits until a folder's entries are on the disk; does nothing on Windows."""
     if sys.platform != "win32":

@@ -181,6 +181,17 @@ class CheckpointManager:
             self.wait()
         else:
             self._saver.finish()
+        self.release()
+
+    def claim(self) -> None:
+        """Makes this job the one that saves into the folder, until it ends. Collective.
+
+        The first save does it as well.
+
+        Raises:
+            CheckpointError: Another job saves into it; every rank raises.
+        """
+        self._saver.claim(Ranks.of_job())
 
     def require_folder(self) -> None:
         """Makes the folder, before the first step that is to be saved. Not collective.
@@ -197,6 +208,10 @@ class CheckpointManager:
     def steps(self) -> list[int]:
         """Returns the complete steps in the folder, ascending. Not collective."""
         return [*run_folder.complete_steps(self._home)]
+
+    def release(self) -> None:
+        """Lets another job save into the folder, unless a save is under way. Not collective."""
+        self._saver.release()
 
     def wait(self) -> None:
         """Waits until the last save is on the disk. Collective if a save is under way.

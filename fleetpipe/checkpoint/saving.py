@@ -15,6 +15,7 @@ from fleetpipe.checkpoint.contents.matching import plain_order
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
+from fleetpipe.checkpoint.files.folder_owner import FolderOwner
 from fleetpipe.checkpoint.files.host_memory import Snapshot
 from fleetpipe.checkpoint.files.manifest import Manifest
 from fleetpipe.checkpoint.files.plan import FilePlan, Inventory, indexes, plan_files
@@ -82,6 +83,8 @@ class Saver:
         self._snapshot = Snapshot()
         self._writing: tuple[Ranks, Writing] | None = None
         self._cleaned = False
+        #: None for a folder that no other job can have.
+        self.owner: FolderOwner | None = FolderOwner.of(retention.home)
         #: A job, and its ranks that do not see rank 0's folder.
         self._seen: tuple[Job | None, list[int]] | None = None
 
@@ -156,6 +159,24 @@ class Saver:
                 run_folder.remove_draft(writing.task.draft)
             raise
 
+    def claim(self, ranks: Ranks) -> None:
+        """Makes rank 0 the writer of the folder. Collective over ``ranks``.
+
+        Raises:
+            CheckpointError: Another job is; every rank raises.
+        """
+        what = "taking the folder of checkpoints"
+        ranks.together(what, lambda: self._acquire() if ranks.rank == 0 else None)
+
+    def _acquire(self) -> None:
+        if self.owner is not None:
+            self.owner.acquire()
+
+    def release(self) -> None:
+        """Lets another job write into the folder, unless this one is writing."""
+        if self._writing is None and self.owner is not None:
+            self.owner.release()
+
     def finish(self) -> None:
         """Waits for this rank's own writing alone; a failure is only logged."""
         if self._writing is not None:
@@ -179,6 +200,7 @@ class Saver:
 
     def _make_draft(self, step: int) -> str:
         self._home.mkdir(parents=True, exist_ok=True)
+        self._acquire()
         if not self._cleaned:
             run_folder.remove_drafts(self._home)
             self._cleaned = True

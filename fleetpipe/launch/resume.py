@@ -95,6 +95,7 @@ class Run:
                 yield self.step
                 self.done()
         finally:
+            self._manager.release()
             # Behind the loop, in a notebook say, Ctrl-C is what it was.
             if signal.getsignal(signal.SIGINT) == self._on_signal:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -187,7 +188,8 @@ def resume(
     Raises:
         ConfigError: An object has another type, or the folder cannot be written to.
         CheckpointError: The newest checkpoint is damaged, or does not fit; nothing has changed. Or
-            a save that an earlier attempt did not finish cannot be made up for.
+            a save that an earlier attempt did not finish cannot be made up for, or another job
+            saves into the folder.
         PipelineTimeout: A rank did not arrive within the limit.
     """
     if manager is None:
@@ -197,6 +199,7 @@ def resume(
             max_to_keep=_USUAL_NUMBER,
         )
     manager.require_folder()
+    manager.claim()
     state = State(
         model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, data=data
     )

@@ -206,10 +206,11 @@ def test_only_complete_steps_count(saved: Path) -> None:
     saved.rename(saved.with_name("step-00000001.old"))  # a crash as the step was replaced
     assert manager.steps() == [1]
     manager.save(1, **Run(5).objects)
-    assert sorted(path.name for path in home.iterdir() if path.name != "step-00000009") == [
+    assert sorted(path.name for path in home.glob("[!.]*") if path.name != "step-00000009") == [
         "step-00000001",
         "step-7",
     ]
+    assert not [*home.glob(".draft*")]
     assert run_folder.complete_steps(home) == {1: saved}
 
 
@@ -217,4 +218,4 @@ def test_what_a_step_has_replaced_does_not_come_back(saved: Path) -> None:
     shutil.copytree(saved, saved.with_name("step-00000001.old"))  # killed while it was removed
     manager = fleetpipe.CheckpointManager(saved.parent, max_to_keep=1)
     manager.save(2, **Run(2).objects)
-    assert [path.name for path in saved.parent.iterdir()] == ["step-00000002"]
+    assert {path.name for path in saved.parent.iterdir()} == {"step-00000002", ".writer"}

@@ -80,7 +80,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, in_background: bool) -
         5, model=model(5), metrics={"loss": 1.8}
     )
     assert manager.steps() == [4, 5]
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert not [*tmp_path.glob(".draft*")]
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -120,7 +120,7 @@ def test_latest_is_the_step_that_was_saved_last(
     assert manager.steps() == [40]
     assert value_at(tmp_path, "best") == 41
     names = [f"step-000000{step}.aside" for step in (50, 60, 80)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000040", *names]
+    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["step-00000040", *names]
     # A second one of the same number takes nothing from the first.
     for step in (60, 41):
         manager.save(step, model=model(step), metrics={"loss": 1.0})
@@ -285,7 +285,7 @@ def test_a_full_disk_is_told_at_the_next_step_and_training_may_go_on(
     assert "saving step 2 failed on rank 0" in str(caught.value)
     monkeypatch.setattr(tensors, "write_at", write_at)
     assert manager.steps() == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", ".writer"}
     fill(made, 4.0)
     manager.save(4, model=made)
     manager.wait()
@@ -415,6 +415,7 @@ for _ in range(2):
     start = time.monotonic()
     manager.save(0, model=model, optimizer=adam)
     seconds = time.monotonic() - start
+manager.release()
 numbers, last, drafts = random.Random(1), 0, 0
 for kill in range(kills):
     begun, told = os.pipe()
@@ -433,7 +434,7 @@ for kill in range(kills):
     time.sleep(numbers.uniform(0, max(6 * seconds, 0.1)))
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    drafts += any(name.startswith(".") for name in os.listdir(folder))
+    drafts += any(name.startswith(".draft") for name in os.listdir(folder))
     fill(-1.0)
     step = fleetpipe.CheckpointManager(folder).restore(model=model, optimizer=adam).step
     assert found() == {{float(step)}}, (kill, step, found())

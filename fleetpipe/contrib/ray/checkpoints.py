@@ -45,6 +45,7 @@ class RayCheckpointManager(CheckpointManager):
         context = ray.train.get_context()
         self._folder = Path(context.get_storage().local_working_directory, "checkpoints")
         super().__init__(self._folder, save_interval=save_interval, names=names)
+        self._saver.owner = None  # this worker's own, and it is uploaded whole
         self._rank = context.get_world_rank()
         if self._rank == 0:
             # What an attempt left that ended while it saved.

@@ -1,0 +1,148 @@
+"""The one job that writes into a folder of checkpoints.
+
+``.writer`` in the folder says which it is, and its process has a lock on that file. The lock ends
+with the process, so what a dead one leaves is taken over. File systems that hosts share have such
+locks as well, but for those that are mounted without: there the last one to come is the writer, and
+the one before is refused at its next save, as the file has another text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleetpipe import systems
+from fleetpipe.errors import CheckpointError
+
+_FILE = ".writer"
+_MOST_BYTES = 4096
+
+
+@dataclass
+class _Lock:
+    """The open and locked file, if this process has it: a fork has a copy of this, and no lock."""
+
+    file: Path
+    process: int = 0
+    descriptor: int = -1
+    text: bytes = b""
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has the lock, on the file that the folder still has."""
+        return self.process == os.getpid() and _in_place(self.descriptor, self.file)
+
+    def release(self) -> None:
+        """Removes the file and ends the lock."""
+        if self.process == os.getpid():
+            with contextlib.suppress(OSError):
+                if self.held and os.pread(self.descriptor, _MOST_BYTES, 0) == self.text:
+                    # Before the lock ends: then the file may be another's.
+                    self.file.unlink()
+            os.close(self.descriptor)
+        self.process = 0
+
+
+class FolderOwner:
+    """The right of this process to write into a folder, which all its managers share."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._lock = _Lock(home / _FILE)
+        weakref.finalize(self, self._lock.release)
+
+    @classmethod
+    def of(cls, home: Path) -> FolderOwner:
+        """Returns the one object for a folder in this process."""
+        return _owners.setdefault(home.resolve(), cls(home.resolve()))
+
+    def acquire(self) -> None:
+        """Makes this process the writer, or checks that it still is.
+
+        Raises:
+            CheckpointError: Another process is the writer.
+            OSError: The folder cannot be written to.
+        """
+        if self._lock.held:
+            text = os.pread(self._lock.descriptor, _MOST_BYTES, 0)
+            if text != self._lock.text:
+                raise self._refusal(text)
+            return
+        self.release()
+        self._home.mkdir(parents=True, exist_ok=True)
+        file = self._lock.file
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            text = os.pread(descriptor, _MOST_BYTES, 0)
+            if not _try_lock(descriptor, text) or not _in_place(descriptor, file):
+                raise self._refusal(text)
+            mine = _description()
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, mine)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._lock.process, self._lock.descriptor, self._lock.text = os.getpid(), descriptor, mine
+
+    def release(self) -> None:
+        """Lets another process be the writer."""
+        self._lock.release()
+
+    def _refusal(self, text: bytes) -> CheckpointError:
+        about = _parse(text)
+        return CheckpointError(
+            "another job saves into this folder of checkpoints",
+            where=str(self._home),
+            expected="one writer at a time, as each sets the other's later steps aside",
+            got="process {process} on {host}, since {since}".format_map(about)
+            if about
+            else "a process that has just begun",
+            fix="wait until that job has ended, or end it; or give this one another folder "
+            "(fleetpipe launch --checkpoint-dir)",
+        )
+
+
+_owners: weakref.WeakValueDictionary[Path, FolderOwner] = weakref.WeakValueDictionary()
+
+
+def _in_place(descriptor: int, file: Path) -> bool:
+    """Whether a path still leads to the file that is open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _description() -> bytes:
+    about = {
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "key": os.urandom(8).hex(),
+    }
+    return json.dumps(about).encode()
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        about = json.loads(text)
+        if isinstance(about, dict) and {"process", "host", "since"} <= about.keys():
+            return about
+    return {}
+
+
+def _try_lock(descriptor: int, text: bytes) -> bool:
+    """Locks a file; where the file system has no locks, whether the process of ``text`` ended."""
+    try:
+        return systems.lock_for_process(descriptor)
+    except OSError:
+        about = _parse(text)
+        here = about.get("host") == socket.gethostname()
+        return not (here and systems.is_running(int(about["process"])))
