@@ -12,12 +12,13 @@ from fleetpipe.arguments import require_folder
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Names, SavedModel
 from fleetpipe.checkpoint.contents.training_state import SavedData
-from fleetpipe.checkpoint.files import run_folder
+from fleetpipe.checkpoint.files import manifest, run_folder
 from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import Restored, restore
 from fleetpipe.checkpoint.saving import Saver, Saving
-from fleetpipe.errors import require_whole
+from fleetpipe.checkpoint.script_identity import current_script
+from fleetpipe.errors import CheckpointError, require_whole
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
 from fleetpipe.representation import shows
@@ -204,6 +205,40 @@ class CheckpointManager:
     def newest_due(self, step: int) -> int:
         """Returns the newest step up to ``step`` that ``save_interval`` selects; 0 for none."""
         return step - step % self._interval
+
+    def require_script(self) -> bool:
+        """Checks that the script that runs is the one that saved the newest step. Collective.
+
+        ``FLEETPIPE_OTHER_SCRIPT=1`` allows any.
+
+        Returns:
+            Whether it has the arguments that it had then, as far as that is known.
+
+        Raises:
+            CheckpointError: It is another script; every rank raises.
+        """
+        ranks, what = Ranks.of_job(), "asking which script has saved"
+
+        def names() -> list[Any]:
+            steps = run_folder.complete_steps(self._home) if ranks.rank == 0 else {}
+            step, folder = [*steps.items()][-1] if steps else (0, None)
+            saved = {} if folder is None else manifest.read(folder).script
+            return [current_script(), step, dict(saved)]
+
+        script, step, saved = ranks.together(what, names)[0]
+        if not script or not saved or os.environ.get("FLEETPIPE_OTHER_SCRIPT") == "1":
+            return True
+        if saved.get("name") != script["name"]:
+            raise CheckpointError(
+                "the folder has the checkpoints of another script",
+                where=str(self._home),
+                expected=f"checkpoints of {script['name']}, which runs",
+                got=f"step {step} of {saved.get('name')}",
+                fix="name another folder (fleetpipe launch --checkpoint-dir); or start the job "
+                "once with FLEETPIPE_OTHER_SCRIPT=1 in the environment to go on from that step",
+                permanent=True,
+            )
+        return bool(saved.get("arguments") == script["arguments"])
 
     def steps(self) -> list[int]:
         """Returns the complete steps in the folder, ascending. Not collective."""

@@ -22,6 +22,7 @@ from fleetpipe.checkpoint.files.plan import FilePlan, Inventory, indexes, plan_f
 from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.files.writer import Assignment, Writing, bytes_in, described_files
 from fleetpipe.checkpoint.ranks import Place, Ranks
+from fleetpipe.checkpoint.script_identity import current_script
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.parts import Held
@@ -126,6 +127,7 @@ class Saver:
                 step=step,
                 files=described_files(plan, texts),
                 metrics=training_state.plain(metrics, "metrics"),
+                script=everyone[0]["script"],
             )
         except CheckpointError:
             if ranks.rank == 0:
@@ -196,6 +198,7 @@ class Saver:
             "state": training_state.to_text(state),
             "place": ranks.place.to_json(),
             "draft": self._make_draft(step) if ranks.rank == 0 else "",
+            "script": current_script(),
         }
 
     def _make_draft(self, step: int) -> str:

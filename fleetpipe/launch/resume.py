@@ -20,7 +20,7 @@ from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.config import DEFAULT_TIMEOUT
-from fleetpipe.errors import PeerFailed
+from fleetpipe.errors import CheckpointError, PeerFailed
 from fleetpipe.extras import extra
 from fleetpipe.job import attempt_files, job
 from fleetpipe.mesh.groups import DirectGroup, Group
@@ -59,7 +59,10 @@ class Run:
 
     Attributes:
         step: The next step, from 0; it is the number of steps done.
+        other_arguments: Whether the script had other arguments when it saved the steps so far.
     """
+
+    other_arguments = False
 
     def __init__(self, step: int, state: State, manager: CheckpointManager, kept: Any) -> None:
         self.step = step
@@ -82,9 +85,20 @@ class Run:
             until: How many steps the run has in all.
 
         Raises:
-            CheckpointError: A step cannot be saved.
+            CheckpointError: A step cannot be saved; or none is left to do, and those that were done
+                are of other arguments.
             SystemExit: The job was asked to stop; see :meth:`done`.
         """
+        if self.other_arguments and self.step >= until:
+            raise CheckpointError(
+                "nothing is left to do: a run with other arguments has done all steps",
+                expected=f"up to {until} steps of the arguments that the script has now",
+                got=f"{self.step} steps that were saved with others",
+                fix="name another folder (fleetpipe launch --checkpoint-dir) to train with these; "
+                "or ask for more steps; or start the job with FLEETPIPE_OTHER_SCRIPT=1 in the "
+                "environment, where the steps count as its own",
+                permanent=True,
+            )
         self._catch_signals()
         current = job.current_job()
         if current is not None:
@@ -188,8 +202,8 @@ def resume(
     Raises:
         ConfigError: An object has another type, or the folder cannot be written to.
         CheckpointError: The newest checkpoint is damaged, or does not fit; nothing has changed. Or
-            a save that an earlier attempt did not finish cannot be made up for, or another job
-            saves into the folder.
+            a save that an earlier attempt did not finish cannot be made up for, another job saves
+            into the folder, or another script has.
         PipelineTimeout: A rank did not arrive within the limit.
     """
     if manager is None:
@@ -204,11 +218,19 @@ def resume(
         model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, data=data
     )
     kept = extra("kept_state.kept_state").KeptState.asked_for(Objects(**state), Ranks.of_job())
-    return Run(_go_on(state, manager, kept), state, manager, kept)
+    step, other_arguments = _go_on(state, manager, kept)
+    run = Run(step, state, manager, kept)
+    run.other_arguments = other_arguments
+    return run
 
 
-def _go_on(state: State, manager: CheckpointManager, kept: Any) -> int:
-    """Restores the newest step, from memory or from a checkpoint, and returns it. Collective."""
+def _go_on(state: State, manager: CheckpointManager, kept: Any) -> tuple[int, bool]:
+    """Restores the newest step, from memory or from a checkpoint. Collective.
+
+    Returns:
+        The step, and whether the script had other arguments when it saved it.
+    """
+    same = True
     saved = [step for steps in job.all_ranks().all_gather(manager.steps()) for step in steps]
     newest: int | None = None if kept is None else kept.newest()
     if kept is not None and newest is not None and newest >= max(saved, default=0):
@@ -216,6 +238,7 @@ def _go_on(state: State, manager: CheckpointManager, kept: Any) -> int:
         step, where = newest, ", as they were kept in memory"
     elif saved:
         # Where one rank sees a checkpoint all restore, and one that does not says so.
+        same = manager.require_script()
         step, where = manager.restore("latest", **state).step, ""
     else:
         step, where = 0, ""
@@ -223,11 +246,13 @@ def _go_on(state: State, manager: CheckpointManager, kept: Any) -> int:
         kept.forget_after(step)
     if step:
         _tell(f"goes on after {step} steps{where}")
+    if not same:
+        _tell(f"the script had other arguments when it saved step {step}")
     if max(saved, default=0) < manager.newest_due(step):
         # A step is kept before it is saved: what ended the attempt may have come in between.
         manager.save(step, force=True, **state)
         _tell(f"saved step {step}, as an earlier attempt did not finish a save that was due")
-    return step
+    return step, not same
 
 
 def _tell(text: str) -> None:

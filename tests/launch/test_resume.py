@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -240,6 +241,32 @@ def test_a_save_that_an_attempt_did_not_finish_is_done_by_the_next_one(
     for step in ("step-00000003", "step-00000006"):
         files = {file.name: file.read_bytes() for file in (alone / step).iterdir()}
         assert files == {file.name: file.read_bytes() for file in (shared / step).iterdir()}
+
+
+@pytest.mark.usefixtures("_own_signals")
+def test_a_run_of_another_script_or_of_other_arguments_is_not_done(
+    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    def train(script: str, *arguments: str, until: int) -> list[int]:
+        (tmp_path / script).touch()
+        monkeypatch.setattr(sys, "argv", [str(tmp_path / script), *arguments])
+        return train_and_save(tmp_path / "run", until)
+
+    assert train("first.py", "--rate", "1", until=3) == [0, 1, 2]
+    assert train("first.py", "--rate", "1", until=3) == []
+    assert "other arguments" not in caplog.text
+    with pytest.raises(CheckpointError, match="nothing is left to do: a run with other arguments"):
+        train("first.py", "--rate", "2", until=3)
+    with pytest.raises(CheckpointError, match=r"of second.py, (?s:.*)step 3 of first.py"):
+        train("second.py", "--rate", "1", until=6)
+    assert "the script had other arguments when it saved step 3" in caplog.text
+    with monkeypatch.context() as once:
+        once.setenv("FLEETPIPE_OTHER_SCRIPT", "1")
+        assert train("second.py", until=3) == []
+        assert train("second.py", until=6) == [3, 4, 5]
+    assert train("second.py", "--longer", until=7) == [6]
 
 
 @pytest.mark.usefixtures("_own_signals")

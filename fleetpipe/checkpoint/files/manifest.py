@@ -10,7 +10,7 @@ import json
 import math
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +80,8 @@ class Manifest:
         layout: Ranks along each axis of the job that wrote it; only the number of replicas matters.
         versions: Those of fleetpipe and Paddle; nothing depends on them.
         plain_order: As in :class:`Saved`.
+        script: The name of the script that saved it and a digest of its arguments; empty if they
+            are unknown, as in older checkpoints.
     """
 
     step: int
@@ -91,6 +93,7 @@ class Manifest:
     layout: Mapping[str, int]
     versions: Mapping[str, str]
     plain_order: tuple[str, ...] = ()
+    script: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def saved(self) -> Saved:
@@ -128,6 +131,7 @@ class Manifest:
             "layout": dict(self.layout),
             "versions": dict(self.versions),
             "plain_order": self.plain_order,
+            **({"script": dict(self.script)} if self.script else {}),
         }
         return seal(contents)
 
@@ -177,7 +181,8 @@ def _parse_contents(content: JsonValue) -> Manifest:
     if {name.name for name in tensors if name.group == MODEL} != set(order):
         raise content["order"].refused("the names of the model's tensors")
     optimizer = content["optimizer"]
-    plain_order = content.get("plain_order")  # which older checkpoints lack
+    # Older checkpoints lack these.
+    plain_order, script = content.get("plain_order"), content.get("script")
     return Manifest(
         step=content["step"].count(),
         files=files,
@@ -189,6 +194,7 @@ def _parse_contents(content: JsonValue) -> Manifest:
         layout={name: value.count() for name, value in content["layout"].fields().items()},
         versions={name: value.text() for name, value in content["versions"].fields().items()},
         plain_order=() if plain_order is None else plain_order.texts(),
+        script={} if script is None else {k: v.text() for k, v in script.fields().items()},
     )
 
 
