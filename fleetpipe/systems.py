@@ -255,13 +255,6 @@ def end_session(leader: int) -> None:
             os.killpg(leader, signal.SIGKILL)
 
 
-def end_own_session() -> None:
-    """Kills this process, and all others of the session if it began one."""
-    if sys.platform != "win32":
-        end = os.killpg if os.getsid(0) == os.getpid() else os.kill
-        end(os.getpid(), signal.SIGKILL)
-
-
 def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool:
     """Locks a file until it is closed, as this process ends at the latest.
 

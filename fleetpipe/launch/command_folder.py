@@ -82,8 +82,10 @@ def _await_end(folder: Path, first: Callable[[], None]) -> None:
     with contextlib.suppress(FileNotFoundError), (folder / _LOCK).open() as lock:
         if not systems.lock(lock.fileno(), shared=True):
             return
-        # By the folder the launcher knows the ranks, of which one may hang and not end itself.
-        if "PADDLE_TRAINER_ID" not in os.environ:
+        if "PADDLE_TRAINER_ID" in os.environ:
+            systems.end_session(os.getpid())
+        else:
+            # By the folder the launcher knows the ranks, of which one may hang and not end itself.
             first()
             shutil.rmtree(folder, ignore_errors=True)
-    systems.end_own_session()
+    os.kill(os.getpid(), systems.SIGKILL)
