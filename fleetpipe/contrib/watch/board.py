@@ -19,8 +19,8 @@ from fleetpipe.json_value import JsonValue, Source, parse, read
 FILE = "watch.json"
 #: A rank that was not heard for so long is called stopped.
 SILENT_SECONDS = 0.6
-#: From here on the hour of an end means nothing, and at some distance clocks have none.
-_FAR = 1e9
+#: From this moment on the hour of an end means nothing, and much later ones have none.
+_FAR = 1e11
 #: Seconds from one board to the next.
 PERIOD = 0.2
 
@@ -136,7 +136,7 @@ def end_of(board: JobBoard, now: float) -> str:
     left = board.eta_seconds
     if left is None:
         return ""
-    if left > _FAR:
+    if now + left > _FAR:
         return seconds(left)
     return f"{seconds(left)}, until {time.strftime('%H:%M %Z', time.localtime(now + left))}"
 

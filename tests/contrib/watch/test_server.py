@@ -132,10 +132,10 @@ def test_a_name_of_another_host_is_not_answered(
         assert get(url, Host=name, Authorization="Bearer secret").status == 200
 
 
-@pytest.mark.parametrize("figures", [{"steps": sys.maxsize}, {"step_time": 1e100}])
+@pytest.mark.parametrize("figures", [{"steps": sys.maxsize}, {"step_time": 1e100}, {"at": 1e18}])
 def test_a_far_end_ends_no_page(figures: dict[str, float]) -> None:
     with served(made=lambda: board(**figures)) as url:
-        assert b"days" in get(url).read()
+        assert b"remaining" in get(url).read()
 
 
 def test_those_who_send_nothing_or_read_nothing_hold_up_nobody(
