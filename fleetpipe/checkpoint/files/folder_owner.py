@@ -43,7 +43,7 @@ class _Lock:
         """Removes the file and ends the lock."""
         if self.process == os.getpid():
             with contextlib.suppress(OSError):
-                if self.held and os.pread(self.descriptor, _MOST_BYTES, 0) == self.text:
+                if self.held and _read(self.descriptor) == self.text:
                     # Before the lock ends: then the file may be another's.
                     self.file.unlink()
             os.close(self.descriptor)
@@ -71,7 +71,7 @@ class FolderOwner:
             OSError: The folder cannot be written to.
         """
         if self._lock.held:
-            text = os.pread(self._lock.descriptor, _MOST_BYTES, 0)
+            text = _read(self._lock.descriptor)
             if text != self._lock.text:
                 raise self._refusal(text)
             return
@@ -80,11 +80,12 @@ class FolderOwner:
         file = self._lock.file
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            text = os.pread(descriptor, _MOST_BYTES, 0)
+            text = _read(descriptor)
             if not _try_lock(descriptor, text) or not _in_place(descriptor, file):
                 raise self._refusal(text)
             mine = _description()
             os.ftruncate(descriptor, 0)
+            os.lseek(descriptor, 0, os.SEEK_SET)
             os.write(descriptor, mine)
         except BaseException:
             os.close(descriptor)
@@ -110,6 +111,11 @@ class FolderOwner:
 
 
 _owners: weakref.WeakValueDictionary[Path, FolderOwner] = weakref.WeakValueDictionary()
+
+
+def _read(descriptor: int) -> bytes:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return os.read(descriptor, _MOST_BYTES)
 
 
 def _in_place(descriptor: int, file: Path) -> bool:
