@@ -173,7 +173,9 @@ class Reductions:
         with self._timing("allreduce_shared_weight_gradients"):
             if uses is not None:
                 uses.add_up()
-            self._layers.allreduce_shared_weight_gradients(uses)
+            # A script may have put a function of its own, without arguments, in its place.
+            arguments = () if uses is None else (uses,)
+            self._layers.allreduce_shared_weight_gradients(*arguments)
         for parameter, held in self._held:
             gradient = gradient_of(parameter)
             set_gradient(parameter, held if gradient is None else held + gradient)

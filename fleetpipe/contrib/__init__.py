@@ -53,7 +53,13 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         for shorter, extra in SHORTER.items():
             if f"{fullname}.".startswith(f"{shorter}."):
-                return spec_of(fullname, f"{__name__}.{extra}{fullname.removeprefix(shorter)}")
+                name = f"{__name__}.{extra}{fullname.removeprefix(shorter)}"
+                spec = spec_of(fullname, name)
+                # To import one of them would put it in the place of the package's name for its own.
+                for below in [other for other in sys.modules if other.startswith(f"{name}.")]:
+                    shorter_below = fullname + below.removeprefix(name)
+                    sys.modules.setdefault(shorter_below, sys.modules[below])
+                return spec
         return None
 
 

@@ -203,7 +203,8 @@ def test_a_rank_goes_on_where_the_fixed_order_would_wait_for_ever() -> None:
             return super().forward(stage, micro_batch, inputs)
 
     edges = schedule.lower().edges
-    assert threads(schedule, lambda _: Stage(edges), cap=3) == [3, 1]
+    # What is held in the second batch, in which the gradient may be there in time.
+    assert threads(schedule, lambda _: Stage(edges), cap=3) in ([3, 1], [2, 1])
 
 
 def test_a_timeout_says_where_the_rank_is_and_that_other_messages_would_do() -> None:

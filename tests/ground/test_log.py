@@ -26,10 +26,16 @@ WRITES = (
     *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/rank_policy", "cli"),
     *("checkpoint/checkpoint_commands", "contrib/doctor/doctor_command"),
     *("contrib/locator/locate_command", "launch/noted_launch", "launch/profile_command"),
-    *("launch/script", "contrib/watch/serving", "launch/supervisor/", "parity/parity_command"),
+    *(
+        "launch/script",
+        "launch/streams",
+        "contrib/watch/serving",
+        "launch/supervisor/",
+        "parity/parity_command",
+    ),
     *("profiling/plan_commands", "contrib/report/report_command"),
     *("schedules/schedule_commands", "contrib/starter/new_command"),
-    *("contrib/watch/watch_command", "contrib/why/why_command"),
+    *("contrib/watch/watch_command", "contrib/why/why_command", "launch/streams"),
 )
 
 SCRIPT = """
