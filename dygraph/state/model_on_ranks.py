@@ -149,18 +149,28 @@ class ModelOnRanks(ModelWithParts):
         """The weights that this rank shares with others of its pipeline."""
         return self._shared_weights.weights
 
-    def allreduce_shared_weight_gradients(self, uses: Uses | None = None) -> None:
+    def allreduce_shared_weight_gradients(self) -> None:
         """Gives all copies of shared weights the sum of their gradients.
 
         Collective over the ranks of the pipeline that share a weight. Nothing happens on other
         ranks, or if one process has all uses. A copy without a gradient counts as zeros.
         ``train_batch`` calls this method.
 
-        Args:
-            uses: The uses of parameters that have the gradients; None: the parameters have them.
-
         Raises:
             PipelineTimeout: Some rank did not come within the limit.
         """
         if self._shared_weights.weights:
-            self._shared_weights.sum_gradients(None if uses is None else uses.several)
+            self._shared_weights.sum_gradients()
+
+    def add_up_uses(self, uses: Uses) -> None:
+        """Gives each parameter with several uses the sum of their gradients on all ranks.
+
+        Collective as :meth:`allreduce_shared_weight_gradients`, in whose place it is called if the
+        gradients of each use are summed by themselves.
+
+        Raises:
+            PipelineTimeout: Some rank did not come within the limit.
+        """
+        uses.add_up()
+        if self._shared_weights.weights:
+            self._shared_weights.sum_gradients(uses.several)

@@ -37,13 +37,12 @@ def as_hint(
     Raises:
         ConfigError: An option, or a layer, needs the order of the schedule.
     """
-    if config.order != "ready" or job.degrees.pp == 1:
-        return schedule
-    if job.local:
+    if _is_hint(config, job):
+        _require_free(config, job, layers, exchanges)
+        return without_fusion(schedule)
+    if config.order == "ready" and job.degrees.pp > 1:
         _log.info("order='ready' changes nothing where one process plays all ranks, in one order")
-        return schedule
-    _require_free(config, job, layers, exchanges)
-    return without_fusion(schedule)
+    return schedule
 
 
 def walker_of(
@@ -57,9 +56,14 @@ def walker_of(
         job: The job.
         layers: The model.
     """
-    if config.order != "ready" or job.degrees.pp == 1 or job.local:
-        return Walker
-    return functools.partial(ReadyWalker, _Envelopes(schedule, config, job, layers))
+    if _is_hint(config, job):
+        return functools.partial(ReadyWalker, _Envelopes(schedule, config, job, layers))
+    return Walker
+
+
+def _is_hint(config: PipelineConfig, job: Job) -> bool:
+    """Whether the order of a schedule is a hint to ranks that may reorder it."""
+    return config.order == "ready" and job.degrees.pp > 1 and not job.local
 
 
 class _Envelopes:

@@ -171,11 +171,10 @@ class Reductions:
                 replicas.reduce_all(parameters, self._job, share, self.last_shards)
         # After the replicas: their sums differ in the last bit from stage to stage.
         with self._timing("allreduce_shared_weight_gradients"):
-            if uses is not None:
-                uses.add_up()
-            # A script may have put a function of its own, without arguments, in its place.
-            arguments = () if uses is None else (uses,)
-            self._layers.allreduce_shared_weight_gradients(*arguments)
+            if uses is None:
+                self._layers.allreduce_shared_weight_gradients()
+            else:
+                self._layers.add_up_uses(uses)
         for parameter, held in self._held:
             gradient = gradient_of(parameter)
             set_gradient(parameter, held if gradient is None else held + gradient)
