@@ -30,7 +30,7 @@ from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.peer import Peer
 from fleetpipe.transport.limit import STOPPED_SECONDS
-from fleetpipe.transport.sockets import forks
+from fleetpipe.transport.sockets import open_connections
 from fleetpipe.transport.wire.seal import Seals
 
 _log = log.logger(__name__)
@@ -97,7 +97,7 @@ class Watch:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         for peer in self._peers.values():
             self._selector.register(peer.sock, selectors.EVENT_READ, peer)
-        forks.holding.add(self)
+        open_connections.holding.add(self)
         self._thread = threading.Thread(target=self._run, name="fleetpipe-watch", daemon=True)
         self._thread.start()
 
@@ -203,7 +203,7 @@ class Watch:
         self._selector.close()
         os.close(self._woken)
         os.close(self._waker)
-        forks.holding.discard(self)
+        open_connections.holding.discard(self)
 
     def _instead_of(self, error: BaseException) -> BaseException | None:
         """Returns the error to raise in place of ``error``, and reports that one to all ranks."""

@@ -6,7 +6,6 @@ that both send much never block each other, and the death of any rank ends every
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import selectors
@@ -22,7 +21,7 @@ from fleetpipe.systems import ProcessorQueue
 from fleetpipe.transport.base import Store, Value
 from fleetpipe.transport.joining.connections import DEFAULT_TIMEOUT, join
 from fleetpipe.transport.limit import Limit
-from fleetpipe.transport.sockets import forks
+from fleetpipe.transport.sockets import open_connections
 from fleetpipe.transport.sockets.connection import Connection
 from fleetpipe.transport.wire.message import MessageKey, Route, check_peer, describe
 from fleetpipe.transport.wire.seal import Seals
@@ -133,7 +132,8 @@ class SocketTransport:
         # What is not looked at: streams that have ended, and peers that sent more than fits here.
         self._ended: list[Connection] = []
         self._full: set[Connection] = set()
-        forks.holding.add(self)
+        open_connections.holding.add(self)
+        open_connections.closed_at_exit.add(self)
 
     def post(self, peer: int, key: MessageKey) -> None:
         """Does nothing: the kernel receives by itself."""
@@ -276,7 +276,8 @@ class SocketTransport:
         self._connections = {}
         self._queue = None
         self._selector.close()
-        forks.holding.discard(self)
+        open_connections.holding.discard(self)
+        open_connections.closed_at_exit.discard(self)
         self._woken.close()
         self._waker.close()
 
@@ -391,14 +392,3 @@ def interruption(route: Route) -> PeerFailed:
         where=str(route),
         fix="read the logs of the other ranks",
     )
-
-
-def _close_all() -> None:
-    """Closes all transports at exit: messages leave, and peers learn why this rank ended."""
-    error = getattr(sys, "last_value", None)
-    reason = f"{type(error).__name__}: {error}" if error is not None else ""
-    for transport in [one for one in forks.holding if isinstance(one, SocketTransport)]:
-        transport.close(reason)
-
-
-atexit.register(_close_all)
