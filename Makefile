@@ -39,6 +39,8 @@ help:
 	@echo 'make test-fast: the tests of make check and check-contrib, all that Windows runs;  make test-all: those of make test'
 	@echo 'make clean     remove what was built;  make distclean: the environments too'
 
+# What runs the demo, and what tests need besides: two steps of one environment, each by itself.
+.venv/.demo: REQUIREMENTS = --editable '.[cpu,examples]'
 .venv/.installed: REQUIREMENTS = --editable '.[cpu,examples,dev]'
 # 2.6.2 imports setuptools itself, and breaks with newer protobuf and numpy than it was built for.
 # On a machine without a GPU as well, the newest package for GPUs is what is tested of it.
@@ -49,20 +51,22 @@ FOR_262 := 'numpy<2' 'protobuf==3.20.3' 'setuptools<80' --editable '.[examples,t
 # A site is built from text and needs neither Paddle nor what tests need.
 .venv-docs/.installed: REQUIREMENTS = --editable '.[docs]'
 
+# What is imported is compiled then, which most of what is installed never is.
+PIP_INSTALL := -m pip install --no-compile --progress-bar off
 # The tools, pinned. It names nothing that Paddle needs.
 CONSTRAINTS := .ci/constraints.txt
 
-.venv/.installed .venv-262/.installed .venv-262-cpu/.installed .venv-next/.installed .venv-docs/.installed: setup.cfg $(CONSTRAINTS)
+.venv/.demo .venv/.installed .venv-262/.installed .venv-262-cpu/.installed .venv-next/.installed .venv-docs/.installed: setup.cfg $(CONSTRAINTS)
 	@echo 'setting up $(@D): the first time this takes a minute or two, most of it for Paddle'
 	$(@D)/$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
 	@echo '$(@D)/$(BIN)/python -m pip install -c $(CONSTRAINTS) $(subst ','\'',$(REQUIREMENTS))'
 	@while sleep 15 >&- 2>&-; do echo "  still installing after $$SECONDS s"; done & \
 	trap "kill $$! || true" EXIT; \
-	$(@D)/$(BIN)/python -m pip install --progress-bar off -c $(CONSTRAINTS) $(REQUIREMENTS) \
+	$(@D)/$(BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) $(REQUIREMENTS) \
 	    | sed -unE '/^ *(Downloading|Using cached|Installing) /p'
-	@touch $@
+	@touch $@ $(if $(filter .venv/.installed,$@),.venv/.demo)
 
-demo: .venv/.installed
+demo: .venv/.demo
 	@rm -rf build/demo demo && mkdir -p build/demo
 	@status=0; \
 	.venv/$(BIN)/python -m fleetpipe run --nproc 2 --log-dir build/demo/log --log-level $(LOG_LEVEL) \
@@ -80,7 +84,7 @@ demo: .venv/.installed
 	exit $$status
 
 # MNIST=FOLDER: that of its .gz files, in the place of scikit-learn's digits.
-benchmark-mnist: .venv/.installed
+benchmark-mnist: .venv/.demo
 	.venv/$(BIN)/python -m fleetpipe run --nproc 2 --log-dir build/benchmark-mnist \
 	    --log-level $(LOG_LEVEL) examples/mnist_mlp_benchmark.py $(if $(MNIST),--data $(MNIST))
 
@@ -147,8 +151,8 @@ LIBRARIES := libraries libraries-262 libraries-formers-0.4.1 libraries-formers-1
 $(LIBRARIES:%=.venv-%/.installed): .venv-%/.installed: .ci/%.txt
 	@echo 'setting up $(@D): the first time this takes a few minutes'
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/$(BIN)/python -m pip install --progress-bar off --quiet --no-deps --requirement $<
-	$(@D)/$(BIN)/python -m pip install --progress-bar off --quiet --no-deps --editable .
+	$(@D)/$(BIN)/python $(PIP_INSTALL) --quiet --no-deps --requirement $<
+	$(@D)/$(BIN)/python $(PIP_INSTALL) --quiet --no-deps --editable .
 	@touch $@
 
 # Each environment skips, and says so, the tests of the libraries that it does not have.
