@@ -83,7 +83,7 @@ demo: .venv/.demo
 	fi; \
 	exit $$status
 
-# MNIST=FOLDER: that of its .gz files, in the place of scikit-learn's digits.
+# MNIST=FOLDER: that of its .gz files, in the place of the digits.
 benchmark-mnist: .venv/.demo
 	.venv/$(BIN)/python -m fleetpipe run --nproc 2 --log-dir build/benchmark-mnist \
 	    --log-level $(LOG_LEVEL) examples/mnist_mlp_benchmark.py $(if $(MNIST),--data $(MNIST))

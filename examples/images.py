@@ -1,4 +1,8 @@
-"""Images to train on: scikit-learn's digits, and the own files of MNIST and CIFAR-10."""
+"""Images to train on: handwritten digits, and the own files of MNIST and CIFAR-10.
+
+``digits.csv.gz`` is "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak, UCI
+Machine Learning Repository, under CC BY 4.0: the 1,797 images that scikit-learn has, in its form.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,18 @@ from typing import Any
 import numpy as np
 import paddle
 
-from fleetpipe.extras import needed_for
 
-with needed_for("the digits that this example trains on"):
-    from sklearn.datasets import load_digits
+def _handwritten() -> tuple[np.ndarray, np.ndarray]:
+    """Returns images of 0..16, float64 [N, 8, 8], and the digits that they show, int64 [N, 1]."""
+    rows = np.loadtxt(Path(__file__).with_name("digits.csv.gz"), delimiter=",")
+    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1:].astype("int64")
 
 
 def digits(scale: int, channels: int) -> tuple[np.ndarray, np.ndarray, str]:
-    """Returns scikit-learn's digits, float32 [N, channels, 8 * scale, 8 * scale], labels, name."""
-    found = load_digits()
-    images = (found.images / 16).repeat(scale, axis=1).repeat(scale, axis=2)[:, None]
-    return (
-        images.repeat(channels, axis=1).astype("float32"),
-        found.target[:, None].astype("int64"),
-        "digits",
-    )
+    """Returns digits, float32 [N, channels, 8 * scale, 8 * scale], their labels and their name."""
+    images, labels = _handwritten()
+    images = (images / 16).repeat(scale, axis=1).repeat(scale, axis=2)[:, None]
+    return images.repeat(channels, axis=1).astype("float32"), labels, "digits"
 
 
 def mnist_or_digits(folder: Path | None) -> tuple[np.ndarray, np.ndarray, str]:
@@ -31,14 +32,14 @@ def mnist_or_digits(folder: Path | None) -> tuple[np.ndarray, np.ndarray, str]:
 
     Args:
         folder: Holds MNIST's train-images-idx3-ubyte.gz and train-labels-idx1-ubyte.gz. None: the
-            1,797 handwritten digits inside scikit-learn, enlarged from 8x8.
+            1,797 handwritten digits beside this file, enlarged from 8x8.
     """
     if folder is not None:
         return _mnist(folder)
-    found = load_digits()
-    enlarged = found.images.repeat(3, axis=1).repeat(3, axis=2) / 16
+    images, labels = _handwritten()
+    enlarged = images.repeat(3, axis=1).repeat(3, axis=2) / 16
     images = np.pad(enlarged, ((0, 0), (2, 2), (2, 2)))[:, None].astype("float32")
-    return images, found.target[:, None].astype("int64"), "digits"
+    return images, labels, "digits"
 
 
 def _mnist(folder: Path) -> tuple[np.ndarray, np.ndarray, str]:

@@ -24,7 +24,7 @@ INSTALLED_BY = {
     "rich": "pip install 'fleetpipe[watch]'",
     "safetensors": "pip install safetensors",
     "shtab": "pip install shtab",
-    "sklearn": "pip install 'fleetpipe[examples]'",
+    "sklearn": "pip install scikit-learn",
     "tensorboardX": "pip install tensorboardX",
     "wandb": "pip install wandb",
     "yaml": "pip install 'fleetpipe[project]'",

@@ -86,14 +86,19 @@ def test_what_a_script_cannot_do_without(
 
 
 @pytest.mark.parametrize("command", ["run", "launch", "parity", "profile"])
-def test_an_example_without_its_data_is_refused_before_any_rank_starts(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_script_without_its_data_is_refused_before_any_rank_starts(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     without(monkeypatch, "sklearn")
-    assert main([command, str(ROOT / "examples" / "dygraph_mlp.py")]) == 2
+    (tmp_path / "train.py").write_text("from sklearn.datasets import load_digits")
+    assert main([command, str(tmp_path / "train.py")]) == 2
     told = capsys.readouterr().err
-    assert (
-        "dygraph_mlp.py imports sklearn, which is not installed: pip install 'fleetpipe[exa" in told
-    )
-    # This one trains on text of the standard library's.
-    assert extras.missing(ROOT / "examples" / "dygraph_gpt.py") == []
+    assert "train.py imports sklearn, which is not installed: pip install scikit-learn" in told
+
+
+def test_the_examples_need_no_package_but_paddle_and_fleetpipe() -> None:
+    examples = sorted((ROOT / "examples").glob("*.py"))
+    assert [name for path in examples for name in extras._imports(path, {path})] == []
