@@ -76,6 +76,9 @@ class Account(Protocol):
 
     synchronize: Callable[[], None]
 
+    def tell_loss(self, loss: Any, waits: bool) -> None:
+        """Called with the loss of a step; ``waits`` if reading it waits for a card."""
+
     def begin_step(self) -> None:
         """Called when the first action of a step is about to run."""
 
@@ -134,6 +137,10 @@ class StepMeter(BatchObserver):
             if self._waits:
                 self._account.synchronize()
             self._begun = self._now()
+
+    def reduced(self, loss: Any) -> None:
+        """Hands the loss of the step to the account."""
+        self._account.tell_loss(loss, waits=not self._on_cpu)
 
     def end(self) -> None:
         """Hands the times of the step to the account."""

@@ -93,7 +93,7 @@ class Loop:
             evaluated: Logs = {}
             if evaluation is not None and epoch % eval_freq == 0:
                 evaluated = self._evaluate_epoch(evaluation, position)
-                self._note(history, evaluated, "eval_")
+                self._runner.progress.note(self._note(history, evaluated, "eval_"))
             position.stopped = self._runner.any_rank(self._model.stop_training)
             if complete:
                 position.next_epoch()
@@ -101,12 +101,19 @@ class Loop:
         self._callbacks.on_end("train", logs)
         return dict(history)
 
-    def _note(self, history: History, logs: Logs, prefix: str) -> None:
-        for name in ("loss", *self._names):
-            value = logs.get(name)
-            if value is not None:
-                number = value[0] if isinstance(value, list) else value
-                history[prefix + name].append(float(number))
+    def _note(self, history: History, logs: Logs, prefix: str) -> dict[str, float]:
+        figures = {prefix + name: number for name, number in self._figures(logs).items()}
+        for name, number in figures.items():
+            history[name].append(number)
+        return figures
+
+    def _figures(self, logs: Logs) -> dict[str, float]:
+        values = {name: logs.get(name) for name in ("loss", *self._names)}
+        return {
+            name: float(value[0] if isinstance(value, list) else value)
+            for name, value in values.items()
+            if value is not None
+        }
 
     def run_epoch(
         self,
@@ -208,6 +215,8 @@ class Loop:
             self.logs.update(zip(self._names, values_of(self._runner.metrics)))
         self.logs.update(step=step, batch_size=rows.everywhere)
         self._callbacks.on_batch_end(mode, step, self.logs)
+        if mode == "train":
+            self._runner.progress.note(self._figures(self.logs))
 
     def _end(self) -> Logs:
         for metric in self._runner.metrics:

@@ -49,6 +49,8 @@ class Runner:
         """
         self.pipeline = pipeline
         self._job = job
+        #: Gets the figures of each batch, for who watches the job.
+        self.progress = job.progress
         self.optimizer = optimizer
         self.metrics = metrics
         self.has_loss = loss is not None

@@ -6,9 +6,10 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fleetpipe.job import attempt_files
 from fleetpipe.job.records import MOST_ROWS, RankRecord, StepRow
@@ -18,8 +19,8 @@ from fleetpipe.systems import ProcessorQueue
 _STEPS = 10
 #: A run of more steps is one without an end.
 _MOST_STEPS = 1 << 40
-#: Seconds between two looks at a gradient norm that is on a card.
-_NORM_SECONDS = 1.0
+#: Seconds between two looks at a figure that is on a card.
+_CARD_SECONDS = 1.0
 
 
 #: What a step took: ``cpu``, ``wall``, ``data`` and saving, ``limited``, awaited, ``probe``.
@@ -38,6 +39,7 @@ class RunProgress:
         synchronize: Waits until its device has computed all queued work, within a limit.
         memory_limit: Bytes that it may hold.
         gradient_norm: Returns the gradient norm of the last step; None if it is not known.
+        figures: Gets each step with its figures by name; None where nobody takes them away.
         folders: The folders in which the run is recorded.
         stages: The stages that it runs.
         replica: The number of its replica.
@@ -58,7 +60,9 @@ class RunProgress:
         self.synchronize: Callable[[], None] = lambda: None
         self.memory_limit = sys.maxsize
         self.gradient_norm: Callable[[], float | None] = lambda: None
-        self._norm_due = 0.0
+        self.figures: deque[tuple[int, Mapping[str, float]]] | None = None
+        self._losses: dict[str, float] = {}
+        self._due: dict[str, float] = {}
         self.folders: list[Path] = []
         self.stages: tuple[int, ...] = ()
         self.replica = self.shard = self.samples = self.held = self.step = 0
@@ -88,10 +92,34 @@ class RunProgress:
         """
         if not waits:
             self.gradient_norm = read
-        elif time.monotonic() >= self._norm_due:
+        elif self._is_due("norm"):
             norm = read()
             self.gradient_norm = lambda: norm
-            self._norm_due = time.monotonic() + _NORM_SECONDS
+
+    def tell_loss(self, loss: Any, waits: bool) -> None:
+        """Stores the loss of the step that ends next, a Tensor of one number or a list of them.
+
+        Args:
+            loss: The loss; another kind of value is left out.
+            waits: Whether reading it waits for a card: it is then read now and then.
+        """
+        if self.figures is not None and (not waits or self._is_due("loss")):
+            losses = loss if isinstance(loss, list) else [loss]
+            names = [f"loss {n}" for n in range(len(losses))] if len(losses) > 1 else ["loss"]
+            single = all(getattr(one, "size", 0) == 1 for one in losses)
+            self._losses = {n: float(one.item()) for n, one in zip(names, losses)} if single else {}
+
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Adds figures of the last step, such as metrics, to those that a board shows."""
+        if self.figures is not None:
+            self.figures.append((self.step, figures))
+
+    def _is_due(self, name: str) -> bool:
+        now = time.monotonic()
+        due = now >= self._due.get(name, 0.0)
+        if due:
+            self._due[name] = now + _CARD_SECONDS
+        return due
 
     def begin_step(self) -> None:
         """Begins a step; forgets times of earlier messages, which may be an evaluation's."""
@@ -107,8 +135,10 @@ class RunProgress:
         )
         data = max(0.0, passed - self._save)
         now = time.monotonic()
+        figures, self._losses = self._losses, {}
         if self._ended is not None:
             span = now - self._ended
+            figures["step time"] = span
             row = StepRow(self.step, span, cpu, wall, data, self._save, limited, flights, probe)
             self._last.append(row)
             self._rows.append(row)
@@ -116,6 +146,7 @@ class RunProgress:
         self.step += 1
         self._done += 1
         self._write_done(self._done)
+        self.note(figures)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:

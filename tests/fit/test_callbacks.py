@@ -15,6 +15,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
+from fleetpipe import fleet
 from fleetpipe.callbacks import (
     LossMonitor,
     MetricsLogger,
@@ -79,6 +80,12 @@ def test_metrics_are_written_and_gone_on_with(model: Any, tmp_path: Path) -> Non
         found = [(row["step"], row["name"]) for row in csv.DictReader(table)]
     names = ("loss", "acc_top1", "acc_top2", "learning_rate")
     assert found == [(str(step), name) for step in (1, 2, 3) for name in names]
+    # The job's own history has the same, for who watches it.
+    fleet.shutdown()
+    history = json.loads((tmp_path / "watch-history.json").read_text())["rows"]
+    for (step, figures), row in zip(history, rows, strict=True):
+        assert step == row["step"]
+        assert [figures[name] for name in names[:3]] == [row[name] for name in names[:3]]
 
 
 def test_the_loss_of_an_evaluation_is_that_of_all_rows(model: Any, tmp_path: Path) -> None:

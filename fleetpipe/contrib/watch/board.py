@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from fleetpipe.contrib.report.numbers import seconds
+from fleetpipe.contrib.watch.history import History, read_history
 from fleetpipe.contrib.watch.slow_ranks import SlowRank, SlowRanks
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import Heard, RankRecord
@@ -42,6 +43,10 @@ _STATUS = (
 )
 
 
+#: The history of a job that has done no step.
+_NONE = History()
+
+
 @dataclass(frozen=True)
 class JobBoard:
     """The state of a job.
@@ -58,6 +63,7 @@ class JobBoard:
         last_checkpoint: The last checkpoint; None if none was saved.
         gradient_norm: The norm of the last step before clipping; None if nothing is clipped by it.
         news: What happened to the job, in words; empty if nothing did.
+        history: The figures of its steps; a file of its own beside the board's.
     """
 
     at: float
@@ -71,6 +77,7 @@ class JobBoard:
     last_checkpoint: LastCheckpoint | None = None
     gradient_norm: float | None = None
     news: str = ""
+    history: History = field(default=_NONE, compare=False, repr=False)
 
     @property
     def eta_seconds(self) -> float | None:
@@ -80,12 +87,14 @@ class JobBoard:
         return max(0, self.steps - self.step) * self.step_time
 
     def content(self) -> dict[str, Any]:
-        """Returns the whole board as a value of JSON."""
-        return asdict(self)
+        """Returns the board without its history as a value of JSON."""
+        content = asdict(replace(self, history=_NONE))
+        del content["history"]
+        return content
 
     def status(self) -> dict[str, Any]:
         """Returns the figures for scripts, under keys that no version changes."""
-        content = {**asdict(self), "eta_seconds": self.eta_seconds}
+        content = {**self.content(), "eta_seconds": self.eta_seconds}
         content["slow"] = [*content["slow"]]
         content["ranks"] = [
             {
@@ -109,6 +118,7 @@ class JobBoard:
             ranks=lambda ranks: tuple(map(RankRecord.read, ranks.items())),
             slow=lambda slow: tuple(one.record(SlowRank) for one in slow.items()),
             last_checkpoint=lambda saved: saved.record(LastCheckpoint),
+            history=History.of,
         )
 
     def seen_at(self, now: float) -> JobBoard:
@@ -148,12 +158,12 @@ def checkpoint_of(board: JobBoard) -> str:
 
 
 def read_board(path: Path) -> JobBoard:
-    """Reads the file of a board.
+    """Reads the file of a board, and the history beside it.
 
     Raises:
         ConfigError: The file is missing, or is no board.
     """
-    return read(path, _SOURCE, JobBoard.of)
+    return replace(read(path, _SOURCE, JobBoard.of), history=read_history(path.parent))
 
 
 def board_of(text: str | bytes) -> JobBoard:

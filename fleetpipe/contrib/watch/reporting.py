@@ -10,11 +10,13 @@ import contextlib
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from fleetpipe import atomic_file, log
+from fleetpipe.contrib.watch import history
 from fleetpipe.contrib.watch.address import Address
 from fleetpipe.contrib.watch.board import FILE, PERIOD, Boards, JobBoard, read_board
 from fleetpipe.contrib.watch.slow_ranks import SlowRank
@@ -23,6 +25,10 @@ from fleetpipe.job import attempt_files, run_files
 from fleetpipe.job.job import Job, current_job
 
 _log = log.logger(__name__)
+#: Seconds from one file of the history to the next, which takes some milliseconds.
+_HISTORY_PERIOD = 1.0
+#: Most steps between two boards.
+_MOST_NOTED = 4096
 
 
 class Reporter:
@@ -37,6 +43,9 @@ class Reporter:
         self._job = job
         self._boards = Boards()
         self._slow: set[tuple[int, str]] = set()
+        self._history = history.History()
+        self._figures = job.progress.figures = deque(maxlen=_MOST_NOTED)
+        self._written = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleetpipe-board", daemon=True)
         self._thread.start()
@@ -47,23 +56,47 @@ class Reporter:
         self._thread.join(PERIOD)
         ranks = tuple(replace(rank, state="ended") for rank in self.board.ranks)
         self.board = replace(self.board, at=time.time(), ranks=ranks, news="the job has ended")
+        self._note(self.board)
+        self._written = 0.0
         self._write(self.board)
 
     def _run(self) -> None:
         try:
             while not self._ended.wait(PERIOD):
                 board = self._boards.next(self._job.heard(), time.time())
-                self.board = replace(board, restarts=max(0, attempt_files.number() - 1))
+                self._note(board)
+                restarts = max(0, attempt_files.number() - 1)
+                self.board = replace(board, restarts=restarts, history=self._history)
                 self._write(self.board)
                 self._name_slow(self.board.slow)
         except Exception:  # the training goes on without
             _log.exception("the board of the job broke; nobody can watch it any more")
 
+    def _note(self, board: JobBoard) -> None:
+        """Adds the figures that came since the last board to those of the run."""
+        if not self._figures:
+            return
+        if not self._history.last:
+            # What an earlier attempt has left; from the step on that comes now it is dropped.
+            earlier = map(history.read_history, self._folders())
+            self._history = max(earlier, key=lambda one: one.last, default=self._history)
+        for _ in range(len(self._figures)):
+            self._history.add(*self._figures.popleft())
+        if board.ranks:
+            busy = sum(rank.busy for rank in board.ranks) / len(board.ranks)
+            norm = {} if board.gradient_norm is None else {"gradient norm": board.gradient_norm}
+            self._history.add(self._history.last, {**norm, "busy share": 100 * busy})
+
     def _write(self, board: JobBoard) -> None:
-        text = json.dumps(board.content())
-        for folder in self._folders():
-            with contextlib.suppress(OSError):
-                atomic_file.replace_text(folder / FILE, text)
+        texts = {FILE: board.content()}
+        if self._history.last and time.monotonic() >= self._written + _HISTORY_PERIOD:
+            self._written = time.monotonic()
+            texts[history.FILE] = self._history.content()
+        for name, content in texts.items():
+            text = json.dumps(content)
+            for folder in self._folders():
+                with contextlib.suppress(OSError):
+                    atomic_file.replace_text(folder / name, text)
 
     def _folders(self) -> Iterator[Path]:
         yield from self._job.progress.folders

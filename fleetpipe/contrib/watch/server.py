@@ -13,7 +13,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from email.message import Message
 from email.parser import Parser
 from http import HTTPStatus
@@ -21,11 +21,12 @@ from typing import cast
 from urllib.parse import parse_qs, urlsplit
 
 from fleetpipe.arguments import using
-from fleetpipe.contrib.report.chart import Chart, Curve, chart
+from fleetpipe.contrib.report.chart import Chart, Curve, chart, with_mean
 from fleetpipe.contrib.report.numbers import seconds, short
 from fleetpipe.contrib.report.page import templates_of
 from fleetpipe.contrib.watch.address import TOKEN, Address
 from fleetpipe.contrib.watch.board import PERIOD, JobBoard, checkpoint_of, end_of
+from fleetpipe.contrib.watch.history import EVALUATED, History
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import needed_for
 from fleetpipe.version import __version__
@@ -35,8 +36,6 @@ MOST_CONNECTIONS = 64
 #: Seconds that a request, and the reading of its answer, may take.
 PATIENCE = 3.0
 _MOST_BYTES = 8192
-#: Steps of the page's curves.
-_MOST_STEPS = 600
 #: The types of the pages; ``/board.json`` is what ``fleetpipe watch`` reads.
 _KINDS = {
     "/": "text/html; charset=utf-8",
@@ -72,7 +71,6 @@ class Server:
         self._board = board
         self._token = address.token()
         self._texts: dict[str, tuple[float, bytes]] = {}
-        self._history: dict[int, StepFigures] = {}
         self._open: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.new_event_loop()
         try:
@@ -168,18 +166,12 @@ class Server:
         if path == "/metrics":
             return text(board)
         if path == "/":
-            return page(board, self._note_step(board)).encode()
-        content = board.status() if path == "/status.json" else board.content()
+            return page(board).encode()
+        if path == "/status.json":
+            content = board.status()
+        else:
+            content = {**board.content(), "history": board.history.content()}
         return json.dumps(content).encode() + b"\n"
-
-    def _note_step(self, board: JobBoard) -> dict[int, StepFigures]:
-        """Adds the figures of the board's step to the history, and returns it."""
-        if board.step_time:
-            busy = [rank.busy for rank in board.ranks]
-            self._history[board.step] = board.step_time, sum(busy) / max(1, len(busy))
-        for step in sorted(self._history)[:-_MOST_STEPS]:
-            del self._history[step]
-        return self._history
 
 
 async def _wait_for(tasks: Sequence[asyncio.Task[None]]) -> None:
@@ -190,17 +182,8 @@ def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
     return code, "text/plain; charset=utf-8", f"{text}\n".encode()
 
 
-#: What a step took, and the mean share of it in which ranks computed.
-StepFigures = tuple[float, float]
-
-
-def page(board: JobBoard, history: Mapping[int, StepFigures]) -> str:
-    """Returns a board as an HTML page, whose script fetches it again.
-
-    Args:
-        board: The current board of the job.
-        history: The figures of the steps that were seen, by step.
-    """
+def page(board: JobBoard) -> str:
+    """Returns a board as an HTML page, whose script fetches it again."""
     stopped = [str(rank.rank) for rank in board.ranks if rank.state == "stopped"]
     running = any(rank.state in ("running", "waiting") for rank in board.ranks)
     template = templates_of(__package__).get_template("watch.html")
@@ -212,13 +195,16 @@ def page(board: JobBoard, history: Mapping[int, StepFigures]) -> str:
         else board.news or ("running" if running else "starting"),
         kind="bad" if stopped else "good" if running else "open",
         tiles=list(_tiles(board)),
-        charts=list(_charts(history)),
+        charts=list(_charts(board.history)),
         version=__version__,
     )
     return text
 
 
 def _tiles(board: JobBoard) -> Iterator[tuple[str, str]]:
+    losses = [row.figures["loss"] for row in board.history.rows() if "loss" in row.figures]
+    if losses:
+        yield "loss", short(losses[-1])
     yield "step time", seconds(board.step_time)
     yield "samples/s", short(board.samples_per_second)
     yield "remaining", end_of(board, board.at) or "not known"
@@ -228,14 +214,22 @@ def _tiles(board: JobBoard) -> Iterator[tuple[str, str]]:
         yield "gradient norm", short(board.gradient_norm)
 
 
-def _charts(history: Mapping[int, StepFigures]) -> Iterator[Chart]:
-    steps = sorted(history)
-    for place, (title, unit, factor) in enumerate(
-        (("step time", "s", 1.0), ("busy share, mean of ranks", "%", 100.0))
-    ):
-        ys = [factor * history[step][place] for step in steps]
-        if steps:
-            yield chart(title, [Curve(title, steps, ys, "line", place)], unit)
+#: Figures that are no metrics come last, with their units.
+_UNITS = {"gradient norm": "", "step time": "s", "busy share": "%, mean of ranks"}
+
+
+def _charts(history: History) -> Iterator[Chart]:
+    """Yields a chart for the loss, each metric, and what steps took."""
+    series = history.series()
+    names = ["loss", *(name.removeprefix(EVALUATED) for name in series if name not in _UNITS)]
+    for name in dict.fromkeys([*names, *_UNITS]):
+        curves: list[Curve] = []
+        if name in series:
+            curves = with_mean(Curve("training" if name in names else name, *series[name]))
+        if EVALUATED + name in series:
+            curves.append(Curve("evaluation", *series[EVALUATED + name], "points", 1))
+        if curves:
+            yield chart(name, curves, _UNITS.get(name, ""))
 
 
 _STATES = ("starting", "running", "waiting", "stopped", "ended")

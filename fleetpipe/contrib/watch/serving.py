@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from fleetpipe.contrib.watch import history
 from fleetpipe.contrib.watch.address import Address
 from fleetpipe.contrib.watch.board import FILE, JobBoard, read_board
 from fleetpipe.errors import ConfigError
@@ -37,6 +39,11 @@ class AttemptBoard:
             RankRecord(rank.rank, "nothing heard yet", rank.stages) for rank in self._last.ranks
         )
         self._last = replace(self._last, ranks=starting, slow=())
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # no step was done
+                before = self._file.with_name(history.FILE)
+                shutil.copyfile(before, home / history.FILE)
+                self._last = replace(self._last, history=history.read_history(home))
         self._file, self._restarts, self._news = home / FILE, restarts, news
 
     def __call__(self) -> JobBoard:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
@@ -85,10 +85,9 @@ def run(options: argparse.Namespace) -> int:
 _PERIOD = 0.5
 _STYLES = {"running": "green", "waiting": "yellow", "stopped": "bold red"}
 _BARS = "▁▂▃▄▅▆▇█"
-_COLUMNS = (
-    *("rank", "stage", "state", "busy", "step", "last step", "memory", "held", "waiting"),
-    "action",
-)
+#: Most blocks of a curve.
+_BLOCKS = 60
+_COLUMNS = ("rank", "stage", "state", "busy", "step", "last step", "memory", "held", "waiting")
 
 
 def show(source: Source) -> None:
@@ -100,14 +99,13 @@ def show(source: Source) -> None:
     """
     with needed_for("watching a job in the terminal"):
         from rich.live import Live
-    board, times = source(), deque[float](maxlen=60)
-    with Live(render(board, times), refresh_per_second=4, screen=False) as live:
+    board = source()
+    with Live(render(board), refresh_per_second=4, screen=False) as live:
         while not _over(board):
             time.sleep(_PERIOD)
             try:
                 board = source()
-                times.append(board.step_time)
-                live.update(render(board, times))
+                live.update(render(board))
             except ConfigError as error:
                 live.update(_plain(str(error)))
 
@@ -116,16 +114,11 @@ def show_once(source: Source) -> None:
     """Prints the state of a job once; raises the errors of :func:`show`."""
     with needed_for("watching a job in the terminal"):
         from rich.console import Console
-    Console().print(render(source(), ()))
+    Console().print(render(source()))
 
 
-def render(board: JobBoard, times: Sequence[float]) -> RenderableType:
-    """Renders a board for the terminal.
-
-    Args:
-        board: The board.
-        times: The step times that were seen until now.
-    """
+def render(board: JobBoard) -> RenderableType:
+    """Renders a board for the terminal."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.progress_bar import ProgressBar
@@ -133,7 +126,7 @@ def render(board: JobBoard, times: Sequence[float]) -> RenderableType:
 
     table = Table(box=None, pad_edge=False)
     for name in _COLUMNS:
-        words = name in ("state", "busy", "action")
+        words = name in ("state", "busy")
         table.add_column(name, justify="left" if words else "right", overflow="ellipsis")
     for rank in board.ranks:
         limit = "" if rank.memory_limit is None else f" of {size(rank.memory_limit)}"
@@ -147,15 +140,18 @@ def render(board: JobBoard, times: Sequence[float]) -> RenderableType:
             f"{size(rank.memory)}{limit}",
             str(rank.held) + ("" if rank.held_cap is None else f" of {rank.held_cap}"),
             str(rank.incoming),
-            _plain(rank.action),
         )
-    parts: list[RenderableType] = [_plain("  ".join(_headline(board, times)))]
+    actions = [_plain(f"rank {rank.rank}: {rank.action}") for rank in board.ranks]
+    parts: list[RenderableType] = [_plain("  ".join(_headline(board)))]
     if board.steps:
         parts.append(Padding(ProgressBar(board.steps, board.step), 0))
     parts += [_plain(str(one), "bold red") for one in board.slow]
     if board.news:
         parts.append(_plain(board.news, "yellow"))
-    return Group(*parts, table)
+    curves = Table(box=None, pad_edge=False, show_header=False)
+    for name, (_, values) in board.history.series().items():
+        curves.add_row(_plain(name), _plain(short(values[-1])), _plain(_spark(values), "cyan"))
+    return Group(*parts, curves, table, *actions)
 
 
 def _plain(text: str, style: str = "") -> Text:
@@ -165,10 +161,20 @@ def _plain(text: str, style: str = "") -> Text:
     return Text(printable(text), style)
 
 
-def _headline(board: JobBoard, times: Sequence[float]) -> Iterator[str]:
+def _spark(values: Sequence[float]) -> str:
+    """Returns the curve of some figures in a line of blocks; a gap where one is no number."""
+    shown = values[:: -(-len(values) // _BLOCKS)]
+    finite = [value for value in shown if math.isfinite(value)]
+    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
+    return "".join(
+        _BARS[int(7 * (value - low) / (span or 1.0))] if math.isfinite(value) else " "
+        for value in shown
+    )
+
+
+def _headline(board: JobBoard) -> Iterator[str]:
     yield f"step {board.step}" + ("" if board.steps is None else f" of {board.steps}")
-    most = max(times, default=0.0) or 1.0
-    yield f"{seconds(board.step_time)}/step " + "".join(_BARS[int(7 * one / most)] for one in times)
+    yield f"{seconds(board.step_time)}/step"
     yield f"{short(board.samples_per_second)} samples/s"
     if board.eta_seconds is not None:
         yield f"remaining {end_of(board, time.time())}"

@@ -17,6 +17,8 @@ from fleetpipe import fleet
 from fleetpipe.cli import main
 from fleetpipe.contrib.watch import reporting
 from fleetpipe.contrib.watch.board import FILE, read_board
+from fleetpipe.contrib.watch.history import FILE as HISTORY
+from fleetpipe.contrib.watch.history import History, HistoryRow, read_history
 from fleetpipe.contrib.watch.serving import AttemptBoard
 from fleetpipe.contrib.watch.slow_ranks import SlowRank
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
@@ -94,12 +96,16 @@ def test_the_board_of_the_launcher_outlives_an_attempt(tmp_path: Path) -> None:
     first.mkdir()
     shown.begin(first)
     write(first, restarts=0, news="")
+    of_loss = History([HistoryRow(11, {"loss": 0.25})])
+    (first / HISTORY).write_text(json.dumps(of_loss.content()))
     assert (shown().step, shown().restarts, shown().news) == (11, 0, "")
+    second.mkdir()
     shown.begin(second, 1, "attempt 2, since rank 1 was ended by SIGKILL")
     before = time.time()
     between = shown()
     assert [rank.state for rank in between.ranks] == ["starting", "starting"]
     assert (between.step, between.restarts) == (11, 1)
+    assert between.history.rows() == read_history(second).rows() == of_loss.rows()
     assert between.news == "attempt 2, since rank 1 was ended by SIGKILL"
     assert before <= between.at <= time.time()
 
@@ -123,8 +129,8 @@ def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         clip = paddle.nn.ClipGradByGlobalNorm(1.0)
         adam = paddle.optimizer.Adam(0.01, parameters=net.parameters(), grad_clip=clip)
         model, optimizer = fleet.distributed_model(net), fleet.distributed_optimizer(adam)
-        for _ in range(3):
-            model.train_batch([paddle.ones([8, 4]), paddle.ones([8, 4])], optimizer)
+        data = [paddle.ones([8, 4]), paddle.ones([8, 4])]
+        losses = [float(model.train_batch(data, optimizer)) for _ in range(3)]
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             with urllib.request.urlopen(f"{said[0]}status.json", timeout=5) as answer:
@@ -144,6 +150,8 @@ def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert last.gradient_norm == pytest.approx(optimizer.gradient_norm, rel=1e-5)
     assert (last.ranks[0].held, last.ranks[0].held_cap) == (2, 3)
     assert rank["memory"] < (last.ranks[0].memory_limit or 0)
+    assert last.history.series()["loss"] == ([1, 2, 3], losses)
+    assert last.history.series()["step time"][0] == [2, 3]
     assert (last.ranks[0].state, last.news) == ("ended", "the job has ended")
     assert replace(last, ranks=()).slow == ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import time
@@ -20,7 +21,9 @@ from fleetpipe.cli import main
 from fleetpipe.contrib.watch import server as module
 from fleetpipe.contrib.watch.address import TOKEN, Address
 from fleetpipe.contrib.watch.board import PERIOD, JobBoard
+from fleetpipe.contrib.watch.history import History, HistoryRow
 from fleetpipe.contrib.watch.server import Server
+from fleetpipe.contrib.watch.watch_command import source_of
 from fleetpipe.errors import ConfigError
 from tests.contrib.watch.boards import board
 
@@ -55,11 +58,19 @@ def connected(url: str) -> socket.socket:
 
 
 def test_its_pages() -> None:
-    with served() as url:
+    figures = {"loss": 0.125, "eval_loss": 0.5, "acc": 0.75, "step time": 0.25}
+    shown = board(history=History([HistoryRow(2, figures)]))
+    with served(made=lambda: shown) as url:
         page = get(url)
         text = page.read().decode()
         assert page.headers["Content-Type"] == "text/html; charset=utf-8"
         assert "&lt;last&gt;" in text
+        titles = re.findall("<h3>(.*?)<", text)
+        assert titles == ["loss", "acc", "step time"]
+        assert "evaluation <b>0.5</b>" in text
+        assert "<dt>loss</dt><dd>0.125</dd>" in text
+        address = url.removeprefix("http://").rstrip("/")
+        assert source_of(address)().history.rows() == shown.history.rows()
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
         assert json.load(get(url + "status.json")) == board().status()
         assert refusal(url + "etc/passwd") == 404
