@@ -78,6 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("contrib/pipelining", "contrib/callbacks", "contrib/kept_state", "contrib/chaos"),
         *("contrib/slurm", "contrib/guards", "contrib/fast_leaves", "contrib/shadow"),
         *("contrib/experts", "contrib/slices", "contrib/sequences", "contrib/vocabulary"),
+        "contrib/lora",
     ),
     ("contrib/watch", "contrib/why", "contrib/locator"),
     ("contrib/compat", "contrib/ray"),

@@ -29,6 +29,7 @@ SHORTER = {
     "fleetpipe.fit.callbacks.log_by_epoch": "callbacks.log_by_epoch",
     "fleetpipe.fit.callbacks.loss_monitor": "callbacks.loss_monitor",
     "fleetpipe.locator": "locator",
+    "fleetpipe.lora": "lora",
     "fleetpipe.profiling.clusters": "clusters",
     "fleetpipe.ray": "ray",
     "fleetpipe.report": "report",

@@ -1,0 +1,232 @@
+"""Puts adapters into models, and merges them into the weights.
+
+A linear layer stays the object that it is, and its weight keeps its name: an adapter is a class
+above its own, and two layers within it, ``lora_A`` and ``lora_B``. Of a tensor-parallel layer one
+of the two is cut as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fleetpipe.aliases import Layer, Tensor
+from fleetpipe.checkpoint.contents.layer_and_optimizer import without_wrappers
+from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.dygraph.layers.entries import Blueprints, Entry, SeveralLayers
+from fleetpipe.dygraph.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from fleetpipe.errors import ConfigError, listed, require_whole
+from fleetpipe.paddle_api import paddle
+
+
+def adapt(
+    model: Layer | Sequence[Entry], targets: Collection[str], rank: int = 8, alpha: float = 16.0
+) -> Any:
+    """Freezes a model, and puts an adapter beside each of some linear layers. Not collective.
+
+    Each of these adds ``x @ lora_A.weight @ lora_B.weight * alpha / rank`` to its output. A
+    ``lora_A`` is drawn from Paddle's generator, as in PEFT, and a ``lora_B`` is zero. Parameters
+    that are to be trained besides are given ``stop_gradient = False`` afterwards.
+
+    Args:
+        model: The list of layers of a ``PipelineLayer``, of which each layer draws under its own
+            seed; or a layer that is whole on this process, as :func:`fleetpipe.pipeline` takes it.
+        targets: The last parts of the paths of the layers, as ``["qkv", "mlp.up"]``. Paths in a
+            list begin with the number of the entry: ``"3.qkv"``. They are ``nn.Linear``,
+            ``ColumnParallelLinear`` or ``RowParallelLinear``.
+        rank: Columns of ``lora_A``.
+        alpha: The scale, times ``rank``.
+
+    Returns:
+        The layer itself, or a list of other descriptions.
+
+    Raises:
+        ConfigError: The model is cut already, a target is in no path, or a layer is of another
+            class.
+    """
+    options = _Options(frozenset([targets] if isinstance(targets, str) else targets), rank, alpha)
+    if isinstance(model, PipelineLayer):
+        raise ConfigError(
+            "adapters are put into a model before it is cut into stages",
+            got=f"a {type(model).__name__}",
+            cause="its ranks know the names and shapes of the layers that it was made of",
+            fix="adapt the list of layers, or the plain model; PaddleNLP's LoRAModel takes the "
+            "..Pipe models of that library",
+        )
+    if isinstance(model, paddle.nn.Layer):
+        options.require_paths(path for path, _ in _adapters(options.put_into(model)))
+        return model
+    entries = [_entry(entry, options, index) for index, entry in enumerate(model)]
+    options.require_paths(
+        path
+        for index, layer in enumerate(Blueprints(entries))
+        if isinstance(layer, paddle.nn.Layer)
+        for path, _ in _adapters(layer, str(index))
+    )
+    return entries
+
+
+def merge(model: Layer) -> Layer:
+    """Adds each adapter to the weight beside it, and removes it. Not collective.
+
+    Args:
+        model: A layer that is whole on this process, with adapters; each linear layer gets its own
+            class again. Parameters stay frozen.
+
+    Returns:
+        The layer itself.
+
+    Raises:
+        ConfigError: It is a pipeline.
+    """
+    if isinstance(without_wrappers(model), PipelineLayer):
+        raise ConfigError(
+            "adapters are merged into a model that is whole",
+            got=f"a {type(model).__name__}",
+            fix="copy the pipeline to an adapted plain model first, by layers.copy_to(plain) or "
+            "fleetpipe.load_single(plain, folder)",
+        )
+    for _, layer in [*_adapters(model)]:
+        with paddle.no_grad():
+            product = layer.lora_A.weight @ layer.lora_B.weight
+            layer.weight.set_value(layer.weight + product * layer.lora_scale)
+        del layer.lora_A, layer.lora_B, layer.lora_scale
+        _, layer.__class__ = type(layer).__bases__
+    return model
+
+
+class _Options:
+    """Which layers get an adapter, and of what size."""
+
+    def __init__(self, targets: frozenset[str], rank: int, alpha: float) -> None:
+        require_whole("rank", rank, rule="rank is a number of 1 or more", fix="give such a number")
+        self._targets, self._rank, self._scale = targets, rank, alpha / rank
+
+    def put_into(self, model: Layer, path: str = "") -> Layer:
+        """Freezes a layer, and puts adapters into those linear layers within it that are named."""
+        for parameter in model.parameters():
+            parameter.stop_gradient = True
+        for name, layer in [*model.named_sublayers(prefix=path, include_self=True)]:
+            if isinstance(layer, _Adapter) or not any(_ends(name, t) for t in self._targets):
+                continue
+            with _dtype_of(layer, name):
+                layer.lora_A, layer.lora_B = _factors(layer, self._rank)
+            layer.lora_scale = self._scale
+            layer.__class__ = _above(_Adapter, layer.__class__)
+        return model
+
+    def require_paths(self, paths: Iterable[str]) -> None:
+        """Refuses targets that are no end of these paths."""
+        adapted = [*paths]
+        absent = [t for t in sorted(self._targets) if not any(_ends(name, t) for name in adapted)]
+        if absent or not adapted:
+            raise ConfigError(
+                "there is no such layer to put an adapter into",
+                expected="the last parts of the paths of linear layers",
+                got=listed(absent) or "no targets",
+                fix="print(layer) shows the names of the layers in it",
+            )
+
+
+class _Adapter(paddle.nn.Layer):
+    """Stands above the class of a linear layer that has an adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds the adapter's output to that of the frozen layer."""
+        return super().forward(x) + self.lora_B(self.lora_A(x)) * self.lora_scale
+
+
+class _AdaptedEntry:
+    """Stands above the class of a description whose layer gets adapters when it is built."""
+
+    lora: tuple[_Options, str]
+
+    def build_layer(self, **lent: Tensor) -> Layer:
+        """Builds the layer as it was described, and puts adapters into it."""
+        described: Any = super()
+        options, path = self.lora
+        return options.put_into(described.build_layer(**lent), path)
+
+
+@functools.cache
+def _above(mixin: Any, kind: Any) -> Any:
+    """Returns a class of the same name with the methods of ``mixin`` above those of ``kind``."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+
+
+def _entry(entry: Entry, options: _Options, index: int) -> Entry:
+    """Returns an entry of a list of layers whose layer has adapters."""
+    if isinstance(entry, SeveralLayers):
+        raise ConfigError(
+            "a head in parts takes no adapter, and is not frozen by lora.adapt",
+            where=f"layer {index} of the list",
+            got=f"a {type(entry).__name__}",
+            fix="describe the head as a layer like the others",
+        )
+    if isinstance(entry, paddle.nn.Layer):
+        return options.put_into(entry, str(index))
+    if hasattr(entry, "build_layer"):
+        entry = copy.copy(entry)
+        entry.lora = options, str(index)
+        entry.__class__ = _above(_AdaptedEntry, entry.__class__)
+    return entry
+
+
+def _adapters(model: Layer, path: str = "") -> Iterator[tuple[str, Any]]:
+    named = model.named_sublayers(prefix=path, include_self=True)
+    return ((name, layer) for name, layer in named if isinstance(layer, _Adapter))
+
+
+def _ends(path: str, target: str) -> bool:
+    return f".{path}".endswith(f".{target}")
+
+
+def _factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
+    """Returns ``lora_A`` and ``lora_B`` for a linear layer."""
+    draws: Any = paddle.ParamAttr(
+        initializer=paddle.nn.initializer.KaimingUniform(
+            negative_slope=math.sqrt(5), nonlinearity="leaky_relu"
+        )
+    )
+    zeros: Any = paddle.ParamAttr(initializer=paddle.nn.initializer.Constant(0.0))
+    inputs, outputs = layer.weight.shape
+    if isinstance(layer, paddle.nn.Linear):
+        down = paddle.nn.Linear(inputs, rank, draws, bias_attr=False)
+        return down, paddle.nn.Linear(rank, outputs, zeros, bias_attr=False)
+    shared: dict[str, Any] = {"has_bias": False, "mp_group": layer.model_parallel_group}
+    if type(layer) is ColumnParallelLinear:
+        shared["gather_output"] = layer.gather_output
+        down = paddle.nn.Linear(inputs, rank, draws, bias_attr=False)
+        return down, type(layer)(rank, outputs * layer.world_size, zeros, **shared)
+    shared["input_is_parallel"] = layer.input_is_parallel
+    down = type(layer)(inputs * layer.world_size, rank, draws, **shared)
+    return down, paddle.nn.Linear(rank, outputs, zeros, bias_attr=False)
+
+
+@contextmanager
+def _dtype_of(layer: Any, path: str) -> Iterator[None]:
+    """While it is open, layers are built with the dtype of a linear layer's weight.
+
+    Raises:
+        ConfigError: It is no linear layer that an adapter fits.
+    """
+    kinds = (ColumnParallelLinear, RowParallelLinear)
+    if not isinstance(layer, paddle.nn.Linear) and type(layer) not in kinds:
+        raise ConfigError(
+            "this layer takes no adapter",
+            where=path or None,
+            expected="a Linear, a ColumnParallelLinear or a RowParallelLinear",
+            got=f"a {type(layer).__name__}",
+            fix="name the linear layers alone in targets",
+        )
+    usual: Any = paddle.get_default_dtype()
+    dtype: Any = str(layer.weight.dtype).removeprefix("paddle.")
+    paddle.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        paddle.set_default_dtype(usual)

@@ -1,0 +1,1 @@
+from fleetpipe.contrib.lora import *

@@ -1,0 +1,203 @@
+"""Adapters beside frozen layers have the bits of the same formula in plain Paddle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+from paddle.nn import functional as F
+
+import fleetpipe
+from fleetpipe import fleet, lora
+from fleetpipe.errors import ConfigError
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from tests.pipelines import CLASSES, FEATURES, batch, bits, job, pipeline
+
+WIDTH, RANK, ALPHA, STEPS, MICRO_BATCHES = 8, 2, 6, 3, 4
+
+
+class Block(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Sequential):
+    """The plain model, under the names of the list."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, WIDTH), Block(), Block(), nn.Linear(WIDTH, CLASSES))
+
+
+def layers(targets: tuple[str, ...] = ("up", "2.down")) -> list[Any]:
+    described = [
+        LayerDesc(nn.Linear, FEATURES, WIDTH),
+        LayerDesc(Block),
+        LayerDesc(Block),
+        LayerDesc(nn.Linear, WIDTH, CLASSES),
+    ]
+    adapted: list[Any] = lora.adapt(described, targets, RANK, ALPHA)
+    return adapted
+
+
+class Formula(nn.Layer):
+    """The adapted model written by hand: of ``state`` the adapters are parameters."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.weights = state
+        for name in filter(lambda name: "lora" in name, state):
+            value = nn.initializer.Assign(state[name])
+            trained = self.create_parameter(state[name].shape, default_initializer=value)
+            self.add_parameter(name.replace(".", "-"), trained)
+            self.weights[name] = trained
+
+    def linear(self, x: Any, path: str) -> Any:
+        w = self.weights
+        out = F.linear(x, w[f"{path}.weight"], w[f"{path}.bias"])
+        if f"{path}.lora_A.weight" not in w:
+            return out
+        low = paddle.matmul(x, w[f"{path}.lora_A.weight"])
+        return out + paddle.matmul(low, w[f"{path}.lora_B.weight"]) * (ALPHA / RANK)
+
+    def forward(self, x: Any) -> Any:
+        x, w = self.linear(x, "0"), self.weights
+        for path in "12":
+            normal = F.layer_norm(x, [WIDTH], w[f"{path}.norm.weight"], w[f"{path}.norm.bias"])
+            x = x + self.linear(F.gelu(self.linear(normal, f"{path}.up")), f"{path}.down")
+        return self.linear(x, "3")
+
+
+def adamw(parameters: Any) -> Any:
+    clip = nn.ClipGradByGlobalNorm(0.05)
+    return paddle.optimizer.AdamW(0.05, parameters=parameters, weight_decay=0.1, grad_clip=clip)
+
+
+def by_hand(state: dict[str, Any]) -> dict[str, bytes]:
+    """Returns what the formula ends with, in a loop of plain Paddle."""
+    model = Formula({name: value.clone() for name, value in state.items()})
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        for x, y in zip(*(part.split(MICRO_BATCHES) for part in batch(MICRO_BATCHES, step))):
+            (F.cross_entropy(model(x), y) / MICRO_BATCHES).backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    return bits(model.weights)
+
+
+def train(
+    model: Any, steps: range = range(STEPS), folder: Any = None, restored: bool = False
+) -> dict[str, bytes]:
+    """Returns what a wrapped pipeline ends with; it saves what it trains, or begins from there."""
+    optimizer = fleet.distributed_optimizer(adamw(model.parameters()))
+    saver = fleetpipe.CheckpointManager(folder) if folder else None
+    part = lora.TrainedPart(model)
+    if saver and restored:
+        saver.restore(steps.start, model=part, optimizer=optimizer)
+    for step in steps:
+        model.train_batch(batch(MICRO_BATCHES, step), optimizer)
+    assert all((p.grad is None) or not p.stop_gradient for p in model.parameters())
+    if saver:
+        saver.save(steps.stop, model=part, optimizer=optimizer)
+    state = optimizer.state_dict()
+    frozen = [p.name for p in model.parameters() if p.stop_gradient]
+    assert not [name for name in state if any(name.startswith(f"{p}_") for p in frozen)]
+    return bits(model.layers.full_state_dict())
+
+
+@pytest.mark.parametrize(
+    ("pp", "schedule", "options", "configs"),
+    [
+        (2, "1F1B", {}, {}),
+        (4, "ZBH1", {}, {}),
+        (2, "ZBV", {}, {}),
+        (4, "1F1B", {"recompute_interval": 1}, {}),
+        (2, "ZBH2", {"recompute_interval": 1}, {}),
+        (2, "ZBH1", {}, {"order": "ready"}),
+    ],
+)
+def test_a_list_of_layers(
+    pp: int, schedule: str, options: dict[str, Any], configs: dict[str, Any]
+) -> None:
+    with job(pp, MICRO_BATCHES, schedule, **configs):
+        paddle.seed(0)
+        if options:
+            options = {**options, "recompute_ctx": {}}
+        model = pipeline(layers(), **options)
+        for name, parameter in model.layers.named_parameters():
+            if "lora_B" in name:  # else lora_A gets no gradient in the first step
+                parameter.set_value(paddle.full(parameter.shape, 0.1))
+        begin = model.layers.full_state_dict()
+        trained = train(model)
+    assert trained == by_hand(begin)
+    assert {name for name in trained if trained[name] != begin[name].numpy().tobytes()} == {
+        f"{path}.lora_{factor}.weight" for path in ("1.up", "2.up", "2.down") for factor in "AB"
+    }
+
+
+def test_a_captured_model() -> None:
+    with job(2, MICRO_BATCHES, "ZBH1"):
+        net = lora.adapt(Net(), ["up", "2.down"], RANK, ALPHA)
+        begin = {name: value.clone() for name, value in net.state_dict().items()}
+        example = paddle.ones([2, FEATURES])
+        pipe = fleetpipe.pipeline(net, example, nn.CrossEntropyLoss(), split_spec=["2"])
+        assert train(fleet.distributed_model(pipe)) == by_hand(begin)
+
+
+def test_adapters_are_saved_alone_and_merged(
+    on_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    with job(1, MICRO_BATCHES):
+        begin = pipeline(layers()).layers.full_state_dict()
+    expected = by_hand(begin)
+    ranks = on_ranks(_on_a_rank, 2, str(tmp_path / "run"))
+    assert ranks == [expected, expected]
+    with job(4, MICRO_BATCHES, "ZBH1"):
+        assert train(pipeline(layers()), range(2, STEPS), tmp_path / "run", True) == expected
+    with np.load(tmp_path / "run" / "base.npz") as base:
+        plain = Net()
+        plain.set_state_dict({name: paddle.to_tensor(base[name]) for name in base.files})
+    net = lora.adapt(plain, ["up", "2.down"], RANK, ALPHA)
+    assert fleetpipe.load_single(lora.TrainedPart(net), tmp_path / "run") == STEPS
+    assert bits(net.state_dict()) == expected
+    x, _ = batch()
+    unmerged, low, high = net(x), net[1].up.lora_A.weight, net[1].up.lora_B.weight
+    weight = net[1].up.weight + paddle.matmul(low, high) * (ALPHA / RANK)
+    assert {*map(type, lora.merge(net).sublayers())} == {nn.Linear, nn.LayerNorm, Block}
+    assert net.state_dict().keys() == Net().state_dict().keys()
+    assert net[1].up.weight.numpy().tobytes() == weight.numpy().tobytes()
+    np.testing.assert_allclose(net(x).numpy(), unmerged.numpy(), rtol=1e-3)
+
+
+def _on_a_rank(folder: str) -> dict[str, bytes]:
+    with job(2, MICRO_BATCHES):
+        train(pipeline(layers()), range(2), folder)
+        model = pipeline(layers())
+        whole = model.layers.full_state_dict()
+        if fleet.worker_index() == 0:
+            base = {name: value.numpy() for name, value in whole.items() if "lora" not in name}
+            np.savez(Path(folder) / "base.npz", **base)
+        return train(model, range(2, STEPS), folder, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "message"),
+    [
+        (lambda: [LayerDesc(Block)], ["up", "dwon"], "dwon"),
+        (Net, [], "no targets"),
+        (Net, ["norm"], "a LayerNorm"),
+        (lambda: PipelineLayer([LayerDesc(Block)], num_stages=1), ["up"], "before it is cut"),
+    ],
+)
+def test_what_takes_no_adapter_is_refused(model: Any, targets: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        lora.adapt(model(), targets)
