@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.contrib.sequences.parts import SequenceRanks, sequence_ranks
-from fleetpipe.contrib.sequences.ring import Ring, ring_attention
+from fleetpipe.contrib.sequences.ring import ring_attention
 from fleetpipe.dygraph.tensor_parallel.operations import noting
 from fleetpipe.errors import ConfigError
 from fleetpipe.mesh import traffic
@@ -66,8 +66,8 @@ def attention(
     query, key, value = to_heads(ranks.sep, query, key, value)
     if documents is not None:
         documents = paddle.concat(ranks.sep.all_gather(documents.clone()), axis=1)
-    ring = Ring(ranks, query.shape[1] * ranks.cp.ranks, documents, causal)
-    output = to_places(ranks.sep, ring_attention(query, key, value, ring))
+    seen = ring_attention(query, key, value, documents, ranks, causal)
+    output = to_places(ranks.sep, seen)
     return output.astype(dtype)
 
 

@@ -126,10 +126,6 @@ def _scores(queries: Chunk, keys: Chunk, causal: bool) -> Tensor | None:
     return paddle.where(seen, scores, paddle.full([], float("-inf"), scores.dtype))
 
 
-#: The gradients of a query, a key and a value.
-Gradients = tuple[Tensor, Tensor, Tensor]
-
-
 class _Round(NamedTuple):
     """The exchange of one chunk: this rank sends to ``target`` and receives from ``source``."""
 
@@ -208,7 +204,16 @@ class Ring:
 
 class _RingAttention(paddle.autograd.PyLayer):
     @staticmethod
-    def forward(ctx: Context, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+    def forward(
+        ctx: Context,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        ranks: SequenceRanks,
+        causal: bool,
+    ) -> Tensor:
+        ring = Ring(ranks, query.shape[1] * ranks.cp.ranks, documents, causal)
         queries, keys = _by_head(query, key.shape[2]), paddle.stack([key, value])
         keys = keys.transpose([0, 1, 3, 2, 4])
         rows = [OnlineSoftmax(tile) for chunk in ring.cut(queries) for tile in chunk.tiles()]
@@ -220,12 +225,12 @@ class _RingAttention(paddle.autograd.PyLayer):
         results = [one.result() for one in rows]
         output, log_total = (paddle.concat(part, axis=-2) for part in zip(*results))
         ctx.save_for_backward(queries, keys, output, log_total)
-        ctx.ring = ring
+        ctx.ring, ctx.packed = ring, documents is not None
         return _by_place(output)
 
     @staticmethod
     @noting
-    def backward(ctx: Context, grad: Tensor) -> Gradients:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, ...]:
         queries, keys, *results = ctx.saved_tensor()
         ring: Ring = ctx.ring
         results.append(_by_head(grad, queries.shape[1]))
@@ -243,20 +248,31 @@ class _RingAttention(paddle.autograd.PyLayer):
                 totals[turn.number] = totals[turn.number] + returned
         keys_grad = paddle.concat(totals, axis=-2).transpose([0, 1, 3, 2, 4])
         query_grad = _by_place(paddle.concat([one.grad for one in rows], axis=-2))
-        return query_grad, keys_grad[0], keys_grad[1]
+        # There is one for each tensor of the forward.
+        return query_grad, keys_grad[0], keys_grad[1], *([None] if ctx.packed else [])
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    ranks: SequenceRanks,
+    causal: bool,
+) -> Tensor:
     """Returns the attention of this rank's queries to the keys of all cp ranks. Collective.
 
     Args:
         query: The scaled queries, ``[rows, places, heads, size]``.
         key: The keys, ``[rows, places, heads of keys, size]``.
         value: The values, of the same shape as ``key``.
-        ring: The chunks of all ranks.
+        documents: Integers ``[rows, places]``, or None if a query sees all keys. They stand among
+            the tensors, as a captured model gives others in each call.
+        ranks: The ranks that share the sequences.
+        causal: Whether a query sees only keys at its own place and before.
     """
     apply: Callable[..., Tensor] = _RingAttention.apply
-    return apply(query, key, value, ring)
+    return apply(query, key, value, documents, ranks, causal)
 
 
 def _look(rows: Sequence[OnlineSoftmax], keys: Chunk | None, causal: bool) -> None:
