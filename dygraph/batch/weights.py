@@ -144,6 +144,7 @@ def _token_weights(
     weights: Sequence[Fraction] | None,
     group: Group,
 ) -> WeightOf:
+    functions = [getattr(function, "declares", function) for function in functions]
     make = pkgutil.resolve_name("fleetpipe.dygraph.batch.token_weights:TokenWeights")
     weight_of: WeightOf = make(functions, labels, weights, group).of
     return weight_of

@@ -40,6 +40,11 @@ class Criterion(paddle.nn.Layer):
         self._loss = loss
         self._counting = counting
 
+    @property
+    def declares(self) -> Callable[..., Nest] | None:
+        """The function that declares of how many places the loss is the mean."""
+        return self._loss
+
     def __call__(self, output: Nest, label: Nest) -> Tensor:
         """Returns the loss of one micro-batch.
 

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, StateError
-from fleetpipe.fleet.meta_parallel import LayerDesc
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from tests import jobs
 
 STEPS, ROWS = 4, 8
@@ -318,3 +318,30 @@ def test_a_model_needs_a_job_an_optimizer_and_a_loss(model: Any) -> None:
     fleet.shutdown()
     with pytest.raises(StateError, match="init"):
         fleetpipe.Model(layers())
+
+
+def test_a_loss_that_leaves_places_out_weighs_by_tokens() -> None:
+    """``fit`` calls the loss from a function of its own, which declares what the loss does."""
+    numbers = np.random.default_rng(0)
+    labels = numbers.integers(0, 10, (BATCH, 1))
+    labels[: 2 * ROWS + 3] = 0
+    images = numbers.standard_normal((BATCH, 64)).astype("float32")
+    loss_fn = nn.CrossEntropyLoss(ignore_index=0)
+    losses = []
+    for fitted in (True, False):
+        with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS, loss_reduction="tokens"):
+            paddle.seed(0)
+            if fitted:
+                model = fleetpipe.Model(layers())
+                sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+                model.prepare(sgd, loss_fn)
+                losses.append([float(model.train_batch(images, labels)[0]) for _ in range(2)])
+                continue
+            pipe = fleet.distributed_model(
+                PipelineLayer(layers(), num_stages=2, loss_fn=nn.CrossEntropyLoss(ignore_index=0))
+            )
+            sgd = paddle.optimizer.SGD(0.1, parameters=pipe.parameters())
+            batch = [paddle.to_tensor(images), paddle.to_tensor(labels)]
+            optimizer = fleet.distributed_optimizer(sgd)
+            losses.append([float(pipe.train_batch(batch, optimizer)) for _ in range(2)])
+    assert losses[0] == losses[1]
