@@ -20,13 +20,16 @@ INSTALLED_BY = {
     "matplotlib": "pip install 'fleetpipe[examples]'",
     "mlflow": "pip install mlflow",
     "prometheus_client": "pip install 'fleetpipe[watch]'",
+    "pyarrow": "pip install pyarrow",
     "ray": "pip install 'fleetpipe[ray]'",
     "rich": "pip install 'fleetpipe[watch]'",
     "safetensors": "pip install safetensors",
     "shtab": "pip install shtab",
     "sklearn": "pip install scikit-learn",
     "tensorboardX": "pip install tensorboardX",
+    "tokenizers": "pip install 'fleetpipe[text]'",
     "wandb": "pip install wandb",
+    "jsonargparse": "pip install 'fleetpipe[project]'",
     "yaml": "pip install 'fleetpipe[project]'",
 }
 

@@ -78,7 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("contrib/pipelining", "contrib/callbacks", "contrib/kept_state", "contrib/chaos"),
         *("contrib/slurm", "contrib/guards", "contrib/fast_leaves", "contrib/shadow"),
         *("contrib/experts", "contrib/slices", "contrib/sequences", "contrib/vocabulary"),
-        "contrib/lora",
+        *("contrib/lora", "contrib/text"),
     ),
     ("contrib/watch", "contrib/why", "contrib/locator"),
     ("contrib/compat", "contrib/ray"),
@@ -104,6 +104,7 @@ EXTRAS = ("contrib", "paddle_api/pipelining", "paddle_api/rehearsal")
 #: Faces, which name the types of what they load late.
 FACES = (
     *("fleetpipe.__init__", "fleetpipe.callbacks", "fleetpipe.dygraph.__init__"),
+    "fleetpipe.io.__init__",
     "fleetpipe.schedules.forms.__init__",
 )
 #: A method of the core's whose result is a value of the standard ring.

@@ -3,11 +3,23 @@
 Begin with ``sampler.py``: an epoch's order belongs to the job, replicas take turns in it, and the
 position in it is a number of samples of the whole job. ``loader.py`` delays that position until
 loaded batches are used; ``position.py`` has both, and the position in data that can only be read
-from the start. ``sample_streams.py`` has the random numbers of a sample.
+from the start. ``sample_streams.py`` has the random numbers of a sample. ``PackedText`` is that of
+an extra.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fleetpipe.extras import late
 from fleetpipe.io.loader import DataLoader
 from fleetpipe.io.sample_streams import sample_generator
 from fleetpipe.io.sampler import DistributedBatchSampler
 
-__all__ = ["DataLoader", "DistributedBatchSampler", "sample_generator"]
+if TYPE_CHECKING:
+    from fleetpipe.contrib.text import PackedText as PackedText
+
+__all__ = ["DataLoader", "DistributedBatchSampler", "PackedText", "sample_generator"]
+
+if not TYPE_CHECKING:  # to a type checker it would give the module every name
+    __getattr__ = late({"PackedText": "fleetpipe.contrib.text"})

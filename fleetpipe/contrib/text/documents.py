@@ -1,0 +1,111 @@
+"""Where documents come from: files of text, a Hugging Face dataset, or the standard library."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from fleetpipe.arguments import using
+from fleetpipe.errors import ConfigError
+from fleetpipe.extras import needed_for
+
+#: What of the standard library is no text about it.
+_NO_MODULES = {"idlelib", "lib2to3", "site-packages", "test", "tests"}
+_HAS_TEXT = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Documents(NamedTuple):
+    """A source of documents.
+
+    Attributes:
+        identity: A text that changes when the documents do: names, sizes and times of the files.
+        read: Yields the documents, always in the same order.
+    """
+
+    identity: str
+    read: Callable[[], Iterator[str]]
+
+
+def documents_in(folder: Path | None, column: str) -> Documents:
+    """Returns the documents of a folder.
+
+    Args:
+        folder: Every file in it, and in folders below it, is a document; or it is what ``datasets``
+            saves with ``save_to_disk``. None is the documentation of Python's standard library.
+        column: The column of a dataset that has the documents.
+
+    Raises:
+        ConfigError: There is no such folder, it has no files, or is no part of a dataset.
+    """
+    if folder is None:
+        return Documents(f"standard library {sys.version}", _standard_library)
+    with using("text", folder, "a folder of text, or one that datasets has saved"):
+        if (folder / "state.json").is_file():
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            files = [folder / each["filename"] for each in state["_data_files"]]
+            read = _arrow_reader(folder, files, column)
+        else:
+            files = sorted(path for path in folder.rglob("*") if _is_text(path, folder))
+            read = _file_reader(files)
+        facts = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
+    if not files or (folder / "dataset_dict.json").is_file():
+        raise ConfigError(
+            "there is no text in this folder",
+            got=str(folder),
+            expected="files of text, or state.json and the files of one dataset",
+            fix=f"of a DatasetDict give one part, such as {folder / 'train'}",
+        )
+    identity = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in facts]
+    return Documents(json.dumps([column, identity]), read)
+
+
+def _is_text(path: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.is_file() and not hidden
+
+
+def _file_reader(files: list[Path]) -> Callable[[], Iterator[str]]:
+    def read() -> Iterator[str]:
+        for path in files:
+            with using("text", path, "a folder that has nothing but text"):
+                yield path.read_text(encoding="utf-8")
+
+    return read
+
+
+def _arrow_reader(folder: Path, files: list[Path], column: str) -> Callable[[], Iterator[str]]:
+    def read() -> Iterator[str]:
+        with needed_for(f"to read the dataset in {folder}"):
+            import pyarrow as arrow
+        for path in files:
+            with arrow.memory_map(str(path)) as source, arrow.ipc.open_stream(source) as stream:
+                names = stream.schema.names
+                if column not in names:
+                    raise ConfigError(
+                        f"the dataset in {folder} has no column {column!r}",
+                        expected=f"one of {', '.join(names)}",
+                        fix=f"column={names[0]!r}",
+                    )
+                for batch in stream:
+                    yield from (text for text in batch.column(column).to_pylist() if text)
+
+    return read
+
+
+def _standard_library() -> Iterator[str]:
+    """Yields the help pages of the language, and what each module says of itself."""
+    from pydoc_data.topics import topics
+
+    yield from topics.values()
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if _NO_MODULES.isdisjoint(path.relative_to(root).parts):
+            nodes = ast.walk(ast.parse(path.read_bytes()))
+            texts = [ast.get_docstring(node) for node in nodes if isinstance(node, _HAS_TEXT)]
+            if any(texts):
+                yield "\n\n".join(text for text in texts if text)

@@ -1,0 +1,162 @@
+"""The tokens of some documents in files that every rank maps into memory.
+
+One process of a host writes them, in a draft that appears whole; the others wait for its lock. The
+name of the folder says of which text and which tokenizer they are, so what changes one of these
+gives another folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fleetpipe import systems
+from fleetpipe.arguments import using
+from fleetpipe.atomic_file import appearing
+from fleetpipe.contrib.text.documents import Documents
+from fleetpipe.errors import CheckpointError, ConfigError
+from fleetpipe.extras import needed_for
+from fleetpipe.log import logger
+
+#: Documents that are made tokens together.
+_TOGETHER = 256
+_FORMAT = 1
+#: The name of the token that ends a document, in a tokenizer that is trained here.
+END = "<|endoftext|>"
+
+
+class TokenFiles(NamedTuple):
+    """Documents as tokens.
+
+    Attributes:
+        tokenizer: The ``tokenizers.Tokenizer``.
+        tokens: Those of all documents, one after another, each with the token that ends it.
+        ends: The place after each document.
+        end: The token that ends a document.
+    """
+
+    tokenizer: Any
+    tokens: np.ndarray
+    ends: np.ndarray
+    end: int
+
+
+def token_files(
+    documents: Documents, cache: Path, tokenizer: Any, vocabulary: int, end: str
+) -> TokenFiles:
+    """Returns the tokens of some documents, which the first process to come writes.
+
+    Args:
+        documents: The documents.
+        cache: The folder for the folders of files.
+        tokenizer: A ``Tokenizer``; None trains one on the documents.
+        vocabulary: Most tokens of one that is trained.
+        end: The name of the token that ends a document.
+
+    Raises:
+        CheckpointError: The files are damaged.
+        ConfigError: The folder cannot be written, or the tokenizer has no token of this name.
+    """
+    said = f"trained {vocabulary} {end}" if tokenizer is None else tokenizer.to_str()
+    facts = json.dumps([_FORMAT, documents.identity, said, end])
+    folder = cache / hashlib.sha256(facts.encode()).hexdigest()[:16]
+    with using("cache", cache, "a folder that can be written"):
+        cache.mkdir(parents=True, exist_ok=True)
+        with (cache / "lock").open("ab") as lock:
+            systems.lock(lock.fileno())
+            if not folder.exists():
+                logger(__name__).info("packing text into %s, once", folder)
+                tokenizer = tokenizer or _trained(documents, vocabulary, end)
+                with appearing(folder) as draft:
+                    _write(draft, documents, tokenizer, _token(tokenizer, end))
+        return _open(folder)
+
+
+def _trained(documents: Documents, vocabulary: int, end: str) -> Any:
+    """Trains a tokenizer of byte pairs, as GPT-2's, which any text can be made tokens with."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents.read(), trainer)
+    return tokenizer
+
+
+def _token(tokenizer: Any, name: str) -> int:
+    token: int | None = tokenizer.token_to_id(name)
+    if token is None:
+        added = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
+        raise ConfigError(
+            f"the tokenizer has no token {name!r} to end a document with",
+            expected=f"one of {', '.join(added) or 'its vocabulary'}",
+            fix=f"end={added[-1] if added else '..'!r}",
+        )
+    return token
+
+
+def _write(draft: Path, documents: Documents, tokenizer: Any, end: int) -> None:
+    dtype = np.dtype("uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32")
+    text = tokenizer.to_str()
+    (draft / "tokenizer.json").write_text(text, encoding="utf-8")
+    digest, ends, total = hashlib.sha256(text.encode()), [], 0
+    with (draft / "tokens.bin").open("wb") as file:
+        for encoding in _encodings(documents, tokenizer):
+            if encoding.ids:
+                data = np.array([*encoding.ids, end], dtype).tobytes()
+                digest.update(data)
+                file.write(data)
+                total += len(encoding.ids) + 1
+                ends.append(total)
+    if not ends:
+        raise ConfigError("the text has no document that is not empty", fix="give more text")
+    np.save(draft / "ends.npy", np.array(ends, "int64"))
+    digest.update(np.array(ends, "int64").tobytes())
+    contents = {"dtype": dtype.name, "end": end, "sha256": digest.hexdigest()}
+    (draft / "contents.json").write_text(json.dumps(contents), encoding="utf-8")
+
+
+def _encodings(documents: Documents, tokenizer: Any) -> Iterator[Any]:
+    texts = documents.read()
+    while some := [*islice(texts, _TOGETHER)]:
+        yield from tokenizer.encode_batch(some, add_special_tokens=False)
+
+
+def _open(folder: Path) -> TokenFiles:
+    with needed_for("to make tokens of text"):
+        from tokenizers import Tokenizer
+    try:
+        contents = json.loads((folder / "contents.json").read_text(encoding="utf-8"))
+        tokens = np.memmap(folder / "tokens.bin", contents["dtype"], "r")
+        ends = np.load(folder / "ends.npy")
+        text = (folder / "tokenizer.json").read_bytes()
+        digest = hashlib.sha256(text)
+        digest.update(tokens.data)
+        digest.update(ends.tobytes())
+        whole = digest.hexdigest() == contents["sha256"]
+    except (OSError, ValueError, KeyError) as error:
+        raise _damaged(folder) from error
+    if not whole:
+        raise _damaged(folder)
+    return TokenFiles(Tokenizer.from_buffer(text), tokens, ends, contents["end"])
+
+
+def _damaged(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        "the packed tokens are damaged",
+        got=str(folder),
+        expected="the files as they were written, by their SHA-256",
+        fix="remove that folder: the text is packed again",
+    )
