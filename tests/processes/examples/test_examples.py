@@ -10,6 +10,7 @@ import re
 import struct
 import tarfile
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,29 @@ def test_it_learns_with_model_fit_and_ranks_change_no_bit(launch: Launch, tmp_pa
     assert alone["accuracy"] > 0.7
     assert len(alone["losses"]) == 47
     assert ranks["losses"] == alone["losses"][:4]
+
+
+LLAMA = (
+    "--data.vocabulary 300 --data.length 16 --data.hold_out 4 --model.width 16 --model.blocks 1"
+    " --model.heads 2 --model.key_heads 1 --model.perceptron 16 --train.batch_size 4"
+    " --train.epochs 2 --train.warm_up 2 --pipeline.captured false"
+)
+
+
+def test_the_llama_learns_and_goes_on(launch: Launch, tmp_path: Path) -> None:
+    """What two ranks have saved, one process goes on with: nothing is left but to evaluate."""
+    pytest.importorskip("tokenizers", reason="the text extra has it")
+    pytest.importorskip("jsonargparse", reason="the project extra has it")
+    (tmp_path / "text").mkdir()
+    for number, text in enumerate([*topics.values()][:8]):
+        (tmp_path / "text" / f"{number}.txt").write_text(text[:400])
+    folders = ["--data.text", str(tmp_path / "text"), "--folder", str(tmp_path / "run")]
+    script, args = EXAMPLES / "llm" / "train.py", [*LLAMA.split(), *folders]
+    logs = [launch(script, nproc, args=args).logs[0] for nproc in (2, None)]
+    found = [re.findall(r"perplexity (\S+) after (\d+) steps$", log, re.MULTILINE) for log in logs]
+    assert found[0] == found[1] != []
+    assert ["nothing is left to do" in log for log in logs] == [False, True]
+    assert float(found[0][0][0]) < 290
 
 
 # Data of the user's own, and mistakes
