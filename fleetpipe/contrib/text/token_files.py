@@ -72,13 +72,13 @@ def token_files(
             systems.lock(lock.fileno())
             if not folder.exists():
                 logger(__name__).info("packing text into %s, once", folder)
-                tokenizer = tokenizer or _trained(documents, vocabulary, end)
+                tokenizer = tokenizer or _train_tokenizer(documents, vocabulary, end)
                 with appearing(folder) as draft:
                     _write(draft, documents, tokenizer, _token(tokenizer, end))
         return _open(folder)
 
 
-def _trained(documents: Documents, vocabulary: int, end: str) -> Any:
+def _train_tokenizer(documents: Documents, vocabulary: int, end: str) -> Any:
     """Trains a tokenizer of byte pairs, as GPT-2's, which any text can be made tokens with."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -147,13 +147,13 @@ def _open(folder: Path) -> TokenFiles:
         digest.update(ends.tobytes())
         whole = digest.hexdigest() == contents["sha256"]
     except (OSError, ValueError, KeyError) as error:
-        raise _damaged(folder) from error
+        raise _damage(folder) from error
     if not whole:
-        raise _damaged(folder)
+        raise _damage(folder)
     return TokenFiles(Tokenizer.from_buffer(text), tokens, ends, contents["end"])
 
 
-def _damaged(folder: Path) -> CheckpointError:
+def _damage(folder: Path) -> CheckpointError:
     return CheckpointError(
         "the packed tokens are damaged",
         got=str(folder),
