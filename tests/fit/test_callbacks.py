@@ -273,8 +273,22 @@ def test_a_bar_in_a_terminal(model: Any, monkeypatch: Any, capsys: Any) -> None:
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "epoch 1/1: 100%" in shown.err
-    assert "acc_top1" in shown.err
-    assert "samples/s" in shown.err
+
+
+@pytest.mark.parametrize(("columns", "metrics"), [(80, 0), (120, 2)])
+def test_a_bar_has_loss_rate_and_the_time_left_whole(
+    columns: int, metrics: int, model: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda _: (columns, 40))
+    model.fit(Digits(0, 4 * BATCH), batch_size=BATCH, epochs=20, verbose=1)
+    bars = [bar for bar in capsys.readouterr().err.split("\r") if " left" in bar]
+    assert bars
+    for bar in bars:
+        assert len(bar.rstrip()) <= columns
+        assert re.search(r"^epoch \d+/20: +\d+%\|.{8,}\| [1-4]/4, loss [^ ,]+, ", bar), bar
+        assert re.search(r" \S+ samples/s, [\d:]+ left(, ends [\d:]{8})?\s*$", bar), bar
+        assert bar.count("acc_top") == metrics
 
 
 def test_a_line_does_not_stand_in_the_bar(model: Any, monkeypatch: Any, capsys: Any) -> None:

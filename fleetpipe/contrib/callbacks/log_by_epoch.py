@@ -10,8 +10,8 @@ from fleetpipe.fit.callbacks import rank_policy
 class LogMetricByEpoch(rank_policy.Callback):
     """Prints the mean loss, the metrics and the learning rate of each epoch on the first rank.
 
-    The lines are those of ColossalAI's hook of this name in its tutorial: ``[Epoch 0 / Train]:
-    Loss = 1.2345 | LR = 0.001``.
+    The lines are those of ColossalAI's hook of this name in its tutorial, but epochs count from 1,
+    as in all of fleetpipe's texts: ``[Epoch 1 / Train]: Loss = 1.2345 | LR = 0.001``.
     """
 
     def __init__(self, digits: int = 5) -> None:
@@ -55,4 +55,4 @@ class LogMetricByEpoch(rank_policy.Callback):
         values.update({name: logs[name] for name in self.model.metric_names if name != "loss"})
         values.update(more)
         text = " | ".join(f"{name} = {value:.{self._digits}g}" for name, value in values.items())
-        rank_policy.say(f"[Epoch {self._epoch} / {what}]: {text}")
+        rank_policy.say(f"[Epoch {self._epoch + 1} / {what}]: {text}")

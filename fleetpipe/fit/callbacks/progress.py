@@ -18,6 +18,13 @@ from fleetpipe.representation import shows
 _SECONDS_OF_A_LINE = 10.0
 #: An end that is further away is none.
 _FAR = 1e9
+#: tqdm's own times are an epoch's, and its rate is that of batches.
+_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+_FORMAT_OF_UNKNOWN = "{desc}: {n_fmt}{postfix}"
+#: The least width of the bar itself, and the width of a terminal that does not tell its own.
+_BAR, _WIDTH = 8, 80
+#: Ends of the figures that are shown before others where there is little room.
+_FIRST = (" samples/s", " left")
 
 
 @shows("verbose", "log_freq")
@@ -97,7 +104,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
             if now - self._shown_at >= self._bar.mininterval:
                 # No sooner is the bar drawn anew, and figures take time.
                 self._shown_at = now
-                self._bar.set_postfix_str(self._figures(logs), refresh=False)
+                self._show(self._bar, logs)
             self._bar.update()
         elif self._done != self._steps and self._is_due(now):
             self._shown_at = now
@@ -138,12 +145,15 @@ class Progress(paddle.callbacks.ProgBarLogger):
         self._shown_at = self._shown_at or self._begun
         self._names = self.model.metric_names
         if self._is_shown() and self._with_bar:
-            self._bar = tqdm(total=steps, initial=done, desc=what, unit="batch", dynamic_ncols=True)
+            form = _FORMAT_OF_UNKNOWN if steps is None else _FORMAT
+            self._bar = tqdm(
+                total=steps, initial=done, desc=what, dynamic_ncols=True, bar_format=form
+            )
 
     def _end(self, logs: Any) -> None:
         if self._bar is not None:
             if self._done:
-                self._bar.set_postfix_str(self._figures(logs), refresh=False)
+                self._show(self._bar, logs)
             self.close()
         elif self._done:
             self._line(logs)
@@ -151,13 +161,26 @@ class Progress(paddle.callbacks.ProgBarLogger):
     def _line(self, logs: Any) -> None:
         if self._is_shown():
             steps = "" if self._steps is None else f"/{self._steps}"
-            rank_policy.say(f"{self._what}, batch {self._done}{steps}: {self._figures(logs)}")
+            rank_policy.say(
+                f"{self._what}, batch {self._done}{steps}: {', '.join(self._texts(logs))}"
+            )
 
-    def _figures(self, logs: Any) -> str:
+    def _show(self, bar: tqdm, logs: Any) -> None:
+        """Puts the figures that fit whole behind the bar; loss, rate and time left go first."""
+        head = f"{self._what}: 100%|| {self._steps}/{self._steps}, "
+        width = (bar.format_dict["ncols"] or _WIDTH) - len(head) - _BAR
+        texts = self._texts(logs)
+        first = [text for text in texts if text.startswith("loss ") or text.endswith(_FIRST)]
+        kept = [*first, *(text for text in texts if text not in first)]
+        while len(", ".join(kept)) >= width and kept:
+            kept.pop()
+        bar.set_postfix_str(", ".join(text for text in texts if text in kept), refresh=False)
+
+    def _texts(self, logs: Any) -> list[str]:
         rate = self._samples / (time.perf_counter() - self._begun)
         values = [(name, logs[name]) for name in self._names if name in logs]
         shown = [f"{n} {v[0] if isinstance(v, list) else v:.4g}" for n, v in values]
-        return ", ".join([*shown, f"{rate:.4g} samples/s", *self._end_of_training()])
+        return [*shown, f"{rate:.4g} samples/s", *self._end_of_training()]
 
     def _end_of_training(self) -> list[str]:
         """Estimates the time that is left of a training; empty if its length is unknown."""
@@ -167,7 +190,7 @@ class Progress(paddle.callbacks.ProgBarLogger):
         if left > _FAR:
             return []
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
-        return [f"{tqdm.format_interval(left)} left, ends {clock}"]
+        return [f"{tqdm.format_interval(left)} left", f"ends {clock}"]
 
 
 @contextmanager

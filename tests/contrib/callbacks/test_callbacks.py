@@ -66,11 +66,11 @@ def test_lines_of_an_epoch(model: Any, capsys: Any) -> None:
     mean = np.mean([logs["loss"][0] for logs in told.train])
     last, (evaluated,) = told.train[-1], told.eval
     assert train == (
-        f"[Epoch 0 / Train]: Loss = {mean:.5g} | acc_top1 = {last['acc_top1']:.5g}"
+        f"[Epoch 1 / Train]: Loss = {mean:.5g} | acc_top1 = {last['acc_top1']:.5g}"
         f" | acc_top2 = {last['acc_top2']:.5g} | LR = 0.01"
     )
     assert test == (
-        f"[Epoch 0 / Test]: Loss = {evaluated['loss'][0]:.5g}"
+        f"[Epoch 1 / Test]: Loss = {evaluated['loss'][0]:.5g}"
         f" | acc_top1 = {evaluated['acc_top1']:.5g} | acc_top2 = {evaluated['acc_top2']:.5g}"
     )
 

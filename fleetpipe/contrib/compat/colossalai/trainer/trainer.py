@@ -164,10 +164,10 @@ class StepProgress(Progress):
         super().__init__(verbose=1)
         self._trainer = trainer
 
-    def _figures(self, logs: Any) -> str:
+    def _texts(self, logs: Any) -> list[str]:
         noted = self._trainer.states.get("step_metrics", {})
         shown = [f"{name} {value}" for name, value in noted.items() if name not in self._names]
-        return ", ".join([*shown, super()._figures(logs)])
+        return [*shown, *super()._texts(logs)]
 
 
 class Trainer:
