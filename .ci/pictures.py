@@ -27,7 +27,7 @@ ASSETS = ROOT / "docs" / "assets"
 COLUMNS = 104
 FLEETPIPE = [sys.executable, "-m", "fleetpipe"]
 #: What is typed; the bar is that of verbose=1.
-TRAIN = "python train.py --set data.rows=10000 train.epochs=6"
+TRAIN = "python train.py --data.rows 10000 --train.epochs 6"
 #: So much work for each action that the picture is of it.
 LARGER = (
     *("--set", "model.width=512", "data.rows=4000", "train.batch_size=400"),

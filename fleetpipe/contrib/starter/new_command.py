@@ -15,7 +15,6 @@ from fleetpipe.errors import ConfigError
 _NAME = "PROJECT_NAME"
 _FILES = {
     "train.py": "train.py.txt",
-    "settings.py": "settings.py.txt",
     "config.yaml": "config.yaml.txt",
     "test_train.py": "test_train.py.txt",
     "Makefile": "Makefile.txt",

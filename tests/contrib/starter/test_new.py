@@ -17,7 +17,7 @@ from tests.fixtures import Capture, Launch, Patch
 from tests.ground.test_without_paddle import without_paddle
 
 # The project needs it; so do the tests, whose extra names it.
-pytest.importorskip("yaml")
+pytest.importorskip("jsonargparse")
 
 
 @pytest.fixture(scope="module")
@@ -35,22 +35,22 @@ def done_in(folder: Path, *words: str) -> str:
 
 def test_its_own_tests_pass(project: Path) -> None:
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_train.py"]
-    assert "4 passed" in done_in(project, *words)
+    assert "5 passed" in done_in(project, *words)
 
 
 def test_two_processes_have_the_losses_of_one(
     project: Path, tmp_path: Path, launcher: Launch
 ) -> None:
     train = str(project / "train.py")
-    options = ["--set", "train.epochs=2"]
-    shown = done_in(tmp_path, sys.executable, train, *options, "folder=alone")
+    options = ["--train.epochs=2"]
+    shown = done_in(tmp_path, sys.executable, train, *options, "--folder=alone")
     assert re.search(r"^accuracy \d\.\d{3} after 40 steps$", shown, re.MULTILINE)
     command = f"""
         import runpy, sys
         from fleetpipe.cli import main
         sys.exit(main(["launch", "--nproc_per_node", "2", {train!r}, *sys.argv[1:]]))
         """
-    launcher(command, None, args=[*options, "pipeline.stages=2", "folder=ranks"], cwd=tmp_path)
+    launcher(command, None, args=[*options, "--pipeline.stages=2", "--folder=ranks"], cwd=tmp_path)
     rows = {
         name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
         for name in ("alone", "ranks")
@@ -80,7 +80,7 @@ def test_its_files_have_its_name_and_are_laid_out(project: Path) -> None:
     assert len(readme) == 5
     pytest.importorskip("ruff", reason="only the environment of make test has ruff")
     words = ["ruff", "check", "--isolated", "--line-length", "100", "--select", "E,F,W,I"]
-    files = ["train.py", "settings.py", "test_train.py"]
+    files = ["train.py", "test_train.py"]
     done_in(project, sys.executable, "-m", *words, *files)
     done_in(
         *(project, sys.executable, "-m", "ruff", "format", "--isolated", "--check"),
