@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fleetpipe.checkpoint.manager import CheckpointManager as CheckpointManager
     from fleetpipe.checkpoint.restoring import load_single as load_single
     from fleetpipe.contrib.formats.load import load_checkpoint as load_checkpoint
+    from fleetpipe.contrib.generation.decoding import generate as generate
     from fleetpipe.contrib.locator.locate_command import locate as locate
     from fleetpipe.fit.model import Model as Model
     from fleetpipe.launch.resume import resume as resume
@@ -46,6 +47,7 @@ _LATE = {
     "SplitPoint": "fleetpipe.capture.cutting.cuts",
     "callbacks": "fleetpipe.callbacks",
     "explain": "fleetpipe.capture.explain",
+    "generate": "fleetpipe.contrib.generation.decoding",
     "load_checkpoint": "fleetpipe.contrib.formats.load",
     "load_single": "fleetpipe.checkpoint.restoring",
     "locate": "fleetpipe.contrib.locator.locate_command",
@@ -63,6 +65,7 @@ __all__ = [
     "__version__",
     "callbacks",
     "explain",
+    "generate",
     "install",
     "load_checkpoint",
     "load_single",

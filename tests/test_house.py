@@ -80,7 +80,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("contrib/experts", "contrib/slices", "contrib/sequences", "contrib/vocabulary"),
         *("contrib/lora", "contrib/text"),
     ),
-    ("contrib/watch", "contrib/why", "contrib/locator"),
+    ("contrib/watch", "contrib/why", "contrib/locator", "contrib/generation"),
     ("contrib/compat", "contrib/ray"),
     ("contrib/doctor",),
     ("__init__",),

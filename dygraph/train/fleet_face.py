@@ -140,6 +140,8 @@ class PipelineFace(MetaParallelBase):
     """See :meth:`RankData.share`. Collective."""
     from_last_stage: Callable[[Nest], list[Nest]] = _of_runtime("data.from_last_stage")
     """See :meth:`RankData.from_last_stage`. Collective."""
+    require_running: Callable[[], None] = _of_runtime("require_running")
+    """See :meth:`Runtime.require_running`."""
     next_keys: Callable[[], Keys | None] = _of_runtime("keys.peek")
     """See :meth:`BatchKeys.peek`. Collective over mp."""
     key_python_draws: Callable[[], None] = _of_runtime("keys.key_python_draws")

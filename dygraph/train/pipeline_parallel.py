@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe.aliases import Nest
+from fleetpipe.dygraph.batch.dygraph_stage import Batch as ForwardBatch
 from fleetpipe.dygraph.batch.micro_batches import (
     MicroBatches,
     counted_in,
@@ -16,6 +18,7 @@ from fleetpipe.dygraph.batch.micro_batches import (
     unwrap,
 )
 from fleetpipe.dygraph.batch.outputs import join_outputs, on_host
+from fleetpipe.dygraph.batch.units import Units
 from fleetpipe.dygraph.optimizer.optimizer import PipelineOptimizer
 from fleetpipe.dygraph.optimizer.scaler import prepare_scaler
 from fleetpipe.dygraph.train.fleet_face import PipelineFace
@@ -233,6 +236,22 @@ class PipelineParallel(PipelineFace):
             if not broadcast:
                 return output
             return self._runtime.job.group().broadcast(output, self._runtime.data.last_owner)
+
+    def run_forwards(
+        self, inputs: list[Nest], result_of: Callable[[Nest], Nest], units: Units
+    ) -> AbstractContextManager[ForwardBatch]:
+        """Returns a context in which the outputs of some micro-batches are there. Collective.
+
+        An error within it reaches all ranks. The layers stay in ``eval()`` mode.
+
+        Args:
+            inputs: The input of each micro-batch, of any sizes; they are as many on every rank.
+            result_of: Called on the rank that owns the last stage with each output; what it returns
+                is stored.
+            units: The state that layers keep from one such run to the next.
+        """
+        batches = MicroBatches(inputs, None)
+        return run_forwards(self._runtime, batches, result_of=result_of, units=units)
 
     def profile(self, data: Batch, path: str | Path | None = None) -> Profile:
         """Measures what each layer, and each action of each stage, costs. Collective.

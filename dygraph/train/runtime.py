@@ -160,7 +160,9 @@ class Runtime:
             self.job.turn.release()
 
     @contextmanager
-    def running(self, batch: Batch, evaluated: int | None = None) -> Iterator[Run]:
+    def running(
+        self, batch: Batch, evaluated: int | None = None, units: Units = WHOLE
+    ) -> Iterator[Run]:
         """While it is open, a batch can run; a failed one leaves no gradients.
 
         A failure elsewhere ends this rank's waits within it, and one here reaches all others.
@@ -168,6 +170,7 @@ class Runtime:
         Args:
             batch: The batch.
             evaluated: The number of its micro-batches if it runs forward only; None trains.
+            units: The units of micro-batches in a run forward only, where each is one.
 
         Yields:
             What runs it, once.
@@ -175,7 +178,7 @@ class Runtime:
         training, engines = evaluated is None, self.engines
         engine = engines.training if evaluated is None else engines.evaluation.engine(evaluated)
         with self._turn():
-            units = self.units if training else WHOLE
+            units = self.units if training else units
             first = self.first_micro_batch * units.count
             if training and self._version != self.layers.version:
                 self.layers.require_listed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, ragged_weights
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.batch.outputs import require_count
+from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import divide_gradients
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
@@ -211,6 +212,8 @@ def run_forwards(
     batches: MicroBatches,
     functions: Sequence[Criterion] | None = None,
     labels: Nest = None,
+    result_of: Callable[[Nest], Nest] = lambda output: output,
+    units: Units = WHOLE,
 ) -> Iterator[Batch]:
     """Runs forwards, and yields their results; errors within it still reach all ranks. Collective.
 
@@ -219,6 +222,8 @@ def run_forwards(
         batches: The micro-batches of this rank.
         functions: The loss functions to compute; None to collect the outputs.
         labels: The labels before they were cut, whose rows weight uneven micro-batches.
+        result_of: Returns what is stored of an output.
+        units: The state of the layers, if they keep some from one run to the next.
 
     Yields:
         The batch, with its losses or outputs if this process owns the last stage.
@@ -246,8 +251,9 @@ def run_forwards(
         here = batches.labels if runtime.data.owns_last else None
         weight_of = runtime.weights.weight_of(functions, here, weights)
         losses = Losses(functions, weights, weight_of=weight_of, by_tree=runtime.job.sums_by_tree)
-    batch = Batch(batches, losses, value_of=runtime.layers.owned_stages.value_of)
-    with runtime.running(batch, count) as run, paddle.no_grad():
+    value_of = runtime.layers.owned_stages.value_of
+    batch = Batch(batches, losses, value_of=lambda output: result_of(value_of(output)))
+    with runtime.running(batch, count, units) as run, paddle.no_grad():
         with runtime.keys.keyed(keys):
             run({})
         yield batch

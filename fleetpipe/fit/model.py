@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,6 +124,10 @@ class Model(paddle.Model):
             StateError: :meth:`prepare` was not called.
         """
         return self._require_runner().pipeline
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Returns a context in which operations compute in the precision of :meth:`prepare`."""
+        return self._require_runner().precision.computing()
 
     @property
     def optimizer(self) -> PipelineOptimizer | None:

@@ -54,7 +54,7 @@ class Runner:
         self.optimizer = optimizer
         self.metrics = metrics
         self.has_loss = loss is not None
-        self._precision = precision
+        self.precision = precision
         self._usual_rows = (pipeline.micro_batch_size,) * pipeline.accumulate_steps
         self._counting = Counting(metrics, lambda: pipeline.micro_batch_id)
         in_parts = pipeline.layers.placement.has_head
@@ -79,7 +79,7 @@ class Runner:
         alone = len(batches) == 1
         cuts = [self._cut(rows, alone) for rows in batches]
         cut = cuts[0] if alone else join_cuts(cuts)
-        with self._micro_batches(len(cut.rows)), self._precision.computing():
+        with self._micro_batches(len(cut.rows)), self.precision.computing():
             self._counting.begin(cut.rows)
             train: Callable[..., Nest] = self.pipeline.forward_backward_pipeline
             if step:
@@ -88,7 +88,7 @@ class Runner:
                 )
             shares = train(
                 cut.data,
-                scaler=self._precision.scaler,
+                scaler=self.precision.scaler,
                 weights=self._weights(cuts),
                 return_micro_batch_loss=True,
             )
@@ -185,7 +185,7 @@ class Runner:
         usual = self.pipeline.micro_batch_size
         size = self.pipeline.micro_batch_size = max(usual, -(-rows // self._steps))
         try:
-            with self._precision.computing():
+            with self.precision.computing():
                 yield size
         finally:
             self.pipeline.micro_batch_size = usual

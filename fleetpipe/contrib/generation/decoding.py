@@ -1,0 +1,298 @@
+"""``fleetpipe.generate``: continues prompts, one token of each in every run of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.contrib.generation.sampling import Sampling, names_of
+from fleetpipe.contrib.slices.chunks import require_sliceable
+from fleetpipe.contrib.slices.kept import SliceStates
+from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph.batch.units import WHOLE, Units
+from fleetpipe.dygraph.layer_kinds import kinds_in
+from fleetpipe.dygraph.random_keys import random_states_kept
+from fleetpipe.errors import ConfigError, UsageError, is_whole_number, require_whole
+from fleetpipe.fit.model import Model
+from fleetpipe.job.job import Job, current_job
+from fleetpipe.paddle_api import paddle
+
+
+def generate(
+    model: Any,
+    tokens: Any,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos: int | Collection[int] | None = None,
+    seed: int = 0,
+    cache: bool | None = None,
+) -> list[list[int]]:
+    """Continues prompts with the tokens that a model predicts. Collective over the job.
+
+    The model takes tokens, int64 [1, length], and returns logits [1, length, vocabulary]. Each
+    prompt is a micro-batch of its own, so that its tokens depend on no other prompt. The next
+    training batch has the bits that it would have had without this call.
+
+    Args:
+        model: What ``fleet.distributed_model`` returned, or a ``fleetpipe.Model`` after
+            ``prepare``.
+        tokens: The prompts, the same on every rank: a list of lists of tokens, or a Tensor or array
+            [prompts, length] of whole numbers.
+        max_new_tokens: Most tokens that a prompt is continued by.
+        temperature: Divides the logits before a token is drawn; 0 takes the likeliest.
+        top_k: Draws among so many of the likeliest tokens only.
+        top_p: Draws among the likeliest tokens only, as few as have this share together.
+        eos: The token, or several, behind which a prompt is continued no further.
+        seed: The seed of the draws. A draw depends on it, on the prompt, on how many equal prompts
+            stand before it and on the position, and on nothing else.
+        cache: Whether layers keep the keys and values of earlier positions, by
+            ``fleetpipe.dygraph.slices``; None to do so if all of them can. Without it each token
+            takes a run over the whole sequence.
+
+    Returns:
+        On every rank the new tokens of each prompt, with the last one of ``eos``.
+
+    Raises:
+        ConfigError: An argument does not fit, the ranks have different ones, a layer cannot keep
+            what ``cache`` asks for, or the model returns no logits.
+        StateError: ``fleet.shutdown`` ended the job of this model.
+        UsageError: The model is not wrapped.
+    """
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling.require_valid()
+    require_whole("max_new_tokens", max_new_tokens)
+    ends, prompts = _ends_of(eos), _prompts_of(tokens)
+    pipeline, computing = _pipeline_of(model)
+    job = _job_of(pipeline)
+    kept = _Cache() if _can_keep(pipeline, cache) else None
+    job.require_agreement(
+        {
+            **{f"prompt {number}": str(prompt) for number, prompt in enumerate(prompts)},
+            **{name: repr(value) for name, value in sampling._asdict().items()},
+            "max_new_tokens": str(max_new_tokens),
+            "eos": str(sorted(ends)),
+            "cache": str(kept is not None),
+        }
+    )
+    decoding = _Decoding(pipeline, job, sampling, prompts, kept)
+    with _left_as_before(pipeline), computing:
+        going = list(range(len(prompts)))
+        while going:
+            decoding.advance(going)
+            going = [
+                number
+                for number in going
+                if len(decoding.new[number]) < max_new_tokens
+                and decoding.new[number][-1] not in ends
+            ]
+    return decoding.new
+
+
+class _Cache(Units, SliceStates):
+    """What layers keep of each prompt from run to run: the prompt is a slice, and each token."""
+
+    def __init__(self) -> None:
+        SliceStates.__init__(self, 1)
+        #: The prompt of each micro-batch of the next run.
+        self.prompts: list[int] = []
+
+    def states(self) -> SliceStates:
+        """Returns itself: it has the state of all runs."""
+        return self
+
+    @contextmanager
+    def forward(self, stage: int, number: int) -> Iterator[None]:
+        """While it is open, the layers of a stage run the prompt of a micro-batch."""
+        with super().forward(stage, self.prompts[number]):
+            yield
+
+    def release(self, stage: int, number: int) -> None:
+        """Keeps all: later runs need it."""
+
+
+class _Decoding:
+    """The tokens of some prompts, and the runs that add to them.
+
+    Attributes:
+        new: The new tokens of each prompt.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineParallel,
+        job: Job,
+        sampling: Sampling,
+        prompts: list[list[int]],
+        cache: _Cache | None,
+    ) -> None:
+        self.new: list[list[int]] = [[] for _ in prompts]
+        self._pipeline, self._sampling, self._prompts = pipeline, sampling, prompts
+        self._shards, self._names, self._cache = job.model_parallel(), names_of(prompts), cache
+        replicas = pipeline.replicas
+        exchanges = any(kind.exchanges for kind in kinds_in(pipeline.layers.state.own_parameters()))
+        with job.guarded(lambda: "beginning to generate"):
+            # Experts of one replica wait for the tokens of the others: each runs all prompts.
+            together = any(job.everyone().all_gather(exchanges))
+        self._part = slice(None) if together else slice(replicas.rank, None, replicas.ranks)
+
+    def advance(self, going: list[int]) -> None:
+        """Adds a token to each of some prompts. Collective."""
+        here = [number for number in going if number in range(len(self.new))[self._part]]
+        chosen: list[tuple[int, int]] = []
+        if here:
+            inputs = [self._input_of(number) for number in here]
+            if self._cache is not None:
+                self._cache.prompts = here
+            units = self._cache or WHOLE
+            with self._pipeline.run_forwards(inputs, _last_logits, units) as batch:
+                chosen = self._choose(here, batch.ordered_outputs())
+        everyone = self._pipeline.from_last_stage(chosen)
+        for number, token in dict(pair for part in everyone for pair in part).items():
+            self.new[number].append(token)
+
+    def _input_of(self, number: int) -> Tensor:
+        """Returns the tokens of a prompt that its next run takes, int64 [1, length]."""
+        new = self.new[number]
+        sequence = new[-1:] if new and self._cache is not None else self._prompts[number] + new
+        return paddle.to_tensor([sequence], dtype="int64")
+
+    def _choose(self, numbers: list[int], logits: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Returns the next token of each prompt, on the owners of the last stage alone."""
+        if not logits:
+            return []
+        stacked = paddle.stack(list(logits)).astype("float32")
+        parts = [part.numpy() for part in self._shards.all_gather(stacked)]
+        # Tensor-parallel heads leave each shard its columns, or all columns to every shard.
+        is_whole = all(np.array_equal(part, parts[0]) for part in parts)
+        rows = parts[0] if is_whole else np.concatenate(parts, axis=-1)
+        sequences = (self._prompts[number] + self.new[number] for number in numbers)
+        return [
+            (number, self._sampling.choose(row, *self._names[number], len(sequence)))
+            for number, row, sequence in zip(numbers, rows, sequences)
+        ]
+
+
+def _last_logits(output: Nest) -> Tensor:
+    """Returns the logits behind the last token, [vocabulary], of a model's output.
+
+    Raises:
+        ConfigError: The output has none.
+    """
+    logits = output[0] if isinstance(output, (tuple, list)) and output else output
+    is_tensor = isinstance(logits, paddle.Tensor)
+    if not (is_tensor and logits.is_floating_point() and logits.ndim == 3 and logits.shape[0] == 1):
+        raise ConfigError(
+            "generate needs the logits of each position from the last layer",
+            expected="floats [1, length, vocabulary]",
+            got=f"{logits.dtype} {list(logits.shape)}" if is_tensor else type(logits).__name__,
+            fix="return logits from the last layer, and compute the loss in loss_fn",
+        )
+    return logits[0, -1]
+
+
+def _prompts_of(tokens: Any) -> list[list[int]]:
+    """Returns the prompts as lists.
+
+    Raises:
+        ConfigError: There is none, or one is empty or not made of tokens.
+    """
+    fix = "generate(model, [[5, 8, 13], [2]], ..): a list of tokens for each prompt"
+    rows = list(tokens) if hasattr(tokens, "__iter__") and not isinstance(tokens, str) else []
+    prompts = [np.asarray(row.numpy() if isinstance(row, paddle.Tensor) else row) for row in rows]
+    for number, prompt in enumerate(prompts):
+        if prompt.ndim != 1 or not prompt.size or prompt.dtype.kind not in "iu" or prompt.min() < 0:
+            raise ConfigError(
+                f"prompt {number} is no list of tokens",
+                expected="one or more whole numbers of at least 0",
+                got=repr(rows[number]),
+                fix=fix,
+            )
+    if not prompts:
+        raise ConfigError("there is no prompt to continue", got=f"tokens={tokens!r}", fix=fix)
+    return [[int(token) for token in prompt] for prompt in prompts]
+
+
+def _ends_of(eos: Any) -> frozenset[int]:
+    """Returns the tokens that end a continuation.
+
+    Raises:
+        ConfigError: One is no token.
+    """
+    ends = [] if eos is None else [eos] if is_whole_number(eos, 0) else eos
+    if not isinstance(ends, Collection) or not all(is_whole_number(end, 0) for end in ends):
+        raise ConfigError(
+            "eos is a token, or several",
+            got=f"eos={eos!r}",
+            fix="give the number of the token, as tokenizer.token_to_id(..) returns it, or None",
+        )
+    return frozenset(map(int, ends))
+
+
+def _pipeline_of(model: Any) -> tuple[PipelineParallel, AbstractContextManager[None]]:
+    """Returns the wrapped pipeline of a model, and the context in which it computes.
+
+    Raises:
+        ConfigError: Its ranks have parts of sequences or of logits.
+        UsageError: It is not wrapped.
+    """
+    computing: AbstractContextManager[None] = nullcontext()
+    if isinstance(model, Model):
+        model, computing = model.pipeline, model.computing()
+    if not isinstance(model, PipelineParallel):
+        raise UsageError(
+            "generate runs a pipeline in dynamic graph",
+            got=type(model).__name__,
+            fix="generate(fleet.distributed_model(model), ..), or with a fleetpipe.Model",
+        )
+    if model.sequence.ranks > 1 or model.layers.placement.has_head:
+        raise ConfigError(
+            "generate needs whole sequences and whole logits",
+            got=f"sep_degree x cp_degree = {model.sequence.ranks}"
+            + ", and a VocabularyHead" * model.layers.placement.has_head,
+            fix="load the checkpoint in a job without these, and generate there",
+        )
+    return model, computing
+
+
+def _job_of(pipeline: PipelineParallel) -> Job:
+    pipeline.require_running()
+    job = current_job()
+    if job is None:
+        raise UsageError("generate runs between fleet.init and fleet.shutdown")
+    return job
+
+
+def _can_keep(pipeline: PipelineParallel, cache: bool | None) -> bool:
+    """Whether the layers are to keep keys and values.
+
+    Raises:
+        ConfigError: ``cache`` asks for it, and a layer cannot.
+    """
+    if cache is False:
+        return False
+    try:
+        require_sliceable(pipeline.layers.layers)
+    except ConfigError:
+        if cache:
+            raise
+        return False
+    return True
+
+
+@contextmanager
+def _left_as_before(pipeline: PipelineParallel) -> Iterator[None]:
+    """At its end, puts back the random states and the layers' modes."""
+    training = pipeline.layers.with_modes.training
+    with random_states_kept():
+        try:
+            yield
+        finally:
+            if training:
+                pipeline.layers.begin(training=True)

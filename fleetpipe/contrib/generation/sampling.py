@@ -1,0 +1,87 @@
+"""Chooses the next token from logits, with the same draw whatever the batch and the layout."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fleetpipe.dygraph.random_keys import key
+from fleetpipe.errors import ConfigError, is_whole_number, require_whole
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen.
+
+    Attributes:
+        temperature: Divides the logits; 0 takes the largest.
+        top_k: Only so many of the likeliest tokens are drawn; None for all.
+        top_p: Only the likeliest tokens are drawn, as few as have this share together; None for
+            all.
+        seed: The seed of the draws.
+    """
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+
+    def require_valid(self) -> None:
+        """Refuses values that choose no token.
+
+        Raises:
+            ConfigError: One is out of its range.
+        """
+        temperature, top_k, top_p, seed = self
+        if not (_is_number(temperature) and 0 <= temperature < math.inf):
+            raise ConfigError(
+                "temperature divides the logits: it is a number of at least 0",
+                got=f"temperature={temperature!r}",
+                fix="temperature=0 takes the likeliest token, 1 draws by the model's shares",
+            )
+        if top_k is not None:
+            require_whole("top_k", top_k, fix="give a number such as 50, or None for all tokens")
+        if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
+            raise ConfigError(
+                "top_p is the share that the likeliest tokens have together, above 0 and at most 1",
+                got=f"top_p={top_p!r}",
+                fix="give a number such as 0.9, or None for all tokens",
+            )
+        require_whole("seed", seed, 0)
+
+    def choose(self, logits: np.ndarray[Any, Any], *place: int) -> int:
+        """Returns a token.
+
+        Args:
+            logits: Float [vocabulary].
+            place: The numbers that name this draw.
+        """
+        if self.temperature == 0:
+            return int(logits.argmax())
+        scaled = logits.astype(np.float64) / self.temperature
+        # The likeliest first; of equal ones the first.
+        order = np.argsort(-scaled, kind="stable")[: self.top_k]
+        weights = np.exp(scaled[order] - scaled[order[0]])
+        reached = np.cumsum(weights)
+        if self.top_p is not None:
+            reached = reached[: int(np.searchsorted(reached, self.top_p * reached[-1])) + 1]
+        point = key(self.seed, *place) / 2**63 * reached[-1]
+        return int(order[min(int(np.searchsorted(reached, point, "right")), len(reached) - 1)])
+
+
+def names_of(prompts: list[list[int]]) -> list[tuple[int, int]]:
+    """Returns the numbers by which the draws of each prompt are named.
+
+    They depend on its tokens, and on how many equal prompts stand before it: not on other prompts.
+    """
+    names: list[tuple[int, int]] = []
+    for prompt in prompts:
+        digest = zlib.crc32(np.asarray(prompt, np.int64).tobytes())
+        names.append((digest, sum(digest == earlier for earlier, _ in names)))
+    return names
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or is_whole_number(value, 0)
