@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from fleetpipe import log
-from fleetpipe.capture.arguments import classes_of, plain_model, requested_stages
+from fleetpipe.capture.arguments import classes_of, plain_model, requested_stages, require_whole
 from fleetpipe.capture.captured_pipeline import CapturedPipeline, Findings
 from fleetpipe.capture.cutting.cut import cut_of
 from fleetpipe.capture.cutting.in_place import require_one_stage
@@ -55,6 +55,7 @@ def pipeline(
     recompute_interval: int = 0,
     memory_cap: float | str | None = None,
     memory_limit: float | None = None,
+    shape_inputs: Sequence[str | int] = (),
 ) -> CapturedPipeline:
     """Makes a pipeline of a plain model. Collective over the job, if there is one.
 
@@ -97,6 +98,8 @@ def pipeline(
             and computed again in backward; 0 keeps all.
         memory_cap: With "auto", the bytes that a stage may have, as a number or as ``"2GiB"``.
         memory_limit: Former name of ``memory_cap``.
+        shape_inputs: Inputs of few whole numbers that the forward may read, as the sizes of images,
+            by key or by place in a tuple. A batch with other numbers in them is captured anew.
 
     Returns:
         A ``PipelineLayer`` for ``fleet.distributed_model``, whose parameters and buffers have the
@@ -131,7 +134,9 @@ def pipeline(
     of_head = _head_in_place(model, vocabulary_head, stages.ranks, chunks, plan)
     with paddle.enable_grad(), of_head as head:
         losses = loss_fn if isinstance(loss_fn, Sequence) else [loss_fn]
-        capturing = Capturing(model, example_of(example_inputs, rows), no_classes, losses)
+        example = example_of(example_inputs, rows)
+        require_whole(example, shape_inputs)
+        capturing = Capturing(model, example, no_classes, losses, shape_inputs)
         if verify:
             require_same_calls(capturing)
         names = () if head is None else head.names

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fleetpipe.aliases import Layer
+from fleetpipe.capture.tracing.signature import whole_at
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.errors import ConfigError, UsageError, nearest
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_types import Inputs
 
 
 class StageArguments(NamedTuple):
@@ -97,6 +99,22 @@ def plain_model(model: Layer) -> Layer:
             fix="give fleetpipe.pipeline the model as it was before",
         )
     return model
+
+
+def require_whole(example: Inputs, shape_inputs: Sequence[str | int]) -> None:
+    """Refuses ``shape_inputs`` that name no whole numbers in the example.
+
+    Raises:
+        ConfigError: One of the keys has none.
+    """
+    for key in shape_inputs:
+        if isinstance(shape_inputs, str) or not whole_at(example, [key]):
+            raise ConfigError(
+                "shape_inputs names inputs of whole numbers",
+                expected="several keys of example_inputs, or places in a tuple of them",
+                got=repr(shape_inputs if isinstance(shape_inputs, str) else key),
+                fix='pass a tuple, ("grids",), and example_inputs that have such tensors there',
+            )
 
 
 def classes_of(model: Layer, no_split: Sequence[type | str]) -> list[type]:

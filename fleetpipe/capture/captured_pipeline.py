@@ -136,6 +136,7 @@ class CapturedPipeline(PipelineLayer):
         )
         users = stages_of(self.plain, lambda stage: self._nodes([stage]), self.placement.stages)
         self.__dict__.update(users=users, _tensors=tensors_of(self.plain))
+        self.forms.users = users
         self._hold(users)
         tensors = self.state.local_tensors()
         ranks = {
@@ -207,7 +208,7 @@ class CapturedPipeline(PipelineLayer):
         change, now = self.forms.follow(), tensors_of(self.plain)
         require_same_parameters(self._tensors, now)
         if change is not None:
-            self.forms.require_same_stages(change, self.users)
+            self.forms.require_same_stages(change)
         if change is not None or self._tensors != now:
             # Other buffers may be there, and sublayers without parameters.
             self._take_part()

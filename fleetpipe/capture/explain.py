@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fleetpipe.capture.arguments import classes_of, plain_model
+from fleetpipe.capture.arguments import classes_of, plain_model, require_whole
 from fleetpipe.capture.cutting.auto import places
 from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.node_meter import measure_nodes, parameter_bytes
 from fleetpipe.capture.repeatability import require_same_calls
 from fleetpipe.capture.tracing.capturing import Capturing
-from fleetpipe.capture.tracing.signature import ROWS, example_of, signature_of
+from fleetpipe.capture.tracing.signature import ROWS, example_of
 from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.extras import extra
 from fleetpipe.paddle_types import Inputs, Layer
@@ -74,7 +74,11 @@ class Explanation:
 
 
 def explain(
-    model: Layer, example_inputs: Inputs, no_split: Sequence[type | str] = (), measure: bool = False
+    model: Layer,
+    example_inputs: Inputs,
+    no_split: Sequence[type | str] = (),
+    measure: bool = False,
+    shape_inputs: Sequence[str | int] = (),
 ) -> Explanation:
     """Captures a model, and returns a printable explanation of it.
 
@@ -83,6 +87,7 @@ def explain(
         example_inputs: As for :func:`fleetpipe.pipeline`.
         no_split: Classes of layers, or their names, each of which is a single node.
         measure: Whether to measure how long each node takes.
+        shape_inputs: As for :func:`fleetpipe.pipeline`.
 
     Raises:
         CaptureError: The model cannot be captured.
@@ -90,9 +95,11 @@ def explain(
         UsageError: ``model`` is no built layer, or a pipeline already.
     """
     kinds = classes_of(plain_model(model), no_split)
-    capturing = Capturing(model, example_of(example_inputs, ROWS), kinds)
+    example = example_of(example_inputs, ROWS)
+    require_whole(example, shape_inputs)
+    capturing = Capturing(model, example, kinds, shape_inputs=shape_inputs)
     require_same_calls(capturing)
-    look = signature_of(capturing.example)
+    look = capturing.look
     training, evaluation = capturing(look, True), capturing(look, False)
     named, refused = places(training, evaluation)
     return Explanation(

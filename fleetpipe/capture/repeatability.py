@@ -15,11 +15,10 @@ import numpy as np
 from fleetpipe.aliases import Tensor
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import attributes_running_on
-from fleetpipe.capture.tracing.place import forward_place
-from fleetpipe.capture.tracing.signature import PLAIN, signature_of, with_numbers
+from fleetpipe.capture.tracing.place import forward_place, raised_at
+from fleetpipe.capture.tracing.signature import PLAIN, with_numbers
 from fleetpipe.capture.tracing.value import Capture, Mode, Node, Owned, Ref, parts
-from fleetpipe.dygraph.nest import map_tensors
-from fleetpipe.errors import CaptureError
+from fleetpipe.errors import CaptureError, reason
 from fleetpipe.paddle_api import paddle
 
 _WHAT = "calls something else when it runs again on other numbers"
@@ -113,7 +112,7 @@ def negate(tensor: Tensor) -> Tensor:
 
 def _difference(capturing: Capturing) -> _Difference | None:
     """Returns the first place where runs on other numbers differ from the run on the example."""
-    look = signature_of(capturing.example)
+    look = capturing.look
     # Numbers that a forward reads are refused: it takes little to find what comes from elsewhere.
     for training, change in ((True, roll), (False, negate)):
         while True:
@@ -139,11 +138,20 @@ def _difference(capturing: Capturing) -> _Difference | None:
 def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: bool) -> Capture:
     """Runs the forward on changed numbers; on less changed ones if it fails on these."""
     try:
-        return capturing.with_numbers(map_tensors(change, capturing.example), training)
+        return capturing.with_numbers(capturing.vary(change), training)
     except CaptureError as error:
-        if change is roll or error.__cause__ is None:
+        if not isinstance(error.__cause__, Exception):
             raise
-        return capturing.with_numbers(map_tensors(roll, capturing.example), training)
+        if change is roll:
+            raise CaptureError(
+                f"the forward runs on the example, and fails on other numbers: "
+                f"{reason(error.__cause__)}",
+                where=raised_at(error.__cause__.__traceback__),
+                cause="some numbers have to fit to others, as the sizes of images to their pixels",
+                fix="name the small input of whole numbers that says sizes in shape_inputs; or set "
+                "verify=False",
+            ) from error
+        return capturing.with_numbers(capturing.vary(roll), training)
 
 
 def _selecting(first: Capture, second: Capture) -> Iterator[str]:

@@ -60,6 +60,7 @@ class Partition:
         boundaries: First layer of each stage, then the number of layers.
         method: How the cut was found, as the user said it.
         layers: All layers of the model, in order.
+        may_be_empty: Whether a stage may have no layer, as for a batch that has nothing for it.
 
     Raises:
         PartitionError: The boundaries lose a layer, hold one twice, or leave a stage empty.
@@ -68,6 +69,7 @@ class Partition:
     boundaries: tuple[int, ...]
     method: str
     layers: tuple[LayerInfo, ...]
+    may_be_empty: bool = False
 
     def __post_init__(self) -> None:
         if len(self.boundaries) < 2:
@@ -77,7 +79,8 @@ class Partition:
                 got=f"boundaries {list(self.boundaries)}",
                 fix=f"give [0, {len(self.layers)}] for a single stage",
             )
-        require_cover(self.boundaries, len(self.layers), self.method)
+        if not self.may_be_empty:
+            require_cover(self.boundaries, len(self.layers), self.method)
 
     @property
     def stages(self) -> tuple[StageRange, ...]:

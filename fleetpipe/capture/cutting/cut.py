@@ -10,7 +10,6 @@ from fleetpipe.capture.cutting.cuts import Border
 from fleetpipe.capture.cutting.node_meter import measure_nodes
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec, borders_of
 from fleetpipe.capture.tracing.capturing import Capturing
-from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.errors import ConfigError, PartitionError
 from fleetpipe.job.job import current_job
@@ -58,7 +57,7 @@ def cut_of(
             plan of another model.
         PartitionError: "auto" finds no cut.
     """
-    look = signature_of(capturing.example)
+    look = capturing.look
     training = capturing(look, True)
     if isinstance(spec, PipelinePlan):
         return Cut(_borders_of_plan(training, capturing(look, False), spec, head))

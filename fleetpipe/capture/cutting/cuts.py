@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from enum import Enum
+from itertools import accumulate
 from typing import NamedTuple
 
 from fleetpipe.capture.tracing.value import Capture, Scope
@@ -102,16 +103,22 @@ class AtMark(NamedTuple):
 Border = AtCall | AtMark
 
 
-def starts(trace: Capture, borders: Sequence[Border]) -> list[int]:
+def starts(trace: Capture, borders: Sequence[Border], example: Capture | None = None) -> list[int]:
     """Returns the first node of each stage after stage 0.
 
     Args:
         trace: A run of the forward.
         borders: The borders, in the order of the first run.
+        example: The first run, in this mode. A run for another batch may leave out sublayers, as
+            those for images: then the others are in the stages of the first run, and a stage may
+            have no node.
 
     Raises:
         ConfigError: The forward does not reach a border, or a stage would be empty.
     """
+    if example is not None:
+        reached = [_start(trace, border, example) for border in borders]
+        return list(accumulate(reached, max))
     numbers = [border.start(trace) for border in borders]
     for border, start, after in zip(borders, numbers, [*numbers[1:], len(trace.nodes)]):
         if not 0 < start < after:
@@ -122,6 +129,17 @@ def starts(trace: Capture, borders: Sequence[Border]) -> list[int]:
                 fix="cut elsewhere: fleetpipe.explain(model, example) shows the nodes in order",
             )
     return numbers
+
+
+def _start(trace: Capture, border: Border, example: Capture) -> int:
+    """Returns the first node that is behind a border, where the forward may not come."""
+    if not isinstance(border, AtCall) or Scope(border.path, border.call) in trace.calls:
+        return border.start(trace)
+    first = border.start(example)
+    for number, node in enumerate(trace.nodes):
+        if any(example.calls.get(scope, (0,))[0] >= first for scope in node.scopes):
+            return number
+    return len(trace.nodes)
 
 
 def in_order(trace: Capture, borders: Sequence[Border]) -> list[Border]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fleetpipe.capture.running.replay import name_of
 from fleetpipe.capture.tracing.value import Capture, ValueId
 from fleetpipe.schedules import Edge
 
 
-def crossing(trace: Capture, starts: Sequence[int]) -> dict[Edge, tuple[str, ...]]:
+def crossing(
+    trace: Capture, starts: Sequence[int], edges: Collection[Edge] = ()
+) -> dict[Edge, tuple[str, ...]]:
     """Returns the values on each edge, by name: each goes straight to every stage that uses it.
 
     Args:
         trace: The run.
         starts: The first node of each stage after stage 0; the model's inputs are in stage 0, its
             outputs in the last stage.
+        edges: Those of the pipeline, if it has stages already: where none leads straight to a
+            stage, a value goes there over others.
     """
 
     def stage_of(node: int | None) -> int:
@@ -28,6 +32,17 @@ def crossing(trace: Capture, starts: Sequence[int]) -> dict[Edge, tuple[str, ...
     for stage, uses in takers:
         for value in uses:
             source = stage_of(trace.maker(value))
-            if source != stage:
-                values.setdefault(Edge(source, stage), set()).add(value)
+            for edge in _route(source, stage, edges) if source != stage else ():
+                values.setdefault(edge, set()).add(value)
     return {edge: tuple(map(name_of, sorted(values[edge]))) for edge in sorted(values)}
+
+
+def _route(source: int, stage: int, edges: Collection[Edge]) -> list[Edge]:
+    """Returns the fewest edges that lead from a stage to a later one; a new one if none do."""
+    routes = {source: list[Edge]()}
+    for place in range(source, stage):
+        for edge in edges if place in routes else ():
+            if edge.source == place and edge.target <= stage:
+                route = [*routes[place], edge]
+                routes[edge.target] = min(routes.get(edge.target, route), route, key=len)
+    return routes.get(stage, [Edge(source, stage)])

@@ -12,7 +12,7 @@ from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.running.replay import entries
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.model_snapshot import state_kept
-from fleetpipe.capture.tracing.signature import PLAIN, signature_of
+from fleetpipe.capture.tracing.signature import PLAIN
 from fleetpipe.capture.tracing.value import Capture, Node, Owned, Ref, arguments, like
 from fleetpipe.dygraph.gradients import cause_of_backward, drop_gradients
 from fleetpipe.dygraph.observe import layer_meter
@@ -45,7 +45,7 @@ def measure_nodes(capturing: Capturing, trace: Capture, places: Iterable[int]) -
     Returns:
         The costs of inputs, nodes and outputs. Equal nodes have equal times.
     """
-    model, functions = capturing.model, entries(trace, signature_of(capturing.example))
+    model, functions = capturing.model, entries(trace, capturing.look)
     names = ["inputs", *(node.name for node in trace.nodes), "outputs"]
     uses = [[], *map(state_of, trace.nodes), []]
     alike: defaultdict[str, list[int]] = defaultdict(list)

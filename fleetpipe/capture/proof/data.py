@@ -10,7 +10,7 @@ import numpy as np
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.proof.comparison import undo_training
 from fleetpipe.capture.repeatability import negate, roll
-from fleetpipe.capture.tracing.capturing import in_mode
+from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.signature import with_numbers
 from fleetpipe.capture.tracing.walk import Unopened, Walk, arguments_of
 from fleetpipe.dygraph.nest import map_tensors, tensors_of
@@ -66,7 +66,7 @@ class Trial:
         )
 
 
-def variants(example: Nest) -> Iterator[Nest]:
+def variants(capturing: Capturing) -> Iterator[Nest]:
     """Yields the example, and inputs of its shapes with other numbers.
 
     They have rows and columns in another order, new random numbers, other signs, zeros (with which
@@ -84,19 +84,20 @@ def variants(example: Nest) -> Iterator[Nest]:
 
     changes: tuple[Callable[[Tensor], Tensor], ...] = (_same, roll, draw, negate, _zeros, _ties)
     for change in changes:
-        yield map_tensors(change, example)
+        yield capturing.vary(change)
 
 
-def with_another_row(example: Nest) -> Nest:
-    """Returns an example with its first row repeated at the end of every tensor of as many rows."""
-    rows = next((tensor.shape[0] for tensor in tensors_of(example) if tensor.ndim), 0)
+def with_another_row(capturing: Capturing) -> Nest:
+    """Returns the example with its first row repeated at the end of every tensor of as many."""
+    tensors = tensors_of(capturing.example)
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), 0)
 
     def longer(tensor: Tensor) -> Tensor:
         if not tensor.ndim or tensor.shape[0] != rows or not rows:
             return tensor
         return with_numbers(tensor, lambda numbers: np.concatenate([numbers, numbers[:1]]))
 
-    return map_tensors(longer, example)
+    return capturing.vary(longer)
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -123,8 +123,8 @@ def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Cour
     """Yields courses to train: on varied numbers and rows, then on less in case a model fails."""
     trial = Trial(capturing.model)
     example = capturing.example
-    inputs = [numbers for numbers in variants(example) if trial.accepts(numbers)]
-    rows = [example, with_another_row(example)]
+    inputs = [numbers for numbers in variants(capturing) if trial.accepts(numbers)]
+    rows = [example, with_another_row(capturing)]
     evaluations = [numbers for numbers in rows if trial.accepts(numbers, training=False)]
     steps = _steps(inputs or [example], planned)
     yield Course(steps, evaluations)

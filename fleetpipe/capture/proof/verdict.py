@@ -14,7 +14,6 @@ from fleetpipe.capture.proof.training import Course, Moment, TrainedStep
 from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.place import forward_place
-from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.errors import CaptureError
@@ -48,7 +47,7 @@ def refutation(
     node: Node | None = None
     if moment.quantity == "output":
         inputs = _inputs_of(differing[0], moment, course)
-        form = forms.of(signature_of(inputs), training)
+        form = forms.of(capturing.look_of(inputs), training)
         keys = keys_of(course.steps[moment.step]) if training else None
         node = first_difference(capturing, form, copy_inputs(inputs), keys)
     names = [re.sub("^the mode of ", "", name) for name in differing]

@@ -23,8 +23,9 @@ Values = Mapping[str, Nest]
 _Fill = Callable[[Values], Any]
 
 
-#: The name of what goes with the values: the look of the batch that they are of.
-LOOK = "look"
+#: The names of what goes with the values: the look of the batch that they are of, and, the first
+#: time, whole numbers of such a batch.
+LOOK, SAMPLE = "look", "sample"
 
 
 def name_of(value: ValueId) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Nest
-from fleetpipe.capture.running.replay import LOOK
+from fleetpipe.capture.running.replay import LOOK, SAMPLE
 from fleetpipe.capture.running.variants import Form, Forms
-from fleetpipe.capture.tracing.signature import Signature, complete, signature_of
+from fleetpipe.capture.tracing.signature import Signature, complete
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.engine.stage import Values
 from fleetpipe.schedules import Edge
@@ -21,6 +21,8 @@ class CapturedStages:
         """Takes the captured runs."""
         self._forms = forms
         self._training = training
+        #: The signatures that a stage has handed on, each with it.
+        self._handed: set[tuple[int, Signature]] = set()
 
     def edges(self, training: bool) -> Sequence[Edge]:
         """Returns the edges between the stages, in training or in evaluation."""
@@ -44,9 +46,11 @@ class CapturedStages:
         forms = self._forms
         if stage:
             look = value.get(LOOK, forms.first)
+            if SAMPLE in value:
+                forms.capturing.samples.setdefault(look, value[SAMPLE])
         else:
             value = complete(value, forms.capturing.example)
-            look = signature_of(value)
+            look = forms.capturing.look_of(value)
         return forms.of(look, self._training()), value
 
     def join(self, values: Values) -> Nest:
@@ -56,10 +60,14 @@ class CapturedStages:
     def split(self, stage: int, output: Nest, labels: Nest) -> Values:
         """Returns the values that leave a stage on each edge, by name, with the batch's look."""
         look: Signature = output[LOOK]
+        first = {LOOK: look}
+        if (stage, look) not in self._handed and look in self._forms.capturing.samples:
+            self._handed.add((stage, look))
+            first[SAMPLE] = self._forms.capturing.samples[look]
         training = self._training()
         crossing = self._forms.of(look, training).crossing
         return {
-            edge: {LOOK: look, **{name: output[name] for name in crossing.get(edge, ())}}
+            edge: {**first, **{name: output[name] for name in crossing.get(edge, ())}}
             for edge in self.edges(training)
             if edge.source == stage
         }

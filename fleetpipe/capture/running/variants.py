@@ -22,7 +22,7 @@ from fleetpipe.capture.running.dependencies import (
 )
 from fleetpipe.capture.running.replay import entries
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
-from fleetpipe.capture.tracing.signature import Signature, signature_of
+from fleetpipe.capture.tracing.signature import Signature
 from fleetpipe.capture.tracing.value import Capture, Node, Owned
 from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.errors import CaptureError, FleetPipeError
@@ -107,7 +107,9 @@ class Forms:
         self.capturing = capturing
         self._borders = borders
         self._interval, self._recompute = interval, recompute
-        self.first = signature_of(capturing.example)
+        self.first = capturing.look
+        #: By name, the stages that have a parameter or buffer; empty before there are stages.
+        self.users: Mapping[str, Sequence[int]] = {}
         self.stages = len(borders) + 1
         self._layers = capturing.model.sublayers(include_self=True)
         self._forms: dict[_Key, Form] = {}
@@ -175,16 +177,28 @@ class Forms:
                     got=f"{signature}, with the edges {', '.join(map(str, sorted(new)))}",
                     fix="pass example_inputs in which everything is given that may be",
                 )
+            self._require_held(form)
             # It may have read more numbers.
             self._forms[self._key(signature, training)] = form
         return form
 
-    def require_same_stages(self, change: str, users: Mapping[str, Sequence[int]]) -> None:
+    def _require_held(self, form: Form) -> None:
+        """Refuses a run in which a stage needs a tensor of another."""
+        for stage in range(self.stages):
+            for name in sorted(frozenset().union(*(node.state for node in form.nodes(stage)))):
+                if stage not in self.users.get(name, (stage,)):
+                    raise CaptureError(
+                        f"stage {stage} uses {name!r}, as it did not before",
+                        cause="in this batch the forward takes it elsewhere than in example_inputs",
+                        fix="pass example_inputs in which everything is given that may be, or cut "
+                        "elsewhere",
+                    )
+
+    def require_same_stages(self, change: str) -> None:
         """Captures a changed model, unless weights would have to be in other stages.
 
         Args:
             change: The name of the value that changed.
-            users: By name, the stages that have a parameter or buffer.
 
         Raises:
             CaptureError: A stage uses a tensor that it does not have.
@@ -192,10 +206,6 @@ class Forms:
         begin = time.perf_counter()
         try:
             form = self.of(self.first, self.capturing.model.training)
-            for stage in range(self.stages):
-                for name in frozenset().union(*(node.state for node in form.nodes(stage))):
-                    if stage not in users.get(name, (stage,)):
-                        raise CaptureError(f"stage {stage} uses {name!r}, as it did not before")
         except FleetPipeError as error:
             # It is as new to the next batch.
             self._fingerprints.popitem()
@@ -236,13 +246,14 @@ class Forms:
         self._numbers.update((owned.path, owned) for owned in trace.numbers)
         if trace.switched:
             require_same_modes(trace, self.capturing.after(trace, signature, training))
-        starts = tuple(cuts.starts(trace, self._borders))
+        example = self._examples.get(training)
+        starts = tuple(cuts.starts(trace, self._borders, example and example.trace))
         functions = entries(trace, signature)
         infos = tuple(LayerInfo(str(getattr(f, "__name__", ""))) for f in functions)
         bounds = (0, *(start + 1 for start in starts), len(functions))
-        partition = Partition(bounds, "captured", infos)
+        partition = Partition(bounds, "captured", infos, may_be_empty=True)
         runner = StageRunner(dict(enumerate(functions)), partition, self._interval, self._recompute)
-        edges = crossing(trace, starts)
+        edges = crossing(trace, starts, example.crossing if example else ())
         form = Form(trace, starts, functions, runner, edges, _written_tensors(trace, starts))
         if self._interval or self._recompute:
             _require_recomputable(form)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from fleetpipe import log
-from fleetpipe.aliases import Layer, Nest
+from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.running.memory import lent
 from fleetpipe.capture.tracing.model_snapshot import python_state_kept, state_kept
 from fleetpipe.capture.tracing.place import raised_at
-from fleetpipe.capture.tracing.signature import Signature, numbers_like, signature_of
+from fleetpipe.capture.tracing.signature import (
+    Keys,
+    Signature,
+    numbers_like,
+    signature_of,
+    whole_at,
+)
 from fleetpipe.capture.tracing.tracer import record
 from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.capture.tracing.walk import Unopened
-from fleetpipe.dygraph.nest import outline
+from fleetpipe.dygraph.nest import map_tensors, outline
 from fleetpipe.errors import CaptureError, FleetPipeError, reason
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import has_memory
@@ -31,6 +37,9 @@ class Capturing:
         example: The example.
         unopened: The layers that are nodes as a whole.
         losses: The loss functions; the forward must not store tensors for them.
+        shape_inputs: The keys of inputs whose numbers the forward may read.
+        look: The signature of the example.
+        samples: By another signature, the same with all whole numbers of the first such batch.
     """
 
     def __init__(
@@ -39,6 +48,7 @@ class Capturing:
         example: Nest,
         no_split: Sequence[type] = (),
         losses: Sequence[Any] = (),
+        shape_inputs: Keys = (),
     ) -> None:
         """Starts without a capture.
 
@@ -47,13 +57,31 @@ class Capturing:
             example: An example of its inputs, for batches with the same shapes and dtypes.
             no_split: Classes of layers that are nodes as a whole.
             losses: The loss functions.
+            shape_inputs: The keys of inputs whose numbers the forward may read.
         """
         self.losses = losses
+        self.shape_inputs = shape_inputs
+        self.samples: dict[Signature, Signature] = {}
         self.model = model
         self.example = example
         self.unopened = Unopened(no_split)
-        self._look = signature_of(example)
+        self.look = signature_of(example, shape_inputs)
         self._traces: dict[bool, tuple[object, Capture]] = {}
+
+    def look_of(self, inputs: Nest) -> Signature:
+        """Returns the signature of inputs, and keeps whole numbers to capture it with.
+
+        They may have to fit, as tokens of images fit the number of patches.
+        """
+        look = signature_of(inputs, self.shape_inputs)
+        if look != self.look and look not in self.samples:
+            self.samples[look] = signature_of(inputs, None)
+        return look
+
+    def vary(self, change: Callable[[Tensor], Tensor]) -> Nest:
+        """Returns the example with other numbers where the forward does not read them."""
+        kept = set(map(id, whole_at(self.example, self.shape_inputs)))
+        return map_tensors(lambda t: t if id(t) in kept else change(t), self.example)
 
     def __call__(self, signature: Signature, training: bool) -> Capture:
         """Returns the capture for a batch with some signature, in training or in evaluation.
@@ -61,8 +89,9 @@ class Capturing:
         Raises:
             CaptureError: The forward does something that cannot be captured.
         """
-        if signature != self._look:
-            return self.with_numbers(numbers_like(signature, self.example), training)
+        if signature != self.look:
+            sample = self.samples.get(signature, signature)
+            return self.with_numbers(numbers_like(sample, self.example), training)
         traced = self._traces.get(training)
         if traced is None or traced[0] != self._depends_on(traced[1]):
             trace = self.with_numbers(self.example, training)
@@ -103,7 +132,7 @@ class Capturing:
         try:
             # As each will run: nothing in evaluation needs a gradient.
             with self.notice_if_slow(), in_mode(model, training), paddle.set_grad_enabled(training):
-                return record(model, inputs, self.unopened, self.losses)
+                return record(model, inputs, self.unopened, self.losses, self.shape_inputs)
         except FleetPipeError:
             raise
         except Exception as error:

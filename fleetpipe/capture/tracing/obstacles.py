@@ -28,7 +28,10 @@ class Obstacle(NamedTuple):
 
 
 READS = Obstacle(
-    "reads the numbers in a tensor", "which nodes run would depend on the numbers in a batch"
+    "reads the numbers in a tensor",
+    "which nodes run would depend on the numbers in a batch",
+    f"{IN_A_SUBLAYER}; or, for the sizes of images in a small input of whole numbers, name that "
+    "input in shape_inputs",
 )
 SIZE = Obstacle(
     "reads a size that depends on the numbers in a tensor",

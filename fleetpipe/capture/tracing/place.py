@@ -10,8 +10,8 @@ from fleetpipe.aliases import Layer
 
 #: Packages whose frames are not the user's; the last wraps functions of Paddle 2.6.2.
 _NOT_THE_USERS = ("paddle", "fleetpipe", "numpy", "decorator")
-#: Functions of Paddle 2.6.2 that read whether indices are within bounds, and nothing else.
-_CHECKING = {"take_along_axis"}
+#: Functions of Paddle that read whether indices or lengths are within bounds, and nothing else.
+_CHECKING = {"take_along_axis", "masked_scatter"}
 #: Models that Paddle brings are like a user's.
 _MODELS = "paddle.vision.models."
 

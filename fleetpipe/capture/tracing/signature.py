@@ -7,13 +7,13 @@ belongs to the batch, and can repeat that capture with other numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 
 from fleetpipe.aliases import DType, Nest, Tensor
-from fleetpipe.dygraph.nest import leaves, map_tensors, rebuild, tensors_of
+from fleetpipe.dygraph.nest import leaves, rebuild, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
 
@@ -26,32 +26,49 @@ ROWS = 2
 #: The classes of plain values.
 PLAIN = (type(None), bool, int, float, str)
 
+#: Keys of a dict of inputs, or places in a tuple of them.
+Keys = Collection[object]
 
-def signature_of(value: Nest) -> Signature:
+
+def signature_of(value: Nest, numbers: Keys | None = ()) -> Signature:
     """Returns the signature of a model's inputs.
+
+    Args:
+        value: The inputs.
+        numbers: The inputs whose whole numbers are in the signature; None for all.
 
     Raises:
         CaptureError: They contain something other than tensors and plain values.
     """
-    return json.dumps(_describe(value))
+    return json.dumps(_describe(value, numbers))
+
+
+def whole_at(inputs: Nest, keys: Keys) -> list[Tensor]:
+    """Returns the tensors of whole numbers, or bools, in the inputs with these keys."""
+    items: Iterable[tuple[object, Nest]] = inputs.items() if isinstance(inputs, dict) else ()
+    items = enumerate(inputs) if isinstance(inputs, (tuple, list)) else items
+    return [t for key, item in items if key in keys for t in tensors_of(item) if _is_whole(t)]
 
 
 def numbers_like(signature: Signature, example: Nest) -> Nest:
     """Returns inputs with a signature, filled by repeating an example's numbers, or with zeros.
 
     Args:
-        signature: The signature.
+        signature: The signature, whose own numbers stay.
         example: Inputs. Not every forward takes zeros: a mask may leave nothing of them.
     """
     numbers = tensors_of(example)
 
-    def fill(zeros: Tensor) -> Tensor:
+    def build(dtype: DType, shape: list[int], *whole: Any) -> Tensor:
+        zeros = paddle.zeros(shape, dtype)
         tensor = next(numbers, zeros)
+        if whole:
+            return paddle.to_tensor(whole[0], dtype).reshape(shape)
         if tensor.dtype != zeros.dtype or not tensor.size:
             return zeros
         return with_numbers(tensor, lambda numbers: np.resize(numbers, zeros.shape))
 
-    return map_tensors(fill, _build(json.loads(signature)))
+    return _build(json.loads(signature), build)
 
 
 def with_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
@@ -63,13 +80,19 @@ def with_numbers(tensor: Tensor, change: Callable[[Any], Any]) -> Tensor:
     return paddle.to_tensor(change(numbers)).astype(tensor.dtype)
 
 
-def _describe(value: Nest) -> Any:
+def _describe(value: Nest, numbers: Keys | None) -> Any:
     if isinstance(value, paddle.Tensor):
-        return {"tensor": [str(value.dtype).rpartition(".")[2], list(value.shape)]}
+        described = [str(value.dtype).rpartition(".")[2], list(value.shape)]
+        whole = numbers is None and _is_whole(value)
+        return {"tensor": [*described, value.tolist()] if whole else described}
+
+    def describe(key: object, item: Nest) -> Any:
+        return _describe(item, None if numbers is None or key in numbers else ())
+
     if isinstance(value, (tuple, list)):
-        return {type(value).__name__: [_describe(item) for item in value]}
+        return {type(value).__name__: [describe(*pair) for pair in enumerate(value)]}
     if isinstance(value, dict):
-        return {"dict": {key: _describe(item) for key, item in value.items()}}
+        return {"dict": {key: describe(key, item) for key, item in value.items()}}
     if isinstance(value, PLAIN):
         return {"plain": value}
     raise CaptureError(
@@ -80,16 +103,19 @@ def _describe(value: Nest) -> Any:
     )
 
 
-def _build(described: Any) -> Nest:
+def _is_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _build(described: Any, tensor: Callable[..., Tensor]) -> Nest:
     ((kind, content),) = described.items()
     if kind == "tensor":
-        dtype, shape = content
-        return paddle.zeros(shape, dtype)
+        return tensor(*content)
     if kind == "dict":
-        return {key: _build(item) for key, item in content.items()}
+        return {key: _build(item, tensor) for key, item in content.items()}
     if kind == "plain":
         return content
-    items = [_build(item) for item in content]
+    items = [_build(item, tensor) for item in content]
     return items if kind == "list" else tuple(items)
 
 

@@ -156,6 +156,10 @@ class Sizes:
         #: Whether an operation is done on tensors of other sizes: nobody may hear of it.
         self.trying = False
 
+    def fix(self, tensors: Iterable[Tensor]) -> None:
+        """Marks the numbers of tensors as dependent on the batch's signature alone."""
+        self._fixed.update({id(one): (one, one.inplace_version) for one in tensors})
+
     def fixed(self, tensor: Tensor) -> bool:
         """Whether the numbers of a tensor depend only on the batch's signature."""
         return bool(self._fixed.get(id(tensor), (None, None))[1] == tensor.inplace_version)
@@ -209,7 +213,7 @@ class Sizes:
         output = function(*args, **named)
         made = tensors_in(output)
         if follows and states == generator_states():
-            self._fixed.update({id(one): (one, one.inplace_version) for one in made})
+            self.fix(made)
         if depending and (name in _TELLING or any(map(self.selected, depending))):
             self.trying = True
             try:

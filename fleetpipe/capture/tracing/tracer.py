@@ -26,7 +26,7 @@ from fleetpipe.capture.tracing.place import (
     only_checked,
     user_place,
 )
-from fleetpipe.capture.tracing.signature import PLAIN
+from fleetpipe.capture.tracing.signature import PLAIN, Keys, whole_at
 from fleetpipe.capture.tracing.sizes import Size, Sizes, tensors_in, whole
 from fleetpipe.capture.tracing.state import RunState
 from fleetpipe.capture.tracing.value import (
@@ -69,7 +69,13 @@ class _Refused(BaseException):
         self.error = error
 
 
-def record(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any] = ()) -> Capture:
+def record(
+    model: Layer,
+    inputs: Nest,
+    unopened: Unopened,
+    losses: Sequence[Any] = (),
+    shape_inputs: Keys = (),
+) -> Capture:
     """Runs a model's forward once and returns the capture.
 
     Parameters, buffers, random states and Python attributes of layers are restored.
@@ -79,6 +85,7 @@ def record(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any]
         inputs: One argument; a tuple of several; a dict by name.
         unopened: The layers that are nodes as a whole; classes that could not be opened are added.
         losses: The loss functions.
+        shape_inputs: The keys of inputs whose numbers the forward may read.
 
     Raises:
         CaptureError: The model's own forward does something that cannot be captured, or stores a
@@ -92,7 +99,7 @@ def record(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any]
         try:
             before = {id(tensor): tensor for loss in losses for _, tensor in kept_for(loss)}
             with state_kept(model) as written:
-                tracer = _Tracer(model, unopened)
+                tracer = _Tracer(model, unopened, shape_inputs)
                 states = generators.states()
                 trace = tracer.run(arguments, Draws(generators, tracer.drawn) if follows else None)
                 drew = generators.states() != states
@@ -111,8 +118,9 @@ def record(model: Layer, inputs: Nest, unopened: Unopened, losses: Sequence[Any]
 class _Tracer(Walk):
     """Records one run."""
 
-    def __init__(self, model: Layer, unopened: Unopened) -> None:
+    def __init__(self, model: Layer, unopened: Unopened, shape_inputs: Keys) -> None:
         super().__init__(model, unopened)
+        self._shape_inputs = shape_inputs
         self._state = RunState(model)
         #: The layers that were switched between training and evaluation, and where.
         self._switched: dict[int, tuple[Layer, str]] = {}
@@ -153,6 +161,7 @@ class _Tracer(Walk):
         args, named = arguments_of(inputs)
         for tensor in tensors_of(inputs):
             self._number(tensor)
+        self._sizes.fix(whole_at(inputs, self._shape_inputs))
         noted = self._with_placeholders(inputs)
         with intercepting(self), noting(self.mark), draws.watching() if draws else nullcontext():
             output = self._model(*args, **named)

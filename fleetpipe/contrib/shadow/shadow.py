@@ -26,7 +26,6 @@ from fleetpipe.capture.running.plain_model import Untouched
 from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import losses_kept
-from fleetpipe.capture.tracing.signature import signature_of
 from fleetpipe.contrib.shadow.unshadowed import obstacle
 from fleetpipe.dygraph import PipelineParallel, random_keys
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
@@ -416,11 +415,13 @@ class Shadow(BatchObserver):
         if reference is None or not isinstance(reference.model, Untouched):
             return None
         capturing = self._forms.capturing
-        again = Capturing(reference.model.plain, capturing.example)
+        again = Capturing(
+            *(reference.model.plain, capturing.example), shape_inputs=capturing.shape_inputs
+        )
         again.unopened = capturing.unopened
         forms = Forms(again, ())
         for number, inputs in enumerate(batch.inputs):
-            form = forms.of(signature_of(inputs), training=True)
+            form = forms.of(again.look_of(inputs), training=True)
             if batch.keys is not None:
                 batch.keys.micro_batch = GlobalMicroBatch(number)
             node = first_difference(again, form, copy_inputs(inputs), batch.keys)

@@ -114,6 +114,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "layer replaced": _set("gate", "dropped", nn.Sigmoid()),
     "buffer": _move,
     "frozen": _freeze,
+    "no cut": _set("gated", False),
 }
 
 
@@ -226,7 +227,6 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "parameter": (lambda net: setattr(net.norm, "bias", nn.Linear(8, 8).bias), "norm.bias"),
     "normed": (lambda net: nn.utils.weight_norm(net.last), "last.weight"),
     "used elsewhere": (_set("early", True), "early"),
-    "no cut": (_set("gated", False), "gated"),
 }
 
 
