@@ -41,6 +41,7 @@ _STATUS = (
     *("step", "steps", "step_time", "samples_per_second", "eta_seconds", "ranks", "slow"),
     *("restarts", "last_checkpoint"),
 )
+_OF_SLOW = ("rank", "what", "factor")
 
 
 #: The history of a job that has done no step.
@@ -95,7 +96,7 @@ class JobBoard:
     def status(self) -> dict[str, Any]:
         """Returns the figures for scripts, under keys that no version changes."""
         content = {**self.content(), "eta_seconds": self.eta_seconds}
-        content["slow"] = [*content["slow"]]
+        content["slow"] = [{n: one[n] for n in _OF_SLOW} for one in content["slow"]]
         content["ranks"] = [
             {
                 **{name: getattr(rank, name) for name in ("rank", "stage", "state", "busy")},

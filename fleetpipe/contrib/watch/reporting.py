@@ -19,7 +19,7 @@ from fleetpipe import atomic_file, log
 from fleetpipe.contrib.watch import history
 from fleetpipe.contrib.watch.address import Address
 from fleetpipe.contrib.watch.board import FILE, PERIOD, Boards, JobBoard, read_board
-from fleetpipe.contrib.watch.slow_ranks import SlowRank
+from fleetpipe.contrib.watch.slow_ranks import Notices, SlowRank
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import attempt_files, run_files
 from fleetpipe.job.job import Job, current_job
@@ -42,7 +42,7 @@ class Reporter:
         self.board = JobBoard(time.time())
         self._job = job
         self._boards = Boards()
-        self._slow: set[tuple[int, str]] = set()
+        self._notices = Notices()
         self._history = history.History()
         self._figures = job.progress.figures = deque(maxlen=_MOST_NOTED)
         self._written = 0.0
@@ -105,15 +105,13 @@ class Reporter:
             yield home
 
     def _name_slow(self, slow: tuple[SlowRank, ...]) -> None:
-        """Logs each rank that has become slow, once."""
-        for one in slow:
-            if (one.rank, one.what) not in self._slow:
-                _log.warning("step %d: %s", self.board.step, one)
-                line = {"step": self.board.step, "time": time.time(), **asdict(one)}
-                for folder in self._job.progress.folders:
-                    with contextlib.suppress(OSError):
-                        run_files.append_line(folder / run_files.SLOW, line)
-        self._slow = {(one.rank, one.what) for one in slow}
+        """Logs each rank that stays slow."""
+        for one in self._notices.choose(slow, time.monotonic()):
+            _log.warning("step %d: %s", self.board.step, one)
+            line = {"step": self.board.step, "time": time.time(), **asdict(one)}
+            for folder in self._job.progress.folders:
+                with contextlib.suppress(OSError):
+                    run_files.append_line(folder / run_files.SLOW, line)
 
 
 def record_in(folder: Path) -> None:

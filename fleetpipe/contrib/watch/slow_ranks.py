@@ -14,7 +14,7 @@ others use takes longer for both. If the probe itself takes much longer, the mac
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -51,6 +51,10 @@ _WHAT = {"cpu": "compute", "wall": "compute", "data": "data", "save": "save", "p
 #: The power of a probe's time with which that of actions goes up on a slower machine: 0.65 to 1.15
 #: in jobs that were measured, since a probe has nothing but the interpreter.
 _POWER = 0.75
+#: Seconds for which a rank is slow before it is named.
+_LASTS = 5.0
+#: Seconds after which it may be named again for the same; each time twice as many.
+_PAUSE = 600.0
 _REMEDIES = {
     LIMIT: "; give its container more processor time (cpu.max, docker's --cpus)",
     MACHINE: "; look for what else runs on its host or core, and for its clock and temperature",
@@ -66,15 +70,17 @@ class SlowRank:
         what: ``compute``, ``compute (processor limit)``, ``compute (slow machine)``, ``data``,
             ``save``, or ``link to rank N``.
         factor: How many times as long it takes.
+        reference: What it is compared with, in words.
     """
 
     rank: int
     what: str
     factor: float
+    reference: str
 
     def __str__(self) -> str:
-        text = f"rank {self.rank} is slow: {self.what} takes {self.factor:.1f} times as long"
-        return text + _REMEDIES.get(self.what, "")
+        text = f"rank {self.rank} is slow: {self.what} takes {self.factor:.1f} times as long as "
+        return text + self.reference + _REMEDIES.get(self.what, "")
 
 
 class _Compared(NamedTuple):
@@ -209,6 +215,7 @@ class SlowRanks:
             rank: [other for other in places if other != rank and places[other] == place]
             for rank, place in places.items()
         }
+        self._peers = peers
         self._comparisons = {
             name: StepComparison(peers, LEAST_MACHINE if what == MACHINE else LEAST)
             for name, what in _WHAT.items()
@@ -260,7 +267,17 @@ class SlowRanks:
             if limit.factor is not None:
                 slow.pop((rank, "compute"), None)
                 slow[rank, LIMIT] = limit.factor
-        self.slow = [SlowRank(rank, what, factor) for (rank, what), factor in slow.items()]
+        self.slow = [
+            SlowRank(rank, what, factor, self._reference(rank, what))
+            for (rank, what), factor in slow.items()
+        ]
+
+    def _reference(self, rank: int, what: str) -> str:
+        """Returns what a rank is compared with, in words."""
+        if what == LIMIT:
+            return "without the limit"
+        on_peers = self._peers[rank] and not what.startswith("link")
+        return "on ranks with the same stages" if on_peers else "in the steps before"
 
     def _compare_links(self, step: Mapping[int, StepRow], span: float) -> None:
         """Compares links by the time that messages are on their way.
@@ -284,3 +301,28 @@ class SlowRanks:
                 link = self._links.setdefault((rank, peer), StepComparison({rank: []}, LEAST_LINK))
                 both = self._flights[rank, peer] + self._flights[peer, rank]
                 link.add({rank: both}, {rank: costs})
+
+
+class Notices:
+    """Chooses who is named in a log: who stays slow, and again only after longer and longer pauses.
+
+    Other work of a desktop computer is often short, and comes again and again.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, str], float] = {}
+        self._due: dict[tuple[int, str], float] = {}
+        self._pauses: defaultdict[tuple[int, str], float] = defaultdict(lambda: _PAUSE)
+
+    def choose(self, slow: Sequence[SlowRank], now: float) -> list[SlowRank]:
+        """Returns who is to be named of those that are slow at a moment, in seconds."""
+        by_key = {(one.rank, one.what): one for one in slow}
+        self._since = {key: self._since.get(key, now) for key in by_key}
+        chosen = []
+        for key, one in by_key.items():
+            if now >= max(self._since[key] + _LASTS, self._due.get(key, now)):
+                self._since[key] = math.inf
+                self._due[key] = now + self._pauses[key]
+                self._pauses[key] *= 2
+                chosen.append(one)
+        return chosen

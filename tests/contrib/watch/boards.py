@@ -41,7 +41,7 @@ def board(**fields: object) -> JobBoard:
         step_time=0.5,
         samples_per_second=64.0,
         ranks=(running, stopped),
-        slow=(SlowRank(0, "compute", 1.5),),
+        slow=(SlowRank(0, "compute", 1.5, "in the steps before"),),
         restarts=2,
         last_checkpoint=LastCheckpoint(10, 3.5),
         news="attempt 3, since rank 1 was ended by SIGKILL",

@@ -53,7 +53,7 @@ def test_texts_of_a_job_are_no_commands_to_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     odd = RankRecord(0, "[red]F0.0[/x]\x1b[2J", state="\x1b[1m", busy=1e9)
-    slow = (SlowRank(0, "[b]\x07", 2.0),)
+    slow = (SlowRank(0, "[b]\x07", 2.0, ""),)
     write(tmp_path, ranks=(odd,), slow=slow, news="\x1b]0;x\x07", steps=sys.maxsize)
     assert main(["watch", str(tmp_path), "--once"]) == 0
     text = capsys.readouterr().out

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from fleetpipe.contrib.watch.slow_ranks import LIMIT, MACHINE, SlowRank, SlowRanks
+from fleetpipe.contrib.watch.slow_ranks import LIMIT, MACHINE, Notices, SlowRank, SlowRanks
 from fleetpipe.job.records import StepRow
 
 pytestmark = pytest.mark.no_paddle
@@ -162,7 +163,9 @@ def test_a_machine_that_is_much_slower_is_named_as_such(places: Places) -> None:
             assert {(one.rank, one.what) for one in slow.slow} == (
                 {(2, MACHINE)} if step > 100 else set()
             )
-    assert "look for what else runs on its host" in str(SlowRank(2, MACHINE, 2.5))
+    assert "look for what else runs on its host" in str(
+        SlowRank(2, MACHINE, 2.5, "in the steps before")
+    )
 
 
 def later(seconds: float, since: int, awaited: float = 4) -> Change:
@@ -228,9 +231,9 @@ def test_a_rank_whose_processor_is_limited_is_named_for_that(period: float, usua
     first = named(200, change)
     assert set(first) == {(2, LIMIT)}
     assert 100 <= first[2, LIMIT] < 110
-    text = str(SlowRank(2, LIMIT, 1.3))
+    text = str(SlowRank(2, LIMIT, 1.3, SlowRanks(ALONE)._reference(2, LIMIT)))
     assert text == (
-        "rank 2 is slow: compute (processor limit) takes 1.3 times as long; "
+        "rank 2 is slow: compute (processor limit) takes 1.3 times as long as without the limit; "
         "give its container more processor time (cpu.max, docker's --cpus)"
     )
 
@@ -308,3 +311,29 @@ def test_steps_that_a_rank_does_not_tell_are_left_out() -> None:
         }
         slow.add(told)
     assert slow.slow == []
+
+
+@pytest.mark.parametrize(
+    ("places", "reference"),
+    [(ALONE, "in the steps before"), (REPLICAS, "on ranks with the same stages")],
+)
+def test_it_is_said_what_a_rank_is_compared_with(places: Places, reference: str) -> None:
+    chance, slow, change = random.Random(0), SlowRanks(places), longer(["data"], 7.2)
+    for step in range(115):
+        drawn = enumerate(rows(step, chance, 0.05))
+        slow.add({rank: [change(step, rank, row)] for rank, row in drawn})
+    (one,) = slow.slow
+    assert re.fullmatch(
+        rf"rank 2 is slow: data takes [67]\.\d times as long as {reference}", str(one)
+    )
+
+
+def test_what_comes_and_goes_is_logged_when_it_lasts_and_after_longer_pauses() -> None:
+    """Of 40 times a minute apart, each six seconds long, and as many of two seconds."""
+    notices, one = Notices(), SlowRank(0, "data", 2.0, "in the steps before")
+    short = SlowRank(1, "data", 2.0, "in the steps before")
+    seen = []
+    for second in range(2400):
+        slow = [one] * (second % 60 < 6) + [short] * (second % 60 < 2)
+        seen += [(second, named.rank) for named in notices.choose(slow, float(second))]
+    assert seen == [(5, 0), (605, 0), (1805, 0)]
