@@ -86,7 +86,7 @@ _PERIOD = 0.5
 _STYLES = {"running": "green", "waiting": "yellow", "stopped": "bold red"}
 _BARS = "▁▂▃▄▅▆▇█"
 #: Most blocks of a curve.
-_BLOCKS = 60
+_BLOCKS = 50
 _COLUMNS = ("rank", "stage", "state", "busy", "step", "last step", "memory", "held", "waiting")
 
 
