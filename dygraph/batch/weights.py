@@ -26,6 +26,7 @@ class MicroBatchWeights:
         copies: The number by which each weight is divided before a forward. With sums by a tree it
             is the number of ranks over which gradients are averaged, so that no division follows
             the sums.
+        by_tokens: Whether micro-batches count by their tokens, whatever their rows.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class MicroBatchWeights:
         """
         self._job, self._delayed, self._scale = job, delayed, scale
         self._loss_functions = loss_functions
-        self._by_tokens = config.loss_reduction == "tokens"
+        self.by_tokens = config.loss_reduction == "tokens"
         self._sequence = job.along("sep", "cp")
-        self._by_places = self._by_tokens or self._sequence.ranks > 1
+        self._by_places = self.by_tokens or self._sequence.ranks > 1
         if delayed and self._by_places:
             raise ConfigError(
                 "delay_scale_loss weights all losses alike, and these count by their places",
@@ -78,11 +79,12 @@ class MicroBatchWeights:
         Raises:
             ConfigError: An option sets the weights already, or their number is wrong.
         """
-        if self._by_tokens:
+        if self.by_tokens:
             raise ConfigError(
                 "with loss_reduction='tokens' micro-batches count by their tokens",
                 got="other weights",
-                fix="leave the weights out, or set loss_reduction to 'mean'",
+                fix="leave the weights out, and fit's accumulate_grad_batches; or set loss_reduction "
+                "to 'mean'",
             )
         if self._delayed:
             raise ConfigError(
@@ -116,7 +118,7 @@ class MicroBatchWeights:
         """
         if labels is None or not self._by_places:
             return lambda _, number: weights[number] / self.copies
-        if self._by_tokens:
+        if self.by_tokens:
             weight_of = _token_weights(functions, labels, None, self._job.copies())
         else:
             weight_of = _token_weights(functions, labels, weights, self._sequence)
@@ -132,7 +134,7 @@ class MicroBatchWeights:
             labels: The labels of whole sequences, by micro-batch.
             group: The ranks whose losses are averaged, each of which has other micro-batches.
         """
-        if not self._by_tokens:
+        if not self.by_tokens:
             return None
         weight_of = _token_weights(self._loss_functions(), labels, None, group)
         return [weight_of(0, number) for number in range(len(labels))]

@@ -123,6 +123,8 @@ class PipelineFace(MetaParallelBase):
     """The weights in backward of the micro-batches of all replicas."""
     sums_by_tree: bool = _of_runtime("job.sums_by_tree")
     """Whether gradients and losses are summed by trees."""
+    counts_tokens: bool = _of_runtime("weights.by_tokens")
+    """Whether micro-batches count by their tokens: ``loss_reduction="tokens"``."""
     token_weights: Callable[[Sequence[Nest], Group], list[Fraction] | None] = _of_runtime(
         "weights.of_tokens"
     )

@@ -111,7 +111,8 @@ class Runner:
 
     def _weights(self, cuts: Sequence[RowCut]) -> list[Fraction] | None:
         """Returns the weight of each micro-batch in the loss; None if it is the usual one."""
-        if len(cuts) == 1 and len(cuts[0].rows) == self._steps and len(set(cuts[0].rows)) == 1:
+        usual = len(cuts[0].rows) == self._steps and len(set(cuts[0].rows)) == 1
+        if len(cuts) == 1 and (usual or self.pipeline.counts_tokens):
             return None
         if self._undivided != 1:
             raise ConfigError(

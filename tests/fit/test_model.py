@@ -320,28 +320,27 @@ def test_a_model_needs_a_job_an_optimizer_and_a_loss(model: Any) -> None:
         fleetpipe.Model(layers())
 
 
-def test_a_loss_that_leaves_places_out_weighs_by_tokens() -> None:
+@pytest.mark.parametrize("rows", [BATCH, BATCH - 3])
+def test_a_loss_that_leaves_places_out_weighs_by_tokens(rows: int) -> None:
     """``fit`` calls the loss from a function of its own, which declares what the loss does."""
     numbers = np.random.default_rng(0)
-    labels = numbers.integers(0, 10, (BATCH, 1))
+    labels = paddle.to_tensor(numbers.integers(0, 10, (rows, 1)))
     labels[: 2 * ROWS + 3] = 0
-    images = numbers.standard_normal((BATCH, 64)).astype("float32")
-    loss_fn = nn.CrossEntropyLoss(ignore_index=0)
-    losses = []
+    images = paddle.to_tensor(numbers.standard_normal((rows, 64)).astype("float32"))
+    sizes = [ROWS, *[(rows - ROWS) // 3] * 3]
+    losses: list[list[float]] = []
     for fitted in (True, False):
         with jobs.job(pp=2, micro_batches=STEPS, rows=ROWS, loss_reduction="tokens"):
             paddle.seed(0)
+            loss_fn = nn.CrossEntropyLoss(ignore_index=0)
+            pipe = PipelineLayer(layers(), num_stages=2, loss_fn=loss_fn)
+            sgd = paddle.optimizer.SGD(0.1, parameters=pipe.parameters())
             if fitted:
-                model = fleetpipe.Model(layers())
-                sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+                model = fleetpipe.Model(pipe)
                 model.prepare(sgd, loss_fn)
                 losses.append([float(model.train_batch(images, labels)[0]) for _ in range(2)])
-                continue
-            pipe = fleet.distributed_model(
-                PipelineLayer(layers(), num_stages=2, loss_fn=nn.CrossEntropyLoss(ignore_index=0))
-            )
-            sgd = paddle.optimizer.SGD(0.1, parameters=pipe.parameters())
-            batch = [paddle.to_tensor(images), paddle.to_tensor(labels)]
-            optimizer = fleet.distributed_optimizer(sgd)
-            losses.append([float(pipe.train_batch(batch, optimizer)) for _ in range(2)])
+            else:
+                wrapped, optimizer = fleet.distributed_model(pipe), fleet.distributed_optimizer(sgd)
+                batch = [images.split(sizes), labels.split(sizes)]
+                losses.append([float(wrapped.train_batch(batch, optimizer)) for _ in range(2)])
     assert losses[0] == losses[1]
