@@ -3,6 +3,9 @@
 ``Llama`` is a model for one device, which ``fleetpipe.pipeline`` cuts. ``llama_layers`` is the same
 as the list of layers of a ``PipelineLayer``, with the embedding's table in two stages where it is
 tied. Parameters have the names of Hugging Face's ``LlamaForCausalLM`` behind its ``model.``.
+
+Both take ids, or (ids, documents) of packed sequences; layers that take slices keep keys and values,
+so that ``fleetpipe.generate`` runs each token once.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import paddle
 from paddle import ParamAttr, nn
 from paddle.nn import functional as F
 
-from fleetpipe.dygraph import sequences
+from fleetpipe.dygraph import sequences, slices
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 
 
@@ -42,13 +45,17 @@ class Shape:
 
 
 class Linear(nn.Linear):
+    takes_slices = True
+
     def __init__(self, inputs: int, outputs: int) -> None:
         weight = ParamAttr(initializer=nn.initializer.Normal(std=0.02))
         super().__init__(inputs, outputs, weight, bias_attr=False)
 
 
 class Embedding(nn.Layer):
-    """Takes the ids and documents of a batch, and returns (hidden, documents)."""
+    """Takes ids, or (ids, documents), and returns (hidden, documents)."""
+
+    takes_slices = True
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -56,12 +63,16 @@ class Embedding(nn.Layer):
         self.weight = self.create_parameter([vocabulary, width], normal)
 
     def forward(self, value: Any) -> Any:
-        ids, documents = value
+        ids, documents = value if isinstance(value, (tuple, list)) else (value, None)
         return F.embedding(ids, self.weight), documents
 
-    def logits(self, hidden: Any) -> Any:
-        """Returns the scores of all tokens for each place."""
-        return paddle.matmul(hidden, self.weight, transpose_y=True)
+
+def logits(embedding: Embedding, hidden: Any) -> Any:
+    """Returns the scores of all tokens for each place."""
+    return paddle.matmul(hidden, embedding.weight, transpose_y=True)
+
+
+logits.takes_slices = True  # type: ignore[attr-defined]
 
 
 class RMSNorm(nn.Layer):
@@ -79,6 +90,17 @@ def rotated(heads: Any, cos: Any, sin: Any) -> Any:
     return heads * cos + paddle.concat([-second, first], axis=-1) * sin
 
 
+def look_back(query: Any, key: Any, value: Any) -> Any:
+    """Attention of the last places of a sequence to all, [rows, places, heads, size]."""
+    each = query.shape[2] // key.shape[2]
+    key, value = (part.repeat_interleave(each, 2).transpose([0, 2, 1, 3]) for part in (key, value))
+    scores = paddle.matmul(query.transpose([0, 2, 1, 3]), key, transpose_y=True)
+    places, seen = scores.shape[2:]
+    later = paddle.triu(paddle.full([places, seen], -1e9), 1 + seen - places)
+    shares = F.softmax(scores * query.shape[-1] ** -0.5 + later)
+    return paddle.matmul(shares, value).transpose([0, 2, 1, 3])
+
+
 class Attention(nn.Layer):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -92,16 +114,24 @@ class Attention(nn.Layer):
     def forward(self, hidden: Any, documents: Any) -> Any:
         parts = (self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden))
         query, key, value = (part.reshape([0, 0, -1, self.size]) for part in parts)
-        cos, sin = self.waves(hidden.shape[1])
+        earlier = slices.earlier(self)
+        cos, sin = self.waves(hidden.shape[1], sum(keys.shape[1] for keys, _ in earlier))
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
-        seen = sequences.attention(query, key, value, documents=documents)
+        slices.keep(self, (key, value))
+        if earlier:
+            if documents is not None:
+                raise ValueError("slices of packed sequences: give ids alone, or another schedule")
+            key, value = (paddle.concat(parts, 1) for parts in zip(*earlier, (key, value)))
+            seen = look_back(query, key, value)
+        else:
+            seen = sequences.attention(query, key, value, documents=documents)
         return self.o_proj(seen.reshape([0, 0, -1]))
 
-    def waves(self, length: int) -> tuple[Any, Any]:
+    def waves(self, length: int, begin: int) -> tuple[Any, Any]:
         """Returns the cosines and sines of this rank's places, [places, 1, size]."""
-        places = sequences.places(length * sequences.sequence_ranks().ranks).astype("float32")
+        places = sequences.places(length * sequences.sequence_ranks().ranks) + begin
         speeds = self.base ** (paddle.arange(0, -self.size, -2, "float32") / self.size)
-        angles = places.unsqueeze(-1) * paddle.concat([speeds, speeds])
+        angles = places.astype("float32").unsqueeze(-1) * paddle.concat([speeds, speeds])
         return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
 
 
@@ -119,6 +149,8 @@ class Perceptron(nn.Layer):
 class Block(nn.Layer):
     """Takes and returns (hidden, documents)."""
 
+    takes_slices = True
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.width)
@@ -135,6 +167,8 @@ class Block(nn.Layer):
 class LastNorm(RMSNorm):
     """The norm before the head, which needs the documents no more."""
 
+    takes_slices = True
+
     def forward(self, value: Any) -> Any:
         return super().forward(value[0])
 
@@ -149,12 +183,12 @@ class Llama(nn.Layer):
         self.norm = LastNorm(shape.width)
         self.lm_head = None if shape.tied else Linear(shape.width, vocabulary)
 
-    def forward(self, ids: Any, documents: Any) -> Any:
+    def forward(self, ids: Any, documents: Any = None) -> Any:
         value = self.embed_tokens((ids, documents))
         for block in self.layers:
             value = block(value)
         hidden = self.norm(value)
-        return self.embed_tokens.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+        return logits(self.embed_tokens, hidden) if self.lm_head is None else self.lm_head(hidden)
 
 
 def llama_layers(vocabulary: int, shape: Shape) -> list[Any]:
@@ -165,7 +199,7 @@ def llama_layers(vocabulary: int, shape: Shape) -> list[Any]:
         head = LayerDesc(Linear, shape.width, vocabulary)
         return [LayerDesc(Embedding, vocabulary, shape.width), *middle, head]
     table = {"shared_weight_attr": "weight", "vocabulary": vocabulary, "width": shape.width}
-    head = SharedLayerDesc("table", Embedding, forward_func=Embedding.logits, **table)
+    head = SharedLayerDesc("table", Embedding, forward_func=logits, **table)
     return [SharedLayerDesc("table", Embedding, **table), *middle, head]
 
 
