@@ -83,8 +83,8 @@ class MicroBatchWeights:
             raise ConfigError(
                 "with loss_reduction='tokens' micro-batches count by their tokens",
                 got="other weights",
-                fix="leave the weights out, and fit's accumulate_grad_batches; or set loss_reduction "
-                "to 'mean'",
+                fix="leave the weights out, and fit's accumulate_grad_batches; or set "
+                "loss_reduction to 'mean'",
             )
         if self._delayed:
             raise ConfigError(
