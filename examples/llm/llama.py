@@ -4,8 +4,8 @@
 as the list of layers of a ``PipelineLayer``, with the embedding's table in two stages where it is
 tied. Parameters have the names of Hugging Face's ``LlamaForCausalLM`` behind its ``model.``.
 
-Both take ids, or (ids, documents) of packed sequences; layers that take slices keep keys and values,
-so that ``fleetpipe.generate`` runs each token once.
+Both take ids, or (ids, documents) of packed sequences. The blocks take slices: they keep keys and
+values, so that ``fleetpipe.generate`` runs each token once.
 """
 
 from __future__ import annotations
