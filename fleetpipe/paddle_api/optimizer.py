@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from types import ModuleType
@@ -159,15 +159,16 @@ def stepping_only(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Itera
         listed = vars(wrapper).get("_parameter_list")
         if listed and not isinstance(listed[0], dict):
             holders.append((wrapper, "_parameter_list"))
-    with replaced(*((one, name, _choose(getattr(one, name), kept)) for one, name in holders)):
-        yield any(map(kept, optimized_parameters(base)))
+    chosen = {id(parameter) for parameter in optimized_parameters(base) if kept(parameter)}
+    with replaced(*((one, name, _choose(getattr(one, name), chosen)) for one, name in holders)):
+        yield bool(chosen)
 
 
-def _choose(listed: list[Tensor], kept: Callable[[Tensor], bool]) -> list[Tensor]:
+def _choose(listed: list[Any], chosen: Collection[int]) -> list[Any]:
     """Returns the parameters to step of a list of parameters, or of groups, which are dicts."""
     if not (listed and isinstance(listed[0], dict)):
-        return list(filter(kept, listed))
-    return [{**group, "params": list(filter(kept, group["params"]))} for group in listed]
+        return [parameter for parameter in listed if id(parameter) in chosen]
+    return [{**group, "params": _choose(group["params"], chosen)} for group in listed]
 
 
 def name_prefix(optimizer: Optimizer) -> str:

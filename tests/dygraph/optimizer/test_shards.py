@@ -151,3 +151,13 @@ def test_a_trainer_is_told_by_name_who_keeps_the_state_of_a_parameter() -> None:
     assert set(ranks.values()) == {0, 1}
     for parameter in layers.parameters():
         assert shards.owns(parameter) == (ranks[parameter.name] == 0)
+
+
+def test_a_rank_that_trains_nothing_steps_nothing() -> None:
+    only = Layers([[1]]).parameters()[0]
+    only.is_placeholder, only.stop_gradient = True, True  # what stands for an empty list
+    for make in (adamw, momentum, mixed):
+        optimizer = make([only])
+        shards = Shards(optimizer, members(2)[0])
+        assert shards.step(lambda: "stepped", lambda: "nothing") == "nothing"
+        assert list(optimizer._parameter_list) == [only]
