@@ -55,7 +55,7 @@ class NamedTensors(SavedPart):
 
     def __init__(self, parts: ModelParts) -> None:
         self.plain_names = parts.plain_names
-        self.parts = parts
+        self._parts = parts
         #: What takes the place of buffers when they are filled.
         self._made: dict[str, Tensor] = {}
 
@@ -78,9 +78,13 @@ class NamedTensors(SavedPart):
         outline = {whole_name(n, held.tensor): held.described.shape for n, held in tensors.items()}
         return cls(ModelParts(tensors, outline, buffers, root=layer))
 
+    def checkpoint_part(self) -> ModelParts:
+        """Returns the tensors that this process holds."""
+        return self._parts
+
     def order(self) -> tuple[str, ...]:
         """Returns the names of the whole model's parameters and buffers, in its order."""
-        return tuple(self.parts.outline)
+        return tuple(self._parts.outline)
 
     def require_outline(self) -> None:
         """Refuses to save a model whose tensors differ from those that it was built with.
@@ -89,7 +93,7 @@ class NamedTensors(SavedPart):
             CheckpointError: The model has parameters that a model built anew would lack.
         """
         added = [
-            name for name in self.parts.tensors if self.whole_name(name) not in self.parts.outline
+            name for name in self._parts.tensors if self.whole_name(name) not in self._parts.outline
         ]
         if added:
             raise CheckpointError(
@@ -103,26 +107,26 @@ class NamedTensors(SavedPart):
 
     def parameters(self) -> Mapping[str, Held]:
         """Returns this process's parameters by lasting name."""
-        return {n: held for n, held in self.parts.tensors.items() if _is_parameter(held.tensor)}
+        return {n: held for n, held in self._parts.tensors.items() if _is_parameter(held.tensor)}
 
     def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
-        for name, held in self.parts.tensors.items():
+        for name, held in self._parts.tensors.items():
             yield TensorName(MODEL, self.whole_name(name)), held
-        for group, tensors in ((BUFFERS, self.parts.buffers), (LATE_BUFFERS, self.parts.late)):
+        for group, tensors in ((BUFFERS, self._parts.buffers), (LATE_BUFFERS, self._parts.late)):
             for name, held in tensors.items():
                 yield TensorName(group, name), held
 
     def whole_name(self, name: str) -> str:
         """Returns the name of the whole tensor of which ``name`` is a part; mostly ``name``."""
-        held = self.parts.tensors.get(name)
+        held = self._parts.tensors.get(name)
         return name if held is None else whole_name(name, held.tensor)
 
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, Held]]:
         names, late = self.saved_names(saved), self._late(saved)
-        for path, held in self.parts.tensors.items():
+        for path, held in self._parts.tensors.items():
             name = TensorName(MODEL, names[self.whole_name(path)])
             yield name, late.pop(name, held)
-        for path, held in self.parts.buffers.items():
+        for path, held in self._parts.buffers.items():
             if TensorName(BUFFERS, path) in saved.tensors:
                 yield TensorName(BUFFERS, path), held
         yield from late.items()
@@ -132,11 +136,11 @@ class NamedTensors(SavedPart):
         targets: dict[TensorName, Held] = {}
         for name, described in saved.tensors.items():
             late = name.group == LATE_BUFFERS
-            held = (self.parts.late if late else self.parts.tensors).get(name.name)
+            held = (self._parts.late if late else self._parts.tensors).get(name.name)
             if late and held is not None and held.described == described:
                 targets[name] = held
             elif (late or (name.group == MODEL and _has_grown(held, described))) and (
-                layer_at(self.parts.root, name.name.rpartition(".")[0]) is not None
+                layer_at(self._parts.root, name.name.rpartition(".")[0]) is not None
             ):
                 dtype: Any = described.dtype
                 made = paddle.zeros(list(described.shape), dtype)
@@ -147,11 +151,11 @@ class NamedTensors(SavedPart):
         """Sets parts from the tensor that was filled for them, and replaces resized buffers."""
         super().settle()
         for name, tensor in self._made.items():
-            put_buffer(self.parts.root, name, tensor)
+            put_buffer(self._parts.root, name, tensor)
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
         """Returns the name in the checkpoint of each tensor of the whole model."""
-        return saved_names(self.parts.outline, self.plain_names, saved)
+        return saved_names(self._parts.outline, self.plain_names, saved)
 
 
 def _has_grown(held: Held | None, saved: Described) -> bool:

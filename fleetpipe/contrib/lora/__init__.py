@@ -11,6 +11,6 @@ Put adapters into a list of layers, or into a plain model, before a pipeline is 
 from __future__ import annotations
 
 from fleetpipe.contrib.lora.adapters import adapt, merge
-from fleetpipe.contrib.lora.trained_part import TrainedPart
+from fleetpipe.contrib.lora.parts import BasePart, TrainedPart
 
-__all__ = ["TrainedPart", "adapt", "merge"]
+__all__ = ["BasePart", "TrainedPart", "adapt", "merge"]

@@ -38,14 +38,14 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(FEATURES, WIDTH), Block(), Block(), nn.Linear(WIDTH, CLASSES))
 
 
-def layers(targets: tuple[str, ...] = ("up", "2.down")) -> list[Any]:
-    described = [
-        LayerDesc(nn.Linear, FEATURES, WIDTH),
-        LayerDesc(Block),
-        LayerDesc(Block),
-        LayerDesc(nn.Linear, WIDTH, CLASSES),
-    ]
-    adapted: list[Any] = lora.adapt(described, targets, RANK, ALPHA)
+def described() -> list[Any]:
+    first, last = (FEATURES, WIDTH), (WIDTH, CLASSES)
+    blocks = [LayerDesc(Block), LayerDesc(Block)]
+    return [LayerDesc(nn.Linear, *first), *blocks, LayerDesc(nn.Linear, *last)]
+
+
+def layers() -> list[Any]:
+    adapted: list[Any] = lora.adapt(described(), ["up", "2.down"], RANK, ALPHA)
     return adapted
 
 
@@ -159,14 +159,12 @@ def test_adapters_are_saved_alone_and_merged(
     with job(1, MICRO_BATCHES):
         begin = pipeline(layers()).layers.full_state_dict()
     expected = by_hand(begin)
-    ranks = on_ranks(_on_a_rank, 2, str(tmp_path / "run"))
+    ranks = on_ranks(_on_a_rank, 2, str(tmp_path))
     assert ranks == [expected, expected]
     with job(4, MICRO_BATCHES, "ZBH1"):
         assert train(pipeline(layers()), range(2, STEPS), tmp_path / "run", True) == expected
-    with np.load(tmp_path / "run" / "base.npz") as base:
-        plain = Net()
-        plain.set_state_dict({name: paddle.to_tensor(base[name]) for name in base.files})
-    net = lora.adapt(plain, ["up", "2.down"], RANK, ALPHA)
+    net = lora.adapt(Net(), ["up", "2.down"], RANK, ALPHA)
+    fleetpipe.load_single(lora.BasePart(net), tmp_path / "base")
     assert fleetpipe.load_single(lora.TrainedPart(net), tmp_path / "run") == STEPS
     assert bits(net.state_dict()) == expected
     x, _ = batch()
@@ -180,13 +178,9 @@ def test_adapters_are_saved_alone_and_merged(
 
 def _on_a_rank(folder: str) -> dict[str, bytes]:
     with job(2, MICRO_BATCHES):
-        train(pipeline(layers()), range(2), folder)
-        model = pipeline(layers())
-        whole = model.layers.full_state_dict()
-        if fleet.worker_index() == 0:
-            base = {name: value.numpy() for name, value in whole.items() if "lora" not in name}
-            np.savez(Path(folder) / "base.npz", **base)
-        return train(model, range(2, STEPS), folder, True)
+        fleetpipe.CheckpointManager(folder + "/base").save(0, model=pipeline(described()))
+        train(pipeline(layers()), range(2), folder + "/run")
+        return train(pipeline(layers()), range(2, STEPS), folder + "/run", True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""Parts of an adapted model, as checkpoints take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fleetpipe.aliases import Layer
+from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, without_wrappers
+from fleetpipe.dygraph import PipelineLayer
+from fleetpipe.mesh.parts import Held, ModelParts, whole_name
+
+
+class BasePart:
+    """All of a model but its adapters, in the place of a model in checkpoints.
+
+    So a model with adapters takes a checkpoint of the model without.
+    """
+
+    def __init__(self, model: Layer) -> None:
+        """Takes a pipeline, or a layer that is whole on this process. Not collective."""
+        self._model = without_wrappers(model)
+
+    def checkpoint_part(self) -> ModelParts:
+        """Returns what this process holds of it."""
+        is_pipeline = isinstance(self._model, PipelineLayer)
+        parts: ModelParts
+        parts = (
+            self._model if is_pipeline else NamedTensors.of_layer(self._model)
+        ).checkpoint_part()
+        return parts._replace(
+            tensors={
+                name: held
+                for name, held in parts.tensors.items()
+                if self._has(whole_name(name, held.tensor))
+            },
+            outline={name: shape for name, shape in parts.outline.items() if self._has(name)},
+        )
+
+    def _has(self, name: str) -> bool:
+        return {"lora_A", "lora_B"}.isdisjoint(name.split("."))
+
+
+class TrainedPart(BasePart):
+    """What training changes of a model, in the place of a model in checkpoints.
+
+    These are trained parameters, and buffers and running statistics of batch norms, which a batch
+    changes. A later job loads frozen weights from where they came, and restores the rest.
+    """
+
+    def __init__(self, model: Layer) -> None:
+        """Finds what is trained, of a model as for BasePart. Collective over the pipeline."""
+        self._names: set[str] | None = None
+        super().__init__(model)
+        tensors = self.checkpoint_part().tensors
+        names = [whole_name(n, held.tensor) for n, held in tensors.items() if _changes(n, held)]
+        self._names = {*names}
+        if isinstance(self._model, PipelineLayer):
+            self._names.update(*self._model.holders().all_gather(names))
+
+    def _has(self, name: str) -> bool:
+        return self._names is None or name in self._names
+
+
+def _changes(name: str, held: Held) -> bool:
+    """Whether a step, or the forward of a batch norm, changes a tensor."""
+    tensor: Any = held.tensor
+    untrained = hasattr(tensor, "trainable") and tensor.stop_gradient
+    return not untrained or name.split(".")[-1] in ("_mean", "_variance")
