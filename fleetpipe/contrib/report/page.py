@@ -19,9 +19,15 @@ from fleetpipe.contrib.report.run_contents import Row, RunFolder
 from fleetpipe.schedules.forms.events import figures_of
 from fleetpipe.version import __version__
 
+#: Sections of the page, with the parts of ``run.json`` in each and their headings.
 _SETTINGS = {
-    "configuration": ("config", "training", "layout", "environment"),
-    "versions": ("versions",),
+    "configuration": {
+        "config": "settings",
+        "training": "training",
+        "layout": "layout",
+        "environment": "environment",
+    },
+    "versions": {"versions": ""},
 }
 
 
@@ -132,11 +138,16 @@ def _schedule(run: RunFolder) -> str:
     return f"{name}, {placement.ranks} ranks{chunks}{micro_batches}"
 
 
-def _settings(run: RunFolder) -> dict[str, list[list[tuple[str, str]]]]:
-    """Returns the lists of settings, by section."""
+def _settings(run: RunFolder) -> dict[str, list[tuple[str, list[tuple[str, str]]]]]:
+    """Returns the settings under their headings, by section; each once."""
+    shown: set[tuple[str, str]] = set()
     return {
-        name: [list(tables.settings(run.section(part))) for part in parts if run.section(part)]
-        for name, parts in _SETTINGS.items()
+        section: [
+            (heading, pairs)
+            for part, title in parts.items()
+            for heading, pairs in tables.grouped_settings(run.section(part), title, shown)
+        ]
+        for section, parts in _SETTINGS.items()
     }
 
 

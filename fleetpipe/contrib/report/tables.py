@@ -118,6 +118,28 @@ def settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
                 yield path, text
 
 
+def grouped_settings(
+    values: Mapping[str, Any], title: str, shown: set[tuple[str, str]]
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yields settings under the title, and those that are themselves settings under their name.
+
+    Args:
+        values: The settings.
+        title: The heading of those that are no group.
+        shown: Names and values of the parts before, which are left out; these are added.
+    """
+    groups = {name: value for name, value in values.items() if isinstance(value, dict) and value}
+    plain = {name: value for name, value in values.items() if name not in groups}
+    listed = [
+        (heading, list(settings(group))) for heading, group in [(title, plain), *groups.items()]
+    ]
+    for heading, pairs in listed:
+        pairs = [(name, text) for name, text in pairs if (name.split(".")[-1], text) not in shown]
+        if pairs:
+            yield heading, pairs
+    shown.update((name.split(".")[-1], text) for _, pairs in listed for name, text in pairs)
+
+
 def _fill(figures: Sequence[float], count: int) -> list[str]:
     return [short(figures[rank]) if rank < len(figures) else "" for rank in range(count)]
 

@@ -44,7 +44,7 @@ def test_curves_figures_and_settings_of_two_runs(tmp_path: Path) -> None:
     assert [each["name"] for each in parsed.charts[-1]["curves"]] == ["b"]
     # Captions and headings of columns, then a row for each setting that differs.
     settings = parsed.sections["settings"].partition("setting\n")[2].split()
-    assert settings[: settings.index("Smoothing")] == [
+    assert settings[: settings.index("Smoothing,")] == [
         *(*EVIL.split(), "b", "schedule", "1F1B", "ZBH1", "config.rate", "1", "2")
     ]
     figures = parsed.sections["figures"].split()

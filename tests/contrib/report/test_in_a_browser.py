@@ -80,8 +80,11 @@ type(canvas, "ArrowRight", "ArrowRight");
 seen.box = canvas.querySelector(".tip").textContent;
 const told = document.createElement("pre");
 told.id = "seen";
-told.textContent = JSON.stringify(seen);
 document.body.append(told);
+setTimeout(() => {
+  seen.hints = [...document.querySelectorAll(".hint")].filter(shows).length;
+  told.textContent = JSON.stringify(seen);
+}, 50);
 </script>"""
 
 
@@ -130,7 +133,7 @@ def looked_at(browser: str, page: Path, width: int, folder: Path, *flags: str) -
     frame = f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{html.escape(probed)}">'
     relay = """<script>addEventListener("load", () => setTimeout(() => {
         const told = document.querySelector("iframe").contentDocument.querySelector("#seen");
-        document.body.append(told.cloneNode(true)); }, 100));</script>"""
+        document.body.append(told.cloneNode(true)); }, 200));</script>"""
     file = folder / "probed.html"
     file.write_text(f"<!DOCTYPE html><body>{frame}</iframe>{relay}</body>", encoding="utf-8")
     done = None
@@ -156,6 +159,8 @@ def test_the_page_of_a_run_in_a_browser(
     assert seen["errors"] == []
     assert seen["loaded"] == []
     assert seen["width"] == [width, width]
+    # The timelines are wider than a narrow screen, which says so.
+    assert seen["hints"] == (width == 375)
     assert [name for name, *_ in seen["sections"]] == [
         *("curves", "throughput", "pipeline", "ranks", "memory", "attempts"),
         *("evaluations", "configuration", "versions"),

@@ -128,7 +128,18 @@ def test_the_figures_of_the_page_are_those_of_the_file(folder: Path) -> None:
     assert pipeline.count("B0.3 on rank 0: 40 ms") == 1
     assert re.search(r"2 Linear, relu\s+750\s+50\.0%\s+2\s+2\s+1\s", parsed.sections["ranks"])
     assert "350.0 MB" in parsed.sections["memory"]
-    assert "model.width" in parsed.sections["configuration"]
+    assert parsed.sections["configuration"].split() == ["Configuration", "model", "width", "8"]
+
+
+def test_settings_stand_under_headings_and_each_once(tmp_path: Path) -> None:
+    config = {"train": {"epochs": 3, "data": {"rows": 9}}, "seed": 1}
+    training = {"epochs": 3, "micro_batches": 4, "metrics": []}
+    written(tmp_path, [row(1, 2.0)], config=config, training=training, layout={"pp": 2})
+    words = Parsed(page(read(tmp_path))).sections["configuration"].split()
+    assert words[: words.index("fleetpipe")] == [
+        *("Configuration", "settings", "seed", "1", "train", "epochs", "3", "data.rows", "9"),
+        *("training", "micro_batches", "4", "layout", "pp", "2"),
+    ]
 
 
 def test_the_hash_is_that_of_the_newest_checkpoint(folder: Path) -> None:

@@ -199,7 +199,7 @@ if (document.querySelector(".tools")) {
   const [smooth, axis] = tools.querySelectorAll("input, select");
   smooth.addEventListener("input", () => {
     chosen.smooth = Math.round(2 ** Number(smooth.value));
-    tools.querySelector("output").textContent = chosen.smooth > 1 ? `mean of ${chosen.smooth}` : "off";
+    tools.querySelector("output").textContent = chosen.smooth > 1 ? `${chosen.smooth} figures` : "1: off";
     redraw();
   });
   axis.closest("label").hidden = !timed.every(Boolean);
@@ -207,6 +207,10 @@ if (document.querySelector(".tools")) {
   tools.querySelector("button").addEventListener("click", () => zoom(0, 0));
 }
 
+const hints = new ResizeObserver((seen) => seen.forEach(({target}) => {
+  target.previousElementSibling.hidden = target.scrollWidth <= target.clientWidth;
+}));
+document.querySelectorAll(".timelines .scroll").forEach((node) => hints.observe(node));
 const traced = document.querySelector("#traced");
 traced?.addEventListener("change", () => {
   document.querySelectorAll(".traced").forEach((node, place) => { node.hidden = place !== Number(traced.value); });
