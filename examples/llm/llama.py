@@ -23,25 +23,15 @@ from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 
 @dataclass
 class Shape:
-    """The sizes of a Llama.
+    """The sizes of a Llama."""
 
-    Args:
-        width: Numbers of a token between layers.
-        blocks: Layers of attention and perceptron.
-        heads: Heads of attention.
-        key_heads: Heads of keys and values, each shared by as many heads.
-        perceptron: Width of the perceptrons.
-        tied: Whether the head is the embedding's table.
-        base: The base of the rotary positions' wave lengths.
-    """
-
-    width: int = 320
-    blocks: int = 6
+    width: int = 320  # numbers of a token between layers
+    blocks: int = 7  # layers of attention and perceptron
     heads: int = 10
-    key_heads: int = 5
+    key_heads: int = 5  # heads of keys and values, each shared by as many heads
     perceptron: int = 864
-    tied: bool = True
-    base: float = 10000.0
+    tied: bool = True  # whether the head is the embedding's table
+    base: float = 10000.0  # of the rotary positions' wave lengths
 
 
 class Linear(nn.Linear):
@@ -76,11 +66,15 @@ logits.takes_slices = True  # type: ignore[attr-defined]
 
 
 class RMSNorm(nn.Layer):
+    takes_slices = True
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = self.create_parameter([width], default_initializer=nn.initializer.Constant(1))
 
-    def forward(self, hidden: Any) -> Any:
+    def forward(self, value: Any) -> Any:
+        # The last one comes behind the blocks, and needs their documents no more.
+        hidden = value[0] if isinstance(value, (tuple, list)) else value
         return hidden * paddle.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-5) * self.weight
 
 
@@ -164,15 +158,6 @@ class Block(nn.Layer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), documents
 
 
-class LastNorm(RMSNorm):
-    """The norm before the head, which needs the documents no more."""
-
-    takes_slices = True
-
-    def forward(self, value: Any) -> Any:
-        return super().forward(value[0])
-
-
 class Llama(nn.Layer):
     """Takes ids and documents, integers [rows, places]; returns logits [rows, places, tokens]."""
 
@@ -180,7 +165,7 @@ class Llama(nn.Layer):
         super().__init__()
         self.embed_tokens = Embedding(vocabulary, shape.width)
         self.layers = nn.LayerList([Block(shape) for _ in range(shape.blocks)])
-        self.norm = LastNorm(shape.width)
+        self.norm = RMSNorm(shape.width)
         self.lm_head = None if shape.tied else Linear(shape.width, vocabulary)
 
     def forward(self, ids: Any, documents: Any = None) -> Any:
@@ -194,7 +179,7 @@ class Llama(nn.Layer):
 def llama_layers(vocabulary: int, shape: Shape) -> list[Any]:
     """Returns the same model as a list of layers, each built on the rank alone that has it."""
     middle = [LayerDesc(Block, shape) for _ in range(shape.blocks)]
-    middle.append(LayerDesc(LastNorm, shape.width))
+    middle.append(LayerDesc(RMSNorm, shape.width))
     if not shape.tied:
         head = LayerDesc(Linear, shape.width, vocabulary)
         return [LayerDesc(Embedding, vocabulary, shape.width), *middle, head]

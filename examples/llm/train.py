@@ -93,16 +93,7 @@ def begin(pipeline: Pipeline, batch_size: int) -> None:
     fleet.init(is_collective=True, strategy=strategy)
 
 
-def network(text: PackedText, shape: Shape, captured: bool) -> fleetpipe.Model:
-    """Returns the model: cut from the plain one, or as a list of layers."""
-    vocabulary = text.tokenizer.get_vocab_size()
-    # A short example: another length is captured by itself, in one forward.
-    inputs = [InputSpec([None, 32], kind) for kind in ("int64", "int32")]
-    plain = Llama(vocabulary, shape) if captured else llama_layers(vocabulary, shape)
-    return fleetpipe.Model(plain, inputs)
-
-
-def optimizer(model: fleetpipe.Model, train: Train, steps: int) -> Any:
+def optimizer(parameters: Any, train: Train, steps: int) -> Any:
     """Returns AdamW whose rate rises for some steps, and falls by a cosine to the last."""
     falling = CosineAnnealingDecay(train.learning_rate, max(1, steps - train.warm_up))
     return paddle.optimizer.AdamW(
@@ -110,7 +101,7 @@ def optimizer(model: fleetpipe.Model, train: Train, steps: int) -> Any:
         beta2=0.95,
         weight_decay=train.weight_decay,
         grad_clip=nn.ClipGradByGlobalNorm(train.clip),
-        parameters=model.parameters(),
+        parameters=parameters,
     )
 
 
@@ -118,43 +109,40 @@ def main(
     data: Data, model: Shape, pipeline: Pipeline, train: Train, seed: int, folder: Path
 ) -> float:
     """Trains with these settings, the same on every rank; returns the perplexity."""
-    settings = {"data": asdict(data), "model": asdict(model), "train": asdict(train)}
     begin(pipeline, train.batch_size)
-    text = PackedText(
-        data.text,
-        cache=folder / "tokens",
-        length=data.length,
-        vocabulary=data.vocabulary,
-        varied=data.varied,
-    )
-    parts = text.hold_out(data.hold_out)
-    options = {"collate_fn": text.collate, "batch_size": train.batch_size, "drop_last": True}
-    sequences = DataLoader(parts[0], shuffle=True, seed=seed, **options)
-    held_out = DataLoader(parts[1], **{**options, "drop_last": False})
+    options = {"length": data.length, "vocabulary": data.vocabulary, "varied": data.varied}
+    text = PackedText(data.text, cache=folder / "tokens", **options)
+    rows, held_out = text.hold_out(data.hold_out)
+    batches = {"collate_fn": text.collate, "batch_size": train.batch_size}
+    loader = DataLoader(rows, shuffle=True, drop_last=True, seed=seed, **batches)
+    evaluation = DataLoader(held_out, **batches)
 
     paddle.seed(seed)
-    llama = network(text, model, pipeline.captured)
-    steps = min(train.steps or math.inf, train.epochs * len(sequences))
-    llama.prepare(optimizer(llama, train, steps), next_token_loss, Perplexity())
-    if llama.is_rank("first"):
-        print(f"{len(parts[0])} sequences to train on, {len(parts[1])} held out; {steps} steps")
-        llama.summary()
-    callbacks = [
-        *(ThroughputMonitor(tokens_per_sample=data.length), LossMonitor(10), LogMetricByEpoch()),
-        MetricsLogger(folder, config=settings),
-    ]
+    vocabulary = text.tokenizer.get_vocab_size()
+    make = Llama if pipeline.captured else llama_layers
+    # A short example: another length is captured by itself, in one forward.
+    inputs = [InputSpec([None, 32], kind) for kind in ("int64", "int32")]
+    llama = fleetpipe.Model(make(vocabulary, model), inputs)
+    steps = min(train.steps or math.inf, train.epochs * len(loader))
+    adam = optimizer(llama.parameters(), train, steps)
+    llama.prepare(adam, next_token_loss, Perplexity())
+    llama.summary()
+    settings = {"data": asdict(data), "model": asdict(model), "train": asdict(train)}
     llama.fit(
-        sequences,
-        held_out,
+        loader,
+        evaluation,
         epochs=train.epochs,
         num_iters=train.steps,
         verbose=0,
-        callbacks=callbacks,
+        callbacks=[
+            ThroughputMonitor(tokens_per_sample=data.length),
+            *(LossMonitor(10), LogMetricByEpoch(), MetricsLogger(folder, config=settings)),
+        ],
         save_dir=str(folder / "checkpoints"),
         save_steps=train.save_steps,
         resume="auto",
     )
-    perplexity = llama.evaluate(held_out, verbose=0)["perplexity"]
+    perplexity = llama.evaluate(evaluation, verbose=0)["perplexity"]
     if llama.is_rank("first"):
         print(f"perplexity {perplexity:.2f} after {llama.global_step} steps", flush=True)
     fleet.shutdown()
