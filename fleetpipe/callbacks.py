@@ -14,9 +14,11 @@ from fleetpipe.fit.callbacks.trace_steps import TraceSteps
 if TYPE_CHECKING:
     from fleetpipe.contrib.callbacks.log_by_epoch import LogMetricByEpoch as LogMetricByEpoch
     from fleetpipe.contrib.callbacks.loss_monitor import LossMonitor as LossMonitor
+    from fleetpipe.contrib.generation.log_samples import LogSamples as LogSamples
 
 __all__ = [
     "LogMetricByEpoch",
+    "LogSamples",
     "LossMonitor",
     "MetricsLogger",
     "PipelineCheckpoint",
@@ -29,6 +31,7 @@ if not TYPE_CHECKING:  # to a type checker it would give the module every name
     __getattr__ = late(
         {
             "LogMetricByEpoch": "fleetpipe.contrib.callbacks.log_by_epoch",
+            "LogSamples": "fleetpipe.contrib.generation.log_samples",
             "LossMonitor": "fleetpipe.contrib.callbacks.loss_monitor",
         }
     )

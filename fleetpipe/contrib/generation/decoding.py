@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,7 @@ def generate(
     eos: int | Collection[int] | None = None,
     seed: int = 0,
     cache: bool | None = None,
+    inputs: Callable[[Tensor], Nest] = lambda tokens: tokens,
 ) -> list[list[int]]:
     """Continues prompts with the tokens that a model predicts. Collective over the job.
 
@@ -55,6 +56,8 @@ def generate(
         cache: Whether layers keep the keys and values of earlier positions, by
             ``fleetpipe.dygraph.slices``; None to do so if all of them can. Without it each token
             takes a run over the whole sequence.
+        inputs: Makes what the model takes of the tokens of a run, as ``lambda tokens: (tokens,
+            mask)``: the whole sequence, or the new tokens alone where layers keep earlier ones.
 
     Returns:
         On every rank the new tokens of each prompt, with the last one of ``eos``.
@@ -68,7 +71,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     sampling.require_valid()
     require_whole("max_new_tokens", max_new_tokens)
-    ends, prompts = _ends_of(eos), _prompts_of(tokens)
+    ends, prompts = _ends_of(eos), prompts_of(tokens)
     pipeline, computing = _pipeline_of(model)
     job = _job_of(pipeline)
     kept = _Cache() if _can_keep(pipeline, cache) else None
@@ -81,7 +84,7 @@ def generate(
             "cache": str(kept is not None),
         }
     )
-    decoding = _Decoding(pipeline, job, sampling, prompts, kept)
+    decoding = _Decoding(pipeline, job, sampling, prompts, kept, inputs)
     with _left_as_before(pipeline), computing:
         going = list(range(len(prompts)))
         while going:
@@ -131,11 +134,12 @@ class _Decoding:
         sampling: Sampling,
         prompts: list[list[int]],
         cache: _Cache | None,
+        inputs: Callable[[Tensor], Nest],
     ) -> None:
         self.new: list[list[int]] = [[] for _ in prompts]
         self._pipeline, self._sampling, self._prompts = pipeline, sampling, prompts
         self._shards, self._names, self._cache = job.model_parallel(), names_of(prompts), cache
-        replicas = pipeline.replicas
+        self._inputs, replicas = inputs, pipeline.replicas
         exchanges = any(kind.exchanges for kind in kinds_in(pipeline.layers.state.own_parameters()))
         with job.guarded(lambda: "beginning to generate"):
             # Experts of one replica wait for the tokens of the others: each runs all prompts.
@@ -157,11 +161,11 @@ class _Decoding:
         for number, token in dict(pair for part in everyone for pair in part).items():
             self.new[number].append(token)
 
-    def _input_of(self, number: int) -> Tensor:
-        """Returns the tokens of a prompt that its next run takes, int64 [1, length]."""
+    def _input_of(self, number: int) -> Nest:
+        """Returns what the next run of a prompt takes."""
         new = self.new[number]
         sequence = new[-1:] if new and self._cache is not None else self._prompts[number] + new
-        return paddle.to_tensor([sequence], dtype="int64")
+        return self._inputs(paddle.to_tensor([sequence], dtype="int64"))
 
     def _choose(self, numbers: list[int], logits: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Returns the next token of each prompt, on the owners of the last stage alone."""
@@ -169,14 +173,23 @@ class _Decoding:
             return []
         stacked = paddle.stack(list(logits)).astype("float32")
         parts = [part.numpy() for part in self._shards.all_gather(stacked)]
-        # Tensor-parallel heads leave each shard its columns, or all columns to every shard.
-        is_whole = all(np.array_equal(part, parts[0]) for part in parts)
-        rows = parts[0] if is_whole else np.concatenate(parts, axis=-1)
+        # Each shard has its columns of them, or all have the same whole ones.
+        is_cut = _has_cut_logits(self._pipeline) or any((p != parts[0]).any() for p in parts)
+        rows = np.concatenate(parts, axis=-1) if is_cut else parts[0]
         sequences = (self._prompts[number] + self.new[number] for number in numbers)
         return [
             (number, self._sampling.choose(row, *self._names[number], len(sequence)))
             for number, row, sequence in zip(numbers, rows, sequences)
         ]
+
+
+def _has_cut_logits(pipeline: PipelineParallel) -> bool:
+    """Whether the loss function takes each shard's columns of the logits."""
+    return any(
+        type(layer).__name__ == "ParallelCrossEntropy"
+        for loss in pipeline.layers.loss_layers()
+        for layer in loss.sublayers(include_self=True)
+    )
 
 
 def _last_logits(output: Nest) -> Tensor:
@@ -197,15 +210,16 @@ def _last_logits(output: Nest) -> Tensor:
     return logits[0, -1]
 
 
-def _prompts_of(tokens: Any) -> list[list[int]]:
+def prompts_of(tokens: Any) -> list[list[int]]:
     """Returns the prompts as lists.
 
     Raises:
         ConfigError: There is none, or one is empty or not made of tokens.
     """
     fix = "generate(model, [[5, 8, 13], [2]], ..): a list of tokens for each prompt"
+    tokens = tokens.numpy() if isinstance(tokens, paddle.Tensor) else tokens
     rows = list(tokens) if hasattr(tokens, "__iter__") and not isinstance(tokens, str) else []
-    prompts = [np.asarray(row.numpy() if isinstance(row, paddle.Tensor) else row) for row in rows]
+    prompts = [_array_of(row) for row in rows]
     for number, prompt in enumerate(prompts):
         if prompt.ndim != 1 or not prompt.size or prompt.dtype.kind not in "iu" or prompt.min() < 0:
             raise ConfigError(
@@ -217,6 +231,14 @@ def _prompts_of(tokens: Any) -> list[list[int]]:
     if not prompts:
         raise ConfigError("there is no prompt to continue", got=f"tokens={tokens!r}", fix=fix)
     return [[int(token) for token in prompt] for prompt in prompts]
+
+
+def _array_of(row: Any) -> np.ndarray[Any, Any]:
+    """Returns a prompt as an array, which is empty if it has lists of several lengths."""
+    try:
+        return np.asarray(row.numpy() if isinstance(row, paddle.Tensor) else row)
+    except ValueError:
+        return np.empty(0)
 
 
 def _ends_of(eos: Any) -> frozenset[int]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fleetpipe.dygraph.random_keys import key
-from fleetpipe.errors import ConfigError, is_whole_number, require_whole
+from fleetpipe.errors import BoundaryError, ConfigError, is_whole_number, require_whole
 
 
 class Sampling(NamedTuple):
@@ -57,7 +57,16 @@ class Sampling(NamedTuple):
         Args:
             logits: Float [vocabulary].
             place: The numbers that name this draw.
+
+        Raises:
+            BoundaryError: The logits have a NaN.
         """
+        if np.isnan(logits).any():
+            raise BoundaryError(
+                "the logits of a next token are NaN",
+                cause="a training that has diverged, or weights that were not loaded",
+                fix="fleetpipe.callbacks.LossMonitor(find_layer=True) names the first layer of it",
+            )
         if self.temperature == 0:
             return int(logits.argmax())
         scaled = logits.astype(np.float64) / self.temperature

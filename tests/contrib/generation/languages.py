@@ -16,18 +16,25 @@ from tests.launching import ROOT
 VOCABULARY = 16
 #: `examples/gpt.py`: its layers keep keys and values, and its weights are cut along mp.
 EXAMPLE = runpy.run_path(str(ROOT / "examples" / "gpt.py"))
+#: `examples/llm/llama.py`, for `fleetpipe.pipeline` and as a list.
+LLAMA = runpy.run_path(str(ROOT / "examples" / "llm" / "llama.py"))
 _SIZES = SimpleNamespace(width=16, heads=2, dropout=0.1, length=32, blocks=4)
 
 
 def gpt(**options: Any) -> Any:
-    """The example's model, wrapped, with weights large enough that tokens differ."""
+    """The example's model, wrapped."""
     paddle.seed(0)
     topology = fleet.get_hybrid_communicate_group().topology()
     model = EXAMPLE["gpt"](_SIZES, VOCABULARY, topology=topology, **options)
+    return fleet.distributed_model(spread(model))
+
+
+def spread(model: Any) -> Any:
+    """Makes the weights of a new model larger, so that the tokens it predicts differ."""
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.set_value(parameter * 15.0)
-    return fleet.distributed_model(model)
+    return model
 
 
 def single(model: Any) -> Any:

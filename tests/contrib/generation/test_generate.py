@@ -6,16 +6,27 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 
 import fleetpipe
 from fleetpipe import fleet
+from fleetpipe.callbacks import LogSamples
 from fleetpipe.contrib.generation.sampling import Sampling, names_of
-from tests.contrib.generation.languages import batch, by_hand, gpt, prompts, single
+from tests.contrib.generation.languages import (
+    LLAMA,
+    VOCABULARY,
+    batch,
+    by_hand,
+    gpt,
+    prompts,
+    single,
+    spread,
+)
 from tests.contrib.slices import sliced
 from tests.jobs import job
-from tests.pipelines import train
+from tests.pipelines import bits, pipeline, train
 
 NEW = 4
 DRAWN: dict[str, Any] = {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "seed": 5}
@@ -73,15 +84,24 @@ def in_a_job(degrees: dict[str, int], beside: bool) -> dict[str, Any]:
         return {**found, "loss": loss.numpy().tobytes()}
 
 
-def on_this_rank() -> list[dict[str, Any]]:
-    """What `in_a_job` returns for layouts of four ranks."""
+def with_whole_logits(**degrees: int) -> list[list[int]]:
+    """Tokens of a model whose shards all have all logits."""
+    with job(**degrees):
+        paddle.seed(0)
+        return fleetpipe.generate(pipeline(sliced.layers()), prompts(5), NEW)
+
+
+def on_this_rank() -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Tokens with whole logits, and what `in_a_job` returns, in layouts of four ranks."""
     layouts = ({"pp": 2, "mp": 2}, {"pp": 2, "dp": 2})
-    return [in_a_job(degrees, beside) for degrees in layouts for beside in (True, False)]
+    found = [in_a_job(degrees, beside) for degrees in layouts for beside in (True, False)]
+    return with_whole_logits(pp=2, mp=2), found
 
 
 @pytest.mark.processes
 def test_all_ranks_have_the_tokens_of_a_loop_by_hand(on_ranks: Callable[..., list[Any]]) -> None:
-    for rank in on_ranks(on_this_rank, 4):
+    for whole, rank in on_ranks(on_this_rank, 4):
+        assert whole == with_whole_logits(pp=1)
         for beside, alone in zip(rank[::2], rank[1::2]):
             assert beside == {**expected(), **alone}
 
@@ -92,6 +112,82 @@ def test_training_has_the_bits_of_a_run_without() -> None:
         "loss_fn": sliced.loss,
         "gradients": True,
     }
-    generate = partial(fleetpipe.generate, tokens=prompts(3), max_new_tokens=3)
     layers = partial(sliced.layers, dropout=0.2)
-    assert train(layers(), each_step=generate, **options) == train(layers(), **options)
+    modes = []
+
+    def freeze(model: Any) -> None:
+        model.layers.sublayers()[3].eval()
+        modes.append([layer.training for layer in model.layers.sublayers()])
+
+    def freeze_and_generate(model: Any) -> None:
+        freeze(model)
+        fleetpipe.generate(model, prompts(3), 3)
+        modes.append([layer.training for layer in model.layers.sublayers()])
+
+    assert train(layers(), each_step=freeze_and_generate, **options) == train(
+        layers(), each_step=freeze, **options
+    )
+    assert modes == [modes[0]] * len(modes)
+    assert len(set(modes[0])) == 2
+
+
+def docs_beside(ids: Any) -> Any:
+    """The ids with a document for each, which `examples/llm` takes."""
+    return ids, paddle.zeros_like(ids, dtype="int32")
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_captured_model_and_a_list_have_the_tokens_of_the_plain_one(listed: bool) -> None:
+    shape = LLAMA["Shape"](width=16, blocks=2, heads=2, key_heads=1, perceptron=32)
+
+    def llama() -> Any:
+        paddle.seed(0)
+        return spread(LLAMA["Llama"](VOCABULARY, shape))
+
+    plain = llama()
+    plain.eval()
+    tokens = [by_hand(lambda ids: plain(*docs_beside(ids)), prompt, 3) for prompt in prompts(4)]
+    options: dict[str, Any] = {"temperature": 0, "inputs": docs_beside}
+    with job(2):
+        if listed:
+            model = pipeline(LLAMA["llama_layers"](VOCABULARY, shape))
+            # The parameters stand in the same order, the table of the head first.
+            for one, other in zip(model.layers.parameters(), plain.parameters()):
+                one.set_value(other)
+        else:
+            example = docs_beside(paddle.zeros([2, 8], "int64"))
+            model = fleet.distributed_model(
+                fleetpipe.pipeline(llama(), example, loss_fn=LLAMA["next_token_loss"])
+            )
+        assert fleetpipe.generate(model, prompts(4), 3, **options) == tokens
+
+
+class Sequences(paddle.io.Dataset[Any]):
+    """Rows of tokens, with those that follow."""
+
+    def __getitem__(self, index: int) -> Any:
+        row = np.random.default_rng(index).integers(0, VOCABULARY, 13)
+        return row[:-1], row[1:]
+
+    def __len__(self) -> int:
+        return 32
+
+
+def fit(*callbacks: Any) -> Any:
+    """Trains by `fit` for two epochs of 4 batches, and returns the losses and weights."""
+    with job(2):
+        paddle.seed(0)
+        model = fleetpipe.Model(sliced.layers(0.2))
+        model.prepare(paddle.optimizer.SGD(0.1, parameters=model.parameters()), loss=sliced.loss)
+        history = model.fit(Sequences(), batch_size=8, epochs=2, verbose=0, callbacks=[*callbacks])
+        return history, bits(model.network.full_state_dict())
+
+
+@pytest.mark.parametrize(("every", "steps"), [(None, (0, 4, 8)), (3, (0, 3, 6))])
+def test_fit_logs_samples(every: int | None, steps: tuple[int, ...], capsys: Any) -> None:
+    samples = LogSamples([[1, 2], [3]], 2, every, lambda tokens: f"<{tokens[:2]}>", top_k=3)
+    assert fit(samples) == fit()
+    lines = capsys.readouterr().out.splitlines()
+    heads = [f"sample after step {step}: <[{begin}" for step in steps for begin in ("1, 2]", "3, ")]
+    assert [line[: len(head)] for line, head in zip(lines, heads)] == heads
+    assert len(lines) == len(heads)
