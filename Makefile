@@ -169,11 +169,12 @@ test-libraries-short: test-paddlenlp-short test-paddleformers-short
 test-paddlenlp-short: .venv-libraries/.installed
 	FLEETPIPE_TEST_FAMILIES=llama,qwen2moe \
 	    .venv-libraries/$(BIN)/python -m pytest -m libraries \
-	    tests/libraries/test_models.py tests/libraries/hugging_face
+	    tests/libraries/test_models.py tests/libraries/generation tests/libraries/hugging_face
 
 test-paddleformers-short: .venv-libraries-formers-1.2.0/.installed
 	FLEETPIPE_TEST_FAMILIES=llama .venv-libraries-formers-1.2.0/$(BIN)/python -m pytest \
-	    -m libraries tests/libraries/formers/test_formers_models.py
+	    -m libraries tests/libraries/formers/test_formers_models.py \
+	    tests/libraries/generation
 
 # What CI needs, one after another: each writes the folder of this package's metadata.
 environments:

@@ -9,7 +9,7 @@ import pytest
 
 HERE = Path(__file__).parent
 #: What either library is tested with.
-OF_BOTH = ("test_preferences.py",)
+OF_BOTH = ("test_preferences.py", "test_generation.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
