@@ -151,7 +151,8 @@ def test_a_captured_model_and_a_list_have_the_tokens_of_the_plain_one(listed: bo
     with job(2):
         if listed:
             model = pipeline(LLAMA["llama_layers"](VOCABULARY, shape))
-            # The parameters stand in the same order, the table of the head first.
+            options = {"temperature": 0, "cache": True}
+            # Both have their parameters in the same order.
             for one, other in zip(model.layers.parameters(), plain.parameters()):
                 one.set_value(other)
         else:
