@@ -1,7 +1,9 @@
 """``context``: MindSpore's options for pipelines, and the job that they describe.
 
 ``set_auto_parallel_context`` checks and keeps options. The job begins with ``init()``, or when
-something first asks which stage this process has.
+something first asks which stage this process has. MindSpore's programs call ``init()`` before or
+after they set the stages: where no option says yet how the job is parallel, it begins with the
+option that does.
 """
 
 from __future__ import annotations
@@ -88,6 +90,13 @@ class Options:
             )
 
     @property
+    def parallel(self) -> bool:
+        """Whether the mode is set, and the stages that it needs."""
+        if self.parallel_mode == ParallelMode.SEMI_AUTO_PARALLEL:
+            return self.pipeline_stages > 1
+        return self.parallel_mode != ParallelMode.STAND_ALONE
+
+    @property
     def schedule(self) -> str:
         """The schedule that ``pipeline_scheduler`` names."""
         name = str((self.pipeline_config or {}).get("pipeline_scheduler", "1f1b"))
@@ -129,6 +138,8 @@ class Options:
 
 
 _options = Options()
+#: Whether ``init()`` was called, and its job has not begun.
+_initialized = False
 
 
 def set_auto_parallel_context(**options: Any) -> None:
@@ -141,6 +152,7 @@ def set_auto_parallel_context(**options: Any) -> None:
         ConfigError: There is no such option, or it has a value that cannot be used.
         UsageError: Its value has the wrong type.
         StateError: ``pipeline_stages`` changes while a job runs.
+        PipelineTimeout: This begins the job of an earlier ``init()``, and some rank did not arrive.
     """
     global _options
     names = [field.name for field in fields(Options)]
@@ -158,6 +170,8 @@ def set_auto_parallel_context(**options: Any) -> None:
             fix="set it before init(), or call fleet.shutdown() first",
         )
     _options = changed
+    if _initialized and changed.parallel:
+        job()
 
 
 def set_context(**options: Any) -> None:
@@ -192,8 +206,8 @@ def get_auto_parallel_context(name: str) -> Any:
 
 def reset_auto_parallel_context() -> None:
     """Sets all options to their defaults."""
-    global _options
-    _options = Options()
+    global _options, _initialized
+    _options, _initialized = Options(), False
 
 
 def options() -> Options:
@@ -204,7 +218,8 @@ def options() -> Options:
 def init(backend_name: str | None = None) -> None:
     """Begins the job of ``pipeline_stages``. Collective over all processes of the launcher.
 
-    Functions that need a job begin it themselves; call this if the data is sharded before that.
+    Called before any option, it begins the job once the options say how it is parallel. Functions
+    that need a job begin it themselves; call this if the data is sharded before that.
 
     Args:
         backend_name: Accepted without effect.
@@ -213,7 +228,11 @@ def init(backend_name: str | None = None) -> None:
         ConfigError: The stages do not divide the number of processes, or the mode has no stages.
         PipelineTimeout: Some rank did not arrive within the limit.
     """
-    job()
+    global _initialized
+    alone = _options.parallel_mode == ParallelMode.STAND_ALONE and _options.pipeline_stages == 1
+    _initialized = alone and current_job() is None
+    if not _initialized:
+        job()
 
 
 def job() -> Job:
@@ -223,12 +242,14 @@ def job() -> Job:
         ConfigError: The options do not fit the processes, or the job that runs.
         PipelineTimeout: Some rank did not arrive within the limit.
     """
+    global _initialized
     stages, processes = _options.pipeline_stages, meeting.world_size()
     if processes > 1 and processes % stages:
         raise ConfigError(
             f"pipeline_stages (={stages}) does not divide the {processes} processes",
             fix=f"launch a multiple of {stages} processes",
         )
+    _initialized = False
     if current_job() is None:
         fleet.init(is_collective=True, strategy=_options.strategy())
     running = current_job()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fleetpipe import fleet
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.contrib.compat.mindspore import ParallelMode, context
 from fleetpipe.errors import ConfigError, StateError
@@ -79,6 +80,23 @@ def test_the_job_has_the_stages_and_keeps_them() -> None:
         assert job.degrees.pp == 3
         with pytest.raises(StateError, match="cannot change while a job runs"):
             context.set_auto_parallel_context(pipeline_stages=2)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_init_may_come_before_the_stages_as_in_the_tutorial(steps: int) -> None:
+    mode = {"parallel_mode": ParallelMode.SEMI_AUTO_PARALLEL, "gradients_mean": True}
+    context.set_context(mode=context.GRAPH_MODE, save_graphs=True)
+    context.init()
+    if steps == 2:
+        context.set_auto_parallel_context(**mode)
+    assert current_job() is None
+    try:
+        context.set_auto_parallel_context(pipeline_stages=2, **mode)
+        job = current_job()
+        assert job is not None
+        assert job.degrees.pp == 2
+    finally:
+        fleet.shutdown()
 
 
 def test_stages_that_do_not_divide_the_processes_are_refused(
