@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from fleetpipe.errors import ConfigError
@@ -73,6 +76,22 @@ def script(text: str) -> Path:
             f"{text} imports {package}, which is not installed: {INSTALLED_BY[package]}"
         )
     return Path(text)
+
+
+class Module(str):
+    """The name of a module that is run as ``python -m`` runs it."""
+
+    __slots__ = ()
+
+
+def module(text: str) -> Module:
+    """Reads the name of a module, which is found from the folder of work on."""
+    top = text.partition(".")[0]
+    if not top or PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+        raise argparse.ArgumentTypeError(
+            f"there is no module {text}; give the name of a training module, as for python -m"
+        )
+    return Module(text)
 
 
 def new_file(text: str) -> Path:

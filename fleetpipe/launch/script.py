@@ -11,9 +11,12 @@ import subprocess
 import sys
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib.machinery import SourceFileLoader
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
+from typing import Any
 
 from fleetpipe import arguments as kinds
 from fleetpipe import systems
@@ -88,11 +91,37 @@ def add_script(parser: argparse.ArgumentParser, what: str, logs: str) -> None:
         help="least level of log lines to show: Paddle's, and fleetpipe's, whose notices stay at "
         "%(default)s, the default",
     )
-    parser.add_argument("script", type=kinds.script, metavar="SCRIPT", help=what)
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="SCRIPT is a module's name, as for python -m"
+    )
+    parser.add_argument("script", action=_ReadScript, metavar="SCRIPT", help=what)
     rest = parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the script"
     )
     rest.required = False  # or a missing SCRIPT is reported with these
+
+
+class _ReadScript(argparse.Action):
+    """Reads the path of a script or, behind ``-m``, the name of a module."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            read = kinds.module if namespace.module else kinds.script
+            setattr(namespace, self.dest, read(values))
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+
+
+def script_words(options: argparse.Namespace) -> list[str]:
+    """Returns the script and its arguments as they stand on a command line."""
+    behind = ["-m"] if isinstance(options.script, kinds.Module) else []
+    return [*behind, str(options.script), *options.arguments]
 
 
 def to_be_launched(options: argparse.Namespace) -> bool:
@@ -116,8 +145,7 @@ def launch(options: argparse.Namespace, *words: str) -> int:
     level = options.log_level
     command = [sys.executable, str(_LAUNCHER), "--nproc_per_node", str(options.nproc)]
     command += ["--log_dir", options.log_dir, "--log_level", level]
-    command += [str(LAUNCHED), *words, "--log-level", level, str(options.script)]
-    command += options.arguments
+    command += [str(LAUNCHED), *words, "--log-level", level, *script_words(options)]
     interrupted = False
     with (
         extra("watch.serving").serving(getattr(options, "serve", None)) as board,
@@ -193,16 +221,17 @@ def in_a_shell(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def execute(script: Path, arguments: Sequence[str]) -> None:
+def execute(script: Path | kinds.Module, arguments: Sequence[str]) -> None:
     """Runs a script in this process as ``__main__``; its exceptions pass through.
 
-    Its ``sys.argv``, ``sys.path[0]``, ``__file__`` and module are those of ``python SCRIPT``.
+    Its ``sys.argv``, ``sys.path[0]``, ``__file__`` and module are those of ``python SCRIPT``, or of
+    ``python -m MODULE``.
     """
     with _as_main(script, arguments) as (module, code):
         exec(code, vars(module))
 
 
-def execute_to_the_end(script: Path, arguments: Sequence[str]) -> int:
+def execute_to_the_end(script: Path | kinds.Module, arguments: Sequence[str]) -> int:
     """Runs a script as the last action of this process.
 
     Returns:
@@ -216,7 +245,7 @@ def execute_to_the_end(script: Path, arguments: Sequence[str]) -> int:
     except Exception as error:
         # Python itself keeps the error here, and fleetpipe finds it when the process ends.
         sys.last_type, sys.last_value = type(error), error
-        sys.last_traceback = error.__traceback__ = _from_script(error, script)
+        sys.last_traceback = error.__traceback__ = _from_script(error)
         if isinstance(error, PeerFailed) and error.brief:
             sys.stderr.write(f"fleetpipe: {error.brief}\n")
         else:
@@ -226,29 +255,50 @@ def execute_to_the_end(script: Path, arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[tuple[ModuleType, CodeType]]:
+def _as_main(
+    script: Path | kinds.Module, arguments: Sequence[str]
+) -> Iterator[tuple[ModuleType, CodeType]]:
     before = sys.argv, sys.path[0], sys.modules["__main__"]
-    path = os.path.abspath(script)
     module = ModuleType("__main__")
-    loader = SourceFileLoader("__main__", path)
-    vars(module).update(
-        __file__=path, __builtins__=builtins, __loader__=loader, __annotations__={}, __cached__=None
-    )
-    sys.argv = [str(script), *arguments]
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
-    sys.modules["__main__"] = module
+    vars(module).update(__builtins__=builtins, __annotations__={}, __cached__=None)
     try:
-        with io.open_code(path) as file:
-            # Without dont_inherit the script would get this file's __future__ imports.
-            yield module, compile(file.read(), path, "exec", dont_inherit=True)
+        if isinstance(script, kinds.Module):
+            sys.path[0] = os.getcwd()
+            spec, code = _module_code(script)
+            vars(module).update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+            path, loader = str(spec.origin), spec.loader
+            sys.argv = [path, *arguments]
+        else:
+            path = os.path.abspath(script)
+            loader = SourceFileLoader("__main__", path)
+            sys.argv = [str(script), *arguments]
+            sys.path[0] = os.path.dirname(os.path.realpath(script))
+            with io.open_code(path) as file:
+                # Without dont_inherit the script would get this file's __future__ imports.
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+        vars(module).update(__file__=path, __loader__=loader)
+        sys.modules["__main__"] = module
+        yield module, code
     finally:
         sys.argv, sys.path[0], sys.modules["__main__"] = before
 
 
-def _from_script(error: Exception, script: Path) -> TracebackType | None:
+def _module_code(name: str) -> tuple[ModuleSpec, CodeType]:
+    """Returns what ``python -m NAME`` runs: the module or, of a package, its ``__main__``."""
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = find_spec(name)
+    code = spec and isinstance(spec.loader, InspectLoader) and spec.loader.get_code(name)
+    if not spec or not code:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return spec, code
+
+
+def _from_script(error: Exception) -> TracebackType | None:
     """Returns the error's traceback from the script's own frame on."""
-    path, traceback = os.path.abspath(script), error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename != path:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_globals["__name__"] != "__main__":
         traceback = traceback.tb_next
     return traceback
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import os
@@ -17,6 +18,7 @@ import pytest
 from paddle.distributed import fleet as theirs
 
 from fleetpipe import fleet
+from fleetpipe.arguments import Module
 from fleetpipe.cli import main
 from fleetpipe.errors import PeerFailed
 from fleetpipe.fleet.overlay import OVERLAYS
@@ -240,6 +242,42 @@ def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(
     assert main(["run", "--nproc", "0", str(script)]) == 2
     assert "invalid number of processes: '0'; give 1 to 1024" in capsys.readouterr().err
     assert main(["run", str(script)]) == 0
+
+
+@pytest.mark.parametrize("name", ["jobs_of_mine.train", "jobs_of_mine"])
+def test_a_module_sees_what_python_m_gives_it(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture, name: str
+) -> None:
+    shown = "__name__, __package__, __spec__.name, __file__, __cached__, __loader__.name"
+    (tmp_path / "jobs_of_mine").mkdir()
+    for file in ("train", "__main__"):
+        (tmp_path / "jobs_of_mine" / f"{file}.py").write_text(
+            f"import sys; print({shown}, sys.path[0], sys.argv)"
+        )
+    (tmp_path / "jobs_of_mine" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    before = sys.argv, sys.path[0], sys.modules["__main__"]
+    assert main(["run", "-m", name, "--lr", "1", "-m"]) == 0
+    assert before == (sys.argv, sys.path[0], sys.modules["__main__"])
+    by_python = subprocess.run(
+        [sys.executable, "-m", name, "--lr", "1", "-m"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert capsys.readouterr().out == by_python.stdout
+
+
+def test_a_module_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--nproc", "2", "-m", "nowhere.train"]) == 2
+    assert "there is no module nowhere.train" in capsys.readouterr().err
+    options = argparse.Namespace(script=Module("a.b"), arguments=["1"])
+    assert script.script_words(options) == ["-m", "a.b", "1"]
+    with pytest.raises(ModuleNotFoundError, match=r"'fleetpipe\.nowhere'"):
+        script.execute(Module("fleetpipe.nowhere"), [])
 
 
 def test_logs_of_ranks_that_are_gone_are_removed(tmp_path: Path) -> None:

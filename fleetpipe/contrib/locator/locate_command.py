@@ -199,15 +199,14 @@ def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
         **log_filter.environment(options.log_level),
         SETTING: json.dumps(setting._asdict()),
     }
-    arguments = list(options.arguments)
+    words = script.script_words(options)
     if alone:
         environment = {k: v for k, v in environment.items() if not k.startswith("PADDLE_TRAINER")}
         environment.update(pair.split("=", 1) for pair in options.twin or ())
-        arguments += shlex.split(options.twin_arguments or "")
+        words += shlex.split(options.twin_arguments or "")
     count = 1 if alone else options.nproc
     command = [sys.executable, str(script.LAUNCHED), "locate", "--nproc", str(count)]
-    command += ["--log-dir", options.log_dir, "--log-level", options.log_level]
-    command += [str(options.script), *arguments]
+    command += ["--log-dir", options.log_dir, "--log-level", options.log_level, *words]
     quiet = alone or options.json
     process = subprocess.Popen(command, env=environment, stdout=sys.stderr if quiet else None)
     failure = _await_end(process, Path(setting.folder), options.timeout)

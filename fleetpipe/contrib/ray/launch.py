@@ -11,12 +11,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 
+from fleetpipe.arguments import Module
 from fleetpipe.contrib.ray.backend import PaddleConfig
 from fleetpipe.contrib.ray.ray_cluster import connect
 from fleetpipe.contrib.ray.trainer import PaddleTrainer
@@ -82,7 +82,9 @@ def _trainer(options: argparse.Namespace, runs: str) -> PaddleTrainer:
     return PaddleTrainer(
         run_script,
         train_loop_config={
-            "script": str(options.script.absolute()),
+            "script": options.script
+            if isinstance(options.script, Module)
+            else os.path.abspath(options.script),
             "arguments": options.arguments,
             "folder": os.getcwd(),
             "log_level": options.log_level,
@@ -131,7 +133,7 @@ def run_script(config: Mapping[str, Any]) -> None:
         os.chdir(config["folder"])
     with log_filter.quiet(config["log_level"]), in_place_of_paddles():
         try:
-            script.execute(Path(config["script"]), config["arguments"])
+            script.execute(config["script"], config["arguments"])
         except SystemExit as stop:
             if code := script.exit_code(stop.code):
                 raise FleetPipeError(f"the script ended with {code}") from None

@@ -11,7 +11,13 @@ from typing import Any
 
 from fleetpipe import systems
 from fleetpipe.job import attempt_files, run_files
-from fleetpipe.launch.script import LAUNCHED, end_sessions, remove_logs_beyond, signal_ranks
+from fleetpipe.launch.script import (
+    LAUNCHED,
+    end_sessions,
+    remove_logs_beyond,
+    script_words,
+    signal_ranks,
+)
 from fleetpipe.launch.supervisor.attempts import Attempt, Verdict, judge
 from fleetpipe.launch.supervisor.pods import Order, Pods
 
@@ -110,7 +116,7 @@ class Local:
         if options.nproc_per_node is not None:
             words += ["--nproc_per_node", str(options.nproc_per_node)]
         words += [str(LAUNCHED), "run", "--log-level", options.log_level]
-        return [*words, str(options.script), *options.arguments]
+        return [*words, *script_words(options)]
 
     def _environment(self, number: int) -> dict[str, str]:
         variables = {attempt_files.FOLDER: str(self._home), attempt_files.NUMBER: str(number)}
