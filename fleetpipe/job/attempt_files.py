@@ -154,6 +154,12 @@ def preempted_at(home: Path) -> int | None:
     return max((int(f.read_text(encoding="ascii")) for f in home.glob("preempted.*")), default=None)
 
 
+def how_to_go_on(interrupted: bool, saved: int) -> str:
+    """Returns the line that tells the user once that a job has saved, was ended, and goes on."""
+    why = "interrupted" if interrupted else "asked to stop"
+    return f"{why}, the job saved {saved} steps: the same command goes on from there"
+
+
 def steps_begun(home: Path) -> dict[int, int]:
     """Returns by rank the step that each was in; ranks without any step are missing."""
     pages = {int(file.suffix[1:]): file.read_bytes() for file in home.glob("page.*")}

@@ -158,9 +158,8 @@ class Run:
     def _leave(self) -> None:
         self._manager.wait()
         attempt_files.tell_preempted(self.step)
-        if job.all_ranks().rank == 0:
-            why = "interrupted" if self._interrupted else "asked to stop"
-            _log.info(f"{why}, the job saved {self.step} steps")
+        if job.all_ranks().rank == 0 and not attempt_files.number():  # fleetpipe launch says it
+            _log.info(attempt_files.how_to_go_on(self._interrupted, self.step))
         for number in systems.STOP_SIGNALS:
             # The next one would end the farewell with another code.
             if not self._interrupted and signal.getsignal(number) == self._on_signal:

@@ -167,8 +167,10 @@ def launch(options: argparse.Namespace, *words: str) -> int:
                 signal_ranks(folder, next(numbers, systems.SIGKILL))
         if process.returncode and not interrupted:
             _show_failure(folder)
+        saved = attempt_files.preempted_at(folder)
     if interrupted:
-        sys.stderr.write("fleetpipe: interrupted\n")
+        if saved is None:
+            sys.stderr.write("fleetpipe: interrupted\n")
         return attempt_files.INTERRUPTED
     return in_a_shell(process.returncode)
 

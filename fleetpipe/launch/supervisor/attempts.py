@@ -221,13 +221,12 @@ def after(
         max_restart: The largest number of restarts.
         stopped_by: The first signal that asked the job to stop; None if none did.
     """
-    saved = verdict.saved
-    if verdict.code == attempt_files.INTERRUPTED and stopped_by == signal.SIGINT:
-        what = "" if saved is None else f", the job saved {saved} steps"
-        return End(attempt_files.INTERRUPTED, (f"interrupted{what}",))
-    if saved is not None:
-        said = f"asked to stop, the job saved {saved} steps and ended"
-        return End(attempt_files.PREEMPTED, (said,))
+    interrupted = verdict.code == attempt_files.INTERRUPTED and stopped_by == signal.SIGINT
+    if verdict.saved is not None:
+        code = attempt_files.INTERRUPTED if interrupted else attempt_files.PREEMPTED
+        return End(code, (attempt_files.how_to_go_on(interrupted, verdict.saved),))
+    if interrupted:
+        return End(attempt_files.INTERRUPTED, ("interrupted",))
     if verdict.code == 0:
         return End(0)
     return _after_failure(attempt, verdict, max_restart, stopped_by)

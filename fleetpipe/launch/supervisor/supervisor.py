@@ -119,7 +119,7 @@ class Supervisor:
             return
         if self._deadline is None:
             if self._stopped_by in BREAK_SIGNALS:
-                say("interrupted: the step is finished and saved; once more ends it at once")
+                say("ends after this step, which is saved; Ctrl-C once more ends it at once")
             self._deadline = time.monotonic() + self._options.grace
         self._signal = number
         self._local.stop(number)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED
+from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED, how_to_go_on
 from fleetpipe.launch.supervisor.attempts import (
     POISONED,
     Attempt,
@@ -89,11 +89,11 @@ def unsaved(name: str) -> tuple[str, ...]:
     ("verdict", "stopped_by", "code", "said"),
     [
         (DONE, signal.SIGTERM, 0, ()),
-        (SAVED, signal.SIGTERM, PREEMPTED, ("asked to stop, the job saved 8 steps and ended",)),
+        (SAVED, signal.SIGTERM, PREEMPTED, (how_to_go_on(False, 8),)),
         (killed(4), signal.SIGUSR1, 138, unsaved("SIGUSR1")),
         (killed(4), signal.SIGTERM, 143, unsaved("SIGTERM")),
         (DONE, signal.SIGINT, 0, ()),
-        (SAVED, signal.SIGINT, INTERRUPTED, ("interrupted, the job saved 8 steps",)),
+        (SAVED, signal.SIGINT, INTERRUPTED, (how_to_go_on(True, 8),)),
         (killed(4), signal.SIGINT, INTERRUPTED, ("interrupted",)),
     ],
 )

@@ -132,5 +132,6 @@ def test_what_ctrl_c_ended_is_said_and_recorded_as_interrupted(
     ranks = Ranks(Verdict(0 if saved else 137, saved, culprit="rank 0 was ended"))
     assert supervise(ranks, signal.SIGINT) == 130
     *_, last = capsys.readouterr().err.splitlines()
-    assert last == f"fleetpipe: interrupted{', the job saved 8 steps' if saved else ''}"
+    more = ", the job saved 8 steps: the same command goes on from there"
+    assert last == f"fleetpipe: interrupted{more if saved else ''}"
     assert ranks.recorded == [(1, Verdict(130, saved, culprit="interrupted"))]
