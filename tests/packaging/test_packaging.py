@@ -10,6 +10,8 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
+from configparser import ConfigParser
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,31 @@ def test_the_page_of_the_package_has_no_links_into_the_repository(installed: Pat
     page = metadata.read_text(encoding="utf-8").partition("\n\n")[2]
     assert re.findall(r"\]\((?!https?:)", page) == []
     assert "while you change something" in page, "a link keeps its text"
+
+
+def test_the_page_of_the_package_says_who_made_it_and_where_it_lives(installed: Path) -> None:
+    (metadata,) = installed.glob("*.dist-info/METADATA")
+    said = dict(
+        re.findall(r"^Project-URL: (\w+), (\S+)$", metadata.read_text("utf-8"), re.MULTILINE)
+    )
+    assert set(said) == {"Source", "Documentation", "Changelog", "Issues"}
+    assert {address.startswith(f"{said['Source']}/") for address in said.values()} == {False, True}
+    assert "\nAuthor: The fleetpipe contributors\n" in metadata.read_text("utf-8")
+
+
+def test_the_image_installs_extras_and_copies_files_that_exist() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    (named,) = re.findall(r'"/opt/fleetpipe\[\$\{EXTRA\},([\w,]+)\]"', dockerfile)
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", dockerfile, re.MULTILINE))
+    said = re.findall(r"--build-arg (\w+)=(\S+)", dockerfile)
+    assert {name for name, _ in said} == set(arguments) == {"BASE", "EXTRA"}
+    chosen = {value for name, value in (*said, *arguments.items()) if name == "EXTRA"}
+    assert {*named.split(","), *chosen} <= set(config["options.extras_require"])
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    kept = {*SOURCES, "setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"}
+    assert {name for name in kept for line in ignored if fnmatch(name, line)} == set()
 
 
 def test_the_wheel_holds_nothing_but_the_package(wheel: zipfile.Path) -> None:
