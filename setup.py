@@ -31,8 +31,11 @@ setup(
     },
     packages=sorted(set(packages)),
     package_dir={"": ".", **{f"fleetpipe.{top}": top for top in beside}},
-    # A page of the package stands outside of the repository: there, links into it keep their text.
+    # A page of the package stands outside of the repository: there, links into it keep their text,
+    # and its pictures are left out.
     long_description=re.sub(
-        r"\[([^]]+)\]\((?!https?:)[^)]*\)", r"\1", Path("README.md").read_text(encoding="utf-8")
+        r"!\[[^]]*\]\((?!https?:)[^)]*\)\n*|\[([^]]+)\]\((?!https?:)[^)]*\)",
+        r"\1",
+        Path("README.md").read_text(encoding="utf-8"),
     ),
 )
