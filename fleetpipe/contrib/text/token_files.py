@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from fleetpipe.arguments import using
 from fleetpipe.atomic_file import appearing
 from fleetpipe.contrib.text.documents import Documents
 from fleetpipe.errors import CheckpointError, ConfigError
-from fleetpipe.extras import needed_for
 from fleetpipe.log import logger
 
 #: Documents that are made tokens together.
@@ -31,20 +30,9 @@ _FORMAT = 1
 END = "<|endoftext|>"
 
 
-class TokenFiles(NamedTuple):
-    """Documents as tokens.
-
-    Attributes:
-        tokenizer: The ``tokenizers.Tokenizer``.
-        tokens: Those of all documents, one after another, each with the token that ends it.
-        ends: The place after each document.
-        end: The token that ends a document.
-    """
-
-    tokenizer: Any
-    tokens: np.ndarray
-    ends: np.ndarray
-    end: int
+#: A ``tokenizers.Tokenizer``; the tokens of all documents, each with the token that ends it; the
+#: place after each document; and that token.
+TokenFiles = tuple[Any, np.ndarray, np.ndarray, int]
 
 
 def token_files(
@@ -75,7 +63,7 @@ def token_files(
                 tokenizer = tokenizer or _train_tokenizer(documents, vocabulary, end)
                 with appearing(folder) as draft:
                     _write(draft, documents, tokenizer, _token(tokenizer, end))
-        return _open(folder)
+    return _open(folder)
 
 
 def _train_tokenizer(documents: Documents, vocabulary: int, end: str) -> Any:
@@ -135,8 +123,8 @@ def _encodings(documents: Documents, tokenizer: Any) -> Iterator[Any]:
 
 
 def _open(folder: Path) -> TokenFiles:
-    with needed_for("to make tokens of text"):
-        from tokenizers import Tokenizer
+    from tokenizers import Tokenizer
+
     try:
         contents = json.loads((folder / "contents.json").read_text(encoding="utf-8"))
         tokens = np.memmap(folder / "tokens.bin", contents["dtype"], "r")
@@ -145,18 +133,12 @@ def _open(folder: Path) -> TokenFiles:
         digest = hashlib.sha256(text)
         digest.update(tokens.data)
         digest.update(ends.tobytes())
-        whole = digest.hexdigest() == contents["sha256"]
+        if digest.hexdigest() != contents["sha256"]:
+            raise ValueError("another SHA-256")
     except (OSError, ValueError, KeyError) as error:
-        raise _damage(folder) from error
-    if not whole:
-        raise _damage(folder)
-    return TokenFiles(Tokenizer.from_buffer(text), tokens, ends, contents["end"])
-
-
-def _damage(folder: Path) -> CheckpointError:
-    return CheckpointError(
-        "the packed tokens are damaged",
-        got=str(folder),
-        expected="the files as they were written, by their SHA-256",
-        fix="remove that folder: the text is packed again",
-    )
+        raise CheckpointError(
+            f"the packed tokens are damaged: {folder}",
+            expected="the files as they were written, by their SHA-256",
+            fix="remove that folder: the text is packed again",
+        ) from error
+    return Tokenizer.from_buffer(text), tokens, ends, contents["end"]
