@@ -63,9 +63,33 @@ def require_ranks() -> None:
 
 def processors() -> int:
     """Returns the number of processors that this process may use, as far as the system tells."""
+    return len(processor_numbers())
+
+
+def processor_numbers() -> list[int]:
+    """Returns the numbers of the processors that this process may use, as far as it is told."""
     if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
+
+
+def load() -> float:
+    """Returns how many threads of this host ran or waited for a processor in the last minute."""
+    return 0.0 if sys.platform == "win32" else os.getloadavg()[0]
+
+
+def stolen_seconds() -> float:
+    """Returns what the hypervisor gave to others, a mean of this host's processors; 0 if unknown.
+
+    It counts from the start of the host, in hundredths of a second.
+    """
+    if sys.platform != "linux":
+        return 0.0
+    fields: list[str] = []
+    with contextlib.suppress(OSError):
+        fields = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0].split()
+    seconds = int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
+    return seconds / (os.cpu_count() or 1)
 
 
 def memory_bytes() -> int:

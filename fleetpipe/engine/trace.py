@@ -11,10 +11,10 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol
 
-from fleetpipe import log
+from fleetpipe import log, systems
 from fleetpipe.arguments import require_folder
 from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
 from fleetpipe.engine.stopwatch import Stopwatch
@@ -35,8 +35,8 @@ _log = log.logger(__name__)
 MOST_STEPS = 20
 _ROUNDS = 8
 
-#: What is sent of an event: name, start, end and the wait for exchanges in it, in seconds.
-Record = tuple[str, float, float, float]
+#: What is sent of an event: all of its fields but the rank.
+Record = tuple[Any, ...]
 
 
 class Traced(Protocol):
@@ -93,6 +93,12 @@ class Trace(BatchObserver):
         self._recording = False
         self._now = device_clock()
         self._offset, self.clock_error = _clock(group)
+        self._queue: systems.ProcessorQueue | None = None
+        self._queued = 0.0
+        self._taken_before = (0.0, 0.0)
+        #: What others took of each step: by the limit of a container, and by the hypervisor.
+        self._taken: deque[tuple[float, ...]] = deque(maxlen=most_steps)
+        self._hosts = _hosts(group, len(self._records))
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """Records when actions, sends and receives begin and end; see :class:`Observer`."""
@@ -105,7 +111,8 @@ class Trace(BatchObserver):
             return instruction()
 
         def record(begin: float, end: float) -> None:
-            records.append((name, begin, end, here.waited))
+            before, self._queued = self._queued, self._queue.seconds() if self._queue else 0.0
+            records.append((name, begin, end, here.waited, 0, self._queued - before))
 
         recorded = Stopwatch(begun, record, self._now)
         return lambda: recorded() if self._recording else instruction()
@@ -115,6 +122,9 @@ class Trace(BatchObserver):
         self._recording = True
         for records in self._records.values():
             records.clear()
+        self._queue = self._queue or systems.ProcessorQueue()
+        self._queued = self._queue.seconds()
+        self._taken_before = self._queue.limited_seconds(), systems.stolen_seconds()
 
     def end_step(self, number: int | None = None) -> None:
         """Gathers the step's events on rank 0 and stops recording. Collective.
@@ -126,16 +136,20 @@ class Trace(BatchObserver):
         self._recording = False
         shifted = {
             str(rank): [
-                (name, start - self._offset, end - self._offset, waited)
-                for name, start, end, waited in records
+                (name, start - self._offset, end - self._offset, *more)
+                for name, start, end, *more in records
             ]
             for rank, records in self._records.items()
         }
-        gathered = self._group.all_gather(shifted)
+        limited = self._queue.limited_seconds() if self._queue else 0.0
+        now = limited, systems.stolen_seconds()
+        taken = [after - before for after, before in zip(now, self._taken_before)]
+        gathered = self._group.all_gather([shifted, taken])
         self._count += 1
         self._numbers.append(self._count if number is None else number)
         if self._group.rank == 0:
-            merged = {rank: records for part in gathered for rank, records in part.items()}
+            merged = {rank: records for part, _ in gathered for rank, records in part.items()}
+            self._taken.append(tuple(map(fmean, zip(*(taken for _, taken in gathered)))))
             step = [Event(int(rank), *one) for rank, records in merged.items() for one in records]
             self._steps.append(with_early(step, self._schedule.actions))
 
@@ -171,7 +185,16 @@ class Trace(BatchObserver):
         placement = self._schedule.placement
         path, numbers = self._folder / "trace.json", list(self._numbers)
         kind = device_kind()
-        write_trace(path, tracks, placement, microseconds=microseconds, steps=numbers, device=kind)
+        machine = {"hosts": self._hosts, "taken": list(self._taken), "load": systems.load()}
+        write_trace(
+            path,
+            tracks,
+            placement,
+            microseconds=microseconds,
+            steps=numbers,
+            device=kind,
+            machine=machine,
+        )
         rate = figures_of(step).bubble_rate
         title = f"measured: step {numbers[chosen]} · bubble {rate:.2%}"
         panel = extra("pictures.panel")
@@ -231,6 +254,14 @@ def _shift(events: list[Event], seconds: float) -> list[Event]:
     return [
         event._replace(start=event.start + seconds, end=event.end + seconds) for event in events
     ]
+
+
+def _hosts(group: Group, ranks: int) -> list[tuple[int, int]]:
+    """Returns for each host how many ranks it has, and how many processors for them. Collective."""
+    hosts: defaultdict[str, tuple[int, set[int]]] = defaultdict(lambda: (0, set()))
+    for host, count, numbers in group.all_gather([host_name(), ranks, systems.processor_numbers()]):
+        hosts[host] = hosts[host][0] + count, {*hosts[host][1], *numbers}
+    return [(count, len(numbers)) for count, numbers in hosts.values()]
 
 
 def _clock(group: Group) -> tuple[float, float]:

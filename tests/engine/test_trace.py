@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fleetpipe import fleet
+from fleetpipe import fleet, systems
 from fleetpipe.engine.trace import Trace, measured_costs
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.schedules import Costs, Schedule, build
@@ -51,6 +51,8 @@ def test_the_actions_of_every_step_stand_in_the_order_of_the_schedule(
     rows = build(schedule, ranks=3, micro_batches=4).actions
     assert actions(document, 3) == [[str(action) for action in row] * 2 for row in rows]
     assert document["otherData"]["steps"] == [1, 2]
+    machine = document["otherData"]["machine"]
+    assert (machine["hosts"], len(machine["taken"])) == ([[3, systems.processors()]], 2)
     for picture in ("measured.png", "predicted.png"):
         assert (tmp_path / "new" / picture).read_bytes().startswith(b"\x89PNG")
     told = caplog.text

@@ -65,6 +65,7 @@ class TracedOperation(NamedTuple):
         start: When it began, in seconds.
         duration: Seconds until its end, waits included.
         early: How many actions that stand before it in the schedule began later on its rank.
+        queued: Seconds of it in which its rank waited for a processor.
     """
 
     step: int
@@ -76,6 +77,7 @@ class TracedOperation(NamedTuple):
     start: float
     duration: float
     early: int = 0
+    queued: float = 0.0
 
     @property
     def end(self) -> float:
@@ -147,13 +149,12 @@ def _operations_of(event: Event) -> Iterator[TracedOperation]:
         # Its own stage: where a value leaves, or where it arrives.
         ends = op.edge.source, op.edge.target
         stage = ends[(name[0] == "R") == (name[1] == "F")]
-        yield TracedOperation(0, 0, rank, stage, kind, op.micro_batch, *times)
+        yield TracedOperation(0, 0, rank, stage, kind, op.micro_batch, *times, queued=event.queued)
     elif isinstance(op, (Action, Fused)):
         first = parts(op)[0]
         kind = "|".join(part.kind for part in parts(op))
-        yield TracedOperation(
-            0, 0, rank, first.stage, kind, first.micro_batch, *times, early=event.early
-        )
+        place = first.stage, kind, first.micro_batch
+        yield TracedOperation(0, 0, rank, *place, *times, event.early, event.queued)
 
 
 def _number_slices(operations: list[TracedOperation]) -> list[TracedOperation]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from fleetpipe.contrib.pictures.panel import Panel
 from fleetpipe.contrib.report.drawing import Drawing, laid_out
 from fleetpipe.contrib.report.page import templates_of
 from fleetpipe.contrib.report.timelines import placement_of
+from fleetpipe.contrib.why.account import LIMITED, OUTSIDE, QUEUEING, STOLEN, account_of, machine_of
 from fleetpipe.contrib.why.slowdown import (
     Alternative,
     Slowdown,
@@ -70,32 +71,51 @@ def run(options: argparse.Namespace) -> int:
     path = options.trace / "trace.json" if options.trace.is_dir() else options.trace
     with using("TRACE", path, "a trace"):
         operations = (read_columns if options.columns else read_trace)(path)
-        device = "cpu" if options.columns else device_of(json.loads(path.read_text("utf-8")))
+        document = {} if options.columns else json.loads(path.read_text("utf-8"))
+        device, machine = device_of(document), machine_of(document, path.name)
     steps = steps_of(operations, one_thread=not options.columns)
     slowdown, schedules = slowdown_of(steps), alternatives(steps)
-    sentence = f"{_sentence(slowdown)} {caveat(device)}".rstrip()
+    account = account_of(steps, machine)
+    parts = (_sentence(slowdown, account), machine.sentence, caveat(device))
+    sentence = " ".join(filter(None, parts))
     if options.output is not None:
         with using("--output", options.output, "a file that can be written"):
-            text = page(steps, slowdown, sentence)
+            text = page(steps, slowdown, sentence, account)
             options.output.write_text(text, encoding="utf-8")
     early = _early_by_rank(operations)
     if options.json:
-        listed = {"device": device, "schedules": [one._asdict() for one in schedules]}
+        listed = {
+            "device": device,
+            "schedules": [one._asdict() for one in schedules],
+            "account": account,
+            "load": machine.load,
+        }
         sys.stdout.write(json.dumps({**slowdown.as_json(), **listed, "early": early}) + "\n")
     else:
-        sys.stdout.writelines(f"{line}\n" for line in _lines(sentence, slowdown, schedules))
+        lines = _lines(sentence, slowdown, schedules, account)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        if machine.load:
+            processors = sum(host[1] for host in machine.hosts)
+            sys.stdout.write(f"load of the machine       {machine.load:.1f}, {processors} cores\n")
         for rank, count in early.items():
             sys.stdout.write(f"taken early by rank {rank}     {count} actions\n")
     return 0
 
 
-def _lines(sentence: str, slowdown: Slowdown, schedules: list[Alternative]) -> Iterator[str]:
+def _lines(
+    sentence: str,
+    slowdown: Slowdown,
+    schedules: list[Alternative],
+    account: Mapping[str, float],
+) -> Iterator[str]:
     measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
     steps = len(slowdown.step_times)
     yield sentence
     yield ""
     yield f"steps                     {steps}, {len(slowdown.ranks)} ranks"
     yield f"mean step, measured       {measured / steps:.6g} s"
+    for name, time in account.items():
+        yield f"  {name:<24}{time:.6g} s, {time * steps / measured:.1%}"
     yield f"mean step, replayed       {replayed / steps:.6g} s ({replayed / measured:.4f} of it)"
     yield f"mean step, ideal          {ideal / steps:.6g} s"
     yield f"slowdown S                {slowdown.slowdown:.4f}"
@@ -118,11 +138,19 @@ def _early_by_rank(operations: Sequence[TracedOperation]) -> dict[int, int]:
 _LEAST_EXPLAINED = 0.85
 
 
-def _sentence(slowdown: Slowdown) -> str:
+def _sentence(slowdown: Slowdown, account: Mapping[str, float]) -> str:
     measured, replayed, ideal = (sum(column) for column in zip(*slowdown.step_times))
-    if replayed < _LEAST_EXPLAINED * measured:
+    step = sum(account.values())
+    taken = sum(account[row] for row in (QUEUEING, LIMITED, STOLEN)) / step
+    if taken > 1 - _LEAST_EXPLAINED:
         return (
-            f"{1 - replayed / measured:.0%} of the steps' time went outside of the operations of "
+            f"{taken:.0%} of the steps' time the ranks had no processor: other work ran on these "
+            f"cores, or a limit stopped them. Of the rest: {_slowest(slowdown, replayed, ideal)}"
+        )
+    if replayed < _LEAST_EXPLAINED * measured:
+        outside = min(1 - replayed / measured, account[OUTSIDE] / step)
+        return (
+            f"{outside:.0%} of the steps' time went outside of the operations of "
             "the trace: in data, the optimizer, checkpoints, callbacks, or other work on these "
             f"cores. Of the rest: {_slowest(slowdown, replayed, ideal)}"
         )
@@ -130,9 +158,10 @@ def _sentence(slowdown: Slowdown) -> str:
 
 
 def _slowest(slowdown: Slowdown, replayed: float, ideal: float) -> str:
-    if not slowdown.causes:
+    causes = [cause for cause in slowdown.causes if cause.share > 0]
+    if not causes:
         return f"No rank, stage, link or micro-batch stands out; S = {slowdown.slowdown:.3f}."
-    worst = slowdown.causes[0]
+    worst = causes[0]
     what = f"{worst.kind} ({worst.name})" if worst.kind in ("rank", "link") else worst.name
     gain = worst.share * (replayed - ideal) / replayed
     return (
@@ -154,7 +183,9 @@ class HeatRow(NamedTuple):
     factors: list[float]
 
 
-def page(steps: Sequence[ReplayedStep], slowdown: Slowdown, sentence: str) -> str:
+def page(
+    steps: Sequence[ReplayedStep], slowdown: Slowdown, sentence: str, account: Mapping[str, float]
+) -> str:
     """Returns the page as an HTML text that loads no other file."""
     lost = [replayed - ideal for _, replayed, ideal in slowdown.step_times]
     slowest = int(np.argmax(lost))
@@ -170,6 +201,7 @@ def page(steps: Sequence[ReplayedStep], slowdown: Slowdown, sentence: str) -> st
                 ("of the slowest 3 %, M_W", f"{slowdown.slowest_ranks:.1%}"),
                 ("of all communication", f"{slowdown.links:.1%}"),
             ],
+            account=account,
             drawing=_timelines(steps, slowdown, slowest),
             heat=_heat(steps, slowdown, columns),
             columns=[str(steps[part[0]].operations[0].step) for part in columns],

@@ -39,11 +39,13 @@ def write_trace(
     microseconds: Mapping[str, float] | None = None,
     steps: Sequence[int] = (),
     device: str = "",
+    machine: _Json | None = None,
 ) -> None:
-    """Writes :func:`chrome_trace` to a file."""
+    """Writes :func:`chrome_trace` to a file, with what is known of the machine."""
     document = chrome_trace(
         tracks, placement, edges=edges, microseconds=microseconds, steps=steps, device=device
     )
+    document["otherData"] = {**document["otherData"], **({"machine": machine} if machine else {})}
     Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
@@ -55,7 +57,7 @@ def chrome_trace(
     microseconds: Mapping[str, float] | None = None,
     steps: Sequence[int] = (),
     device: str = "",
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Returns events in the Trace Event Format: a process for each rank, an "X" for each event.
 
     Args:
@@ -112,7 +114,9 @@ def tracks_of(document: Any) -> dict[str, list[Event]]:
             early = entry.get("args", {}).get("early", 0)
             if type(early) is not int or int(rank) < 0:
                 raise ValueError(f"{early} early actions on rank {rank}")
-            event = Event(int(rank), str(entry["name"]), start, start + seconds, early=early)
+            queued = min(seconds, max(0.0, _seconds(entry.get("args", {}).get("queued", 0))))
+            times = start, start + seconds
+            event = Event(int(rank), str(entry["name"]), *times, early=early, queued=queued)
             tracks[" ".join(track)].append(event)
     return tracks
 
@@ -216,13 +220,14 @@ class _Track:
 
     def _arguments(self, event: Event) -> _Json:
         op = event.op
+        queued: _Json = {"queued": self._time(event.queued)} if event.queued else {}
         if isinstance(op, Action):
             chunk = self.placement.stages_of(event.rank).index(op.stage)
-            early = {"early": event.early} if event.early else {}
-            return {"stage": op.stage, "chunk": chunk, "micro-batch": op.micro_batch, **early}
+            place = {"stage": op.stage, "chunk": chunk, "micro-batch": op.micro_batch}
+            return {**place, **({"early": event.early} if event.early else {}), **queued}
         if isinstance(op, (Send, Recv)):
-            return {"edge": str(op.edge), "micro-batch": op.micro_batch}
-        return {}
+            return {"edge": str(op.edge), "micro-batch": op.micro_batch, **queued}
+        return queued
 
 
 def _exchange_of(event: Event) -> Iterator[Event]:

@@ -25,6 +25,7 @@ class Event(NamedTuple):
         exchange: The part of that time in which the rank only waited for exchanges with other ranks
             of its stage.
         early: How many actions that stand before it in the schedule began later on its rank.
+        queued: The part of that time in which the rank waited for a processor.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Event(NamedTuple):
     end: float
     exchange: float = 0.0
     early: int = 0
+    queued: float = 0.0
 
     @property
     def op(self) -> Op | None:
