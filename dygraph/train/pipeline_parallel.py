@@ -240,18 +240,22 @@ class PipelineParallel(PipelineFace):
     def run_forwards(
         self, inputs: list[Nest], result_of: Callable[[Nest], Nest], units: Units
     ) -> AbstractContextManager[ForwardBatch]:
-        """Returns a context in which the outputs of some micro-batches are there. Collective.
+        """Returns a context in which the outputs of some micro-batches are there.
+
+        Collective over the ranks of one pipeline: replicas need not all call it.
 
         An error within it reaches all ranks. The layers stay in ``eval()`` mode.
 
         Args:
-            inputs: The input of each micro-batch, of any sizes; they are as many on every rank.
+            inputs: The input of each micro-batch, of any sizes; the same on every rank.
             result_of: Called on the rank that owns the last stage with each output; what it returns
                 is stored.
             units: The state that layers keep from one such run to the next.
         """
         batches = MicroBatches(inputs, None)
-        return run_forwards(self._runtime, batches, result_of=result_of, units=units)
+        return run_forwards(
+            self._runtime, batches, result_of=result_of, units=units, compares=False
+        )
 
     def profile(self, data: Batch, path: str | Path | None = None) -> Profile:
         """Measures what each layer, and each action of each stage, costs. Collective.

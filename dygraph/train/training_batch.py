@@ -214,6 +214,7 @@ def run_forwards(
     labels: Nest = None,
     result_of: Callable[[Nest], Nest] = lambda output: output,
     units: Units = WHOLE,
+    compares: bool = True,
 ) -> Iterator[Batch]:
     """Runs forwards, and yields their results; errors within it still reach all ranks. Collective.
 
@@ -224,6 +225,7 @@ def run_forwards(
         labels: The labels before they were cut, whose rows weight uneven micro-batches.
         result_of: Returns what is stored of an output.
         units: The state of the layers, if they keep some from one run to the next.
+        compares: Whether ranks may have other micro-batches, or none.
 
     Yields:
         The batch, with its losses or outputs if this process owns the last stage.
@@ -239,10 +241,12 @@ def run_forwards(
     runtime.data.require(batches, labelled=functions is not None)
     keys = runtime.keys.draw()
     runtime.layers.begin(training=False)
-    with runtime.job.guarded(lambda: "evaluating"):
-        # A rank without data cannot know how many micro-batches will come.
-        count = runtime.data.compare(batches, len(batches.inputs or ()))
-        require_count(batches, count)
+    count = len(batches.inputs or ())
+    if compares:
+        with runtime.job.guarded(lambda: "evaluating"):
+            # A rank without data cannot know how many micro-batches will come.
+            count = runtime.data.compare(batches, count)
+            require_count(batches, count)
     losses = None
     if functions is not None:
         share = Fraction(1, 1 if runtime.config.loss_reduction == "sum" else count)

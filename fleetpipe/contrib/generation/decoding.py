@@ -267,11 +267,12 @@ def _pipeline_of(model: Any) -> tuple[PipelineParallel, AbstractContextManager[N
     computing: AbstractContextManager[None] = nullcontext()
     if isinstance(model, Model):
         model, computing = model.pipeline, model.computing()
-    if not isinstance(model, PipelineParallel):
+    if not isinstance(model, PipelineParallel) or not paddle.in_dynamic_mode():
         raise UsageError(
             "generate runs a pipeline in dynamic graph",
-            got=type(model).__name__,
-            fix="generate(fleet.distributed_model(model), ..), or with a fleetpipe.Model",
+            got=type(model).__name__ + ", in static mode" * (not paddle.in_dynamic_mode()),
+            fix="generate(fleet.distributed_model(model), ..), or with a fleetpipe.Model; "
+            "paddle.disable_static() goes back to dynamic graph",
         )
     if model.sequence.ranks > 1 or model.layers.placement.has_head:
         raise ConfigError(

@@ -95,6 +95,11 @@ def on_this_rank() -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Tokens with whole logits, and what `in_a_job` returns, in layouts of four ranks."""
     layouts = ({"pp": 2, "mp": 2}, {"pp": 2, "dp": 2})
     found = [in_a_job(degrees, beside) for degrees in layouts for beside in (True, False)]
+    with job(pp=2, dp=2):
+        # One replica has nothing to do, and then trains on.
+        model = gpt()
+        found.append({"one": fleetpipe.generate(model, prompts(1), NEW, temperature=0)})
+        model.eval_batch(batch(2), compute_loss=True)
     return with_whole_logits(pp=2, mp=2), found
 
 
@@ -102,6 +107,7 @@ def on_this_rank() -> tuple[list[list[int]], list[dict[str, Any]]]:
 def test_all_ranks_have_the_tokens_of_a_loop_by_hand(on_ranks: Callable[..., list[Any]]) -> None:
     for whole, rank in on_ranks(on_this_rank, 4):
         assert whole == with_whole_logits(pp=1)
+        assert rank.pop() == {"one": expected()["greedy"][:1]}
         for beside, alone in zip(rank[::2], rank[1::2]):
             assert beside == {**expected(), **alone}
 
@@ -163,7 +169,7 @@ def test_a_captured_model_and_a_list_have_the_tokens_of_the_plain_one(listed: bo
         assert fleetpipe.generate(model, prompts(4), 3, **options) == tokens
 
 
-class Sequences(paddle.io.Dataset[Any]):
+class Sequences(paddle.io.Dataset):
     """Rows of tokens, with those that follow."""
 
     def __getitem__(self, index: int) -> Any:
