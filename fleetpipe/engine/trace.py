@@ -95,10 +95,10 @@ class Trace(BatchObserver):
         self._offset, self.clock_error = _clock(group)
         self._queue: systems.ProcessorQueue | None = None
         self._queued = 0.0
-        self._taken_before = (0.0, 0.0)
-        #: What others took of each step: by the limit of a container, and by the hypervisor.
-        self._taken: deque[tuple[float, ...]] = deque(maxlen=most_steps)
-        self._hosts = _hosts(group, len(self._records))
+        #: What a container's limit, and the hypervisor, took before the step, and of each step.
+        self._before = [0.0, 0.0]
+        self._taken: deque[list[float]] = deque(maxlen=most_steps)
+        self._machine = _machine(group, len(self._records))
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """Records when actions, sends and receives begin and end; see :class:`Observer`."""
@@ -124,7 +124,7 @@ class Trace(BatchObserver):
             records.clear()
         self._queue = self._queue or systems.ProcessorQueue()
         self._queued = self._queue.seconds()
-        self._taken_before = self._queue.limited_seconds(), systems.stolen_seconds()
+        self._before = [self._queue.limited_seconds(), systems.stolen_seconds()]
 
     def end_step(self, number: int | None = None) -> None:
         """Gathers the step's events on rank 0 and stops recording. Collective.
@@ -142,14 +142,13 @@ class Trace(BatchObserver):
             for rank, records in self._records.items()
         }
         limited = self._queue.limited_seconds() if self._queue else 0.0
-        now = limited, systems.stolen_seconds()
-        taken = [after - before for after, before in zip(now, self._taken_before)]
+        taken = [limited - self._before[0], systems.stolen_seconds() - self._before[1]]
         gathered = self._group.all_gather([shifted, taken])
         self._count += 1
         self._numbers.append(self._count if number is None else number)
         if self._group.rank == 0:
             merged = {rank: records for part, _ in gathered for rank, records in part.items()}
-            self._taken.append(tuple(map(fmean, zip(*(taken for _, taken in gathered)))))
+            self._taken.append([fmean(each) for each in zip(*(taken for _, taken in gathered))])
             step = [Event(int(rank), *one) for rank, records in merged.items() for one in records]
             self._steps.append(with_early(step, self._schedule.actions))
 
@@ -185,7 +184,8 @@ class Trace(BatchObserver):
         placement = self._schedule.placement
         path, numbers = self._folder / "trace.json", list(self._numbers)
         kind = device_kind()
-        machine = {"hosts": self._hosts, "taken": list(self._taken), "load": systems.load()}
+        limited, stolen = zip(*self._taken)
+        machine = {**self._machine, "limited": limited, "stolen": stolen, "load": systems.load()}
         write_trace(
             path,
             tracks,
@@ -256,12 +256,14 @@ def _shift(events: list[Event], seconds: float) -> list[Event]:
     ]
 
 
-def _hosts(group: Group, ranks: int) -> list[tuple[int, int]]:
+def _machine(group: Group, ranks: int) -> dict[str, object]:
     """Returns for each host how many ranks it has, and how many processors for them. Collective."""
-    hosts: defaultdict[str, tuple[int, set[int]]] = defaultdict(lambda: (0, set()))
-    for host, count, numbers in group.all_gather([host_name(), ranks, systems.processor_numbers()]):
-        hosts[host] = hosts[host][0] + count, {*hosts[host][1], *numbers}
-    return [(count, len(numbers)) for count, numbers in hosts.values()]
+    counts: defaultdict[str, int] = defaultdict(int)
+    numbers: defaultdict[str, set[int]] = defaultdict(set)
+    for host, count, usable in group.all_gather([host_name(), ranks, systems.processor_numbers()]):
+        counts[host] += count
+        numbers[host].update(usable)
+    return {"ranks": list(counts.values()), "processors": [len(each) for each in numbers.values()]}
 
 
 def _clock(group: Group) -> tuple[float, float]:

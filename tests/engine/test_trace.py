@@ -52,7 +52,8 @@ def test_the_actions_of_every_step_stand_in_the_order_of_the_schedule(
     assert actions(document, 3) == [[str(action) for action in row] * 2 for row in rows]
     assert document["otherData"]["steps"] == [1, 2]
     machine = document["otherData"]["machine"]
-    assert (machine["hosts"], len(machine["taken"])) == ([[3, systems.processors()]], 2)
+    assert (machine["ranks"], machine["processors"]) == ([3], [systems.processors()])
+    assert len(machine["limited"]) == len(machine["stolen"]) == 2
     for picture in ("measured.png", "predicted.png"):
         assert (tmp_path / "new" / picture).read_bytes().startswith(b"\x89PNG")
     told = caplog.text

@@ -19,15 +19,9 @@ from fleetpipe.contrib.report.run_contents import Row, RunFolder
 from fleetpipe.schedules.forms.events import figures_of
 from fleetpipe.version import __version__
 
-#: Sections of the page, with the parts of ``run.json`` in each and their headings.
 _SETTINGS = {
-    "configuration": {
-        "config": "settings",
-        "training": "training",
-        "layout": "layout",
-        "environment": "environment",
-    },
-    "versions": {"versions": ""},
+    "configuration": ("config", "training", "layout", "environment"),
+    "versions": ("versions",),
 }
 
 
@@ -144,8 +138,8 @@ def _settings(run: RunFolder) -> dict[str, list[tuple[str, list[tuple[str, str]]
     return {
         section: [
             (heading, pairs)
-            for part, title in parts.items()
-            for heading, pairs in tables.grouped_settings(run.section(part), title, shown)
+            for part in parts
+            for heading, pairs in tables.grouped_settings(run.section(part), part, shown)
         ]
         for section, parts in _SETTINGS.items()
     }

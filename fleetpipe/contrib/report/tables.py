@@ -121,23 +121,19 @@ def settings(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
 def grouped_settings(
     values: Mapping[str, Any], title: str, shown: set[tuple[str, str]]
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Yields settings under the title, and those that are themselves settings under their name.
+    """Yields settings under the title, and those of a group under its name.
 
-    Args:
-        values: The settings.
-        title: The heading of those that are no group.
-        shown: Names and values of the parts before, which are left out; these are added.
+    What is in ``shown``, the names and values of the parts before, is left out; these are added.
     """
     groups = {name: value for name, value in values.items() if isinstance(value, dict) and value}
     plain = {name: value for name, value in values.items() if name not in groups}
-    listed = [
-        (heading, list(settings(group))) for heading, group in [(title, plain), *groups.items()]
-    ]
-    for heading, pairs in listed:
-        pairs = [(name, text) for name, text in pairs if (name.split(".")[-1], text) not in shown]
+    before = set(shown)
+    for heading, group in [(title, plain), *groups.items()]:
+        lasts = {pair: (pair[0].split(".")[-1], pair[1]) for pair in settings(group)}
+        shown.update(lasts.values())
+        pairs = [pair for pair, last in lasts.items() if last not in before]
         if pairs:
             yield heading, pairs
-    shown.update((name.split(".")[-1], text) for _, pairs in listed for name, text in pairs)
 
 
 def _fill(figures: Sequence[float], count: int) -> list[str]:

@@ -85,12 +85,8 @@ class History:
         return series
 
     def content(self) -> dict[str, Any]:
-        """Returns the history as a value of JSON, in which null stands for what is no number."""
-        rows = [
-            [step, {n: v if math.isfinite(v) else None for n, v in figures.items()}]
-            for step, figures in self.rows()
-        ]
-        return {"stride": self.stride, "rows": rows}
+        """Returns the history as a value of Python's JSON, which has NaN and infinities."""
+        return {"stride": self.stride, "rows": [[step, {**row}] for step, row in self.rows()]}
 
     @classmethod
     def of(cls, value: JsonValue) -> History:
@@ -106,10 +102,7 @@ class History:
 
 
 def _figures(value: JsonValue) -> dict[str, float]:
-    return {
-        name: math.nan if figure.content is None else figure.number()
-        for name, figure in value.fields().items()
-    }
+    return {name: figure.number() for name, figure in value.fields().items()}
 
 
 def _join(earlier: Mapping[str, float], later: Mapping[str, float]) -> Mapping[str, float]:

@@ -15,59 +15,46 @@ from fleetpipe.json_value import JsonValue, Source
 #: The rows of time in which a rank had no processor.
 QUEUEING, LIMITED, STOLEN = "queueing for a core", "stopped by a limit", "stolen by the host"
 OUTSIDE = "outside of operations"
+_SOURCE = Source("this is no trace of fleetpipe's", ConfigError, "trace the run again")
 
 
 class Machine(NamedTuple):
     """What a trace says of the machine that ran it.
 
     Attributes:
-        hosts: For each host the number of its ranks, and of the processors that they may use.
-        taken: For each step the seconds that a container's limit, and the hypervisor, took.
+        ranks: How many ranks each host has.
+        processors: How many processors these may use.
+        limited: Seconds of each step that a container's limit took.
+        stolen: Seconds of each step that the hypervisor took.
         load: Threads that ran or waited for a processor, in the last minute.
     """
 
-    hosts: Sequence[Sequence[int]] = ()
-    taken: Sequence[Sequence[float]] = ()
+    ranks: tuple[int, ...] = ()
+    processors: tuple[int, ...] = ()
+    limited: tuple[float, ...] = ()
+    stolen: tuple[float, ...] = ()
     load: float = 0.0
 
     @property
     def sentence(self) -> str:
         """Says that ranks share processors; empty if each may have its own."""
-        for ranks, processors in self.hosts:
-            if 0 < processors < ranks:
+        for ranks, processors in zip(self.ranks, self.processors):
+            if processors < ranks:
                 if processors == 1:
                     return f"Nothing overlaps, since {ranks} ranks share one core."
                 return f"At most {processors} of {ranks} ranks compute at a time: they share cores."
         return ""
 
 
-def machine_of(document: Mapping[str, Any], where: str) -> Machine:
+def machine_of(document: Mapping[str, Any]) -> Machine:
     """Reads what a trace says of its machine; nothing of an older one.
 
     Raises:
         ConfigError: It is no such record.
     """
-    source = Source("this is no trace of fleetpipe's", ConfigError, "trace the run again")
     other = document.get("otherData")
-    content = other.get("machine") if isinstance(other, dict) else None
-    if content is None:
-        return Machine()
-    return JsonValue(content, source, where).record(
-        Machine,
-        hosts=lambda hosts: [one.row(_Host) for one in hosts.items()],
-        taken=lambda steps: [one.row(_Taken) for one in steps.items()],
-        load=JsonValue.figure,
-    )
-
-
-class _Host(NamedTuple):
-    ranks: int
-    processors: int
-
-
-class _Taken(NamedTuple):
-    limited: float
-    stolen: float
+    content = other.get("machine", {}) if isinstance(other, dict) else {}
+    return JsonValue(content, _SOURCE, "otherData.machine").record(Machine)
 
 
 def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, float]:
@@ -76,7 +63,8 @@ def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, flo
     rows: defaultdict[str, list[float]] = defaultdict(list)
     for number, step in enumerate(steps):
         span = max(one.end for one in step.operations) - step.operations[0].start
-        limited, stolen = machine.taken[number] if number < len(machine.taken) else (0.0, 0.0)
+        limited = (*machine.limited, *[0.0] * len(steps))[number]
+        stolen = (*machine.stolen, *[0.0] * len(steps))[number]
         for rank in ranks:
             operations = [one for one in step.operations if one.rank == rank]
             work = [one for one in operations if one.kind not in COMMUNICATIONS]

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     with using("TRACE", path, "a trace"):
         operations = (read_columns if options.columns else read_trace)(path)
         document = {} if options.columns else json.loads(path.read_text("utf-8"))
-        device, machine = device_of(document), machine_of(document, path.name)
+        device, machine = device_of(document), machine_of(document)
     steps = steps_of(operations, one_thread=not options.columns)
     slowdown, schedules = slowdown_of(steps), alternatives(steps)
     account = account_of(steps, machine)
@@ -95,8 +95,8 @@ def run(options: argparse.Namespace) -> int:
         lines = _lines(sentence, slowdown, schedules, account)
         sys.stdout.writelines(f"{line}\n" for line in lines)
         if machine.load:
-            processors = sum(host[1] for host in machine.hosts)
-            sys.stdout.write(f"load of the machine       {machine.load:.1f}, {processors} cores\n")
+            cores = sum(machine.processors)
+            sys.stdout.write(f"load of the machine       {machine.load:.1f}, {cores} cores\n")
         for rank, count in early.items():
             sys.stdout.write(f"taken early by rank {rank}     {count} actions\n")
     return 0

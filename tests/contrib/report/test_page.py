@@ -137,7 +137,7 @@ def test_settings_stand_under_headings_and_each_once(tmp_path: Path) -> None:
     written(tmp_path, [row(1, 2.0)], config=config, training=training, layout={"pp": 2})
     words = Parsed(page(read(tmp_path))).sections["configuration"].split()
     assert words[: words.index("fleetpipe")] == [
-        *("Configuration", "settings", "seed", "1", "train", "epochs", "3", "data.rows", "9"),
+        *("Configuration", "config", "seed", "1", "train", "epochs", "3", "data.rows", "9"),
         *("training", "micro_batches", "4", "layout", "pp", "2"),
     ]
 

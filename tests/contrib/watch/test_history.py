@@ -56,10 +56,9 @@ def test_it_is_read_as_it_was_written_and_a_damaged_one_is_none(tmp_path: Path) 
     made = of_steps(3 * MOST)
     made.add(made.last + 1, {"loss": math.inf})
     file = tmp_path / history.FILE
-    file.write_text(json.dumps(made.content(), allow_nan=False))
+    file.write_text(json.dumps(made.content()))
     read = read_history(tmp_path)
     assert (read.stride, read.last) == (made.stride, made.last)
-    assert read.rows()[:-1] == made.rows()[:-1]
-    assert math.isnan(read.rows()[-1].figures["loss"])
+    assert read.rows() == made.rows()
     file.write_text('{"stride": 0, "rows": [[1, {"loss": "x"}]]}')
     assert read_history(tmp_path).rows() == []

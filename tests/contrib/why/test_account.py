@@ -34,7 +34,7 @@ def written(folder: Path, **machine: object) -> Path:
 
 def test_the_rows_add_up_to_the_step(tmp_path: Path) -> None:
     steps = steps_of(read_trace(written(tmp_path)), one_thread=True)
-    account = account_of(steps, Machine(taken=[(0.5, 0.25)]))
+    account = account_of(steps, Machine(limited=(0.5,), stolen=(0.25,)))
     assert account == {
         "computing": (3.0 + 2.0) / 2 - 0.25,
         "waiting for messages": (1.0 + 5.5) / 2,
@@ -47,17 +47,21 @@ def test_the_rows_add_up_to_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "sentence"),
+    ("ranks", "processors", "sentence"),
     [
-        ([[2, 2]], ""),
-        ([[2, 1]], "Nothing overlaps, since 2 ranks share one core."),
-        ([[1, 1], [4, 2]], "At most 2 of 4 ranks compute at a time: they share cores."),
+        ([2], [2], ""),
+        ([2], [1], "Nothing overlaps, since 2 ranks share one core."),
+        ([1, 4], [1, 2], "At most 2 of 4 ranks compute at a time: they share cores."),
     ],
 )
 def test_what_the_machine_did_is_said(
-    hosts: list[list[int]], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: list[int],
+    processors: list[int],
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = written(tmp_path, hosts=hosts, taken=[[0.0, 0.0]], load=3.5)
+    path = written(tmp_path, ranks=ranks, processors=processors, load=3.5)
     assert main(["why", str(path), "-o", str(tmp_path / "why.html")]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("18% of the steps' time the ranks had no processor")
@@ -74,5 +78,5 @@ def test_what_the_machine_did_is_said(
 def test_a_record_of_the_machine_that_is_none_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["why", str(written(tmp_path, hosts=[[1]]))]) == 2
-    assert "a list of 2 values" in capsys.readouterr().err
+    assert main(["why", str(written(tmp_path, ranks=[-1]))]) == 2
+    assert "where: otherData.machine.ranks[0]" in capsys.readouterr().err
