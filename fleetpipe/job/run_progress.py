@@ -106,7 +106,7 @@ class RunProgress:
         if self.figures is not None and (not waits or self._is_due("loss")):
             losses = loss if isinstance(loss, list) else [loss]
             names = [f"loss {n}" for n in range(len(losses))] if len(losses) > 1 else ["loss"]
-            single = all(getattr(one, "size", 0) == 1 for one in losses)
+            single = all(getattr(one, "shape", None) in ([], [1]) for one in losses)
             self._losses = {n: float(one.item()) for n, one in zip(names, losses)} if single else {}
 
     def note(self, figures: Mapping[str, float]) -> None:

@@ -25,8 +25,8 @@ from fleetpipe.job import attempt_files, run_files
 from fleetpipe.job.job import Job, current_job
 
 _log = log.logger(__name__)
-#: Seconds from one file of the history to the next, which takes some milliseconds.
-_HISTORY_PERIOD = 1.0
+#: Seconds from one file of the history to the next: so many times those that writing it takes.
+_HISTORY_PERIODS, _HISTORY_TIMES = (1.0, 10.0), 500
 #: Most steps between two boards.
 _MOST_NOTED = 4096
 
@@ -45,7 +45,7 @@ class Reporter:
         self._notices = Notices()
         self._history = history.History()
         self._figures = job.progress.figures = deque(maxlen=_MOST_NOTED)
-        self._written = 0.0
+        self._history_due = 0.0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fleetpipe-board", daemon=True)
         self._thread.start()
@@ -57,7 +57,7 @@ class Reporter:
         ranks = tuple(replace(rank, state="ended") for rank in self.board.ranks)
         self.board = replace(self.board, at=time.time(), ranks=ranks, news="the job has ended")
         self._note(self.board)
-        self._written = 0.0
+        self._history_due = 0.0
         self._write(self.board)
 
     def _run(self) -> None:
@@ -88,15 +88,19 @@ class Reporter:
             self._history.add(self._history.last, {**norm, "busy share": 100 * busy})
 
     def _write(self, board: JobBoard) -> None:
-        texts = {FILE: board.content()}
-        if self._history.last and time.monotonic() >= self._written + _HISTORY_PERIOD:
-            self._written = time.monotonic()
-            texts[history.FILE] = self._history.content()
-        for name, content in texts.items():
-            text = json.dumps(content)
-            for folder in self._folders():
-                with contextlib.suppress(OSError):
-                    atomic_file.replace_text(folder / name, text)
+        self._replace(FILE, board.content())
+        begin = time.monotonic()
+        if self._history.last and begin >= self._history_due:
+            self._replace(history.FILE, self._history.content())
+            took = time.monotonic() - begin
+            least, most = _HISTORY_PERIODS
+            self._history_due = begin + min(most, max(least, _HISTORY_TIMES * took))
+
+    def _replace(self, name: str, content: object) -> None:
+        text = json.dumps(content)
+        for folder in self._folders():
+            with contextlib.suppress(OSError):
+                atomic_file.replace_text(folder / name, text)
 
     def _folders(self) -> Iterator[Path]:
         yield from self._job.progress.folders
