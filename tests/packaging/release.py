@@ -91,7 +91,7 @@ class Environment:
         self.run("fleetpipe", "parity", "train.py")
         self.run("fleetpipe", "doctor")
         self.run("fleetpipe", "new", "project")
-        self.run("pip", "install", "--quiet", "PyYAML", "pytest")
+        self.run("pip", "install", "--quiet", "fleetpipe[project]")
         self.run("python", "-m", "pytest", "-q", folder=self.folder / "project")
 
 
