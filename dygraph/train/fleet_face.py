@@ -26,7 +26,7 @@ from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.train.observers import of_all
 from fleetpipe.engine.observer import Observer
 from fleetpipe.errors import ConfigError, StateError, UsageError
-from fleetpipe.job.job import current_job
+from fleetpipe.job.job import Job, current_job
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api.meta_parallel import pipeline_parallel_callbacks_
 from fleetpipe.paddle_api.topology import user_strategy
@@ -142,7 +142,7 @@ class PipelineFace(MetaParallelBase):
     """See :meth:`RankData.share`. Collective."""
     from_last_stage: Callable[[Nest], list[Nest]] = _of_runtime("data.from_last_stage")
     """See :meth:`RankData.from_last_stage`. Collective."""
-    require_running: Callable[[], None] = _of_runtime("require_running")
+    require_running: Callable[[], Job] = _of_runtime("require_running")
     """See :meth:`Runtime.require_running`."""
     next_keys: Callable[[], Keys | None] = _of_runtime("keys.peek")
     """See :meth:`BatchKeys.peek`. Collective over mp."""

@@ -119,8 +119,8 @@ class Runtime:
         self._arrange(config)
         self._connect()
 
-    def require_running(self) -> None:
-        """Refuses a batch after the job has ended; its connections are closed.
+    def require_running(self) -> Job:
+        """Returns the job; refuses a batch after it has ended: its connections are closed.
 
         Raises:
             StateError: The job in which the model was wrapped is not the one that runs.
@@ -135,7 +135,7 @@ class Runtime:
                 "the model anew, and load what was saved",
             )
         with self._turn():
-            pass
+            return now
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

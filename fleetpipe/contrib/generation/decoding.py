@@ -18,7 +18,7 @@ from fleetpipe.dygraph.layer_kinds import kinds_in
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.errors import ConfigError, UsageError, is_whole_number, require_whole
 from fleetpipe.fit.model import Model
-from fleetpipe.job.job import Job, current_job
+from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 
 
@@ -73,8 +73,8 @@ def generate(
     require_whole("max_new_tokens", max_new_tokens)
     ends, prompts = _ends_of(eos), prompts_of(tokens)
     pipeline, computing = _pipeline_of(model)
-    job = _job_of(pipeline)
-    kept = _Cache() if _can_keep(pipeline, cache) else None
+    job = pipeline.require_running()
+    kept = _cache_of(pipeline, cache)
     job.require_agreement(
         {
             **{f"prompt {number}": str(prompt) for number, prompt in enumerate(prompts)},
@@ -284,29 +284,19 @@ def _pipeline_of(model: Any) -> tuple[PipelineParallel, AbstractContextManager[N
     return model, computing
 
 
-def _job_of(pipeline: PipelineParallel) -> Job:
-    pipeline.require_running()
-    job = current_job()
-    if job is None:
-        raise UsageError("generate runs between fleet.init and fleet.shutdown")
-    return job
-
-
-def _can_keep(pipeline: PipelineParallel, cache: bool | None) -> bool:
-    """Whether the layers are to keep keys and values.
+def _cache_of(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
+    """Returns what the layers keep keys and values in; None without a cache.
 
     Raises:
-        ConfigError: ``cache`` asks for it, and a layer cannot.
+        ConfigError: It is wanted, and a layer cannot.
     """
-    if cache is False:
-        return False
     try:
         require_sliceable(pipeline.layers.layers)
     except ConfigError:
-        if cache:
+        if wanted:
             raise
-        return False
-    return True
+        return None
+    return None if wanted is False else _Cache()
 
 
 @contextmanager
