@@ -60,11 +60,12 @@ def both(model: Any) -> dict[str, list[list[int]]]:
     [(1, "1F1B", 1), (4, "1F1B", 1), (2, "Interleaved1F1B", 2), (2, "ZBV", 2), (2, "Seq1F1B", 1)],
 )
 def test_one_process_has_the_tokens_of_a_loop_by_hand(pp: int, schedule: str, chunks: int) -> None:
+    tokens = expected()
     with job(pp, schedule=schedule):
         model = gpt(num_virtual_pipeline_stages=chunks)
-        assert both(model) == expected()
+        assert both(model) == tokens
         whole = fleetpipe.generate(model, prompts(), NEW, temperature=0, cache=False)
-        assert whole == expected()["greedy"]
+        assert whole == tokens["greedy"]
 
 
 def in_a_job(degrees: dict[str, int], beside: bool) -> dict[str, Any]:
