@@ -121,6 +121,35 @@ def cut_by_numbers(self: Any, x: Any) -> Any:
     return self.middle(x) + x[:, :count].sum(1, keepdim=True)
 
 
+class Steps(nn.Layer):  # type: ignore[misc]
+    """Counts, as rotary embeddings do."""
+
+    def forward(self, count: int) -> Any:
+        return paddle.arange(count).astype("float32")
+
+
+def test_a_size_that_a_layer_makes_of_a_number_is_no_read() -> None:
+    def code(self: Any, x: Any) -> Any:
+        steps = self.middle(x.shape[1])
+        return x * steps.reshape([1, steps.shape[0]])
+
+    require_bits(lambda: Rows(code, Steps()), [X, LABELS], ["last"], steps=1)
+
+
+def test_a_check_that_raises_an_error_is_made_in_each_batch() -> None:
+    def code(self: Any, x: Any) -> Any:
+        if (x.abs() > 1e6).any():
+            raise ValueError("too large")
+        return self.middle(x)
+
+    line = code.__code__.co_firstlineno + 1
+    with job(2):
+        done = trained(lambda: Rows(code), [X, LABELS], split_spec=["last"], steps=1)
+        assert done.differing == []
+        with pytest.raises(CaptureError, match=rf"does not pass a check(.|\n)*sizes.py:{line}"):
+            done.model.forward_backward_pipeline([X * 1e9, LABELS])
+
+
 @pytest.mark.parametrize("code", [of_some_rows, scattered, a_loss_of_some, cut_by_numbers])
 def test_sizes_that_nobody_reads_may_depend_on_numbers(code: Callable[[Any, Any], Any]) -> None:
     require_bits(lambda: Rows(code), [X, LABELS], ["last"], steps=2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import traceback
-from types import FrameType, TracebackType
+from functools import cache
+from types import CodeType, FrameType, TracebackType
 
 from fleetpipe.aliases import Layer
 
@@ -46,6 +48,23 @@ def only_checked() -> bool:
         if frame.f_code.co_name in _CHECKING:
             return True
     return False
+
+
+def only_raises() -> bool:
+    """Whether the user's innermost frame tests a tensor, and raises an error if it fails."""
+    frame = next((frame for frame, _ in traceback.walk_stack(None) if is_users(frame)), None)
+    return frame is not None and _raises_after(frame.f_code, frame.f_lasti)
+
+
+@cache
+def _raises_after(code: CodeType, offset: int) -> bool:
+    """Whether what a jump at this offset passes over ends with ``raise``."""
+    steps = {step.offset: step for step in dis.get_instructions(code)}
+    test = next((s for at, s in steps.items() if at >= offset and s.opname != "TO_BOOL"), None)
+    if test is None or not test.opname.startswith("POP_JUMP"):
+        return False
+    passed = [step for at, step in steps.items() if test.offset < at < test.argval]
+    return bool(passed) and passed[-1].opname == "RAISE_VARARGS"
 
 
 def raised_at(where: TracebackType | None) -> str:

@@ -147,7 +147,9 @@ class Sizes:
     def __init__(self) -> None:
         #: The tensors whose numbers follow from the look, by id, while nothing else is written.
         self._fixed: dict[int, tuple[Tensor, int]] = {}
-        #: Those whose sizes do not, each with one of another size where there is one.
+        #: Those that a layer that is not opened has made of Python's numbers, by id.
+        self._plain: dict[int, Tensor] = {}
+        #: Those whose sizes depend on numbers, each with one of another size where there is one.
         self._selected: dict[int, tuple[Tensor, Tensor | None]] = {}
         #: Whether any code has a :class:`Size`.
         self.asked_for = False
@@ -208,12 +210,14 @@ class Sizes:
             if constant is not None:
                 depending = [one for one in depending if not constant(one)]
         follows = not (depending or self.blind or name in _UNSET)
-        follows = follows and (bool(taken) or constant is not None)
         states = generator_states() if follows else None
         output = function(*args, **named)
         made = tensors_in(output)
         if follows and states == generator_states():
-            self.fix(made)
+            if taken or constant is not None:
+                self.fix(made)
+            else:
+                self._plain.update({id(one): one for one in made})
         if depending and (name in _TELLING or any(map(self.selected, depending))):
             self.trying = True
             try:
@@ -230,7 +234,7 @@ class Sizes:
         says = [
             one
             for one in tensors_in((args[_SELECTING.get(name, _RESIZING.get(name, 0)) :], named))
-            if id(one) in depending
+            if id(one) in depending and id(one) not in self._plain
         ]
         if name in _SELECTING and says:
             return self._note(made, [_longer(one) for one in made])

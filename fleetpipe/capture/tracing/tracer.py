@@ -24,6 +24,7 @@ from fleetpipe.capture.tracing.place import (
     asked_by_paddle,
     forward_place,
     only_checked,
+    only_raises,
     user_place,
 )
 from fleetpipe.capture.tracing.signature import PLAIN, Keys, whole_at
@@ -259,7 +260,8 @@ class _Tracer(Walk):
         if self._inside:
             self._sizes.blind |= not (self._sizes.trying or self._sizes.fixed(args[0]))
         elif id(args[0]) in self._values:
-            if not self._sizes.fixed(args[0]) and not only_checked():
+            checks = only_checked() or (args[0].dtype == paddle.bool and only_raises())
+            if not (checks or self._sizes.fixed(args[0])):
                 self._refuse(obstacles.READS)
         elif owned is not None and args[0].stop_gradient:
             reader = (self._opened[-1], obstacles.reads_state(owned.path), user_place())

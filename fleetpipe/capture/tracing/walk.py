@@ -10,8 +10,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fleetpipe.aliases import Layer, Nest, Tensor
+from fleetpipe.capture.tracing.place import only_checked, only_raises, user_place
 from fleetpipe.capture.tracing.value import Scope
+from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, has_hooks, sublayers_in
 from fleetpipe.paddle_api.operations import SHARED_BY_RECOMPUTE, Function, set_data
@@ -114,6 +118,21 @@ class NodeCall(NamedTuple):
         return self.call(*self.args, **self.named)
 
 
+def require_same(tensor: Tensor, expected: bool, place: str) -> None:
+    """Refuses a batch in which a check of the forward's has another outcome than at the capture.
+
+    Raises:
+        CaptureError: It has.
+    """
+    if bool(tensor) != expected:
+        raise CaptureError(
+            "a batch does not pass a check of the model's own forward",
+            where=place,
+            cause="the plain model raises an error for it there",
+            fix="call the plain model with this batch to see which, and mend the data",
+        )
+
+
 class Walk:
     """Finds the nodes of a run: a listener of :mod:`fleetpipe.paddle_api.operations`."""
 
@@ -170,8 +189,12 @@ class Walk:
         return output
 
     def read(self, function: Function, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
-        return function(*args, **named)
+        """Makes a node of a check, which raises an error in a batch that does not pass it."""
+        value = function(*args, **named)
+        if not self._inside and args[0].dtype == paddle.bool and (only_raises() or only_checked()):
+            check = (args[0], bool(np.all(value)), user_place())
+            self._alone(NodeCall(require_same, require_same, check, {}, tuple(self._scopes)))
+        return value
 
     def shape(self, tensor: Tensor, shape: list[int]) -> list[Any]:
         """See :class:`fleetpipe.paddle_api.operations.OperationListener`."""
