@@ -9,6 +9,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph import PipelineLayer, tensor_parallel, tensors_of
+from fleetpipe.dygraph.observe.trial import is_trial
 from fleetpipe.extras import extra
 from fleetpipe.job.job import current_job
 from fleetpipe.parity.differences import Difference, compare
@@ -75,7 +76,7 @@ def _keeper(kept: list[Tensor]) -> Callable[[Layer, Nest, Nest], None]:
     def keep(_layer: Layer, _inputs: Nest, output: Nest) -> None:
         # Copies: the next layer may work in place, and only where no border between stages stands
         # before it would both sides show it.
-        if not _here.backward:
+        if not (_here.backward or is_trial()):
             kept.extend(tensor.detach().clone() for tensor in tensors_of(output))
 
     return keep

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from fleetpipe.aliases import Nest
 from fleetpipe.capture.running.replay import LOOK, SAMPLE
 from fleetpipe.capture.running.variants import Form, Forms
+from fleetpipe.capture.tracing.capturing import FirstBatch
 from fleetpipe.capture.tracing.signature import Signature, complete
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.engine.stage import Values
@@ -21,8 +22,6 @@ class CapturedStages:
         """Takes the captured runs."""
         self._forms = forms
         self._training = training
-        #: The signatures that a stage has handed on, each with it.
-        self._handed: set[tuple[int, Signature]] = set()
 
     def edges(self, training: bool) -> Sequence[Edge]:
         """Returns the edges between the stages, in training or in evaluation."""
@@ -47,7 +46,7 @@ class CapturedStages:
         if stage:
             look = value.get(LOOK, forms.first)
             if SAMPLE in value:
-                forms.capturing.samples.setdefault(look, value[SAMPLE])
+                forms.capturing.samples.setdefault(look, FirstBatch(value[SAMPLE], set()))
         else:
             value = complete(value, forms.capturing.example)
             look = forms.capturing.look_of(value)
@@ -61,9 +60,10 @@ class CapturedStages:
         """Returns the values that leave a stage on each edge, by name, with the batch's look."""
         look: Signature = output[LOOK]
         first = {LOOK: look}
-        if (stage, look) not in self._handed and look in self._forms.capturing.samples:
-            self._handed.add((stage, look))
-            first[SAMPLE] = self._forms.capturing.samples[look]
+        sample = self._forms.capturing.samples.get(look)
+        if sample is not None and stage not in sample.stages:
+            sample.stages.add(stage)
+            first[SAMPLE] = sample.text
         training = self._training()
         crossing = self._forms.of(look, training).crossing
         return {

@@ -40,6 +40,9 @@ _Key = tuple[Signature, bool, tuple[bool, ...], tuple[bytes, ...], int]
 #: How many fingerprints there are at a time: a script may go back and forth between some.
 _MOST = 4
 
+#: How many captured runs there are at a time.
+_MOST_FORMS = 256
+
 
 class Form(NamedTuple):
     """One captured run of the forward, cut into stages.
@@ -166,8 +169,9 @@ class Forms:
             CaptureError: Values cross on an edge that the example lacks.
         """
         key = self._key(signature, training)
-        form = self._forms.get(key)
+        form = self._forms.pop(key, None)
         if form is None:
+            self._make_room()
             form = self._capture(signature, training)
             new = form.crossing.keys() - self.example(training).crossing.keys()
             if new:
@@ -179,8 +183,21 @@ class Forms:
                 )
             self._require_held(form)
             # It may have read more numbers.
-            self._forms[self._key(signature, training)] = form
+            key = self._key(signature, training)
+        self._forms[key] = form
         return form
+
+    def _make_room(self) -> None:
+        """Drops the run that has not been used for longest, if there are many."""
+        if len(self._forms) >= _MOST_FORMS:
+            log.once(
+                _log.warning,
+                f"batches had {_MOST_FORMS} forms by now, and each new one costs a forward on each "
+                "rank: pad texts to a few lengths, and bring images to a few sizes",
+            )
+            oldest = next(iter(self._forms))
+            del self._forms[oldest]
+            self.capturing.samples.pop(oldest[0], None)
 
     def _require_held(self, form: Form) -> None:
         """Refuses a run in which a stage needs a tensor of another."""
@@ -190,8 +207,8 @@ class Forms:
                     raise CaptureError(
                         f"stage {stage} uses {name!r}, as it did not before",
                         cause="in this batch the forward takes it elsewhere than in example_inputs",
-                        fix="pass example_inputs in which everything is given that may be, or cut "
-                        "elsewhere",
+                        fix="pass example_inputs for which the forward uses everything, or cut so "
+                        f"that its use comes to stage {self.users[name][0]}",
                     )
 
     def require_same_stages(self, change: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from fleetpipe import log
 from fleetpipe.aliases import Layer, Nest, Tensor
@@ -22,11 +22,24 @@ from fleetpipe.capture.tracing.tracer import record
 from fleetpipe.capture.tracing.value import Capture
 from fleetpipe.capture.tracing.walk import Unopened
 from fleetpipe.dygraph.nest import map_tensors, outline
+from fleetpipe.dygraph.observe.trial import trial
 from fleetpipe.errors import CaptureError, FleetPipeError, reason
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import has_memory
 
 _log = log.logger(__name__)
+
+
+class FirstBatch(NamedTuple):
+    """Whole numbers of the first batch with a signature, to capture the others with.
+
+    Attributes:
+        text: The signature with the numbers.
+        stages: The stages that have handed it on.
+    """
+
+    text: str
+    stages: set[int]
 
 
 class Capturing:
@@ -39,7 +52,7 @@ class Capturing:
         losses: The loss functions; the forward must not store tensors for them.
         shape_inputs: The keys of inputs whose numbers the forward may read.
         look: The signature of the example.
-        samples: By another signature, the same with all whole numbers of the first such batch.
+        samples: By another signature, whole numbers of the first such batch.
     """
 
     def __init__(
@@ -61,7 +74,7 @@ class Capturing:
         """
         self.losses = losses
         self.shape_inputs = shape_inputs
-        self.samples: dict[Signature, Signature] = {}
+        self.samples: dict[Signature, FirstBatch] = {}
         self.model = model
         self.example = example
         self.unopened = Unopened(no_split)
@@ -75,7 +88,7 @@ class Capturing:
         """
         look = signature_of(inputs, self.shape_inputs)
         if look != self.look and look not in self.samples:
-            self.samples[look] = signature_of(inputs, None)
+            self.samples[look] = FirstBatch(signature_of(inputs, None), set())
         return look
 
     def vary(self, change: Callable[[Tensor], Tensor]) -> Nest:
@@ -90,8 +103,9 @@ class Capturing:
             CaptureError: The forward does something that cannot be captured.
         """
         if signature != self.look:
-            sample = self.samples.get(signature, signature)
-            return self.with_numbers(numbers_like(sample, self.example), training)
+            sample = self.samples.get(signature)
+            text = signature if sample is None else sample.text
+            return self.with_numbers(numbers_like(text, self.example), training)
         traced = self._traces.get(training)
         if traced is None or traced[0] != self._depends_on(traced[1]):
             trace = self.with_numbers(self.example, training)
@@ -131,7 +145,12 @@ class Capturing:
         model = self.model
         try:
             # As each will run: nothing in evaluation needs a gradient.
-            with self.notice_if_slow(), in_mode(model, training), paddle.set_grad_enabled(training):
+            with (
+                trial(),
+                self.notice_if_slow(),
+                in_mode(model, training),
+                paddle.set_grad_enabled(training),
+            ):
                 return record(model, inputs, self.unopened, self.losses, self.shape_inputs)
         except FleetPipeError:
             raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,12 @@ from paddle import nn
 import fleetpipe
 from examples.qwen_vl import IMAGE, PAD, QwenVL, Sizes, collate
 from fleetpipe import fleet
-from tests.jobs import job
+from fleetpipe.capture.cutting.auto import choose, places
+from fleetpipe.capture.cutting.node_meter import measure_nodes
+from fleetpipe.capture.running import variants
+from fleetpipe.capture.tracing.capturing import Capturing
+from fleetpipe.errors import CaptureError, ConfigError, PartitionError
+from tests.jobs import begin, job
 
 SIZES = Sizes(32, width=16, layers=2, heads=2, vision_width=8, vision_layers=3, full=(1,))
 LENGTH, MICRO_BATCHES = 20, 4
@@ -128,3 +135,104 @@ def test_texts_and_images_in_any_mixture_have_the_plain_bits(
                 shares = [loss_fn(plain(**i), label) / MICRO_BATCHES for i, label in data[::-1]]
             plain.train()
             assert float(loss) == float(sum(shares[1:], shares[0]))
+
+
+def on_each_rank() -> list[Any]:
+    """Trains without and with images; returns what differs from a plain model, which has it all."""
+    begin(2, MICRO_BATCHES)
+    paddle.seed(0)
+    model = QwenVL(SIZES)
+    plain = copy.deepcopy(model)
+    pipe = fleetpipe.pipeline(
+        *(model, micro_batch(IMAGES)[0], loss_fn, ["visual.blocks.1"]),
+        shape_inputs=("grids",),
+        verify=False,
+    )
+    wrapped = fleet.distributed_model(pipe)
+    ours = paddle.optimizer.AdamW(0.01, parameters=pipe.parameters())
+    ours = fleet.distributed_optimizer(ours)
+    theirs = paddle.optimizer.AdamW(0.01, parameters=plain.parameters())
+    losses = []
+    for step, mixture in enumerate((STEPS[2], STEPS[3])):
+        data = [micro_batch(images, 10 * step + i) for i, images in enumerate(mixture)]
+        loss = wrapped.train_batch(iter(data), ours)
+        losses.append(float(loss) == float(train_plainly(plain, data, theirs)))
+        theirs.step()
+        theirs.clear_grad()
+    return [losses, different(pipe.full_state_dict(), plain.state_dict())]
+
+
+def test_ranks_without_the_images_capture_what_another_has(
+    on_ranks: Callable[..., list[Any]],
+) -> None:
+    assert on_ranks(on_each_rank, 2) == [[[True, True], []]] * 2
+
+
+def test_the_automatic_cut_goes_through_the_tower_where_it_is_fastest() -> None:
+    model = QwenVL(SIZES)
+    capturing = Capturing(model, micro_batch(IMAGES)[0], shape_inputs=("grids",))
+    training = capturing(capturing.look, True)
+    named, _ = places(training, capturing(capturing.look, False))
+    assert not training.unopened
+    profile = measure_nodes(capturing, training, named)
+    count = len(profile.layers)
+    for stages in (2, 3):
+        cuts = [(0, *cut, count) for cut in combinations(profile.cuts, stages - 1)]
+        best = min(max(map(profile.stages.seconds, cut, cut[1:])) for cut in cuts)
+        choice = choose(profile, named, stages)
+        bounds = [0, *(border.start(training) + 1 for border in choice.borders), count]
+        slowest = max(map(profile.stages.seconds, bounds, bounds[1:]))
+        assert best <= slowest <= 1.15 * best
+    with pytest.raises(PartitionError):
+        choose(profile, named, 2, memory_cap="1KiB")
+
+
+class Alone(QwenVL):
+    """A layer that texts alone have behind the decoder."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.alone = nn.Linear(sizes.vocabulary, sizes.vocabulary)
+
+    def forward(self, tokens: Any, places: Any, patches: Any = None, grids: Any = None) -> Any:
+        logits = super().forward(tokens, places, patches, grids)
+        return logits if patches is not None else self.alone(logits)
+
+
+def test_what_the_example_does_not_use_is_refused_where_another_stage_needs_it() -> None:
+    with job(2, MICRO_BATCHES):
+        pipe = fleetpipe.pipeline(
+            *(Alone(SIZES), micro_batch(IMAGES)[0], loss_fn, ["layers.1"]),
+            shape_inputs=("grids",),
+            verify=False,
+        )
+        wrapped = fleet.distributed_model(pipe)
+        data = [micro_batch(images) for images in STEPS[0]]
+        with pytest.raises(CaptureError, match=r"stage 1 uses 'alone.*(.|\n)*comes to stage 0"):
+            wrapped.forward_backward_pipeline(iter(data))
+
+
+@pytest.mark.parametrize(
+    ("shape_inputs", "error", "text"),
+    [
+        ("grids", ConfigError, "got: 'grids'"),
+        (("patches",), ConfigError, "got: 'patches'"),
+        ((), CaptureError, "fails on other numbers(.|\n)*name the small input"),
+    ],
+)
+def test_sizes_are_read_from_named_inputs_alone(shape_inputs: Any, error: Any, text: str) -> None:
+    example = micro_batch(IMAGES)[0]
+    with pytest.raises(error, match=text):
+        fleetpipe.pipeline(QwenVL(SIZES), example, num_stages=2, shape_inputs=shape_inputs)
+
+
+def test_there_are_only_so_many_captured_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "_MOST_FORMS", 3)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with job(2):
+        pipe = fleetpipe.pipeline(layers, paddle.ones([2, 3]), split_spec=["1"], verify=False)
+        wrapped = fleet.distributed_model(pipe)
+        for rows in (1, 3, 4, 5, 1, 2):
+            x = paddle.rand([rows, 3])
+            assert np.array_equal(wrapped.predict_batch([x]), layers(x))
+    assert (len(pipe.forms._forms), len(pipe.forms.capturing.samples)) == (3, 2)
