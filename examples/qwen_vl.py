@@ -220,7 +220,8 @@ class QwenVL(nn.Layer):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+        small = paddle.ParamAttr(initializer=nn.initializer.Normal(0.0, 0.05))
+        self.embed = nn.Embedding(sizes.vocabulary, sizes.width, weight_attr=small)
         self.visual = VisionTower(sizes)
         self.layers = nn.LayerList(
             [DecoderLayer(sizes.width, sizes.heads) for _ in range(sizes.layers)]
