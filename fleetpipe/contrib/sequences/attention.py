@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from fleetpipe.aliases import Context, Tensor
 from fleetpipe.contrib.sequences.parts import SequenceRanks, sequence_ranks
-from fleetpipe.contrib.sequences.ring import ring_attention
+from fleetpipe.contrib.sequences.ring import of_trained, ring_attention
 from fleetpipe.dygraph.tensor_parallel.operations import noting
 from fleetpipe.errors import ConfigError
 from fleetpipe.mesh import traffic
@@ -103,13 +103,14 @@ _PLACES, _HEADS = 1, 2
 class _Exchange(paddle.autograd.PyLayer):
     @staticmethod
     def forward(ctx: Context, group: Group, cut: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.cut = group, cut
+        ctx.group, ctx.cut, ctx.trained = group, cut, [not one.stop_gradient for one in tensors]
         return _exchange_parts(group, cut, tensors)
 
     @staticmethod
     @noting
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor, ...]:
-        return _exchange_parts(ctx.group, _PLACES + _HEADS - ctx.cut, grads)
+        grads = _exchange_parts(ctx.group, _PLACES + _HEADS - ctx.cut, grads)
+        return of_trained(grads, ctx.trained)
 
 
 _exchange: Callable[..., tuple[Tensor, ...]] = _Exchange.apply

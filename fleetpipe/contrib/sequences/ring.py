@@ -226,6 +226,7 @@ class _RingAttention(paddle.autograd.PyLayer):
         output, log_total = (paddle.concat(part, axis=-2) for part in zip(*results))
         ctx.save_for_backward(queries, keys, output, log_total)
         ctx.ring, ctx.packed = ring, documents is not None
+        ctx.trained = [not one.stop_gradient for one in (query, key, value)]
         return _by_place(output)
 
     @staticmethod
@@ -248,8 +249,14 @@ class _RingAttention(paddle.autograd.PyLayer):
                 totals[turn.number] = totals[turn.number] + returned
         keys_grad = paddle.concat(totals, axis=-2).transpose([0, 1, 3, 2, 4])
         query_grad = _by_place(paddle.concat([one.grad for one in rows], axis=-2))
+        grads = of_trained((query_grad, keys_grad[0], keys_grad[1]), ctx.trained)
         # There is one for each tensor of the forward.
-        return query_grad, keys_grad[0], keys_grad[1], *([None] if ctx.packed else [])
+        return *grads, *([None] if ctx.packed else [])
+
+
+def of_trained(grads: Sequence[Tensor], trained: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of tensors that need one, and the None that Paddle asks of others."""
+    return tuple(grad if needed else None for grad, needed in zip(grads, trained))
 
 
 def ring_attention(

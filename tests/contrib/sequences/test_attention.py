@@ -54,12 +54,14 @@ class Case:
             ids = [[n - max(0, *e[e <= n], 0) for n in range(length)] for e in ends]
             self.documents = documents_of(paddle.to_tensor(np.array(ids)))
 
-    def results(self, ranks: SequenceRanks | None, causal: bool) -> list[Any]:
+    def results(
+        self, ranks: SequenceRanks | None, causal: bool, trained: str = "qkv"
+    ) -> list[Any]:
         """The output and the gradients of query, key and value, whole; plain without ranks."""
         inputs = [t if ranks is None else ranks.own_part(t) for t in self.inputs]
         inputs = [tensor.detach().clone() for tensor in inputs]
-        for tensor in inputs:
-            tensor.stop_gradient = False
+        for name, tensor in zip("qkv", inputs):
+            tensor.stop_gradient = name not in trained
         if ranks is None:
             output = plain(*inputs, causal, self.documents)
             (output * self.weights).sum().backward()
@@ -67,7 +69,8 @@ class Case:
         documents = self.documents if self.documents is None else ranks.own_part(self.documents)
         output = attention(*inputs, causal=causal, documents=documents, ranks=ranks)
         (output * ranks.own_part(self.weights)).sum().backward()
-        return [ranks.whole(t).numpy() for t in (output, *(t.grad for t in inputs))]
+        gradients = [t.grad for t in inputs if not t.stop_gradient]
+        return [ranks.whole(t).numpy() for t in (output, *gradients)]
 
 
 def gap(found: list[Any], expected: list[Any]) -> float:
@@ -92,6 +95,19 @@ def test_split_attention_is_the_whole(
     with sequence_ranks(sep, cp) as ranks:
         for found in on_all(ranks, lambda own: case.results(own, causal)):
             assert gap(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("sep", "cp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("trained", ["qv", "k"])
+def test_what_is_not_trained_gets_no_gradient(sep: int, cp: int, trained: str) -> None:
+    """As frozen projections of a first layer make it, whose input needs none."""
+    case = Case(8, 4, 2, packed=False)
+    with sequence_ranks(sep, cp) as ranks:
+        everything = on_all(ranks, lambda own: case.results(own, True))
+        parts = on_all(ranks, lambda own: case.results(own, True, trained))
+    for (output, *grads), part in zip(everything, parts):
+        expected = [output, *(g for name, g in zip("qkv", grads) if name in trained)]
+        assert [one.tobytes() for one in part] == [one.tobytes() for one in expected]
 
 
 class Mirror(Twins):
