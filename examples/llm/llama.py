@@ -84,21 +84,23 @@ def rotated(heads: Any, cos: Any, sin: Any) -> Any:
     return heads * cos + paddle.concat([-second, first], axis=-1) * sin
 
 
-def look_back(query: Any, key: Any, value: Any) -> Any:
-    """Attention of the last places of a sequence to all, [rows, places, heads, size]."""
-    each = query.shape[2] // key.shape[2]
+def look_back(query: Any, key: Any, value: Any, each: int) -> Any:
+    """Attention of the last places of a sequence to all, [rows, places, heads, size].
+
+    Each head of keys and values serves ``each`` heads of queries.
+    """
     key, value = (part.repeat_interleave(each, 2).transpose([0, 2, 1, 3]) for part in (key, value))
     scores = paddle.matmul(query.transpose([0, 2, 1, 3]), key, transpose_y=True)
     places, seen = scores.shape[2:]
-    later = paddle.triu(paddle.full([places, seen], -1e9), 1 + seen - places)
-    shares = F.softmax(scores * query.shape[-1] ** -0.5 + later)
+    later = paddle.arange(seen) > paddle.arange(places).unsqueeze(-1) + (seen - places)
+    shares = F.softmax(scores * query.shape[-1] ** -0.5 + later.astype(scores.dtype) * -1e9)
     return paddle.matmul(shares, value).transpose([0, 2, 1, 3])
 
 
 class Attention(nn.Layer):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.size = shape.width // shape.heads
+        self.size, self.each = shape.width // shape.heads, shape.heads // shape.key_heads
         self.base = shape.base
         self.q_proj = Linear(shape.width, shape.heads * self.size)
         self.k_proj = Linear(shape.width, shape.key_heads * self.size)
@@ -112,18 +114,23 @@ class Attention(nn.Layer):
         cos, sin = self.waves(hidden.shape[1], sum(keys.shape[1] for keys, _ in earlier))
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         slices.keep(self, (key, value))
-        if earlier:
+        if not paddle.in_dynamic_mode():  # paddle.jit.save
+            seen = look_back(query, key, value, self.each)
+        elif earlier:
             if documents is not None:
                 raise ValueError("slices of packed sequences: give ids alone, or another schedule")
             key, value = (paddle.concat(parts, 1) for parts in zip(*earlier, (key, value)))
-            seen = look_back(query, key, value)
+            seen = look_back(query, key, value, self.each)
         else:
             seen = sequences.attention(query, key, value, documents=documents)
         return self.o_proj(seen.reshape([0, 0, -1]))
 
     def waves(self, length: int, begin: int) -> tuple[Any, Any]:
         """Returns the cosines and sines of this rank's places, [places, 1, size]."""
-        places = sequences.places(length * sequences.sequence_ranks().ranks) + begin
+        if paddle.in_dynamic_mode():
+            places = sequences.places(length * sequences.sequence_ranks().ranks) + begin
+        else:  # paddle.jit.save
+            places = paddle.arange(length)
         speeds = self.base ** (paddle.arange(0, -self.size, -2, "float32") / self.size)
         angles = places.astype("float32").unsqueeze(-1) * paddle.concat([speeds, speeds])
         return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
