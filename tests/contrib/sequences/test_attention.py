@@ -54,9 +54,7 @@ class Case:
             ids = [[n - max(0, *e[e <= n], 0) for n in range(length)] for e in ends]
             self.documents = documents_of(paddle.to_tensor(np.array(ids)))
 
-    def results(
-        self, ranks: SequenceRanks | None, causal: bool, trained: str = "qkv"
-    ) -> list[Any]:
+    def results(self, ranks: SequenceRanks | None, causal: bool, trained: str = "qkv") -> list[Any]:
         """The output and the gradients of query, key and value, whole; plain without ranks."""
         inputs = [t if ranks is None else ranks.own_part(t) for t in self.inputs]
         inputs = [tensor.detach().clone() for tensor in inputs]
