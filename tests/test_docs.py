@@ -53,6 +53,7 @@ PUBLIC = (
     "fleetpipe.fleet",
     "fleetpipe.fleet.meta_parallel",
     "fleetpipe.io",
+    "fleetpipe.lora",
     "fleetpipe.parity",
     "fleetpipe.partition",
     "fleetpipe.profiling",
@@ -88,7 +89,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: Patc
     for match in BLOCK.finditer(text):
         if "plot" in match["code"]:
             pytest.importorskip("matplotlib")
-        for option in ('"ep_degree"', '"rehearse"'):
+        for option in ('"ep_degree"', '"rehearse"', "hugging_face.json"):
             if option in match["code"] and paddle.version.full_version.startswith("2."):
                 pytest.skip(f"2.6.2 has no {option}")
         exec(match["given"] or "", names)
