@@ -41,6 +41,9 @@ help:
 
 # What runs the demo, and what tests need besides: two steps of one environment, each by itself.
 .venv/.demo: REQUIREMENTS = --editable '.[cpu,examples]'
+# Modules are compiled when the demo imports them, which it does with few. The processes of tests are
+# many, and may be told to write no bytecode.
+.venv/.demo: COMPILE = --no-compile
 .venv/.installed: REQUIREMENTS = --editable '.[cpu,examples,dev]'
 # 2.6.2 imports setuptools itself, and breaks with newer protobuf and numpy than it was built for.
 # On a machine without a GPU as well, the newest package for GPUs is what is tested of it.
@@ -51,8 +54,6 @@ FOR_262 := 'numpy<2' 'protobuf==3.20.3' 'setuptools<80' --editable '.[examples,t
 # A site is built from text and needs neither Paddle nor what tests need.
 .venv-docs/.installed: REQUIREMENTS = --editable '.[docs]'
 
-# What is imported is compiled then, which most of what is installed never is.
-PIP_INSTALL := -m pip install --no-compile --progress-bar off
 # The tools, pinned. It names nothing that Paddle needs.
 CONSTRAINTS := .ci/constraints.txt
 
@@ -62,7 +63,7 @@ CONSTRAINTS := .ci/constraints.txt
 	@echo '$(@D)/$(BIN)/python -m pip install -c $(CONSTRAINTS) $(subst ','\'',$(REQUIREMENTS))'
 	@while sleep 15 >&- 2>&-; do echo "  still installing after $$SECONDS s"; done & \
 	trap "kill $$! || true" EXIT; \
-	$(@D)/$(BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) $(REQUIREMENTS) \
+	$(@D)/$(BIN)/python -m pip install --progress-bar off $(COMPILE) -c $(CONSTRAINTS) $(REQUIREMENTS) \
 	    | sed -unE '/^ *(Downloading|Using cached|Installing) /p'
 	@touch $@ $(if $(filter .venv/.installed,$@),.venv/.demo)
 
@@ -151,8 +152,8 @@ LIBRARIES := libraries libraries-262 libraries-formers-0.4.1 libraries-formers-1
 $(LIBRARIES:%=.venv-%/.installed): .venv-%/.installed: .ci/%.txt
 	@echo 'setting up $(@D): the first time this takes a few minutes'
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/$(BIN)/python $(PIP_INSTALL) --quiet --no-deps --requirement $<
-	$(@D)/$(BIN)/python $(PIP_INSTALL) --quiet --no-deps --editable .
+	$(@D)/$(BIN)/python -m pip install --progress-bar off --quiet --no-deps --requirement $<
+	$(@D)/$(BIN)/python -m pip install --progress-bar off --quiet --no-deps --editable .
 	@touch $@
 
 # Each environment skips, and says so, the tests of the libraries that it does not have.
