@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/report.md anew: of a real run's page, and of a real run in a terminal.
+"""Makes pictures of a real run anew: the page of watch, that of report, and the bar in a terminal.
 
     .venv/bin/python .ci/pictures.py
 
@@ -7,8 +7,10 @@ It needs Chromium and Pillow, and takes a minute or two; nothing else runs it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import html
+import json
 import os
 import pty
 import re
@@ -18,20 +20,26 @@ import subprocess
 import sys
 import tempfile
 import termios
+import time
+import urllib.request
 from pathlib import Path
 
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "docs" / "assets"
+PORT = 9117
+PAGE = f"http://localhost:{PORT}/"
+#: The step from which the job is looked at.
+WATCHED = 150
 COLUMNS = 104
 FLEETPIPE = [sys.executable, "-m", "fleetpipe"]
 #: What is typed; the bar is that of verbose=1.
 TRAIN = "python train.py --data.rows 10000 --train.epochs 6"
 #: So much work for each action that the picture is of it.
 LARGER = (
-    *("--set", "model.width=512", "data.rows=4000", "train.batch_size=400"),
-    "train.learning_rate=0.002",
+    *("--model.width=512", "--data.rows=4000", "--train.batch_size=400"),
+    "--train.learning_rate=0.002",
 )
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
@@ -53,14 +61,32 @@ def main() -> None:
         subprocess.run([*FLEETPIPE, "new", "spirals"], cwd=home, check=True)
         project = home / "spirals"
         chaos = ["chaos", "--kill", "rank=1,at=B1.3", "--every", "120", "--nproc_per_node", "2"]
-        subprocess.run([*FLEETPIPE, *chaos, "train.py", *LARGER], cwd=project, check=True)
+        command = [*FLEETPIPE, *chaos, "--serve", str(PORT), "train.py", *LARGER]
+        with subprocess.Popen(command, cwd=project) as training:
+            watch(home)
+        if training.returncode:
+            raise SystemExit("the training has failed")
         subprocess.run([*FLEETPIPE, "report", "run"], cwd=project, check=True)
-        photograph(project / "report.html", ASSETS / "report.png", 1180, 1600, home)
+        report = (project / "report.html").as_uri()
+        photograph(report, ASSETS / "report.png", 1180, 1600, home)
         screen = home / "screen.html"
         lines = terminal(project)
         screen.write_text(SCREEN.format(html.escape("\n".join(lines))), encoding="utf-8")
         height = 28 + round(13 * 1.45 * len(lines))
-        photograph(screen, ASSETS / "progress.png", COLUMNS * 8 + 36, height, home)
+        photograph(screen.as_uri(), ASSETS / "progress.png", COLUMNS * 8 + 36, height, home)
+
+
+def watch(home: Path) -> None:
+    """Looks at the training after a rank was killed, and the job has gone on for some steps."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{PAGE}status.json") as answer:
+            status = json.load(answer)
+            if status["restarts"] and status["step"] >= WATCHED:
+                photograph(PAGE, ASSETS / "watch.png", 1180, 1330, home)
+                return
+        time.sleep(0.1)
+    raise SystemExit("the training was not seen after its restart")
 
 
 def terminal(project: Path) -> list[str]:
@@ -101,12 +127,12 @@ def shown(text: str) -> list[str]:
     ]
 
 
-def photograph(page: Path, target: Path, width: int, height: int, home: Path) -> None:
+def photograph(page: str, target: Path, width: int, height: int, home: Path) -> None:
     """Takes a picture of a page, in few colours."""
     browser = shutil.which("chromium") or "google-chrome"
     profile = tempfile.mkdtemp(dir=home)
     window = [f"--window-size={width},{height}", f"--user-data-dir={profile}"]
-    command = [browser, *FLAGS, *window, f"--screenshot={target}", page.as_uri()]
+    command = [browser, *FLAGS, *window, f"--screenshot={target}", page]
     subprocess.run(command, check=True, timeout=120, stderr=subprocess.DEVNULL)
     image = Image.open(target).convert("RGB")
     image.quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)

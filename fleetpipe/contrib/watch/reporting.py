@@ -25,8 +25,8 @@ from fleetpipe.job import attempt_files, run_files
 from fleetpipe.job.job import Job, current_job
 
 _log = log.logger(__name__)
-#: Seconds from one file of the history to the next: so many times those that writing it takes.
-_HISTORY_PERIODS, _HISTORY_TIMES = (1.0, 10.0), 500
+#: The least seconds from one file of the history to the next, and how many times its writing.
+_HISTORY_PERIOD, _HISTORY_TIMES = 1.0, 500
 #: Most steps between two boards.
 _MOST_NOTED = 4096
 
@@ -82,19 +82,19 @@ class Reporter:
             self._history = max(earlier, key=lambda one: one.last, default=self._history)
         for _ in range(len(self._figures)):
             self._history.add(*self._figures.popleft())
-        if board.ranks:
+        if board.step_time:
             busy = sum(rank.busy for rank in board.ranks) / len(board.ranks)
             norm = {} if board.gradient_norm is None else {"gradient norm": board.gradient_norm}
             self._history.add(self._history.last, {**norm, "busy share": 100 * busy})
 
     def _write(self, board: JobBoard) -> None:
         self._replace(FILE, board.content())
-        begin = time.monotonic()
-        if self._history.last and begin >= self._history_due:
+        now = time.monotonic()
+        if self._history.last and now >= self._history_due:
+            begin = time.thread_time()
             self._replace(history.FILE, self._history.content())
-            took = time.monotonic() - begin
-            least, most = _HISTORY_PERIODS
-            self._history_due = begin + min(most, max(least, _HISTORY_TIMES * took))
+            took = time.thread_time() - begin
+            self._history_due = now + max(_HISTORY_PERIOD, _HISTORY_TIMES * took)
 
     def _replace(self, name: str, content: object) -> None:
         text = json.dumps(content)

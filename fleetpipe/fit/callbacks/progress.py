@@ -180,7 +180,8 @@ class Progress(paddle.callbacks.ProgBarLogger):
         rate = self._samples / (time.perf_counter() - self._begun)
         values = [(name, logs[name]) for name in self._names if name in logs]
         shown = [f"{n} {v[0] if isinstance(v, list) else v:.4g}" for n, v in values]
-        return [*shown, f"{rate:.4g} samples/s", *self._end_of_training()]
+        speed = f"{rate:.0f}" if rate >= 1e4 else f"{rate:.4g}"
+        return [*shown, f"{speed} samples/s", *self._end_of_training()]
 
     def _end_of_training(self) -> list[str]:
         """Estimates the time that is left of a training; empty if its length is unknown."""
