@@ -71,6 +71,12 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     sampling.require_valid()
     require_whole("max_new_tokens", max_new_tokens)
+    if not callable(inputs):
+        raise ConfigError(
+            "inputs makes what the model takes of the tokens of a run",
+            got=f"inputs={inputs!r}",
+            fix="give a function, such as lambda tokens: (tokens, mask)",
+        )
     ends, prompts = _ends_of(eos), prompts_of(tokens)
     pipeline, computing = _pipeline_of(model)
     job = pipeline.require_running()
@@ -292,10 +298,15 @@ def _cache_of(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
     """
     try:
         require_sliceable(pipeline.layers.layers)
-    except ConfigError:
-        if wanted:
-            raise
-        return None
+    except ConfigError as error:
+        if not wanted:
+            return None
+        raise ConfigError(
+            "cache=True needs a list of layers that all take sequence chunks",
+            got=str(error).splitlines()[0],
+            fix="have it keep keys and values by fleetpipe.dygraph.slices, with takes_slices = "
+            "True; or leave cache out",
+        ) from None
     return None if wanted is False else _Cache()
 
 

@@ -39,6 +39,7 @@ def model() -> Iterator[Any]:
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"seed": -1}, "seed=-1"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"inputs": 5}, "inputs=5"),
         ({"eos": "</s>"}, "eos='</s>'"),
         ({"eos": [1, 2.5]}, "eos=[1, 2.5]"),
         ({"tokens": []}, "tokens=[]"),
@@ -88,7 +89,12 @@ def head() -> list[Any]:
     ("layers", "options", "error", "words"),
     [
         (lambda: [*sliced.layers(), First()], {}, ConfigError, r"paddle.float32 \[1, 16\]"),
-        (lambda: [*sliced.layers(), Loops()], {"cache": True}, ConfigError, "layer 6, Loops"),
+        (
+            lambda: [*sliced.layers(), Loops()],
+            {"cache": True},
+            ConfigError,
+            "cache=True(.|\n)*layer 6, Loops",
+        ),
         (lambda: [*sliced.layers(), Broken()], {}, BoundaryError, "next token are NaN"),
         (head, {"loss": VocabularyLoss()}, ConfigError, "and a VocabularyHead"),
     ],
