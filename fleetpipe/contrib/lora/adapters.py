@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,11 @@ from typing import Any
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.checkpoint.contents.layer_and_optimizer import without_wrappers
 from fleetpipe.dygraph import PipelineLayer
-from fleetpipe.dygraph.layers.entries import Blueprints, Entry, SeveralLayers
+from fleetpipe.dygraph.layers.entries import Blueprints, Entry, SeveralLayers, is_shared
 from fleetpipe.dygraph.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from fleetpipe.errors import ConfigError, listed, require_whole
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import parameters_in
 
 
 def adapt(
@@ -61,12 +63,13 @@ def adapt(
         options.require_paths(path for path, _ in _adapters(options.put_into(model)))
         return model
     entries = [_entry(entry, options, index) for index, entry in enumerate(model)]
-    options.require_paths(
-        path
-        for index, layer in enumerate(Blueprints(entries))
-        if isinstance(layer, paddle.nn.Layer)
-        for path, _ in _adapters(layer, str(index))
-    )
+    paths: list[str] = []
+    for index, layer in enumerate(Blueprints(entries)):
+        adapted = _adapters(layer, str(index)) if isinstance(layer, paddle.nn.Layer) else ()
+        paths += (path for path, _ in adapted)
+        if is_shared(entries[index]) and paths and paths[-1].startswith(f"{index}."):
+            raise _shared(paths[-1])
+    options.require_paths(paths)
     return entries
 
 
@@ -108,12 +111,18 @@ class _Options:
 
     def put_into(self, model: Layer, path: str = "") -> Layer:
         """Freezes a layer, and puts adapters into those linear layers within it that are named."""
+        for name, _ in _adapters(model, path):
+            raise _adapted_before(name)
+        layers = [*model.named_sublayers(prefix=path, include_self=True)]
+        users = Counter(id(p) for _, one in layers for p in parameters_in(one).values())
         for parameter in model.parameters():
             parameter.stop_gradient = True
-        for name, layer in [*model.named_sublayers(prefix=path, include_self=True)]:
-            if isinstance(layer, _Adapter) or not any(_ends(name, t) for t in self._targets):
+        for name, layer in layers:
+            if not any(_ends(name, target) for target in self._targets):
                 continue
             with _dtype_of(layer, name):
+                if users[id(layer.weight)] > 1:
+                    raise _shared(name)
                 layer.lora_A, layer.lora_B = _factors(layer, self._rank)
             layer.lora_scale = self._scale
             layer.__class__ = _above(_Adapter, layer.__class__)
@@ -130,6 +139,22 @@ class _Options:
                 got=listed(absent) or "no targets",
                 fix="print(layer) shows the names of the layers in it",
             )
+
+
+def _adapted_before(path: str) -> ConfigError:
+    return ConfigError(
+        "the model has adapters already, which others beside them would freeze",
+        where=path,
+        fix="name all targets in one call of lora.adapt, or merge the earlier ones before",
+    )
+
+
+def _shared(path: str) -> ConfigError:
+    return ConfigError(
+        "an adapter beside a weight that several layers use would be merged into all of them",
+        where=path,
+        fix="leave this layer out of targets, or give it a weight of its own",
+    )
 
 
 class _Adapter(paddle.nn.Layer):
@@ -167,6 +192,8 @@ def _entry(entry: Entry, options: _Options, index: int) -> Entry:
             got=f"a {type(entry).__name__}",
             fix="describe the head as a layer like the others",
         )
+    if isinstance(entry, _AdaptedEntry):
+        raise _adapted_before(str(index))
     if isinstance(entry, paddle.nn.Layer):
         return options.put_into(entry, str(index))
     if hasattr(entry, "build_layer"):

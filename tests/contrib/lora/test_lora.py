@@ -15,7 +15,7 @@ from paddle.nn import functional as F
 import fleetpipe
 from fleetpipe import fleet, lora
 from fleetpipe.errors import ConfigError
-from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.pipelines import CLASSES, FEATURES, batch, bits, job, pipeline
 
 WIDTH, RANK, ALPHA, STEPS, MICRO_BATCHES = 8, 2, 6, 3, 4
@@ -183,12 +183,21 @@ def _on_a_rank(folder: str) -> dict[str, bytes]:
         return train(pipeline(layers()), range(2, STEPS), folder + "/run", True)
 
 
+def tied(net: Any) -> Any:
+    net[2].up.weight = net[1].up.weight
+    return net
+
+
 @pytest.mark.parametrize(
     ("model", "targets", "message"),
     [
         (lambda: [LayerDesc(Block)], ["up", "dwon"], "dwon"),
         (Net, [], "no targets"),
         (Net, ["norm"], "a LayerNorm"),
+        (lambda: lora.adapt(Net(), ["up"]), ["down"], "adapters already"),
+        (lambda: lora.adapt([LayerDesc(Block)], ["up"]), ["down"], "adapters already"),
+        (lambda: tied(Net()), ["up"], "several layers use"),
+        (lambda: [SharedLayerDesc("key", Block)], ["up"], "several layers use"),
         (lambda: PipelineLayer([LayerDesc(Block)], num_stages=1), ["up"], "before it is cut"),
     ],
 )
