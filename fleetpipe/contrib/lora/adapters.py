@@ -68,7 +68,7 @@ def adapt(
         adapted = _adapters(layer, str(index)) if isinstance(layer, paddle.nn.Layer) else ()
         paths += (path for path, _ in adapted)
         if is_shared(entries[index]) and paths and paths[-1].startswith(f"{index}."):
-            raise _shared(paths[-1])
+            raise _shared_weight(paths[-1])
     options.require_paths(paths)
     return entries
 
@@ -122,7 +122,7 @@ class _Options:
                 continue
             with _dtype_of(layer, name):
                 if users[id(layer.weight)] > 1:
-                    raise _shared(name)
+                    raise _shared_weight(name)
                 layer.lora_A, layer.lora_B = _factors(layer, self._rank)
             layer.lora_scale = self._scale
             layer.__class__ = _above(_Adapter, layer.__class__)
@@ -149,7 +149,7 @@ def _adapted_before(path: str) -> ConfigError:
     )
 
 
-def _shared(path: str) -> ConfigError:
+def _shared_weight(path: str) -> ConfigError:
     return ConfigError(
         "an adapter beside a weight that several layers use would be merged into all of them",
         where=path,
