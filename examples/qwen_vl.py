@@ -259,9 +259,9 @@ def put(x: Any, here: Any, features: Any) -> Any:
     """Puts features, one after another, into the places that a mask has."""
     if hasattr(paddle, "masked_scatter"):
         return paddle.masked_scatter(x, here, features)
-    x = x.clone()  # Paddle 2.6 has no masked_scatter
-    x[here] = features.flatten()
-    return x
+    # Paddle 2.6 has none.
+    order = here[:, :, 0].flatten().astype("int64").cumsum(0) - 1
+    return paddle.where(here, features[order.clip(0, features.shape[0] - 1)].reshape(x.shape), x)
 
 
 def collate(texts: list[list[Any]], sizes: Sizes, length: int) -> dict[str, Any]:

@@ -40,12 +40,13 @@ STEPS: list[list[Images]] = [
 ]
 
 
-def micro_batch(images: Images, seed: int = 0, *, words: bool = True) -> tuple[dict[str, Any], Any]:
-    """Returns inputs of texts around images, of which the first is behind a word, and labels."""
+def micro_batch(images: Images, seed: int = 0) -> tuple[dict[str, Any], Any]:
+    """Returns inputs of texts around images, and labels; ``ONE`` has an image alone in a text."""
     numbers = np.random.default_rng(seed)
 
     def some(count: int) -> list[int]:
-        return [int(token) for token in numbers.integers(2, SIZES.vocabulary, count * words)]
+        count = 1 if images is ONE else count
+        return [int(token) for token in numbers.integers(2, SIZES.vocabulary, count)]
 
     side = SIZES.patch * SIZES.merge
     texts = [

@@ -71,6 +71,10 @@ def compared(
             *("static_resnet", 4, "--layers 50 --width 8 --steps 6"),
             {"bit_exact": True, "ranks": 4, "steps": 6},
         ),
+        (
+            *("vision_language", 2, "--steps 2 --micro-batches 3 --rows 2 --layers 2 --width 16"),
+            {"bit_exact": True, "ranks": 2, "steps": 2},
+        ),
         ("colossalai_resnet", 4, TUTORIAL, {"bit_exact": True, "ranks": 2, "dp": 2}),
         ("mindspore_resnet", 4, TUTORIAL, {"bit_exact": True, "ranks": 2, "dp": 2}),
     ],
