@@ -75,7 +75,9 @@ def processor_numbers() -> list[int]:
 
 def load() -> float:
     """Returns how many threads of this host ran or waited for a processor in the last minute."""
-    return 0.0 if sys.platform == "win32" else os.getloadavg()[0]
+    if sys.platform == "win32":
+        return 0.0
+    return os.getloadavg()[0]
 
 
 def stolen_seconds() -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from fleetpipe.job import run_progress
@@ -51,3 +53,28 @@ def test_a_norm_on_a_card_is_read_now_and_then_and_never_by_who_asks(monkeypatch
     seen = [told(now, waits=True) for now in (101.0, 101.5, 102.5)]
     assert seen == [(101, False), (101, False), (102.5, False)]
     assert read == [100, 101, 102.5]
+
+
+class Loss:
+    """What a step computed: a Tensor has as much."""
+
+    def __init__(self, *values: float) -> None:
+        self.shape, self.item = [len(values)], lambda: values[0]
+
+
+def test_the_losses_of_a_step_are_kept_where_somebody_takes_them(monkeypatch: Patch) -> None:
+    progress, times = RunProgress(), (0.0, 0.0, 0.0, 0.0, {}, 0.0)
+    monkeypatch.setattr(run_progress.time, "monotonic", lambda: 5.0)
+    progress.end_step(times)
+    progress.figures = deque()
+    for loss, waits in [
+        (Loss(0.5), False),
+        ([Loss(1.0), Loss(2.0)], True),
+        (Loss(3.0), True),  # a card is waited for now and then
+        (Loss(1.0, 2.0), False),
+    ]:
+        progress.tell_loss(loss, waits)
+        progress.end_step(times)
+    losses = [{"loss": 0.5}, {"loss 0": 1.0, "loss 1": 2.0}, {}, {}]
+    rows = [(step, {**row, "step time": 0.0}) for step, row in enumerate(losses, 2)]
+    assert list(progress.figures) == rows
