@@ -244,17 +244,16 @@ def test_a_script_that_is_not_there_and_a_wrong_number_are_refused(
     assert main(["run", str(script)]) == 0
 
 
-@pytest.mark.parametrize("name", ["jobs_of_mine.train", "jobs_of_mine"])
+@pytest.mark.parametrize("name", ["module_of_jobs.train", "package_of_jobs"])
 def test_a_module_sees_what_python_m_gives_it(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture, name: str
 ) -> None:
     shown = "__name__, __package__, __spec__.name, __file__, __cached__, __loader__.name"
-    (tmp_path / "jobs_of_mine").mkdir()
+    folder = tmp_path / name.partition(".")[0]
+    folder.mkdir()
     for file in ("train", "__main__"):
-        (tmp_path / "jobs_of_mine" / f"{file}.py").write_text(
-            f"import sys; print({shown}, sys.path[0], sys.argv)"
-        )
-    (tmp_path / "jobs_of_mine" / "__init__.py").touch()
+        (folder / f"{file}.py").write_text(f"import sys; print({shown}, sys.path[0], sys.argv)")
+    (folder / "__init__.py").touch()
     monkeypatch.chdir(tmp_path)
     before = sys.argv, sys.path[0], sys.modules["__main__"]
     assert main(["run", "-m", name, "--lr", "1", "-m"]) == 0
