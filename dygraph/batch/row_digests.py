@@ -17,6 +17,7 @@ from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import ConfigError
+from fleetpipe.job import generation
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 
@@ -75,7 +76,8 @@ class RowComparison:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._replicas_compared = False
+        # A process that replaces one of the job's begins where the others have done that.
+        self._replicas_compared = generation.began() > 0
 
     def compare(
         self, batches: MicroBatches | None, count: int, source: int, owns: tuple[bool, bool]

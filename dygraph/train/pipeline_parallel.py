@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -92,13 +93,22 @@ class PipelineParallel(PipelineFace):
         require_steps(lr_scheduler, return_micro_batch_loss)
         _require_methods("scaler", scaler, "a GradScaler", ("scale", "step", "update"))
         scaler = None if scaler is None else prepare_scaler(scaler)
-        batch = TrainingBatch(
-            self._runtime, data, loss_fn_idx, scaler, return_micro_batch_loss, weights
-        )
-        # Last, for it may wait: what this rank can refuse by itself is refused by now.
-        self._bind(optimizer)
-        batch.train(optimizer)
-        loss: Tensor = batch.loss
+        options = loss_fn_idx, scaler, return_micro_batch_loss, weights
+
+        def train(data: Batch) -> Tensor:
+            batch = TrainingBatch(self._runtime, data, *options)
+            # Last, for it may wait: what this rank can refuse by itself is refused by now.
+            self._bind(optimizer)
+            batch.train(optimizer)
+            result: Tensor = batch.loss
+            return result
+
+        healing = self._runtime.job.healing
+        loss: Tensor
+        if healing is None:
+            loss = train(data)
+        else:
+            loss = healing.train(train, data, scaler, functools.partial(self._bind, optimizer))
         step_rate(lr_scheduler, loss, loss_fn_idx)
         return loss
 

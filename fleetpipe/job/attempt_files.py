@@ -86,7 +86,7 @@ def tell_failure(failure: Failure) -> None:
         with contextlib.suppress(OSError):
             text = json.dumps({"at": time.monotonic(), **asdict(failure)})
             # Two threads may tell at once: the watch's, and the one that failed.
-            atomic_file.write_once(home / f"failure.{_own_rank()}", text)
+            atomic_file.write_once(home / f"failure.{own_rank()}", text)
 
 
 def tell_code(code: int) -> None:
@@ -125,8 +125,8 @@ def note_end(home: Path, rank: int, code: int) -> None:
 
 
 def started_ranks(home: Path) -> list[tuple[int, int]]:
-    """Returns the ranks of an attempt with the numbers of their processes."""
-    return _rows(home / "started")
+    """Returns the ranks of an attempt with the numbers of their processes, the last of each."""
+    return [*dict(_rows(home / "started")).items()]
 
 
 def ended_ranks(home: Path) -> list[tuple[int, int]]:
@@ -189,7 +189,7 @@ def page(name: str = "page") -> Callable[[int], object]:
     home = folder()
     memory: bytearray | mmap.mmap = bytearray(_COUNT.size)
     if home is not None:
-        with (home / f"{name}.{_own_rank()}").open("a+b") as opened:
+        with (home / f"{name}.{own_rank()}").open("a+b") as opened:
             if not opened.tell():
                 # Memory that is missing when a mapped page is written ends the process.
                 _reserve(opened.fileno(), _COUNT.size, home)
@@ -229,7 +229,7 @@ def _reserve(descriptor: int, size: int, home: Path) -> None:
 def _leave(name: str, text: str) -> None:
     home = folder()
     if home is not None:
-        (home / f"{name}.{_own_rank()}").write_text(text, encoding="ascii")
+        (home / f"{name}.{own_rank()}").write_text(text, encoding="ascii")
 
 
 def _append(file: Path, *numbers: int) -> None:
@@ -244,5 +244,6 @@ def _rows(file: Path) -> list[tuple[int, int]]:
     return [(int(first), int(second)) for first, second in rows]
 
 
-def _own_rank() -> str:
-    return os.environ.get(_RANK, "0")
+def own_rank() -> int:
+    """Returns the rank of this process, as its launcher has it."""
+    return int(os.environ.get(_RANK, "0"))

@@ -18,8 +18,9 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from fleetpipe.errors import PeerFailed
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.records import Heard
 from fleetpipe.job.run_progress import RunProgress
@@ -41,8 +42,30 @@ _PADDLE_GROUPS: Mapping[tuple[str, ...], str] = {
 }
 
 
+#: What a process is that replaces a rank, before its first batch.
+ALONE = "this process replaces a rank that died, and meets the others at its first batch"
+
+
+class Healing(Protocol):
+    """What makes good the death of another rank."""
+
+    def train(
+        self, step: Callable[[Any], Any], data: Any, scaler: Any, prepare: Callable[[], None]
+    ) -> Any:
+        """Returns ``step(data)``, which it runs again after the death of another rank."""
+
+    def heal(self, error: PeerFailed) -> None:
+        """Makes good the death that a rank has noticed between two batches.
+
+        Raises:
+            PeerFailed: ``error``, if that cannot be.
+        """
+
+
 if TYPE_CHECKING:  # a job of one process loads neither
+    from fleetpipe.job.watching.failure import Failure
     from fleetpipe.transport import ProcessGroupTransport, SocketTransport
+    from fleetpipe.transport.joining.connections import Joined
 
 
 class Job:
@@ -61,6 +84,7 @@ class Job:
         keeps_board: Whether this process collects the records of all ranks.
         scatters_gradients: Whether the ranks that share the optimizer's state store the gradients
             of their own share only.
+        healing: What makes good the death of another rank; None where that ends the job.
         sums_by_tree: Whether sums over micro-batches, ranks and shards are those of
             :mod:`fleetpipe.mesh.sums`' tree, whose bits depend on no degree.
     """
@@ -78,6 +102,7 @@ class Job:
         run: str = "",
         mesh: Mesh | None = None,
         pipeline: ProcessGroupTransport | None = None,
+        neighbours: Mapping[Any, Any] | None = None,
     ) -> None:
         """Creates the description of a job; :mod:`start` connects its ranks before.
 
@@ -93,6 +118,7 @@ class Job:
             run: A unique name of the job, the same on all ranks; by default a new one.
             mesh: The places of all ranks; by default in Paddle's order.
             pipeline: The transport of its pipeline's tensors; by default the connections.
+            neighbours: Paddle's groups by which that sends.
         """
         self.mesh = Mesh(degrees) if mesh is None else mesh
         self.degrees = degrees
@@ -102,7 +128,7 @@ class Job:
         self.run = run or uuid.uuid4().hex
         self._store = store
         self._prefix = f"fleetpipe/{number}"
-        self._pipeline = pipeline
+        self._pipeline, self._neighbours = pipeline, neighbours or {}
         self._transports: dict[int, Transport] = {}
         if pipeline is not None:
             self._transports[pipeline.rank] = pipeline
@@ -115,6 +141,8 @@ class Job:
         self._agreements = 0
         #: Held by the thread that runs a batch.
         self.turn = threading.RLock()
+        self.healing: Healing | None = None
+        self._alone = False
         self.keeps_board = self.scatters_gradients = self.sums_by_tree = False
         self.progress: RunProgress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
@@ -355,16 +383,22 @@ class Job:
         if self._connections is None or len(members := ranks()) == 1:
             return SoleGroup()
         view = View(self._connections, members)
-        if paddle_group is None:
-            return DirectGroup(view, self.timeout, name)
-        return GlooGroup(view, self.timeout, paddle_group(), self._limit_for(members), name)
+        group = DirectGroup(view, self.timeout, name)
+        if paddle_group is not None:
+            limit = self._limit_for(members)
+            group = GlooGroup(view, self.timeout, paddle_group(), limit, name)
+        group.alone = self._alone
+        return group
 
     def _limit_for(self, ranks: list[int]) -> Callable[[], AbstractContextManager[None]]:
         """Returns a context that ends this process if one of ``ranks`` is stuck in Paddle's C++."""
-        if self._watch is None:
-            return nullcontext
         what = f"within a collective operation of ranks {ranks}"
-        return functools.partial(self._watch.limit, self.timeout, what, ranks)
+
+        def limit() -> AbstractContextManager[None]:
+            watch = self._watch
+            return nullcontext() if watch is None else watch.limit(self.timeout, what, ranks)
+
+        return limit
 
     def trains(self, parameters: Sequence[Any]) -> bool:
         """Whether a pipeline of this job reduces the gradients of any of these parameters."""
@@ -413,11 +447,75 @@ class Job:
             PeerFailed: Some rank failed, or ended before it arrived.
             PipelineTimeout: Some rank did not arrive within the limit.
         """
-        if self._store is not None:
+        if self._store is not None and not self._alone:
             self._agreements += 1
             key = f"{self._prefix}/agreement/{self._agreements}"
             gone = tuple if self._watch is None else self._watch.gone
             require_agreement(self._store, key, facts, self.timeout, gone)
+
+    def begin_alone(self) -> None:
+        """Makes this process, which replaces a rank, meet nobody until it is connected."""
+        self.local, self._alone = False, True
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process replaces a rank, and is not connected yet."""
+        return self._alone
+
+    def connect_again(self, store: Store, watch: Watch, joined: Joined, time: int) -> None:
+        """Puts new connections in the place of those over which a rank was lost. Collective.
+
+        Args:
+            store: The job's store.
+            watch: The connections over which its ranks watch each other now.
+            joined: Those for everything else.
+            time: How often that was done in this job, and now.
+        """
+        self.disconnect()
+        self._store, self._watch, self._alone = store, watch, False
+        watch.progress = self.progress
+        if self._connections is not None:
+            self._connections.connect_again(joined.sockets, joined.seals)
+            watch.on_failure(self._connections.interrupt)
+            self._connect_groups(watch, self._connections, time)
+        for group in self._groups.values():
+            if isinstance(group, DirectGroup):
+                group.begin_anew()
+
+    def _connect_groups(self, watch: Watch, connections: SocketTransport, time: int) -> None:
+        from fleetpipe.job.groups import neighbours, paddle_groups
+
+        assert self._store is not None
+        namespace = f"{self._prefix}/again/{time}"
+        paddle_groups.connect(self._store, namespace, time, self.timeout)
+        if self._pipeline is not None:
+            view = View(connections, self._along(["pp"]))
+            where = self._store, f"{namespace}/neighbours", self.timeout
+            lanes = neighbours.lanes(view, self._neighbours, *where)
+            self._pipeline.connect_again(*lanes)
+            watch.on_failure(self._pipeline.interrupt)
+
+    def disconnect(self) -> None:
+        """Ends the connections to the other ranks; what is under way there is lost."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        if self._pipeline is not None:
+            self._pipeline.interrupt()
+            self._pipeline.close()
+        if self._connections is not None:
+            self._connections.interrupt()
+            self._connections.close()
+
+    def be_patient(self) -> None:
+        """Lets this process notice the failure of another one late, since the job may heal."""
+        if self._watch is not None:
+            self._watch.patient = True
+
+    @property
+    def failure(self) -> Failure | None:
+        """The failure of another rank that this process knows of, or None."""
+        return None if self._watch is None else self._watch.failure
 
     def close(self, error: BaseException | None = None) -> None:
         """Closes this process's connections; earlier messages are still delivered.

@@ -61,7 +61,7 @@ def come_together(number: int, timeout: float) -> JobStore:
         PipelineTimeout: Names the ranks that did not come.
         FleetPipeError: An error of :func:`open_store`.
     """
-    store = _store(timeout)
+    store = opened_store(timeout)
     store.timeout = timeout
     store.check = lambda: None
     meet(store, f"fleetpipe/{number}/here", timeout)
@@ -71,7 +71,20 @@ def come_together(number: int, timeout: float) -> JobStore:
 _stores: list[JobStore] = []
 
 
-def _store(timeout: float) -> JobStore:
+def open_store_again(timeout: float) -> JobStore:
+    """Opens the store of a job whose rank 0 is another process now. Collective over the job.
+
+    Raises:
+        FleetPipeError: An error of :func:`open_store`.
+    """
+    for store in _stores:
+        store.close()
+    _stores.clear()
+    return opened_store(timeout)
+
+
+def opened_store(timeout: float) -> JobStore:
+    """Returns the store of this process's jobs, and opens it the first time; raises as that."""
     if not _stores:
         _stores.append(open_store(timeout))
     return _stores[0]
@@ -203,7 +216,7 @@ def begin_beside_paddle(timeout: float) -> None:
     """
     begun = paddle.distributed.is_initialized()
     if world_size() > 1 and not begun and not _paddle_has_an_address():
-        give_paddle_an_address(_store(timeout), timeout)
+        give_paddle_an_address(opened_store(timeout), timeout)
 
 
 def _paddle_has_an_address() -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fleetpipe import systems
-from fleetpipe.job import attempt_files, meeting
+from fleetpipe.extras import extra
+from fleetpipe.job import attempt_files, generation, meeting
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import Job
@@ -50,6 +51,10 @@ def begin_together(
         UsageError: This system cannot run several ranks.
     """
     systems.require_ranks()
+    if generation.began():
+        begin_alone = extra("healing.replacement").begin_alone
+        replacing: Job = begin_alone(mesh, timeout, number, make_groups, transport)
+        return replacing
     degrees = mesh.degrees
     rank, ranks = meeting.own_rank(), meeting.world_size()
     prefix = f"fleetpipe/{number}"
@@ -101,6 +106,7 @@ def begin_together(
         run=store.get(f"{prefix}/run").decode(),
         mesh=mesh,
         pipeline=pipeline,
+        neighbours=groups,
     )
     job.endings += [
         paddle_groups.share_store_again,

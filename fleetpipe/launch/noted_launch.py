@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fleetpipe.errors import UsageError
-from fleetpipe.job import attempt_files
+from fleetpipe.extras import extra
+from fleetpipe.job import attempt_files, generation
 from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch import streams
 from fleetpipe.launch.command_folder import end_with_command
@@ -35,6 +36,7 @@ def launch() -> None:
             exit_code=functools.partial(_exit_code, home),
             explained=functools.partial(_is_explained, home),
             share=require_sockets,
+            hold=extra("healing.replacing").holder(home) if generation.asked_for() else None,
         )
     except UsageError as error:
         sys.stderr.write(f"fleetpipe: {error}\n")

@@ -22,7 +22,7 @@ from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.config import DEFAULT_TIMEOUT
 from fleetpipe.errors import CheckpointError, PeerFailed
 from fleetpipe.extras import extra
-from fleetpipe.job import attempt_files, job
+from fleetpipe.job import attempt_files, generation, job
 from fleetpipe.mesh.groups import DirectGroup, Group
 from fleetpipe.paddle_api.loading import keep_workers_from_signals
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program
@@ -129,11 +129,22 @@ class Run:
         self.step += 1
         if self._kept is not None:
             self._kept.keep(self.step)
-        stop = self._stopping.agree()
-        self._manager.save(self.step, force=stop, **self._state)
+        try:
+            stop = self._stopping.agree()
+            self._manager.save(self.step, force=stop, **self._state)
+        except PeerFailed as error:
+            current = job.current_job()
+            if current is None or current.healing is None:
+                raise
+            current.healing.heal(error)
+            stop = False
         if stop:
             self._leave()
         self._write_begun(self.step + 1)
+
+    def meet_anew(self) -> None:
+        """Begins what the ranks exchange from step to step anew, as a replacement of one does."""
+        self._stopping.begin_anew()
 
     def stop(self) -> None:
         """Asks, on this rank alone, that the job ends after a step that all ranks finish."""
@@ -217,9 +228,16 @@ def resume(
         model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, data=data
     )
     kept = extra("kept_state.kept_state").KeptState.asked_for(Objects(**state), Ranks.of_job())
-    step, other_arguments = _go_on(state, manager, kept)
+    current, folder = job.current_job(), attempt_files.folder()
+    if current is not None and current.alone:
+        step, other_arguments = extra("healing.healing").restore(kept, current, folder), False
+    else:
+        step, other_arguments = _go_on(state, manager, kept)
     run = Run(step, state, manager, kept)
     run.other_arguments = other_arguments
+    heals = generation.asked_for() and kept is not None
+    if heals and current is not None and not current.local:
+        current.healing = extra("healing.healing").Healing(current, run, kept, folder)
     return run
 
 
@@ -314,6 +332,10 @@ class Stopping:
         before = self._key(self._calls - 1)
         said = [self._group.transport.receive(rank, before, self._timeout) for rank in peers]
         return requested or any(said)
+
+    def begin_anew(self) -> None:
+        """Forgets what the ranks have exchanged; a request of this rank stays."""
+        self._calls, self._announced = 0, False
 
     def _key(self, number: int) -> MessageKey:
         return MessageKey("C", 0, 0, self._name, number % _CYCLE)

@@ -122,18 +122,18 @@ class Reduction:
 
 
 class _Gathered:
-    """The gathering of a group with one member: its own value."""
+    """The gathering of a member that meets no other: its own value, for each member."""
 
-    def __init__(self, value: Value) -> None:
-        self._value = value
+    def __init__(self, value: Value, ranks: int = 1) -> None:
+        self._value, self._ranks = value, ranks
 
     def arrived(self) -> bool:
         """Always true."""
         return True
 
     def values(self) -> list[Value]:
-        """Returns a list of the one value."""
-        return [self._value]
+        """Returns the value as often as there are members."""
+        return [self._value] * self._ranks
 
 
 @shows("rank", "ranks")
@@ -168,7 +168,13 @@ class DirectGroup(Group):
     """Sends each value straight from rank to rank; meant for small values such as losses.
 
     Unlike Gloo's, its waits last as long as the user's limit.
+
+    Attributes:
+        alone: Whether this member does not wait for the others, and takes its own values for
+            theirs: it replaces one that has met them before, and will be given what they have.
     """
+
+    alone = False
 
     def __init__(self, transport: Transport, timeout: float, name: str = "group") -> None:
         """Uses the connections of one rank.
@@ -194,6 +200,8 @@ class DirectGroup(Group):
         Raises:
             PipelineTimeout: The value did not come within the limit.
         """
+        if self.alone:
+            return value
         if self.rank != source:
             return self.transport.receive(source, self._broadcast, self._timeout)
         for peer in self._peers():
@@ -202,6 +210,8 @@ class DirectGroup(Group):
 
     def begin_all_gather(self, value: Value) -> Gathering:
         """Sends ``value`` to all members without waiting for theirs. Collective."""
+        if self.alone:
+            return _Gathered(value, self.ranks)
         for peer in self._peers():
             self.transport.send(peer, self._gather, value)
         return self._begin(self._gather, value)
@@ -209,6 +219,8 @@ class DirectGroup(Group):
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
         """Sends each member its part without waiting for the others'. Collective."""
         outgoing = copies(parts, self.rank, self.ranks)
+        if self.alone:
+            return _Gathered(outgoing[self.rank], self.ranks)
         traffic.note([outgoing[peer] for peer in self._peers()])
         for peer in self._peers():
             self.transport.send(peer, self._exchange, outgoing[peer])
@@ -220,7 +232,7 @@ class DirectGroup(Group):
         Raises:
             PipelineTimeout: Some member did not come within the limit.
         """
-        for tensor in tensors:
+        for tensor in () if self.alone else tensors:
             tensor.set_value(functools.reduce(add, self.all_gather(tensor.clone())))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
@@ -229,12 +241,17 @@ class DirectGroup(Group):
         Raises:
             PipelineTimeout: Some member did not come within the limit.
         """
-        for tensor, source in tensors:
+        for tensor, source in () if self.alone else tensors:
             # Sent as a copy: the tensor may change before it has left this process.
             copy = tensor.detach().clone() if source == self.rank else None
             value = self.broadcast(copy, source)
             if source != self.rank:
                 tensor.set_value(value)
+
+    def begin_anew(self) -> None:
+        """Forgets what has begun, and meets the other members from now on."""
+        self.alone = False
+        self._begun.clear()
 
     def _begin(self, key: MessageKey, value: Value) -> _DirectGathering:
         gathering = _DirectGathering(self, key, value)
@@ -347,6 +364,8 @@ class GlooGroup(DirectGroup):
         """
         from paddle.distributed import all_reduce
 
+        if self.alone:
+            return
         self.all_gather(None)
         with self.collective():
             for tensor in tensors:
@@ -365,6 +384,8 @@ class GlooGroup(DirectGroup):
         """
         from paddle.distributed import broadcast
 
+        if self.alone:
+            return
         members = self.all_gather(self.paddle_group.ranks[self.paddle_group.rank])
         with self.collective():
             for tensor, source in tensors:

@@ -12,8 +12,8 @@ import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from paddle.distributed.launch.context import device as _device
 from paddle.distributed.launch.controllers import controller as _controller
@@ -27,6 +27,25 @@ from fleetpipe.systems import STOP_SIGNALS
 #: Seconds between two looks at the processes.
 _LOOK_SECONDS = 0.1
 
+
+class RankProcess(NamedTuple):
+    """A process that Paddle's launcher has started.
+
+    Attributes:
+        rank: Its rank.
+        process: The process.
+        words: Its command line, with the interpreter.
+        environment: Its environment.
+        log: The file that gets its output; None or empty for the launcher's own.
+    """
+
+    rank: int
+    process: Any
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    log: str | None
+
+
 _Device: Any = _device.Device
 _Pod: Any = _pod.Pod
 _Container: Any = _container.Container
@@ -39,6 +58,7 @@ def launch(
     exit_code: Callable[[Mapping[int, int]], int],
     explained: Callable[[], bool],
     share: Callable[[int, int], None],
+    hold: Callable[[RankProcess], Any] | None = None,
 ) -> None:
     """Runs Paddle's launcher with the arguments of this process, which it ends.
 
@@ -50,6 +70,8 @@ def launch(
             the end of its log.
         share: Called with a number of ranks and a smaller one of cards, before any rank starts.
             Raises an error if the ranks may not share them.
+        hold: Called with each process that has begun; returns what the launcher watches in its
+            place, with the methods of ``subprocess.Popen``, and then reports its end itself.
 
     Raises:
         SystemExit: With that code.
@@ -67,6 +89,11 @@ def launch(
         _start(container)
         process = container._proc._proc
         started(_rank_of(container), process.pid)
+        if hold is not None:
+            words, environment = container.entrypoint, dict(container.env)
+            one = RankProcess(_rank_of(container), process, words, environment, container.outfile)
+            container._proc._proc = hold(one)
+            return
         waiting = threading.Thread(
             target=lambda: ended(_rank_of(container), int(process.wait())), daemon=True
         )

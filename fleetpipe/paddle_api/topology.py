@@ -24,6 +24,7 @@ from paddle.distributed.communication.group import Group as Group
 from paddle.distributed.fleet.base import topology as _topology
 
 from fleetpipe.aliases import PaddleGroup, PaddleStore, Strategy, Topology
+from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle, paddle_fleet, replaced
 from fleetpipe.paddle_api.device import device_kind, used_here
 
@@ -218,8 +219,11 @@ def _show_clients_that_leave(host: str, port: int, timeout: float) -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
 
-def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore]) -> None:
-    """Makes every Gloo group use ``own_store(rank_in_group, ranks, group_id)``."""
+def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore] | None) -> None:
+    """Makes every Gloo group use ``own_store(rank_in_group, ranks, group_id)``.
+
+    None leaves groups without what connects them, until :func:`connect_groups`.
+    """
     restore_gloo_stores()
     original = _paddle_collective._new_process_group_impl
 
@@ -229,11 +233,66 @@ def replace_gloo_stores(own_store: Callable[[int, int, int], PaddleStore]) -> No
     ) -> PaddleGroup:
         if backend == "gloo" and has_gloo():
             # The default group, which is number 0, gives no group_id.
-            store = own_store(rank, ranks, named.get("group_id", 0))
+            number = named.get("group_id", 0)
+            _gloo_groups[number] = rank, ranks
+            if own_store is None:
+                return _Unconnected()
+            store = own_store(rank, ranks, number)
             _kept_stores.append(store)
         return original(backend, store, rank, ranks, *more, **named)
 
     _paddle_collective._new_process_group_impl = new_group
+    if own_store is None:
+        # Else the default group, which this makes, uses the store that Paddle has opened.
+        _paddle_parallel._new_process_group_impl = new_group
+
+
+class _Unconnected:
+    """What a group has until it is connected: operations that meet nobody.
+
+    Attributes:
+        refused: Why they are refused; empty while Paddle's topology tries each group once.
+    """
+
+    refused = ""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if self.refused:
+            raise StateError(
+                f"{name} of one of Paddle's groups meets nobody",
+                cause=self.refused,
+                fix="none here: the job is started again; without --heal it is so from the start",
+            )
+        return lambda *_, **__: SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
+
+
+def refuse_unconnected(why: str) -> None:
+    """Makes operations of groups that are not connected raise an error from now on."""
+    _Unconnected.refused = why
+
+
+def connect_groups(own_store: Callable[[int, int, int], PaddleStore], time: int) -> None:
+    """Connects every Gloo group of this process anew; their objects stay. Collective.
+
+    Args:
+        own_store: As for :func:`replace_gloo_stores`.
+        time: How often that was done, and now; Paddle takes no number of a connection twice.
+    """
+    default = _paddle_collective._get_group_map()[0]
+    groups = {0: (default.rank, default.nranks), **_gloo_groups}
+    for number, (rank, ranks) in groups.items():
+        store = own_store(rank, ranks, number)
+        _kept_stores.append(store)
+        process_group = core.ProcessGroupGloo.create(
+            store, rank, ranks, time * _MOST_GROUPS + number
+        )
+        _paddle_collective._get_group_map()[number]._pg = process_group
+
+
+#: More than a process makes.
+_MOST_GROUPS = 1 << 16
+#: This rank's place in each Gloo group and the group's size, by Paddle's number, as they were made.
+_gloo_groups: dict[int, tuple[int, int]] = {}
 
 
 def has_gloo() -> bool:
@@ -283,7 +342,8 @@ def transfers(group: PaddleGroup, peer: int) -> tuple[Callable[..., Any], Callab
 def restore_gloo_stores() -> None:
     """Undoes :func:`replace_gloo_stores`, if it was called; existing groups keep theirs."""
     now = _paddle_collective._new_process_group_impl
-    _paddle_collective._new_process_group_impl = getattr(now, "__wrapped__", now)
+    stock = getattr(now, "__wrapped__", now)
+    _paddle_collective._new_process_group_impl = _paddle_parallel._new_process_group_impl = stock
 
 
 #: A group's store must live as long as the group.

@@ -34,11 +34,15 @@ _TEXT_TIMES = 2
 
 
 class KeptState:
-    """The stored states of this rank after its last steps."""
+    """The stored states of this rank after its last steps.
+
+    Attributes:
+        folder: Where those of all ranks of this host are.
+    """
 
     def __init__(self, folder: Path, objects: Objects, ranks: Ranks) -> None:
         """Reads the states that an earlier attempt left in the folder."""
-        self._folder = folder
+        self.folder = folder
         self._objects = objects
         self._ranks = ranks
         self._segments = dict(self._earlier())
@@ -96,6 +100,15 @@ class KeptState:
         self._ranks.together(f"going back to step {step}", lambda: self._restore(step))
 
     def _restore(self, step: int) -> None:
+        text = self.put_tensors_back(step)
+        training = self._objects.training_state(self._objects.model_part())
+        state = training_state.from_text(text.decode())
+        training.put_back(state)
+        training.put_back_random(state["random"])
+
+    @dynamic_mode()
+    def put_tensors_back(self, step: int) -> bytes:
+        """Restores the tensors alone, of this rank alone; returns the rest of the state as text."""
         segment = next(one for one in self._segments.values() if step in one.steps())
         index = segment.index
         blocks, text = segment.read(step)
@@ -115,10 +128,7 @@ class KeptState:
             host_memory.assign(held, value)
         for part in parts:
             part.settle()
-        state = training_state.from_text(text.decode())
-        training = self._objects.training_state(model)
-        training.put_back(state)
-        training.put_back_random(state["random"])
+        return text
 
     def _list_tensors(self) -> list[Held]:
         """Returns the tensors of the present state; describes them again if they have changed."""
@@ -149,7 +159,7 @@ class KeptState:
                 return segment
         # The steps that are kept in another form stay until this one has two.
         number = 1 + max((int(file.suffix[1:]) for file in self._segments), default=0)
-        file = self._folder / f"rank-{self._ranks.rank}.{number}"
+        file = self.folder / f"rank-{self._ranks.rank}.{number}"
         sizes = [size for *_, size in self._index["blocks"]]
         segment = Segment.create(file, self._index, sizes, _TEXT_TIMES * len(text))
         self._segments[file] = segment
@@ -164,7 +174,7 @@ class KeptState:
 
     def _earlier(self) -> Iterator[tuple[Path, Segment]]:
         """Yields the states that an earlier attempt of this rank left, under the same layout."""
-        for file in self._folder.glob(f"rank-{self._ranks.rank}.*"):
+        for file in self.folder.glob(f"rank-{self._ranks.rank}.*"):
             segment = Segment(file)
             if segment.index["layout"] == self._layout:
                 yield file, segment
@@ -175,3 +185,12 @@ def _row(name: TensorName, held: Held) -> list[Any]:
     whole = held.described
     size = math.prod(int(size) for size in held.tensor.shape) * whole.itemsize
     return [*name, whole.dtype, [*whole.shape], size]
+
+
+def newest_of_all(folder: Path, ranks: int) -> int | None:
+    """Returns the newest step that all ranks of this host's job have stored completely, or None."""
+    steps = [
+        {step for file in folder.glob(f"rank-{rank}.*") for step in Segment(file).steps()}
+        for rank in range(ranks)
+    ]
+    return max(set.intersection(*steps), default=None)

@@ -101,16 +101,40 @@ def connect(
         timeout: Seconds that any wait for another rank may last.
     """
     from fleetpipe.transport import ProcessGroupTransport
-    from fleetpipe.transport.process_group.lane import Lane
 
     view = View(connections, members)
+    outgoing, incoming = lanes(view, groups, store, namespace, timeout)
+    return ProcessGroupTransport(view, outgoing, incoming, timeout)
+
+
+def lanes(
+    view: View,
+    groups: Mapping[Direction, PaddleGroup],
+    store: Store,
+    namespace: str,
+    timeout: float,
+) -> tuple[dict[int, Lane], dict[int, Lane]]:
+    """Connects this rank's directions to its neighbours. Collective over the pipeline.
+
+    Args:
+        view: This process's connections to the ranks of the pipeline.
+        groups: As for :func:`connect`.
+        store: As for :func:`connect`.
+        namespace: As for :func:`connect`.
+        timeout: As for :func:`connect`.
+
+    Returns:
+        Those in which it sends, and those in which it receives, by neighbour.
+    """
+    from fleetpipe.transport.process_group.lane import Lane
+
     streams: list[Joined] = []
     if device_kind() == "cpu":
         streams = join(
             rank=view.rank,
             ranks=view.ranks,
             store=store,
-            namespace=f"{namespace}/{members[0]}",
+            namespace=f"{namespace}/{view.members[0]}",
             timeout=timeout,
             streams=2,
             attempt=attempt_files.number(),
@@ -119,7 +143,7 @@ def connect(
     def lane(direction: Direction) -> Lane:
         sends = direction.source == view.rank
         peer = direction.target if sends else direction.source
-        isend, irecv = transfers(groups[direction], members[peer])
+        isend, irecv = transfers(groups[direction], view.members[peer])
         transfer = isend if sends else irecv
         if not streams:
             return Lane(peer, view, transfer)
@@ -129,14 +153,14 @@ def connect(
         only = SocketTransport(view.rank, view.ranks, sockets, timeout=timeout, seals=seals)
         return Lane(peer, only, transfer, only.interrupt)
 
-    lanes = {direction: lane(direction) for direction in groups if view.rank in direction}
+    all_lanes = {direction: lane(direction) for direction in groups if view.rank in direction}
     for sock in (sock for stream in streams for sock in stream.sockets.values()):
         sock.close()
     if not streams:
-        _warm_up(lanes.values())
-    outgoing = {d.target: lane for d, lane in lanes.items() if d.source == view.rank}
-    incoming = {d.source: lane for d, lane in lanes.items() if d.target == view.rank}
-    return ProcessGroupTransport(view, outgoing, incoming, timeout)
+        _warm_up(all_lanes.values())
+    outgoing = {d.target: lane for d, lane in all_lanes.items() if d.source == view.rank}
+    incoming = {d.source: lane for d, lane in all_lanes.items() if d.target == view.rank}
+    return outgoing, incoming
 
 
 def _warm_up(lanes: Iterable[Lane]) -> None:

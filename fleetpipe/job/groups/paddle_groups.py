@@ -149,17 +149,50 @@ def separate_stores(store: Store, timeout: float) -> None:
         store: The job's store, through which a group's ranks find the group's store.
         timeout: Seconds that the ranks of a group may take to arrive.
     """
+    topology.replace_gloo_stores(_opener(store, "fleetpipe/gloo", timeout))
+    _complete_gloo(timeout)
+
+
+def make_unconnected(timeout: float) -> None:
+    """Leaves Paddle's groups without connections until :func:`connect`, as long as a job lasts."""
+    topology.replace_gloo_stores(None)
+    _complete_gloo(timeout)
+
+
+def connect(store: Store, prefix: str, time: int, timeout: float) -> None:
+    """Connects the groups that this process has made anew. Collective over the job.
+
+    Args:
+        store: The job's store.
+        prefix: That of the keys there, which were not used before.
+        time: How often groups were connected anew, this time included.
+        timeout: Seconds that the ranks of a group may take to arrive.
+    """
+    global _in_doubt
+    # A later job's ranks differ in what they have made.
+    _in_doubt = True
+    with translating_errors():
+        topology.connect_groups(_opener(store, f"{prefix}/gloo", timeout), time)
+    topology.replace_gloo_stores(_opener(store, f"{prefix}/later", timeout))
+
+
+def _opener(store: Store, prefix: str, timeout: float) -> Callable[[int, int, int], Any]:
+    """Returns a function that opens the store of a group of this rank's. Collective over it."""
     _choose_interface()
 
     def own_store(rank: int, ranks: int, group: int) -> Any:
-        opened = _open(store, rank, group, timeout)
+        key = f"{prefix}/{group}"
+        opened = _open(store, key, rank, group, timeout)
         # They meet at the job's store, whose waits end when a rank fails.
-        keys = {member: f"fleetpipe/gloo/{group}/here/{member}" for member in range(ranks)}
+        keys = {member: f"{key}/here/{member}" for member in range(ranks)}
         store.add(keys[rank], 1)
         _await(store, group, keys, timeout)
         return opened
 
-    topology.replace_gloo_stores(own_store)
+    return own_store
+
+
+def _complete_gloo(timeout: float) -> None:
     topology.complete_gloo(exchanges.methods())
     topology.make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
 
@@ -169,9 +202,8 @@ def share_store_again() -> None:
     topology.restore_gloo_stores()
 
 
-def _open(store: Store, rank: int, group: int, timeout: float) -> Any:
+def _open(store: Store, key: str, rank: int, group: int, timeout: float) -> Any:
     """Opens a group's store: its first rank serves it, the others find it in the job's store."""
-    key = f"fleetpipe/gloo/{group}"
     if rank == 0:
         host = hosts.gloo_interface()[1] or hosts.own_address()
         port = _free_port(host)

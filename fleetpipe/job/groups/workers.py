@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.errors import UsageError, nearest
-from fleetpipe.job.job import all_ranks
+from fleetpipe.errors import StateError, UsageError, nearest
+from fleetpipe.job.job import ALONE, all_ranks, current_job
+from fleetpipe.mesh.groups import Group
 from fleetpipe.transport.base import Value
 
 _MODES: Mapping[str, Callable[..., Any]] = {
@@ -38,13 +39,24 @@ class Workers:
                 fix=nearest(mode, tuple(_MODES)),
             )
         array = np.array(input)
-        parts = all_ranks().all_gather(array.tolist())
+        parts = _everyone().all_gather(array.tolist())
         return _MODES[mode]([np.array(part, array.dtype) for part in parts], axis=0)
 
     def all_gather(self, input: Value, comm_world: str = "worker") -> list[Value]:
         """Returns the numbers of all ranks, by rank."""
-        return all_ranks().all_gather(input)
+        return _everyone().all_gather(input)
 
     def barrier(self, comm_world: str = "worker") -> None:
         """Waits for all ranks."""
-        all_ranks().all_gather(None)
+        _everyone().all_gather(None)
+
+
+def _everyone() -> Group:
+    job = current_job()
+    if job is not None and job.alone:
+        raise StateError(
+            "a collective operation of the script's own meets nobody",
+            cause=ALONE,
+            fix="none here: the job is started again; without --heal it is so from the start",
+        )
+    return all_ranks()

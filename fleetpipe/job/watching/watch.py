@@ -63,7 +63,10 @@ class Watch:
         rank: This process's rank in the job.
         failure: The failure that ended the job early, once it is known.
         progress: The source of this rank's records.
+        patient: Whether a main thread that computes may notice a failure late: the job goes on.
     """
+
+    patient = False
 
     def __init__(
         self,
@@ -370,6 +373,8 @@ class Watch:
         if time.monotonic() < self._end_at:
             return
         self._end_at = float("inf")
+        if self.patient and self._limit is None:
+            return
         with self._lock:
             if self._noticed or self._closed or self.failure is None:
                 return

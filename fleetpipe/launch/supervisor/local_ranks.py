@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe import systems
-from fleetpipe.job import attempt_files, run_files
+from fleetpipe.job import attempt_files, generation, run_files
 from fleetpipe.launch.script import (
     LAUNCHED,
     end_sessions,
@@ -122,6 +122,8 @@ class Local:
         variables = {attempt_files.FOLDER: str(self._home), attempt_files.NUMBER: str(number)}
         if self._options.checkpoint_dir is not None:
             variables["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(self._options.checkpoint_dir)
-        if self._options.keep_state:
+        if self._options.keep_state or self._options.heal:
             variables["FLEETPIPE_KEPT_STATE"] = str(self._kept)
+        if self._options.heal:
+            variables[generation.HEAL] = str(self._options.max_restart)
         return variables

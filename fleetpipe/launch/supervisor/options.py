@@ -54,6 +54,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="keep the state after every step in this host's memory: no step is lost",
     )
     add(
+        "--heal",
+        action="store_true",
+        help="keep the state of every step, and put a new process in the place of a rank that "
+        "dies, while the others wait in theirs; what cannot heal is started again",
+    )
+    add(
         "--grace",
         type=kinds.seconds,
         default=60.0,

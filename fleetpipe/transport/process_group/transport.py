@@ -56,6 +56,10 @@ class ProcessGroupTransport:
         self.awaited: int | None = None
         self.timeout = timeout
         self._sockets = sockets
+        self.connect_again(outgoing, incoming)
+
+    def connect_again(self, outgoing: Mapping[int, Lane], incoming: Mapping[int, Lane]) -> None:
+        """Takes over lanes after the end of those before, as the constructor does."""
         self.messages = self.announcements = self.bytes_sent = 0
         self._outgoing = {
             peer: (Outgoing if lane.interrupt is None else ThreadedOutgoing)(self.rank, lane)

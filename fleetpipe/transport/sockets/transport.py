@@ -115,6 +115,12 @@ class SocketTransport:
         self.awaited: int | None = None
         self.timeout = timeout
         self._backlog = backlog
+        self.connect_again(sockets, seals)
+
+    def connect_again(
+        self, sockets: Mapping[int, socket.socket], seals: Mapping[int, Seals] | None = None
+    ) -> None:
+        """Takes over sockets after :meth:`close`, as the constructor does."""
         self._closed = False
         self._interrupted = False
         self._woken, self._waker = socket.socketpair()
@@ -124,7 +130,7 @@ class SocketTransport:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._queue: ProcessorQueue | None = None
         self._connections = {
-            peer: Connection(sock, rank, peer, self._wake, (seals or {}).get(peer))
+            peer: Connection(sock, self.rank, peer, self._wake, (seals or {}).get(peer))
             for peer, sock in sockets.items()
         }
         for connection in self._connections.values():

@@ -1,0 +1,207 @@
+"""The part of a rank in healing: it repeats the step in which another died, and keeps all else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from fleetpipe import log
+from fleetpipe.checkpoint.contents.training_state import random_states, set_random_states
+from fleetpipe.contrib.healing.joining import connect_again, require_going_on
+from fleetpipe.contrib.kept_state.kept_state import KeptState, newest_of_all
+from fleetpipe.errors import CheckpointError, FleetPipeError, PeerFailed, PipelineTimeout
+from fleetpipe.job import attempt_files, generation
+from fleetpipe.job.generation import Generation
+from fleetpipe.job.job import Job
+
+_log = log.logger(__name__)
+_LOOK_SECONDS = 0.01
+#: Seconds in which the launcher notices that a process has ended.
+_CHANGE_SECONDS = 2.0
+
+
+class Running(Protocol):
+    """The run that heals.
+
+    Attributes:
+        step: How many steps are done.
+    """
+
+    step: int
+
+    def meet_anew(self) -> None:
+        """Begins what the ranks exchange from step to step anew."""
+
+
+class Healing:
+    """Makes good the death of a rank where all others can go on from the same step."""
+
+    def __init__(self, job: Job, run: Running, kept: KeptState, home: Path) -> None:
+        """Prepares to heal.
+
+        Args:
+            job: The job.
+            run: Its run, whose steps are kept.
+            kept: The states after its last steps.
+            home: The folder of the attempt.
+        """
+        self._job, self._run, self._kept, self._home = job, run, kept, home
+        self._number, self._served_by = 0, 0
+        job.be_patient()
+
+    def train(
+        self,
+        step: Callable[[Any], Any],
+        data: Any,
+        scaler: Any,
+        prepare: Callable[[], None],
+    ) -> Any:
+        """Returns ``step(data)``; after the death of a rank the step runs again. Collective.
+
+        A step counts once every rank has done it: until then each can go back.
+
+        Args:
+            step: Trains on a batch.
+            data: The batch, or an iterator.
+            scaler: The ``GradScaler`` that the step updates, or None.
+            prepare: What a rank does before its first step, and a replacement before it meets the
+                others.
+
+        Raises:
+            PeerFailed: A rank died, and the job cannot heal.
+        """
+        data = _Taken(data) if isinstance(data, Iterator) else data
+        random = random_states(None)
+        scale = None if scaler is None else scaler.state_dict()
+        if self._job.alone:
+            prepare()
+            self._meet()
+        while True:
+            try:
+                result = step(data)
+                with self._job.guarded(lambda: "ending the step on all ranks"):
+                    self._job.everyone().all_gather(None)
+                return result
+            except PeerFailed as error:
+                self.heal(error)
+            self._kept.put_tensors_back(self._run.step)
+            set_random_states(random)
+            if scaler is not None:
+                scaler.load_state_dict(scale)
+            if isinstance(data, _Taken):
+                data.begin_anew()
+
+    def heal(self, error: PeerFailed) -> None:
+        """Waits for the process that replaces a rank, and connects with it. Collective.
+
+        Raises:
+            PeerFailed: ``error``, if the job cannot heal.
+        """
+        since, failure = time.monotonic(), self._job.failure
+        if failure is None or failure.what not in ("died", "raised"):
+            raise error
+        try:
+            self._await_generation()
+            now = self._meet()
+        except (PeerFailed, PipelineTimeout) as obstacle:
+            self._tell_unhealed(str(obstacle).splitlines()[0])
+            raise error from obstacle
+        if self._job.everyone().rank == min(set(range(self._job.everyone().ranks)) - {*now.since}):
+            seconds = time.monotonic() - since
+            _log.info(
+                f"rank {failure.rank} {failure.what}, another process has its place: "
+                f"the job goes on after {self._run.step} steps ({seconds:.1f} s)"
+            )
+
+    def _await_generation(self) -> None:
+        deadline = time.monotonic() + self._job.timeout
+        while (now := generation.current()).number == self._number:
+            require_going_on(now)
+            if time.monotonic() > deadline:
+                raise PipelineTimeout("the launcher replaced no process within the limit")
+            time.sleep(_LOOK_SECONDS)
+
+    def _meet(self) -> Generation:
+        """Connects all ranks, once more where another one dies meanwhile. Collective."""
+        while True:
+            now = generation.current()
+            require_going_on(now)
+            rank, step = attempt_files.own_rank(), self._run.step
+            generation.note_place(self._home, rank, now.number, step)
+            served_by = now.since.get(0, 0)
+            try:
+                connect_again(self._job, now, served_by != self._served_by)
+            except FleetPipeError:
+                # The death of a rank is known to its neighbours before the launcher sees it.
+                if not _changes(now.number):
+                    raise
+            else:
+                self._number, self._served_by = now.number, served_by
+                (self._home / f"failure.{rank}").unlink(missing_ok=True)
+                self._run.meet_anew()
+                return now
+
+    def _tell_unhealed(self, why: str) -> None:
+        file = self._home / f"unhealed.{attempt_files.own_rank()}"
+        file.write_text(why, encoding="utf-8")
+
+
+def restore(kept: KeptState, job: Job, home: Path) -> int:
+    """Restores a process that replaces a rank to the step of the others; returns that step.
+
+    Raises:
+        CheckpointError: The others are at different steps, or at one that this rank had not kept.
+        PipelineTimeout: Some rank has not said within the limit at which step it is.
+    """
+    deadline = time.monotonic() + job.timeout
+    while True:
+        now = generation.current()
+        require_going_on(now)
+        others = {rank for rank in range(job.degrees.size) if now.since.get(rank) != now.number}
+        places = generation.places(home, now.number)
+        if others <= places.keys():
+            break
+        if time.monotonic() > deadline:
+            raise PipelineTimeout(f"ranks {sorted(others - places.keys())} did not come to heal")
+        time.sleep(_LOOK_SECONDS)
+    step = newest_of_all(kept.folder, job.degrees.size)
+    if step is None or {step} | {*places.values()} != {step}:
+        why = f"ranks are at other steps than {step}, the newest that all have kept"
+        (home / f"unhealed.{attempt_files.own_rank()}").write_text(why, encoding="utf-8")
+        raise CheckpointError(why, got=str(places))
+    kept.restore(step)
+    kept.forget_after(step)
+    _log.info(f"this process has the place of rank {attempt_files.own_rank()} after {step} steps")
+    return step
+
+
+def _changes(number: int) -> bool:
+    """Waits a moment for the end of a generation; returns whether it has ended."""
+    deadline = time.monotonic() + _CHANGE_SECONDS
+    while generation.current().number == number and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    return generation.current().number != number
+
+
+class _Taken:
+    """An iterator whose items can be taken once more."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+        self._taken: list[Any] = []
+        self._next = 0
+
+    def __iter__(self) -> _Taken:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next == len(self._taken):
+            self._taken.append(next(self._items))
+        self._next += 1
+        return self._taken[self._next - 1]
+
+    def begin_anew(self) -> None:
+        """Makes the next item the first one that was taken."""
+        self._next = 0

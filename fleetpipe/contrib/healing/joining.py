@@ -1,0 +1,69 @@
+"""How all ranks connect again after the death of one, in which another may die."""
+
+from __future__ import annotations
+
+from fleetpipe.errors import PeerFailed
+from fleetpipe.job import attempt_files, generation, meeting
+from fleetpipe.job.generation import Generation
+from fleetpipe.job.job import Job
+from fleetpipe.job.watching.watch import Watch
+from fleetpipe.transport.joining.connections import join
+
+
+class Changed(PeerFailed):
+    """A rank has died while the others connected."""
+
+
+def require_going_on(now: Generation) -> None:
+    """Checks that the launcher still heals the job.
+
+    Raises:
+        PeerFailed: It does not.
+    """
+    if now.refused:
+        raise PeerFailed(
+            "a rank died, and no process takes its place",
+            cause=now.refused,
+            fix="none here: the job is started again, from what was kept",
+        )
+
+
+def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
+    """Connects all ranks of a generation. Collective over the job, in which some are new.
+
+    Args:
+        job: The job.
+        now: The generation.
+        served_anew: Whether rank 0 is another process than when this one opened the job's store.
+
+    Raises:
+        Changed: Another rank has died meanwhile.
+        PeerFailed: Another rank has died, or the launcher replaces no further process.
+        PipelineTimeout: A rank did not come within the limit.
+    """
+
+    def check() -> None:
+        later = generation.current()
+        require_going_on(later)
+        if later.number != now.number:
+            raise Changed("another rank has died while the job healed")
+
+    timeout, rank = job.timeout, meeting.own_rank()
+    namespace = f"fleetpipe/0/generation/{now.number}"
+    job.disconnect()
+    store = meeting.open_store_again(timeout) if served_anew else meeting.opened_store(timeout)
+    store.check, store.timeout = check, timeout
+    meeting.meet(store, f"{namespace}/here", timeout, "the healing of the job")
+    watched, used = join(
+        rank=rank,
+        ranks=meeting.world_size(),
+        store=store,
+        namespace=f"{namespace}/mesh",
+        timeout=timeout,
+        streams=2,
+        attempt=attempt_files.number(),
+    )
+    watch = Watch(rank, *watched)
+    watch.patient = True
+    job.connect_again(store, watch, used, now.number)
+    store.check = watch.check

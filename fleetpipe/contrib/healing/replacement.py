@@ -1,0 +1,78 @@
+"""The part of the process that takes the place of a rank: it begins alone, and joins at a step.
+
+The script runs from its beginning. Until its first batch, no collective operation of it meets the
+other ranks: what these exchange there, they have exchanged; what differs between them is restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fleetpipe.errors import StateError
+from fleetpipe.job import meeting
+from fleetpipe.job.groups import neighbours, paddle_groups
+from fleetpipe.job.job import ALONE, Job
+from fleetpipe.mesh.axes import Mesh
+from fleetpipe.paddle_api.topology import beginning, refuse_unconnected
+from fleetpipe.transport import ProcessGroupTransport, SocketTransport, View
+from fleetpipe.transport.base import PROCESS_GROUP
+
+
+def begin_alone(
+    mesh: Mesh,
+    timeout: float,
+    number: int,
+    make_groups: Callable[[], tuple[Any, Any]],
+    transport: str,
+) -> Job:
+    """Begins the job of a process that replaces a rank, connected to nobody.
+
+    Args:
+        mesh: The places of all ranks.
+        timeout: Seconds that any wait for another rank may last.
+        number: Number of earlier jobs of this process.
+        make_groups: As for :func:`fleetpipe.job.start.begin_together`.
+        transport: As there.
+
+    Raises:
+        StateError: It is not the first job of the script.
+    """
+    if number:
+        raise StateError(
+            "a process that replaces a rank begins the first job of a script alone",
+            got="another fleet.init after fleet.shutdown",
+            fix="one job in a script, or launch without --heal",
+        )
+    rank, ranks = meeting.own_rank(), meeting.world_size()
+    connections = SocketTransport(rank, ranks, {}, timeout=timeout)
+    by_groups = transport == PROCESS_GROUP and mesh.degrees.pp > 1
+    with _without_connections(timeout):
+        hcg, copies = make_groups()
+        groups = neighbours.make_groups(mesh) if by_groups else {}
+    pipeline = None
+    if groups:
+        members = mesh.along(mesh.coordinate(rank), ["pp"])
+        pipeline = ProcessGroupTransport(View(connections, members), {}, {}, timeout)
+    job = Job(
+        *(mesh.degrees, hcg, timeout, number, None, None, connections, copies),
+        mesh=mesh,
+        pipeline=pipeline,
+        neighbours=groups,
+    )
+    job.begin_alone()
+    job.endings.append(paddle_groups.share_store_again)
+    return job
+
+
+@contextlib.contextmanager
+def _without_connections(timeout: float) -> Iterator[None]:
+    paddle_groups.make_unconnected(timeout)
+
+    def make(new_group: Callable[..., Any], ranks: list[int], **options: Any) -> Any:
+        return new_group(ranks, **options)
+
+    with paddle_groups.translating_errors(), beginning(lambda: None, make):
+        yield
+    refuse_unconnected(ALONE)

@@ -1,0 +1,261 @@
+"""The launcher's part: a fork of it, which has loaded Paddle, takes the place of a rank."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fleetpipe import systems
+from fleetpipe.contrib.kept_state import kept_state
+from fleetpipe.job import attempt_files, generation
+from fleetpipe.job.generation import Generation
+from fleetpipe.paddle_api.launcher import RankProcess
+
+_WAIT_SECONDS = 0.02
+
+
+class Rank:
+    """The process of a rank, whichever it is now, as Paddle's launcher watches a process."""
+
+    def __init__(self, started: RankProcess, healer: Healer) -> None:
+        self.started = started
+        self.process: Any = started.process
+        self.code: int | None = None
+        self._healer = healer
+        self.await_end()
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return int(self.process.pid)
+
+    def await_end(self) -> None:
+        """Starts a thread that notes the end of the process, in the order of these ends."""
+        ends, process = self._healer.ends, self.process
+        waiting = threading.Thread(target=lambda: ends.append((self, process.wait())), daemon=True)
+        waiting.start()
+
+    def poll(self) -> int | None:
+        """Returns the exit code of the last process; None while there is one, or will be."""
+        self._healer.settle()
+        return self.code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end of the last process, and returns its exit code."""
+        limit = threading.Event()
+        waited = 0.0
+        while (code := self.poll()) is None:
+            if timeout is not None and waited >= timeout:
+                raise subprocess.TimeoutExpired(list(self.started.words), timeout)
+            limit.wait(_WAIT_SECONDS)
+            waited += _WAIT_SECONDS
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the process, if it has not ended."""
+        self.process.send_signal(number)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self.send_signal(systems.SIGKILL)
+
+
+class _Fork:
+    """A forked process, with what is asked of a ``subprocess.Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended = False
+
+    def wait(self) -> int:
+        """Waits for its end; returns the exit code, -n if signal n ended it."""
+        _, status = os.waitpid(self.pid, 0)
+        self._ended = True
+        return os.waitstatus_to_exitcode(status)
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless it has ended."""
+        if not self._ended:
+            os.kill(self.pid, number)
+
+
+class Healer:
+    """Decides for each rank that ends whether a process takes its place, and starts that.
+
+    Attributes:
+        ends: Ranks whose processes have ended, in their order, with the exit codes.
+    """
+
+    def __init__(self, home: Path, most: int) -> None:
+        """Prepares to heal an attempt.
+
+        Args:
+            home: The folder of the attempt.
+            most: How many processes may be replaced.
+        """
+        self.ends: deque[tuple[Rank, int]] = deque()
+        self._home = home
+        self._left = most
+        self._generation = Generation()
+        self._replaced: list[tuple[int, int]] = []
+        #: The steps in which ranks raised an error, which a replacement would meet again.
+        self._raised: set[tuple[int, int]] = set()
+        self._loaded: dict[str, str] | None = None
+
+    def hold(self, started: RankProcess) -> Rank:
+        """Returns what the launcher watches in the place of a process."""
+        return Rank(started, self)
+
+    def settle(self) -> None:
+        """Handles the ranks that have ended since the last call.
+
+        The first call, when the ranks have been started, loads what a replacement needs.
+        """
+        if self._loaded is None:
+            self._loaded = _load()
+        while self.ends:
+            rank, code = self.ends.popleft()
+            number = rank.started.rank
+            why_not = self._obstacle(number, code) if code else ""
+            if code and not why_not:
+                self._replace(rank, code)
+                continue
+            if why_not and not self._generation.refused:
+                self._refuse(why_not, code)
+            attempt_files.note_end(self._home, number, code)
+            rank.code = code
+
+    def _obstacle(self, rank: int, code: int) -> str:
+        """Returns why the process of a rank cannot be replaced; empty if it can."""
+        if self._generation.refused:
+            return self._generation.refused
+        for file in sorted(self._home.glob("unhealed.*")):
+            return file.read_text(encoding="utf-8")
+        ranks = {number for number, _ in attempt_files.started_ranks(self._home)}
+        folder = Path(os.environ[kept_state.FOLDER])
+        if not all(any(folder.glob(f"rank-{number}.*")) for number in ranks):
+            return "not every rank has kept a step"
+        if attempt_files.preempted_at(self._home) is not None:
+            return "the job was asked to stop"
+        failures = [report.failure for report in attempt_files.failures(self._home)]
+        if any(failure.permanent for failure in failures):
+            return "no other process would do better"
+        step = attempt_files.steps_begun(self._home).get(rank, -1)
+        if any(failure.rank == rank and failure.what == "raised" for failure in failures):
+            if (rank, step) in self._raised:
+                return f"rank {rank} raised an error in step {step} again"
+            self._raised.add((rank, step))
+        if not self._left:
+            return "as many processes were replaced as --max-restart allows"
+        return ""
+
+    def _refuse(self, why: str, code: int) -> None:
+        """Notes that the attempt ends; the end of a rank that was not made good counts first."""
+        self._generation = self._generation._replace(refused=why)
+        generation.write(self._home, self._generation)
+        waiting = generation.places(self._home, self._generation.number)
+        if self._replaced and waiting:
+            attempt_files.note_end(self._home, *self._replaced[-1])
+            sys.stderr.write(f"fleetpipe: the job cannot heal: {why}\n")
+
+    def _replace(self, rank: Rank, code: int) -> None:
+        number, before = rank.started.rank, self._generation
+        self._left -= 1
+        self._replaced.append((number, code))
+        systems.end_session(rank.pid)  # what it has left
+        (self._home / f"place.{number}").unlink(missing_ok=True)
+        now = before.number + 1
+        self._generation = Generation(now, {**before.since, number: now})
+        generation.write(self._home, self._generation)
+        variables = self._loaded or {}
+        rank.process = _Fork(_fork(lambda: become(rank.started, now, variables)))
+        attempt_files.note_start(self._home, number, rank.pid)
+        rank.await_end()
+
+
+def holder(home: Path) -> Callable[[RankProcess], Rank]:
+    """Returns the function by which the launcher of an attempt heals it."""
+    return Healer(home, int(os.environ[generation.HEAL])).hold
+
+
+def _load() -> dict[str, str]:
+    """Loads Paddle and fleetpipe; returns the variables of the environment that these have set."""
+    before = dict(os.environ)
+    for name in ("fleetpipe.fleet", "fleetpipe.contrib.healing.replacement"):
+        importlib.import_module(name)
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
+def _fork(act: Callable[[], NoReturn]) -> int:
+    """Returns the number of a new process, which runs ``act``."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.freeze()  # a child that looks through these objects would copy them
+    child = os.fork()  # type: ignore[attr-defined,unused-ignore]
+    return int(child) if child else act()
+
+
+def become(started: RankProcess, number: int, variables: Mapping[str, str]) -> NoReturn:
+    """Makes this fork a rank from its first line on, and ends the process after its last.
+
+    Args:
+        started: The process that it replaces.
+        number: The generation that begins.
+        variables: What the loading of Paddle has set in the environment.
+    """
+    code = 1
+    try:
+        _leave_the_launcher(started)
+        os.environ.clear()
+        os.environ.update({**variables, **started.environment})
+        os.environ[generation.BEGAN] = str(number)
+        _, *words = started.words
+        sys.argv = [word for word in words if word != "-u"]
+        random.seed()
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        try:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _leave_the_launcher(started: RankProcess) -> None:
+    """Gives this fork a session, signals and files of its own."""
+    os.setsid()  # type: ignore[attr-defined,unused-ignore]
+    signal.set_wakeup_fd(-1)
+    for number in (*systems.STOP_SIGNALS, signal.SIGABRT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # type: ignore[attr-defined,unused-ignore]
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    if started.log:
+        log = os.open(started.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    # The launcher's sockets and locks must end with it.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX") if "SC_OPEN_MAX" in os.sysconf_names else 1024)
