@@ -191,6 +191,8 @@ def share_state(layers: PipelineLayer, job: Job) -> None:
 
     Collective.
     """
+    if job.alone:
+        return  # it is restored
     losses = [layer.state_dict() for layer in layers.loss_layers()]
     for state in (layers.state.local_tensors(), *losses):
         tensor_parallel.share_with_shards(state, job)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fleetpipe import log
-from fleetpipe.checkpoint.contents.training_state import random_states, set_random_states
 from fleetpipe.contrib.healing.joining import connect_again, require_going_on
 from fleetpipe.contrib.kept_state.kept_state import KeptState, newest_of_all
 from fleetpipe.errors import CheckpointError, FleetPipeError, PeerFailed, PipelineTimeout
@@ -49,6 +48,7 @@ class Healing:
         """
         self._job, self._run, self._kept, self._home = job, run, kept, home
         self._number, self._served_by = 0, 0
+        self._last: _Batch | None = None
         job.be_patient()
 
     def train(
@@ -73,28 +73,40 @@ class Healing:
             PeerFailed: A rank died, and the job cannot heal.
         """
         data = _Taken(data) if isinstance(data, Iterator) else data
-        random = random_states(None)
         scale = None if scaler is None else scaler.state_dict()
+        batch = _Batch(step, data, self._kept.collect(), scaler, scale)
         if self._job.alone:
             prepare()
             self._meet()
         while True:
             try:
-                result = step(data)
-                with self._job.guarded(lambda: "ending the step on all ranks"):
-                    self._job.everyone().all_gather(None)
-                return result
+                result = self._run_once(batch)
             except PeerFailed as error:
                 self.heal(error)
-            self._kept.put_tensors_back(self._run.step)
-            set_random_states(random)
-            if scaler is not None:
-                scaler.load_state_dict(scale)
-            if isinstance(data, _Taken):
-                data.begin_anew()
+                self._go_back(batch)
+            else:
+                self._last = batch
+                return result
+
+    def _run_once(self, batch: _Batch) -> Any:
+        result = batch.step(batch.data)
+        with self._job.guarded(lambda: "ending the step on all ranks"):
+            self._job.everyone().all_gather(None)
+        return result
+
+    def _go_back(self, batch: _Batch) -> None:
+        """Restores all that is kept, to the values before a batch."""
+        self._kept.put_tensors_back(self._run.step)
+        self._kept.put_back(batch.before)
+        if batch.scaler is not None:
+            batch.scaler.load_state_dict(batch.scale)
+        if isinstance(batch.data, _Taken):
+            batch.data.begin_anew()
 
     def heal(self, error: PeerFailed) -> None:
         """Waits for the process that replaces a rank, and connects with it. Collective.
+
+        Where a rank had not kept the step that this one has, this one does it once more with it.
 
         Raises:
             PeerFailed: ``error``, if the job cannot heal.
@@ -102,18 +114,46 @@ class Healing:
         since, failure = time.monotonic(), self._job.failure
         if failure is None or failure.what not in ("died", "raised"):
             raise error
-        try:
-            self._await_generation()
-            now = self._meet()
-        except (PeerFailed, PipelineTimeout) as obstacle:
-            self._tell_unhealed(str(obstacle).splitlines()[0])
-            raise error from obstacle
-        if self._job.everyone().rank == min(set(range(self._job.everyone().ranks)) - {*now.since}):
+        now = None
+        while now is None:
+            try:
+                self._await_generation()
+                now, step = self._meet()
+            except (PeerFailed, PipelineTimeout) as obstacle:
+                self._tell_unhealed(str(obstacle).splitlines()[0])
+                raise error from obstacle
+            if step < self._run.step and not self._repeats():
+                now = None
+        if self._job.everyone().rank == min({*range(self._job.degrees.size)} - {*now.since}):
             seconds = time.monotonic() - since
             _log.info(
                 f"rank {failure.rank} {failure.what}, another process has its place: "
                 f"the job goes on after {self._run.step} steps ({seconds:.1f} s)"
             )
+
+    def _repeats(self) -> bool:
+        """Does the last step once more, and then has what it had before. Collective.
+
+        Returns:
+            Whether no rank has died meanwhile.
+        """
+        if self._last is None:
+            raise PeerFailed("a rank died between its last step and what it keeps of that")
+        after, last = self._kept.collect(), self._last
+        scale = None if last.scaler is None else last.scaler.state_dict()
+        self._run.step -= 1
+        try:
+            self._go_back(last)
+            self._run_once(last)
+            return True
+        except PeerFailed:
+            return False
+        finally:
+            self._run.step += 1
+            self._kept.put_tensors_back(self._run.step)
+            self._kept.put_back(after)
+            if last.scaler is not None:
+                last.scaler.load_state_dict(scale)
 
     def _await_generation(self) -> None:
         deadline = time.monotonic() + self._job.timeout
@@ -123,8 +163,12 @@ class Healing:
                 raise PipelineTimeout("the launcher replaced no process within the limit")
             time.sleep(_LOOK_SECONDS)
 
-    def _meet(self) -> Generation:
-        """Connects all ranks, once more where another one dies meanwhile. Collective."""
+    def _meet(self) -> tuple[Generation, int]:
+        """Connects all ranks, once more where another one dies meanwhile. Collective.
+
+        Returns:
+            The generation that is connected, and the least number of steps that a rank has done.
+        """
         while True:
             now = generation.current()
             require_going_on(now)
@@ -141,7 +185,7 @@ class Healing:
                 self._number, self._served_by = now.number, served_by
                 (self._home / f"failure.{rank}").unlink(missing_ok=True)
                 self._run.meet_anew()
-                return now
+                return now, min(self._job.everyone().all_gather(step))
 
     def _tell_unhealed(self, why: str) -> None:
         file = self._home / f"unhealed.{attempt_files.own_rank()}"
@@ -167,7 +211,7 @@ def restore(kept: KeptState, job: Job, home: Path) -> int:
             raise PipelineTimeout(f"ranks {sorted(others - places.keys())} did not come to heal")
         time.sleep(_LOOK_SECONDS)
     step = newest_of_all(kept.folder, job.degrees.size)
-    if step is None or {step} | {*places.values()} != {step}:
+    if step is None or not {step, step + 1}.issuperset(places.values()):
         why = f"ranks are at other steps than {step}, the newest that all have kept"
         (home / f"unhealed.{attempt_files.own_rank()}").write_text(why, encoding="utf-8")
         raise CheckpointError(why, got=str(places))
@@ -183,6 +227,24 @@ def _changes(number: int) -> bool:
     while generation.current().number == number and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
     return generation.current().number != number
+
+
+class _Batch(NamedTuple):
+    """A training batch that can run again.
+
+    Attributes:
+        step: Trains on the data.
+        data: The batch, or a :class:`_Taken`.
+        before: Random states, learning rate and the like before it.
+        scaler: The ``GradScaler`` that it updates, or None.
+        scale: The scaler's state before it.
+    """
+
+    step: Callable[[Any], Any]
+    data: Any
+    before: Any
+    scaler: Any
+    scale: Any
 
 
 class _Taken:

@@ -172,7 +172,7 @@ class Healer:
         waiting = generation.places(self._home, self._generation.number)
         if self._replaced and waiting:
             attempt_files.note_end(self._home, *self._replaced[-1])
-            sys.stderr.write(f"fleetpipe: the job cannot heal: {why}\n")
+        sys.stderr.write(f"fleetpipe: the job does not heal: {why}\n")
 
     def _replace(self, rank: Rank, code: int) -> None:
         number, before = rank.started.rank, self._generation

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Saved, TensorName
+from fleetpipe.checkpoint.contents.training_state import TrainingState, set_random_states
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.contrib.kept_state.segment import Segment
@@ -105,6 +107,19 @@ class KeptState:
         state = training_state.from_text(text.decode())
         training.put_back(state)
         training.put_back_random(state["random"])
+
+    def collect(self) -> dict[str, Any]:
+        """Returns what is neither tensor nor position in the data, as it is now."""
+        return self._beside_data().collect()
+
+    def put_back(self, state: Mapping[str, Any]) -> None:
+        """Restores what :meth:`collect` returned."""
+        self._beside_data().put_back(state)
+        set_random_states(state["random"])
+
+    def _beside_data(self) -> TrainingState:
+        objects = replace(self._objects, data=None)
+        return objects.training_state(objects.model_part())
 
     @dynamic_mode()
     def put_tensors_back(self, step: int) -> bytes:
