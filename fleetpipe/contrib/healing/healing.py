@@ -124,7 +124,9 @@ class Healing:
                 raise error from obstacle
             if step < self._run.step and not self._repeats():
                 now = None
-        if self._job.everyone().rank == min({*range(self._job.degrees.size)} - {*now.since}):
+        ranks = range(self._job.degrees.size)
+        stayed = [rank for rank in ranks if now.since.get(rank) != now.number]
+        if attempt_files.own_rank() == stayed[0]:
             seconds = time.monotonic() - since
             _log.info(
                 f"rank {failure.rank} {failure.what}, another process has its place: "
@@ -204,6 +206,7 @@ def restore(kept: KeptState, job: Job, home: Path) -> int:
         now = generation.current()
         require_going_on(now)
         others = {rank for rank in range(job.degrees.size) if now.since.get(rank) != now.number}
+        others.discard(attempt_files.own_rank())
         places = generation.places(home, now.number)
         if others <= places.keys():
             break

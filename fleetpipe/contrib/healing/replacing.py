@@ -11,8 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
-import threading
-from collections import deque
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from fleetpipe import systems
 from fleetpipe.contrib.kept_state import kept_state
 from fleetpipe.job import attempt_files, generation
 from fleetpipe.job.generation import Generation
+from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.paddle_api.launcher import RankProcess
 
 _WAIT_SECONDS = 0.02
@@ -34,18 +34,11 @@ class Rank:
         self.process: Any = started.process
         self.code: int | None = None
         self._healer = healer
-        self.await_end()
 
     @property
     def pid(self) -> int:
         """The number of the process."""
         return int(self.process.pid)
-
-    def await_end(self) -> None:
-        """Starts a thread that notes the end of the process, in the order of these ends."""
-        ends, process = self._healer.ends, self.process
-        waiting = threading.Thread(target=lambda: ends.append((self, process.wait())), daemon=True)
-        waiting.start()
 
     def poll(self) -> int | None:
         """Returns the exit code of the last process; None while there is one, or will be."""
@@ -54,13 +47,11 @@ class Rank:
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end of the last process, and returns its exit code."""
-        limit = threading.Event()
-        waited = 0.0
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
-            if timeout is not None and waited >= timeout:
-                raise subprocess.TimeoutExpired(list(self.started.words), timeout)
-            limit.wait(_WAIT_SECONDS)
-            waited += _WAIT_SECONDS
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(list(self.started.words), timeout or 0.0)
+            time.sleep(_WAIT_SECONDS)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -81,25 +72,25 @@ class _Fork:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._ended = False
+        self._code: int | None = None
 
-    def wait(self) -> int:
-        """Waits for its end; returns the exit code, -n if signal n ended it."""
-        _, status = os.waitpid(self.pid, 0)
-        self._ended = True
-        return os.waitstatus_to_exitcode(status)
+    def poll(self) -> int | None:
+        """Returns the exit code, -n if signal n ended it; None while it runs."""
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
 
     def send_signal(self, number: int) -> None:
         """Sends a signal, unless it has ended."""
-        if not self._ended:
+        if self._code is None:
             os.kill(self.pid, number)
 
 
 class Healer:
     """Decides for each rank that ends whether a process takes its place, and starts that.
 
-    Attributes:
-        ends: Ranks whose processes have ended, in their order, with the exit codes.
+    It has no thread: what one holds at the moment of a fork stays locked in the child.
     """
 
     def __init__(self, home: Path, most: int) -> None:
@@ -109,7 +100,7 @@ class Healer:
             home: The folder of the attempt.
             most: How many processes may be replaced.
         """
-        self.ends: deque[tuple[Rank, int]] = deque()
+        self._ranks: list[Rank] = []
         self._home = home
         self._left = most
         self._generation = Generation()
@@ -120,7 +111,8 @@ class Healer:
 
     def hold(self, started: RankProcess) -> Rank:
         """Returns what the launcher watches in the place of a process."""
-        return Rank(started, self)
+        self._ranks.append(Rank(started, self))
+        return self._ranks[-1]
 
     def settle(self) -> None:
         """Handles the ranks that have ended since the last call.
@@ -129,8 +121,10 @@ class Healer:
         """
         if self._loaded is None:
             self._loaded = _load()
-        while self.ends:
-            rank, code = self.ends.popleft()
+        running = [rank for rank in self._ranks if rank.code is None]
+        ended = [(rank, code) for rank in running if (code := rank.process.poll()) is not None]
+        # A rank that ends because of another one has another code.
+        for rank, code in sorted(ended, key=lambda end: end[1] == EXIT_CODE):
             number = rank.started.rank
             why_not = self._obstacle(number, code) if code else ""
             if code and not why_not:
@@ -186,7 +180,6 @@ class Healer:
         variables = self._loaded or {}
         rank.process = _Fork(_fork(lambda: become(rank.started, now, variables)))
         attempt_files.note_start(self._home, number, rank.pid)
-        rank.await_end()
 
 
 def holder(home: Path) -> Callable[[RankProcess], Rank]:
