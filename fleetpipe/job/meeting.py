@@ -71,8 +71,12 @@ def come_together(number: int, timeout: float) -> JobStore:
 _stores: list[JobStore] = []
 
 
-def open_store_again(timeout: float) -> JobStore:
+def open_store_again(timeout: float, check: Callable[[], None]) -> JobStore:
     """Opens the store of a job whose rank 0 is another process now. Collective over the job.
+
+    Args:
+        timeout: Seconds to wait for rank 0.
+        check: Called meanwhile; raises an error to end the wait.
 
     Raises:
         FleetPipeError: An error of :func:`open_store`.
@@ -80,7 +84,8 @@ def open_store_again(timeout: float) -> JobStore:
     for store in _stores:
         store.close()
     _stores.clear()
-    return opened_store(timeout)
+    _stores.append(open_store(timeout, check))
+    return _stores[0]
 
 
 def opened_store(timeout: float) -> JobStore:
@@ -90,11 +95,12 @@ def opened_store(timeout: float) -> JobStore:
     return _stores[0]
 
 
-def open_store(timeout: float) -> JobStore:
+def open_store(timeout: float, check: Callable[[], None] = lambda: None) -> JobStore:
     """Opens the job's store, which rank 0 serves at its own endpoint. Collective over the job.
 
     Args:
         timeout: Seconds to wait for rank 0.
+        check: Called meanwhile; raises an error to end the wait.
 
     Raises:
         ConfigError: The launcher gave rank 0 an address of IPv6, which Paddle's store cannot serve.
@@ -107,7 +113,7 @@ def open_store(timeout: float) -> JobStore:
     _refuse_paddles_store()
     # The port may by now serve another job.
     sign = hashlib.sha256(os.environ["PADDLE_TRAINER_ENDPOINTS"].encode()).hexdigest()
-    return _reach(host, port, timeout, f"fleetpipe/job/{sign}")
+    return _reach(host, port, timeout, f"fleetpipe/job/{sign}", check)
 
 
 def paddles_client(timeout: float) -> Any:
@@ -262,7 +268,7 @@ def _refuse_taken(host: str, port: int) -> None:
             ) from error
 
 
-def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
+def _reach(host: str, port: int, timeout: float, sign: str, check: Callable[[], None]) -> JobStore:
     """Serves the job's store on rank 0; other ranks wait until it listens.
 
     Paddle's own client has no limit for that wait.
@@ -273,6 +279,7 @@ def _reach(host: str, port: int, timeout: float, sign: str) -> JobStore:
     limit = Limit(timeout)
     number = attempt_files.number()
     while True:
+        check()
         try:
             store = JobStore(host, port, min(timeout, _ANSWER_SECONDS))
         except OSError as error:

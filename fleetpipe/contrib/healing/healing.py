@@ -47,7 +47,9 @@ class Healing:
             home: The folder of the attempt.
         """
         self._job, self._run, self._kept, self._home = job, run, kept, home
-        self._number, self._served_by = 0, 0
+        self._number = 0
+        #: The generation in which the process began that serves the job's store; this one, if new.
+        self._served_by = generation.current().since.get(0, 0) if job.alone else 0
         self._last: _Batch | None = None
         job.be_patient()
 
@@ -111,7 +113,7 @@ class Healing:
         Raises:
             PeerFailed: ``error``, if the job cannot heal.
         """
-        since, failure = time.monotonic(), self._job.failure
+        since, failure, before = time.monotonic(), self._job.failure, self._number
         if failure is None or failure.what not in ("died", "raised"):
             raise error
         now = None
@@ -125,7 +127,7 @@ class Healing:
             if step < self._run.step and not self._repeats():
                 now = None
         ranks = range(self._job.degrees.size)
-        stayed = [rank for rank in ranks if now.since.get(rank) != now.number]
+        stayed = [rank for rank in ranks if now.since.get(rank, 0) <= before]
         if attempt_files.own_rank() == stayed[0]:
             seconds = time.monotonic() - since
             _log.info(

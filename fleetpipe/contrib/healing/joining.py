@@ -51,7 +51,10 @@ def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
     timeout, rank = job.timeout, meeting.own_rank()
     namespace = f"fleetpipe/0/generation/{now.number}"
     job.disconnect()
-    store = meeting.open_store_again(timeout) if served_anew else meeting.opened_store(timeout)
+    if served_anew:
+        store = meeting.open_store_again(timeout, check)
+    else:
+        store = meeting.opened_store(timeout)
     store.check, store.timeout = check, timeout
     meeting.meet(store, f"{namespace}/here", timeout, "the healing of the job")
     watched, used = join(

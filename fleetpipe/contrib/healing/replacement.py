@@ -47,6 +47,8 @@ def begin_alone(
         )
     rank, ranks = meeting.own_rank(), meeting.world_size()
     connections = SocketTransport(rank, ranks, {}, timeout=timeout)
+    if rank == 0:
+        meeting.opened_store(timeout)  # at which the others wait
     by_groups = transport == PROCESS_GROUP and mesh.degrees.pp > 1
     with _without_connections(timeout):
         hcg, copies = make_groups()
