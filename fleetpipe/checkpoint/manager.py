@@ -194,6 +194,10 @@ class CheckpointManager:
         """
         self._saver.claim(Ranks.of_job())
 
+    def begin_anew(self) -> None:
+        """Forgets what the ranks have agreed on, as one is another process now. Not collective."""
+        self._saver.begin_anew()
+
     def require_folder(self) -> None:
         """Makes the folder, before the first step that is to be saved. Not collective.
 

@@ -179,6 +179,12 @@ class Saver:
         if self._writing is None and self.owner is not None:
             self.owner.release()
 
+    def begin_anew(self) -> None:
+        """Drops a save that is under way, and what the ranks have told each other."""
+        self.finish()
+        self._writing, self._seen = None, None
+        self._plans.clear()
+
     def finish(self) -> None:
         """Waits for this rank's own writing alone; a failure is only logged."""
         if self._writing is not None:

@@ -54,8 +54,11 @@ class Healing(Protocol):
     ) -> Any:
         """Returns ``step(data)``, which it runs again after the death of another rank."""
 
-    def heal(self, error: PeerFailed) -> None:
-        """Makes good the death that a rank has noticed between two batches.
+    def heal(self, error: PeerFailed) -> bool:
+        """Makes good the death that a rank has noticed after a batch.
+
+        Returns:
+            Whether the process that replaces the dead one did that batch, too.
 
         Raises:
             PeerFailed: ``error``, if that cannot be.

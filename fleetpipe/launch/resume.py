@@ -129,15 +129,19 @@ class Run:
         self.step += 1
         if self._kept is not None:
             self._kept.keep(self.step)
-        try:
-            stop = self._stopping.agree()
-            self._manager.save(self.step, force=stop, **self._state)
-        except PeerFailed as error:
-            current = job.current_job()
-            if current is None or current.healing is None:
-                raise
-            current.healing.heal(error)
-            stop = False
+        ended = False
+        while not ended:
+            try:
+                stop = self._stopping.agree()
+                self._manager.save(self.step, force=stop, **self._state)
+            except PeerFailed as error:
+                current = job.current_job()
+                if current is None or current.healing is None:
+                    raise
+                # A process that replaces a rank ends this step with the others if it did it.
+                ended, stop = not current.healing.heal(error), False
+            else:
+                ended = True
         if stop:
             self._leave()
         self._write_begun(self.step + 1)
@@ -145,6 +149,7 @@ class Run:
     def meet_anew(self) -> None:
         """Begins what the ranks exchange from step to step anew, as a replacement of one does."""
         self._stopping.begin_anew()
+        self._manager.begin_anew()
 
     def stop(self) -> None:
         """Asks, on this rank alone, that the job ends after a step that all ranks finish."""
@@ -230,7 +235,10 @@ def resume(
     kept = extra("kept_state.kept_state").KeptState.asked_for(Objects(**state), Ranks.of_job())
     current, folder = job.current_job(), attempt_files.folder()
     if current is not None and current.alone:
-        step, other_arguments = extra("healing.healing").restore(kept, current, folder), False
+        step, other_arguments = (
+            extra("healing.healing").restore(kept, current, folder, manager),
+            False,
+        )
     else:
         step, other_arguments = _go_on(state, manager, kept)
     run = Run(step, state, manager, kept)

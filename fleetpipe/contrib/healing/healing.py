@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fleetpipe import log
+from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.contrib.healing.joining import connect_again, require_going_on
 from fleetpipe.contrib.kept_state.kept_state import KeptState, newest_of_all
 from fleetpipe.errors import CheckpointError, FleetPipeError, PeerFailed, PipelineTimeout
@@ -74,7 +75,7 @@ class Healing:
         Raises:
             PeerFailed: A rank died, and the job cannot heal.
         """
-        data = _Taken(data) if isinstance(data, Iterator) else data
+        data = Taken(data) if isinstance(data, Iterator) else data
         scale = None if scaler is None else scaler.state_dict()
         batch = _Batch(step, data, self._kept.collect(), scaler, scale)
         if self._job.alone:
@@ -102,13 +103,16 @@ class Healing:
         self._kept.put_back(batch.before)
         if batch.scaler is not None:
             batch.scaler.load_state_dict(batch.scale)
-        if isinstance(batch.data, _Taken):
+        if isinstance(batch.data, Taken):
             batch.data.begin_anew()
 
-    def heal(self, error: PeerFailed) -> None:
+    def heal(self, error: PeerFailed) -> bool:
         """Waits for the process that replaces a rank, and connects with it. Collective.
 
         Where a rank had not kept the step that this one has, this one does it once more with it.
+
+        Returns:
+            Whether it did.
 
         Raises:
             PeerFailed: ``error``, if the job cannot heal.
@@ -132,8 +136,9 @@ class Healing:
             seconds = time.monotonic() - since
             _log.info(
                 f"rank {failure.rank} {failure.what}, another process has its place: "
-                f"the job goes on after {self._run.step} steps ({seconds:.1f} s)"
+                f"the job goes on after {step} steps ({seconds:.1f} s)"
             )
+        return step < self._run.step
 
     def _repeats(self) -> bool:
         """Does the last step once more, and then has what it had before. Collective.
@@ -196,11 +201,12 @@ class Healing:
         file.write_text(why, encoding="utf-8")
 
 
-def restore(kept: KeptState, job: Job, home: Path) -> int:
+def restore(kept: KeptState, job: Job, home: Path, manager: CheckpointManager) -> int:
     """Restores a process that replaces a rank to the step of the others; returns that step.
 
     Raises:
-        CheckpointError: The others are at different steps, or at one that this rank had not kept.
+        CheckpointError: The others are at different steps, or at one that this rank had not kept;
+            or the save of that step did not end.
         PipelineTimeout: Some rank has not said within the limit at which step it is.
     """
     deadline = time.monotonic() + job.timeout
@@ -215,9 +221,12 @@ def restore(kept: KeptState, job: Job, home: Path) -> int:
         if time.monotonic() > deadline:
             raise PipelineTimeout(f"ranks {sorted(others - places.keys())} did not come to heal")
         time.sleep(_LOOK_SECONDS)
-    step = newest_of_all(kept.folder, job.degrees.size)
+    step, why = newest_of_all(kept.folder, job.degrees.size), ""
     if step is None or not {step, step + 1}.issuperset(places.values()):
         why = f"ranks are at other steps than {step}, the newest that all have kept"
+    elif max(manager.steps(), default=0) < manager.newest_due(step):
+        why = f"step {manager.newest_due(step)} is not saved"
+    if step is None or why:
         (home / f"unhealed.{attempt_files.own_rank()}").write_text(why, encoding="utf-8")
         raise CheckpointError(why, got=str(places))
     kept.restore(step)
@@ -239,7 +248,7 @@ class _Batch(NamedTuple):
 
     Attributes:
         step: Trains on the data.
-        data: The batch, or a :class:`_Taken`.
+        data: The batch, or a :class:`Taken`.
         before: Random states, learning rate and the like before it.
         scaler: The ``GradScaler`` that it updates, or None.
         scale: The scaler's state before it.
@@ -252,7 +261,7 @@ class _Batch(NamedTuple):
     scale: Any
 
 
-class _Taken:
+class Taken:
     """An iterator whose items can be taken once more."""
 
     def __init__(self, items: Iterator[Any]) -> None:
@@ -260,7 +269,7 @@ class _Taken:
         self._taken: list[Any] = []
         self._next = 0
 
-    def __iter__(self) -> _Taken:
+    def __iter__(self) -> Taken:
         return self
 
     def __next__(self) -> Any:

@@ -1,0 +1,186 @@
+"""``fleetpipe launch --heal``: a rank that dies is replaced, and no bit is another one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import paddle
+import pytest
+
+from fleetpipe.contrib.healing.healing import Taken
+from fleetpipe.contrib.healing.replacing import Healer
+from fleetpipe.contrib.kept_state import kept_state
+from fleetpipe.job import attempt_files, generation
+from fleetpipe.job.generation import Generation
+from fleetpipe.job.watching.failure import Failure
+from fleetpipe.mesh.groups import DirectGroup
+from fleetpipe.paddle_api.launcher import RankProcess
+from fleetpipe.transport import MemoryHub
+from tests.fixtures import Launch, Patch
+from tests.launch.supervisor.commands import launched
+
+WORKER = Path(__file__).with_name("healing_worker.py")
+DEATHS = (
+    *("1.2=forward", "0.4=update", "1.6=after"),
+    *("0.8=kept", "1.9=kept", "0.11=before", "1.11=before"),
+)
+
+
+def steps(log: str) -> list[str]:
+    """What a rank wrote of its steps, those that it did once more once."""
+    return list(dict.fromkeys(re.findall("step .*", log)))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "sockets",
+        pytest.param(
+            "process_group",
+            marks=pytest.mark.skipif(
+                paddle.version.major == "2", reason="2.6.2 has no such transport on CPUs"
+            ),
+        ),
+    ],
+)
+def test_ranks_that_die_are_replaced_and_the_others_keep_their_place(
+    launcher: Launch, launch: Launch, tmp_path: Path, transport: str
+) -> None:
+    alone = launch(WORKER, None, args=["13"]).logs[0]
+    options = ["--heal", "--max-restart", "9", "--checkpoint_dir", "shared"]
+    job = launched(
+        launcher,
+        WORKER,
+        "launch",
+        *options,
+        arguments=["13", *DEATHS],
+        folder=tmp_path,
+        env={"FLEETPIPE_TRANSPORT": transport},
+    )
+    logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
+    assert (job.code, [line for line in job.said if "attempt" in line]) == (0, []), logs
+    assert {file.name for file in tmp_path.glob("died.*")} == {f"died.{name}" for name in DEATHS}
+    for log in logs:
+        assert steps(log) == steps(alone)
+        assert alone.splitlines()[-1] in log
+    # The two that died in step 11 replaced each other.
+    assert "".join(logs).count("another process has its place") in (5, 6)
+
+
+@pytest.mark.processes
+def test_what_cannot_heal_is_started_again_and_says_why(
+    launcher: Launch, launch: Launch, tmp_path: Path
+) -> None:
+    alone = launch(WORKER, None, args=["4"]).logs[0]
+    arguments = ["4", "EVALUATE", "1.2=forward"]
+    options = ["--heal", "--checkpoint_dir", "shared"]
+    job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
+    assert job.code == 0, job
+    assert any(line.startswith("fleetpipe: the job does not heal: ") for line in job.said), job
+    assert "fleetpipe: attempt 2 begins: restart 1 of 3" in job.said
+    log = (tmp_path / "log" / "workerlog.1").read_text()
+    assert steps(log) == steps(alone)
+    assert alone.splitlines()[-1] in log
+
+
+class Ended:
+    """A process that has ended."""
+
+    pid = 2**22 + 1
+
+    def __init__(self, code: int) -> None:
+        self.poll = lambda: code
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """The folder of an attempt of two ranks, both of which have kept a step."""
+    for rank in (0, 1):
+        attempt_files.note_start(tmp_path, rank, Ended.pid)
+        (tmp_path / f"rank-{rank}.1").touch()
+    monkeypatch.setenv(kept_state.FOLDER, str(tmp_path))
+    monkeypatch.setenv(attempt_files.FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def forget(home: Path) -> None:
+    (home / "rank-0.1").unlink()
+
+
+def stop(home: Path) -> None:
+    (home / "preempted.0").write_text("3")
+
+
+def refuse(home: Path) -> None:
+    (home / "unhealed.0").write_text("ranks are at other steps")
+
+
+def raise_for_good(home: Path) -> None:
+    attempt_files.tell_failure(Failure(1, "raised", "ConfigError", permanent=True))
+
+
+def wait_in_vain(home: Path) -> None:
+    attempt_files.tell_failure(Failure(1, "timed out", "rank 1 waited"))
+
+
+@pytest.mark.parametrize(
+    ("happens", "why"),
+    [
+        (forget, "not every rank has kept a step"),
+        (stop, "the job was asked to stop"),
+        (refuse, "ranks are at other steps"),
+        (raise_for_good, "no other process would do better"),
+        (wait_in_vain, "no rank died: a wait has ended"),
+        (lambda home: None, "as many processes were replaced as --max-restart allows"),
+    ],
+)
+def test_the_launcher_says_why_it_replaces_no_process(
+    home: Path, capsys: Any, happens: Any, why: str
+) -> None:
+    happens(home)
+    healer = Healer(home, most=0)
+    held = healer.hold(RankProcess(1, Ended(-9), (), {}, None))
+    assert held.poll() == -9
+    assert generation.current().refused == why
+    assert capsys.readouterr().err == f"fleetpipe: the job does not heal: {why}\n"
+    assert attempt_files.ended_ranks(home) == [(1, -9)]
+
+
+def test_a_rank_that_ends_well_is_not_replaced(home: Path) -> None:
+    held = Healer(home, most=1).hold(RankProcess(1, Ended(0), (), {}, None))
+    assert held.poll() == held.wait(1) == 0
+    assert generation.current() == Generation()
+
+
+def test_a_generation_has_the_places_of_those_who_wait_for_it(home: Path) -> None:
+    generation.write(home, Generation(2, {1: 2}))
+    assert generation.current() == Generation(2, {1: 2})
+    generation.note_place(home, 0, 2, 7)
+    generation.note_place(home, 1, 1, 6)
+    assert generation.places(home, 2) == {0: 7}
+
+
+def test_a_batch_is_taken_again_from_an_iterator_that_has_gone_on() -> None:
+    def items() -> Iterator[int]:
+        yield from range(5)
+
+    taken = Taken(items())
+    assert [next(taken), next(taken)] == [0, 1]
+    taken.begin_anew()
+    assert [*taken] == [0, 1, 2, 3, 4]
+
+
+def test_a_member_that_is_alone_takes_its_own_values() -> None:
+    group = DirectGroup(MemoryHub(2).endpoint(1), timeout=1)
+    group.alone = True
+    tensor = paddle.ones([2])
+    group.all_reduce([tensor])
+    group.broadcast_each([(tensor, 0)])
+    assert group.all_gather(5) == [5, 5]
+    assert group.broadcast("text", 0) == "text"
+    assert [part.tolist() for part in group.all_to_all([tensor, 2 * tensor])] == [[2, 2], [2, 2]]
+    assert tensor.tolist() == [1, 1]
