@@ -95,20 +95,25 @@ class PipelineParallel(PipelineFace):
         scaler = None if scaler is None else prepare_scaler(scaler)
         options = loss_fn_idx, scaler, return_micro_batch_loss, weights
 
-        def train(data: Batch) -> Tensor:
+        def begin(data: Batch) -> TrainingBatch:
             batch = TrainingBatch(self._runtime, data, *options)
             # Last, for it may wait: what this rank can refuse by itself is refused by now.
             self._bind(optimizer)
-            batch.train(optimizer)
-            result: Tensor = batch.loss
-            return result
+            return batch
 
-        healing = self._runtime.job.healing
+        def train(data: Batch) -> Nest:
+            batch = begin(data)
+            batch.train(optimizer)
+            return batch.loss
+
         loss: Tensor
-        if healing is None:
-            loss = train(data)
-        else:
+        healing = self._runtime.job.healing
+        if healing is not None:
             loss = healing.train(train, data, scaler, functools.partial(self._bind, optimizer))
+        else:
+            batch = begin(data)
+            batch.train(optimizer)
+            loss = batch.loss
         step_rate(lr_scheduler, loss, loss_fn_idx)
         return loss
 

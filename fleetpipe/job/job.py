@@ -46,7 +46,7 @@ _PADDLE_GROUPS: Mapping[tuple[str, ...], str] = {
 ALONE = "this process replaces a rank that died, and meets the others at its first batch"
 
 
-class Healing(Protocol):
+class Recovery(Protocol):
     """What makes good the death of another rank."""
 
     def train(
@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # a job of one process loads neither
     from fleetpipe.job.watching.failure import Failure
     from fleetpipe.transport import ProcessGroupTransport, SocketTransport
     from fleetpipe.transport.joining.connections import Joined
+    from fleetpipe.transport.process_group.lane import Lane
 
 
 class Job:
@@ -84,6 +85,7 @@ class Job:
         endings: Functions to call when the job ends, before its connections are closed.
         pipelines: The models that were wrapped for training, as weak references.
         progress: The steps that this process has done, and their times.
+        neighbours: Paddle's groups by which the tensors of its pipeline are sent, if they are.
         keeps_board: Whether this process collects the records of all ranks.
         scatters_gradients: Whether the ranks that share the optimizer's state store the gradients
             of their own share only.
@@ -131,7 +133,7 @@ class Job:
         self.run = run or uuid.uuid4().hex
         self._store = store
         self._prefix = f"fleetpipe/{number}"
-        self._pipeline, self._neighbours = pipeline, neighbours or {}
+        self._pipeline, self.neighbours = pipeline, neighbours or {}
         self._transports: dict[int, Transport] = {}
         if pipeline is not None:
             self._transports[pipeline.rank] = pipeline
@@ -144,7 +146,7 @@ class Job:
         self._agreements = 0
         #: Held by the thread that runs a batch.
         self.turn = threading.RLock()
-        self.healing: Healing | None = None
+        self.healing: Recovery | None = None
         self._alone = False
         self.keeps_board = self.scatters_gradients = self.sums_by_tree = False
         self.progress: RunProgress = RunProgress() if watch is None else watch.progress
@@ -465,38 +467,28 @@ class Job:
         """Whether this process replaces a rank, and is not connected yet."""
         return self._alone
 
-    def connect_again(self, store: Store, watch: Watch, joined: Joined, time: int) -> None:
-        """Puts new connections in the place of those over which a rank was lost. Collective.
+    def connect_again(self, store: Store, watch: Watch, joined: Joined) -> None:
+        """Puts new connections in the place of those over which a rank was lost.
 
         Args:
             store: The job's store.
             watch: The connections over which its ranks watch each other now.
             joined: Those for everything else.
-            time: How often that was done in this job, and now.
         """
-        self.disconnect()
         self._store, self._watch, self._alone = store, watch, False
         watch.progress = self.progress
         if self._connections is not None:
             self._connections.connect_again(joined.sockets, joined.seals)
             watch.on_failure(self._connections.interrupt)
-            self._connect_groups(watch, self._connections, time)
         for group in self._groups.values():
             if isinstance(group, DirectGroup):
                 group.begin_anew()
 
-    def _connect_groups(self, watch: Watch, connections: SocketTransport, time: int) -> None:
-        from fleetpipe.job.groups import neighbours, paddle_groups
-
-        assert self._store is not None
-        namespace = f"{self._prefix}/again/{time}"
-        paddle_groups.connect(self._store, namespace, time, self.timeout)
-        if self._pipeline is not None:
-            view = View(connections, self._along(["pp"]))
-            where = self._store, f"{namespace}/neighbours", self.timeout
-            lanes = neighbours.lanes(view, self._neighbours, *where)
-            self._pipeline.connect_again(*lanes)
-            watch.on_failure(self._pipeline.interrupt)
+    def connect_neighbours(self, outgoing: dict[int, Lane], incoming: dict[int, Lane]) -> None:
+        """Puts new lanes in the place of those over Paddle's groups, after the connections."""
+        if self._pipeline is not None and self._watch is not None:
+            self._pipeline.connect_again(outgoing, incoming)
+            self._watch.on_failure(self._pipeline.interrupt)
 
     def disconnect(self) -> None:
         """Ends the connections to the other ranks; what is under way there is lost."""

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.no_paddle
 WRITES = (
     *("log", "job/watching/watch", "job/watching/process_exit", "fit/callbacks/rank_policy", "cli"),
     *("checkpoint/checkpoint_commands", "contrib/doctor/doctor_command"),
+    "contrib/healing/replacing",
     *("contrib/locator/locate_command", "launch/noted_launch", "launch/profile_command"),
     *("launch/script", "contrib/watch/serving", "launch/supervisor/", "parity/parity_command"),
     *("profiling/plan_commands", "contrib/report/report_command"),

@@ -213,13 +213,13 @@ def restore(kept: KeptState, job: Job, home: Path, manager: CheckpointManager) -
     while True:
         now = generation.current()
         require_going_on(now)
-        others = {rank for rank in range(job.degrees.size) if now.since.get(rank) != now.number}
-        others.discard(attempt_files.own_rank())
+        awaited = {rank for rank in range(job.degrees.size) if now.since.get(rank) != now.number}
+        awaited.discard(attempt_files.own_rank())
         places = generation.places(home, now.number)
-        if others <= places.keys():
+        if awaited <= places.keys():
             break
         if time.monotonic() > deadline:
-            raise PipelineTimeout(f"ranks {sorted(others - places.keys())} did not come to heal")
+            raise PipelineTimeout(f"ranks {sorted(awaited - places.keys())} did not come to heal")
         time.sleep(_LOOK_SECONDS)
     step, why = newest_of_all(kept.folder, job.degrees.size), ""
     if step is None or not {step, step + 1}.issuperset(places.values()):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from fleetpipe.errors import PeerFailed
 from fleetpipe.job import attempt_files, generation, meeting
 from fleetpipe.job.generation import Generation
+from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.watching.watch import Watch
+from fleetpipe.transport import View
 from fleetpipe.transport.joining.connections import join
 
 
@@ -68,5 +70,11 @@ def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
     )
     watch = Watch(rank, *watched)
     watch.patient = True
-    job.connect_again(store, watch, used, now.number)
+    job.connect_again(store, watch, used)
+    paddle_groups.connect(store, f"{namespace}/groups", now.number, timeout)
+    if job.neighbours:
+        [view] = job.connect_among(job.pipeline_ranks()).values()
+        assert isinstance(view, View)
+        where = store, f"{namespace}/neighbours", timeout
+        job.connect_neighbours(*neighbours.lanes(view, job.neighbours, *where))
     store.check = watch.check
