@@ -8,7 +8,7 @@ from typing import NoReturn
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.capture.cutting.auto import places
 from fleetpipe.capture.running.stages import CapturedStages
-from fleetpipe.capture.running.variants import Forms
+from fleetpipe.capture.running.variants import Form, Forms
 from fleetpipe.dygraph.layers.run_stage import Run
 from fleetpipe.dygraph.model.owned_stages import OwnedStages
 from fleetpipe.dygraph.sums.uses import Uses
@@ -69,6 +69,13 @@ class OwnedNodes(OwnedStages):
         if stage >= self._forms.stages:
             return super().calls_of(stage, value)
         form, value = self.borders.form(stage, value)
+        if _names(form) != _names(self._forms.example(training=True)):
+            raise ConfigError(
+                "a captured model is measured with micro-batches like the example",
+                where=f"stage {stage}",
+                got="one for which the forward makes other calls, as without images",
+                fix="give batches in which every micro-batch has what example_inputs have",
+            )
         return {n: form.functions[n] for n in self._partition.range_of(stage)}, value
 
     def tensors(self) -> dict[int, list[Tensor]]:
@@ -92,6 +99,10 @@ class OwnedNodes(OwnedStages):
         """Returns the numbers of the nodes with which a later stage may begin."""
         named, _ = places(*(self._forms.example(training).trace for training in (True, False)))
         return tuple(number + 1 for number in named)
+
+
+def _names(form: Form) -> list[object]:
+    return [getattr(function, "__name__", None) for function in form.functions]
 
 
 def _refuse_slots(number: int, parameter: Tensor) -> NoReturn:

@@ -213,6 +213,26 @@ def test_what_the_example_does_not_use_is_refused_where_another_stage_needs_it()
             wrapped.forward_backward_pipeline(iter(data))
 
 
+class Sum(nn.Layer):  # type: ignore[misc]
+    """Adds what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Any, more: Any = None) -> Any:
+        x = self.first(x)
+        return self.last(x if more is None else x + more)
+
+
+def test_what_the_example_has_not_is_not_measured() -> None:
+    x = paddle.ones([2, 3])
+    with job(2, 2):
+        pipe = fleetpipe.pipeline(Sum(), (x, x), nn.MSELoss(), split_spec=["last"], verify=False)
+        with pytest.raises(ConfigError, match="micro-batches like the example"):
+            fleet.distributed_model(pipe).profile([[(x, x), (x, None)], [x, x]])
+
+
 @pytest.mark.parametrize(
     ("shape_inputs", "error", "text"),
     [
