@@ -75,8 +75,8 @@ def test_the_package_shows_its_public_names_and_nothing_else() -> None:
     done = without_paddle("import fleetpipe; print(*dir(fleetpipe))")
     assert done.stdout.split() == [
         *("CheckpointManager", "Model", "SplitPoint", "__version__", "callbacks", "explain"),
-        *("install", "load_checkpoint", "load_single", "locate", "model_hash", "pipe_split"),
-        *("pipeline", "plan", "resume"),
+        *("generate", "install", "load_checkpoint", "load_single", "locate", "model_hash"),
+        *("pipe_split", "pipeline", "plan", "resume"),
     ]
 
 

@@ -8,8 +8,10 @@ from fleetpipe.aliases import Layer
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, without_wrappers
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.mesh.parts import Held, ModelParts, whole_name
+from fleetpipe.representation import shows
 
 
+@shows(model="_model.__class__.__name__")
 class BasePart:
     """All of a model but its adapters, in the place of a model in checkpoints.
 

@@ -14,6 +14,7 @@ from fleetpipe.contrib.text.token_files import END, token_files
 from fleetpipe.errors import ConfigError, require_whole
 from fleetpipe.extras import needed_for
 from fleetpipe.paddle_api import paddle
+from fleetpipe.representation import shows
 
 #: The label of a place that the loss leaves out, as in ``nn.CrossEntropyLoss``.
 IGNORED = -100
@@ -21,6 +22,7 @@ IGNORED = -100
 _PADDING = -1
 
 
+@shows("length", "end")
 class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  # 2.6.2 takes no argument
     """Sequences of tokens from a text; each is ``ids, documents, labels``, all ``[length]``.
 
