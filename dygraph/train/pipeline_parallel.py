@@ -109,7 +109,8 @@ class PipelineParallel(PipelineFace):
         loss: Tensor
         healing = self._runtime.job.healing
         if healing is not None:
-            loss = healing.train(train, data, scaler, functools.partial(self._bind, optimizer))
+            bind = functools.partial(self._bind, optimizer)
+            loss = healing.train(train, unwrap(data), scaler, bind)
         else:
             batch = begin(data)
             batch.train(optimizer)

@@ -20,7 +20,7 @@ from fleetpipe.job import attempt_files
 HEAL = "FLEETPIPE_HEAL"
 #: Has the generation in which this process began in the place of another.
 BEGAN = "FLEETPIPE_GENERATION"
-_FILE = "generation"
+_FILE, _ENDED = "generation", "ended_by_supervisor"
 
 
 class Generation(NamedTuple):
@@ -41,6 +41,16 @@ def write(home: Path, generation: Generation) -> None:
     """Writes the generation that begins into the folder of an attempt."""
     with atomic_file.draft_of(home / _FILE) as draft:
         draft.write_text(json.dumps(generation), encoding="utf-8")
+
+
+def refuse(home: Path) -> None:
+    """Notes that the ranks of an attempt are ended, which no launcher is to make good."""
+    (home / _ENDED).touch()
+
+
+def is_refused(home: Path) -> bool:
+    """Whether the ranks of an attempt are ended by whoever started it."""
+    return (home / _ENDED).exists()
 
 
 def current() -> Generation:

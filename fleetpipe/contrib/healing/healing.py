@@ -75,7 +75,7 @@ class Healing:
         Raises:
             PeerFailed: A rank died, and the job cannot heal.
         """
-        data = Taken(data) if isinstance(data, Iterator) else data
+        data = Taken(data) if hasattr(type(data), "__next__") else data
         scale = None if scaler is None else scaler.state_dict()
         batch = _Batch(step, data, self._kept.collect(), scaler, scale)
         if self._job.alone:
@@ -186,6 +186,8 @@ class Healing:
             served_by = now.since.get(0, 0)
             try:
                 connect_again(self._job, now, served_by != self._served_by)
+                self._run.meet_anew()
+                least = min(self._job.everyone().all_gather(step))
             except FleetPipeError:
                 # The death of a rank is known to its neighbours before the launcher sees it.
                 if not _changes(now.number):
@@ -193,8 +195,7 @@ class Healing:
             else:
                 self._number, self._served_by = now.number, served_by
                 (self._home / f"failure.{rank}").unlink(missing_ok=True)
-                self._run.meet_anew()
-                return now, min(self._job.everyone().all_gather(step))
+                return now, least
 
     def _tell_unhealed(self, why: str) -> None:
         file = self._home / f"unhealed.{attempt_files.own_rank()}"

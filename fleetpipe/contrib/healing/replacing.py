@@ -139,6 +139,8 @@ class Healer:
         """Returns why the process of a rank cannot be replaced; empty if it can."""
         if self._generation.refused:
             return self._generation.refused
+        if code == -signal.SIGTERM or generation.is_refused(self._home):
+            return "the job is ended"
         for file in sorted(self._home.glob("unhealed.*")):
             return file.read_text(encoding="utf-8")
         ranks = {number for number, _ in attempt_files.started_ranks(self._home)}

@@ -107,6 +107,7 @@ class Local:
 
     def kill(self) -> None:
         """Kills the ranks at once, and a launcher that has not started any."""
+        generation.refuse(self._home)
         signal_ranks(self._home, systems.SIGKILL)
         self._pods.stop()
 

@@ -130,6 +130,7 @@ def wait_in_vain(home: Path) -> None:
 @pytest.mark.parametrize(
     ("happens", "why"),
     [
+        (generation.refuse, "the job is ended"),
         (forget, "not every rank has kept a step"),
         (stop, "the job was asked to stop"),
         (refuse, "ranks are at other steps"),
