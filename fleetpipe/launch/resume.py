@@ -151,6 +151,10 @@ class Run:
         self._stopping.begin_anew()
         self._manager.begin_anew()
 
+    def agree_once_more(self) -> None:
+        """Tells the ranks whether this one was asked to stop, as after a step."""
+        self._stopping.agree()
+
     def stop(self) -> None:
         """Asks, on this rank alone, that the job ends after a step that all ranks finish."""
         self._stopping.ask()

@@ -34,6 +34,9 @@ class Running(Protocol):
     def meet_anew(self) -> None:
         """Begins what the ranks exchange from step to step anew."""
 
+    def agree_once_more(self) -> None:
+        """Exchanges what the ranks exchange after a step; waits for none."""
+
 
 class Healing:
     """Makes good the death of a rank where all others can go on from the same step."""
@@ -85,7 +88,9 @@ class Healing:
             try:
                 result = self._run_once(batch)
             except PeerFailed as error:
-                self.heal(error)
+                if self.heal(error):
+                    # As the process does that has done the step before for the first time.
+                    self._run.agree_once_more()
                 self._go_back(batch)
             else:
                 self._last = batch

@@ -1,7 +1,8 @@
-"""Trains while ranks die: ``healing_worker.py STEPS [EVALUATE] [RANK.STEP=PLACE ..]``.
+"""Trains while ranks die: ``healing_worker.py STEPS [EVALUATE] [ASK=STEP] [RANK.STEP=PLACE ..]``.
 
 A place is ``forward`` or ``update``, within the step; ``before`` or ``after`` it; or ``kept``,
-while the state after it is written. Each death happens once.
+while the state after it is written. Each death happens once. Rank 0 asks the job to stop in a step,
+and then not every step is saved.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def main() -> None:
     model = pipeline(layers)
     rate = paddle.optimizer.lr.ExponentialDecay(0.01, 0.9)
     optimizer = fleet.distributed_optimizer(MortalAdam(rate, parameters=model.parameters()))
-    manager = fleetpipe.CheckpointManager(os.environ.get("FLEETPIPE_CHECKPOINT_DIR", "own"))
+    folder = os.environ.get("FLEETPIPE_CHECKPOINT_DIR", "own")
+    asked = [int(word.partition("=")[2]) for word in words if word.startswith("ASK=")]
+    manager = fleetpipe.CheckpointManager(folder, save_interval=100 if asked else 1)
     if "EVALUATE" in words:
         model.eval_batch(batch(2, seed=1), compute_loss=True)
     run = fleetpipe.resume(model, optimizer, lr_scheduler=rate, manager=manager)
@@ -82,6 +85,8 @@ def main() -> None:
     for step in run.steps(int(steps)):
         Deaths.step = step
         Deaths.come("before")
+        if RANK == 0 and step in asked:
+            run.stop()
         paddle.seed(step)
         # An iterator, of which each step takes what it needs and no more.
         data = iter([batch(1, seed=10 * step + k) for k in range(2)])

@@ -72,6 +72,18 @@ def test_ranks_that_die_are_replaced_and_the_others_keep_their_place(
 
 
 @pytest.mark.processes
+def test_ranks_that_have_healed_stop_at_the_same_step(launcher: Launch, tmp_path: Path) -> None:
+    options = ["--heal", "--checkpoint_dir", "shared"]
+    arguments = ["20", "1.2=after", "ASK=5"]
+    job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
+    assert job.code == attempt_files.PREEMPTED, job
+    assert "asked to stop, the job saved 7 steps" in job.said[-1]
+    for rank in (0, 1):
+        log = (tmp_path / "log" / f"workerlog.{rank}").read_text()
+        assert [step.split()[1] for step in steps(log)] == list("0123456")
+
+
+@pytest.mark.processes
 def test_what_cannot_heal_is_started_again_and_says_why(
     launcher: Launch, launch: Launch, tmp_path: Path
 ) -> None:
