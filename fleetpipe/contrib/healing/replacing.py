@@ -24,6 +24,8 @@ from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.paddle_api.launcher import RankProcess
 
 _WAIT_SECONDS = 0.02
+#: More than the launcher has open.
+_MOST_FILES = 1 << 16
 
 
 class Rank:
@@ -77,7 +79,8 @@ class _Fork:
     def poll(self) -> int | None:
         """Returns the exit code, -n if signal n ended it; None while it runs."""
         if self._code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            no_wait = os.WNOHANG  # type: ignore[attr-defined,unused-ignore]
+            ended, status = os.waitpid(self.pid, no_wait)
             self._code = os.waitstatus_to_exitcode(status) if ended else None
         return self._code
 
@@ -255,4 +258,4 @@ def _leave_the_launcher(started: RankProcess) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
     # The launcher's sockets and locks must end with it.
-    os.closerange(3, os.sysconf("SC_OPEN_MAX") if "SC_OPEN_MAX" in os.sysconf_names else 1024)
+    os.closerange(3, int(min(systems.descriptor_limits()[0], _MOST_FILES)))
