@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fleetpipe.errors import PeerFailed
+from fleetpipe.errors import PeerFailed, PipelineTimeout
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.records import Heard
 from fleetpipe.job.run_progress import RunProgress
@@ -54,14 +54,14 @@ class Recovery(Protocol):
     ) -> Any:
         """Returns ``step(data)``, which it runs again after the death of another rank."""
 
-    def heal(self, error: PeerFailed) -> bool:
+    def heal(self, error: PeerFailed | PipelineTimeout) -> bool:
         """Makes good the death that a rank has noticed after a batch.
 
         Returns:
             Whether the process that replaces the dead one did that batch, too.
 
         Raises:
-            PeerFailed: ``error``, if that cannot be.
+            FleetPipeError: ``error``, if that cannot be.
         """
 
 
@@ -506,6 +506,10 @@ class Job:
         """Lets this process notice the failure of another one late, since the job may heal."""
         if self._watch is not None:
             self._watch.patient = True
+
+    def silent_ranks(self) -> list[int]:
+        """Returns the ranks that are stopped or cut off, as far as this process knows."""
+        return [] if self._watch is None else self._watch.silent()
 
     @property
     def failure(self) -> Failure | None:

@@ -20,7 +20,7 @@ from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.config import DEFAULT_TIMEOUT
-from fleetpipe.errors import CheckpointError, PeerFailed
+from fleetpipe.errors import CheckpointError, PeerFailed, PipelineTimeout
 from fleetpipe.extras import extra
 from fleetpipe.job import attempt_files, generation, job
 from fleetpipe.mesh.groups import DirectGroup, Group
@@ -134,7 +134,7 @@ class Run:
             try:
                 stop = self._stopping.agree()
                 self._manager.save(self.step, force=stop, **self._state)
-            except PeerFailed as error:
+            except (PeerFailed, PipelineTimeout) as error:
                 current = job.current_job()
                 if current is None or current.healing is None:
                     raise

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fleetpipe import log
+from fleetpipe import log, systems
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.contrib.healing.joining import connect_again, require_going_on
 from fleetpipe.contrib.kept_state.kept_state import KeptState, newest_of_all
@@ -77,6 +79,7 @@ class Healing:
 
         Raises:
             PeerFailed: A rank died, and the job cannot heal.
+            PipelineTimeout: A wait has ended, and no rank is silent.
         """
         data = Taken(data) if hasattr(type(data), "__next__") else data
         scale = None if scaler is None else scaler.state_dict()
@@ -87,7 +90,7 @@ class Healing:
         while True:
             try:
                 result = self._run_once(batch)
-            except PeerFailed as error:
+            except (PeerFailed, PipelineTimeout) as error:
                 if self.heal(error):
                     # As the process does that has done the step before for the first time.
                     self._run.agree_once_more()
@@ -111,8 +114,10 @@ class Healing:
         if isinstance(batch.data, Taken):
             batch.data.begin_anew()
 
-    def heal(self, error: PeerFailed) -> bool:
+    def heal(self, error: PeerFailed | PipelineTimeout) -> bool:
         """Waits for the process that replaces a rank, and connects with it. Collective.
+
+        Where a wait has ended, ranks that say nothing are killed first.
 
         Where a rank had not kept the step that this one has, this one does it once more with it.
 
@@ -120,11 +125,17 @@ class Healing:
             Whether it did.
 
         Raises:
-            PeerFailed: ``error``, if the job cannot heal.
+            FleetPipeError: ``error``, if the job cannot heal.
         """
         since, failure, before = time.monotonic(), self._job.failure, self._number
-        if failure is None or failure.what not in ("died", "raised"):
+        silent = self._job.silent_ranks()
+        late = failure is not None and failure.what == "timed out" and silent
+        if failure is None or not (late or failure.what in ("died", "raised")):
             raise error
+        gone = f"rank {failure.rank} {failure.what}"
+        if late:
+            gone = f"rank {silent[0]} was silent"
+            self._kill(silent)
         now = None
         while now is None:
             try:
@@ -139,11 +150,15 @@ class Healing:
         stayed = [rank for rank in ranks if now.since.get(rank, 0) <= before]
         if attempt_files.own_rank() == stayed[0]:
             seconds = time.monotonic() - since
-            _log.info(
-                f"rank {failure.rank} {failure.what}, another process has its place: "
-                f"the job goes on after {step} steps ({seconds:.1f} s)"
-            )
+            place = f"{gone}, another process has its place"
+            _log.info(f"{place}: the job goes on after {step} steps ({seconds:.1f} s)")
         return step < self._run.step
+
+    def _kill(self, ranks: list[int]) -> None:
+        processes = dict(attempt_files.started_ranks(self._home))
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):  # another rank has done it
+                os.kill(processes[rank], systems.SIGKILL)
 
     def _repeats(self) -> bool:
         """Does the last step once more, and then has what it had before. Collective.
@@ -160,7 +175,7 @@ class Healing:
             self._go_back(last)
             self._run_once(last)
             return True
-        except PeerFailed:
+        except (PeerFailed, PipelineTimeout):
             return False
         finally:
             self._run.step += 1

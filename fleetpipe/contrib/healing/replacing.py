@@ -155,7 +155,7 @@ class Healer:
         failures = [report.failure for report in attempt_files.failures(self._home)]
         if any(failure.permanent for failure in failures):
             return "no other process would do better"
-        if any(failure.what not in ("died", "raised") for failure in failures):
+        if any(one.rank == rank and one.what not in ("died", "raised") for one in failures):
             return "no rank died: a wait has ended"
         step = attempt_files.steps_begun(self._home).get(rank, -1)
         if any(failure.rank == rank and failure.what == "raised" for failure in failures):

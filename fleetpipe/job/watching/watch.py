@@ -132,6 +132,10 @@ class Watch:
         """Returns the ranks that have ended."""
         return [peer.rank for peer in self._peers.values() if peer.left]
 
+    def silent(self) -> list[int]:
+        """Returns the ranks that have not said for a while how they fare: stopped, or cut off."""
+        return [peer.rank for peer in self._peers.values() if peer.silent]
+
     @contextlib.contextmanager
     def guarding(self, where: Callable[[], str]) -> Iterator[None]:
         """While it is open, failures elsewhere end this rank's waits, and its own reach all.

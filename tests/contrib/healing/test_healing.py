@@ -84,6 +84,18 @@ def test_ranks_that_have_healed_stop_at_the_same_step(launcher: Launch, tmp_path
 
 
 @pytest.mark.processes
+def test_a_rank_that_is_stopped_is_replaced(launcher: Launch, tmp_path: Path) -> None:
+    options = ["--heal", "--checkpoint_dir", "shared"]
+    arguments = ["5", "1.3=stop"]
+    job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
+    assert (job.code, [line for line in job.said if "attempt" in line]) == (0, []), job
+    logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
+    assert "rank 1 was silent, another process has its place" in logs[0]
+    assert steps(logs[0]) == steps(logs[1])
+    assert len(steps(logs[0])) == 5
+
+
+@pytest.mark.processes
 def test_what_cannot_heal_is_started_again_and_says_why(
     launcher: Launch, launch: Launch, tmp_path: Path
 ) -> None:

@@ -1,0 +1,114 @@
+"""Kills a rank of a job that heals and of one that starts again, and measures how long each stands.
+
+    python benchmarks/checkpoints/healing.py [--pairs 10] [--ranks 3] [--dp 1] [--seed 1]
+
+Each pair kills the same rank before the same operation of step 20 (SIGKILL). The pause is the
+longest time between the ends of two steps on any rank, less a usual one; the final models of all
+jobs are compared with that of a job which nobody disturbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.figures import Figure, parser, report
+
+STEPS, KILLED, WIDTH, MICRO_BATCHES, ROWS = 40, 20, 256, 4, 4
+
+
+def train() -> None:
+    """Trains as one rank, and prints when each step ended, and the model's hash."""
+    import paddle
+    from paddle import nn
+
+    import fleetpipe
+    from fleetpipe import fleet
+    from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+
+    ranks, dp = int(os.environ["PADDLE_TRAINERS_NUM"]), int(sys.argv[1])
+    strategy = fleet.DistributedStrategy()
+    strategy.hybrid_configs = {"pp_degree": ranks // dp, "dp_degree": dp}
+    strategy.pipeline_configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": ROWS}
+    fleet.init(is_collective=True, strategy=strategy)
+    paddle.seed(7)
+    layers = [part for _ in range(6) for part in (LayerDesc(nn.Linear, WIDTH, WIDTH), nn.GELU())]
+    topology = fleet.get_hybrid_communicate_group().topology()
+    pipeline = PipelineLayer(layers, topology=topology, loss_fn=nn.MSELoss())
+    model = fleet.distributed_model(pipeline)
+    adam = paddle.optimizer.AdamW(parameters=model.parameters())
+    optimizer = fleet.distributed_optimizer(adam)
+    run = fleetpipe.resume(model, optimizer)
+    for step in run.steps(STEPS):
+        paddle.seed(step)
+        rows = [paddle.randn([MICRO_BATCHES * ROWS, WIDTH]) for _ in range(2)]
+        model.train_batch(rows, optimizer)
+        time.sleep(0.02)
+        sys.stdout.write(f"ended {time.monotonic()}\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"hash {fleetpipe.model_hash(model)}\n")
+    fleet.shutdown()
+
+
+def run(options: argparse.Namespace, words: list[str], folder: Path) -> tuple[float, set[str]]:
+    """Runs a job; returns the seconds of its pause, and the hashes of the ranks' last models."""
+    log = folder / "log"
+    command = [sys.executable, "-m", "fleetpipe", *words, "--nproc", str(options.ranks)]
+    command += ["--checkpoint-dir", str(folder / "checkpoints"), "--log-dir", str(log)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "output").open("w") as output:
+        where = {"stdout": output, "stderr": output, "env": environment}
+        subprocess.run([*command, __file__, str(options.dp)], check=True, timeout=300, **where)
+    pauses, hashes = [], set()
+    for file in log.glob("workerlog.*"):
+        lines = [line.split() for line in file.read_text().splitlines()]
+        ends = [float(words[1]) for words in lines if words and words[0] == "ended"]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(ends)]
+        pauses.append(max(gaps) - statistics.median(gaps))
+        hashes |= {words[1] for words in lines if words and words[0] == "hash"}
+    return max(pauses), hashes
+
+
+def main() -> None:
+    """Runs the pairs and reports."""
+    options = parser(__doc__)
+    options.add_argument("--pairs", type=int, default=10)
+    options.add_argument("--ranks", type=int, default=3)
+    options.add_argument("--dp", type=int, default=1)
+    options.add_argument("--seed", type=int, default=1)
+    arguments = options.parse_args()
+    chance, pipeline = random.Random(arguments.seed), arguments.ranks // arguments.dp
+    seconds: dict[str, list[float]] = {"--heal": [], "--keep-state": []}
+    other = 0
+    with tempfile.TemporaryDirectory() as place:
+        _, undisturbed = run(arguments, ["launch"], _folder(place, "undisturbed"))
+        for pair in range(arguments.pairs):
+            stage, part = chance.randrange(pipeline), chance.randrange(MICRO_BATCHES)
+            at = chance.choice([f"F{stage}.{part}", f"B{stage}.{part}", "REDUCE", "STEP"])
+            # Stages are numbered along the pipeline, and replicas lie outside of it.
+            rank = chance.randrange(arguments.dp) * pipeline + stage
+            kill = ["chaos", "--kill", f"rank={rank},at={at}", "--every", str(KILLED)]
+            for kind, pauses in seconds.items():
+                pause, hashes = run(arguments, [*kill, kind], _folder(place, f"{pair}{kind}"))
+                pauses.append(pause)
+                other += hashes != undisturbed
+    figures = [Figure(f"{kind}: pause", pauses, "s") for kind, pauses in seconds.items()]
+    report([*figures, Figure("jobs that end with another model", [other])], arguments.json)
+
+
+def _folder(place: str, name: str) -> Path:
+    folder = Path(place, name)
+    folder.mkdir()
+    return folder
+
+
+if __name__ == "__main__":
+    train() if "PADDLE_TRAINER_ID" in os.environ else main()
