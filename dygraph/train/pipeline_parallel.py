@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pkgutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -101,20 +100,14 @@ class PipelineParallel(PipelineFace):
             self._bind(optimizer)
             return batch
 
-        def train(data: Batch) -> Nest:
-            batch = begin(data)
-            batch.train(optimizer)
-            return batch.loss
-
-        loss: Tensor
         healing = self._runtime.job.healing
         if healing is not None:
-            bind = functools.partial(self._bind, optimizer)
-            loss = healing.train(train, unwrap(data), scaler, bind)
+            healing.follow(self, scaler, guards=self._runtime.config.guards, drawn=callable(data))
+            batch = healing.train(begin, data, optimizer)
         else:
             batch = begin(data)
             batch.train(optimizer)
-            loss = batch.loss
+        loss: Tensor = batch.loss
         step_rate(lr_scheduler, loss, loss_fn_idx)
         return loss
 
@@ -142,6 +135,8 @@ class PipelineParallel(PipelineFace):
         """
         if static_scheduler:
             return self.get_static_scheduler()
+        if self._runtime.job.healing is not None:
+            self._runtime.job.healing.refuse("a batch leaves its gradients to the script")
         batch = TrainingBatch(self._runtime, data, 0, scaler, return_micro_batch_loss, weights)
         batch.train()
         self._scaler, self._loss = scaler, batch.loss

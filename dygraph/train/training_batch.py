@@ -34,6 +34,7 @@ class TrainingBatch:
     Attributes:
         loss: The loss of the batch, the same on every rank, once it has run; a list if there are
             several loss functions.
+        observed: What observers are told of it.
     """
 
     loss: Nest
@@ -72,7 +73,7 @@ class TrainingBatch:
         keeps_graph = bool(self._sources) or is_iterator(data)
         batches = runtime.data.micro_batches(data, keeps_graph=keeps_graph)
         runtime.data.require(batches, labelled=True)
-        self._observed = ObservedBatch(
+        self.observed = ObservedBatch(
             without_gradients(batches), self._keys, weights, loss_fn_idx, None, scaler
         )
         if weights is not None:
@@ -108,7 +109,7 @@ class TrainingBatch:
             PipelineTimeout: A message did not come within the limit.
         """
         runtime = self._runtime
-        self._observed = self._observed._replace(optimizer=optimizer)
+        self.observed = self.observed._replace(optimizer=optimizer)
         self._prepare()
         if runtime.job.copies().ranks == 1:
             # Copies add their losses up, which none of them is to wait for between actions.
@@ -129,8 +130,8 @@ class TrainingBatch:
         runtime.layers.begin(training=True)
         if runtime.config.compare_rows:
             with runtime.job.guarded(lambda: "comparing the rows that ranks were given"):
-                runtime.data.compare(self._observed.data)
-        runtime.engines.observers.begin(self._observed)
+                runtime.data.compare(self.observed.data)
+        runtime.engines.observers.begin(self.observed)
         runtime.reductions.set_aside_gradients()
 
     def _share_losses(self) -> None:
@@ -157,8 +158,8 @@ class TrainingBatch:
         runtime.engines.observers.reduced(self.loss)
 
     def _step(self) -> None:
-        if self._observed.optimizer is not None:
-            take_step(self._runtime, self._observed.optimizer, self._observed.scaler)
+        if self.observed.optimizer is not None:
+            take_step(self._runtime, self.observed.optimizer, self.observed.scaler)
 
 
 def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> None:
@@ -238,6 +239,7 @@ def run_forwards(
         StateError: ``fleet.shutdown`` ended the job of the model.
     """
     runtime.require_running()
+    runtime.job.require_others()
     runtime.data.require(batches, labelled=functions is not None)
     keys = runtime.keys.draw()
     runtime.layers.begin(training=False)

@@ -103,6 +103,8 @@ class Saver:
         Raises:
             CheckpointError: A rank cannot save; every rank raises.
         """
+        if ranks.job is not None:
+            ranks.job.require_others()
         model = objects.required_model()
         optimizer = objects.optimizer_part(model)
         of_optimizer = {} if optimizer is None else optimizer.held()

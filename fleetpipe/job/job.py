@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fleetpipe.errors import PeerFailed, PipelineTimeout
+from fleetpipe.errors import PeerFailed, PipelineTimeout, StateError
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.records import Heard
 from fleetpipe.job.run_progress import RunProgress
@@ -49,10 +49,21 @@ ALONE = "this process replaces a rank that died, and meets the others at its fir
 class Recovery(Protocol):
     """What makes good the death of another rank."""
 
-    def train(
-        self, step: Callable[[Any], Any], data: Any, scaler: Any, prepare: Callable[[], None]
-    ) -> Any:
-        """Returns ``step(data)``, which it runs again after the death of another rank."""
+    def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
+        """Refuses to heal from now on where a batch has what cannot be done once more.
+
+        Args:
+            model: The model that is trained.
+            scaler: Its ``GradScaler``, or None.
+            guards: How often guards compare the ranks; 0 for never.
+            drawn: Whether the batch comes from a function.
+        """
+
+    def refuse(self, why: str) -> None:
+        """Refuses to heal from now on."""
+
+    def train(self, begin: Callable[[Any], Any], data: Any, optimizer: Any) -> Any:
+        """Trains ``begin(data)`` and returns it; trains again after the death of another rank."""
 
     def heal(self, error: PeerFailed | PipelineTimeout) -> bool:
         """Makes good the death that a rank has noticed after a batch.
@@ -501,6 +512,19 @@ class Job:
         if self._connections is not None:
             self._connections.interrupt()
             self._connections.close()
+
+    def require_others(self) -> None:
+        """Refuses what needs the other ranks in a process that has not joined them yet.
+
+        Raises:
+            StateError: This process replaces a rank, and has not trained a batch.
+        """
+        if self._alone:
+            raise StateError(
+                "nothing but a training batch meets the other ranks",
+                cause=ALONE,
+                fix="none here: the job is started again; without --heal it is so from the start",
+            )
 
     def be_patient(self) -> None:
         """Lets this process notice the failure of another one late, since the job may heal."""

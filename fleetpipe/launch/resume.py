@@ -249,7 +249,7 @@ def resume(
     run.other_arguments = other_arguments
     heals = generation.asked_for() and kept is not None
     if heals and current is not None and not current.local:
-        current.healing = extra("healing.healing").Healing(current, run, kept, folder)
+        current.healing = extra("healing.healing").Healing(current, run, kept, folder, model)
     return run
 
 

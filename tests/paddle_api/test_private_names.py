@@ -20,7 +20,7 @@ OTHERS = {
     *("_asdict", "_exit", "_field_defaults", "_fields", "_make", "_replace"),  # named tuples, os
     *("_Unpickler", "_inheriting"),  # pickle, multiprocessing
     *("_getframe", "_actions", "_option_string_actions", "_fmt"),  # sys, argparse, logging
-    "_bit_generator",  # NumPy's
+    *("_bit_generator", "_run_exitfuncs"),  # NumPy's, atexit
     *("_resources_per_worker_not_none", "_create_default_callbacks", "_base_exc"),  # Ray's
 }
 #: Own names that another file uses, or that are put into ``__dict__``.

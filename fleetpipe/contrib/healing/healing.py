@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fleetpipe import log, systems
+from fleetpipe.checkpoint.contents.training_state import random_states, set_random_states
 from fleetpipe.checkpoint.manager import CheckpointManager
+from fleetpipe.contrib.healing import records
 from fleetpipe.contrib.healing.joining import connect_again, require_going_on
 from fleetpipe.contrib.kept_state.kept_state import KeptState, newest_of_all
 from fleetpipe.errors import CheckpointError, FleetPipeError, PeerFailed, PipelineTimeout
@@ -43,7 +45,7 @@ class Running(Protocol):
 class Healing:
     """Makes good the death of a rank where all others can go on from the same step."""
 
-    def __init__(self, job: Job, run: Running, kept: KeptState, home: Path) -> None:
+    def __init__(self, job: Job, run: Running, kept: KeptState, home: Path, model: Any) -> None:
         """Prepares to heal.
 
         Args:
@@ -51,66 +53,97 @@ class Healing:
             run: Its run, whose steps are kept.
             kept: The states after its last steps.
             home: The folder of the attempt.
+            model: The model that is kept.
         """
-        self._job, self._run, self._kept, self._home = job, run, kept, home
+        self._job, self._run, self._kept, self._home, self._model = job, run, kept, home, model
         self._number = 0
         #: The generation in which the process began that serves the job's store; this one, if new.
         self._served_by = generation.current().since.get(0, 0) if job.alone else 0
         self._last: _Batch | None = None
+        self._obstacle = kept.obstacle()
+        if job.healing is not None:
+            # A process that replaces a rank would begin with the first of them.
+            self._tell_unhealed("the script has begun a second training")
+        #: What the processes before had of their last batches, of one that replaces a rank.
+        self._earlier = records.read(home) if job.alone else {}
         job.be_patient()
 
-    def train(
-        self,
-        step: Callable[[Any], Any],
-        data: Any,
-        scaler: Any,
-        prepare: Callable[[], None],
-    ) -> Any:
-        """Returns ``step(data)``; after the death of a rank the step runs again. Collective.
+    def refuse(self, why: str) -> None:
+        """Refuses to heal from now on; the first reason counts."""
+        self._obstacle = self._obstacle or why
 
-        A step counts once every rank has done it: until then each can go back.
+    def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
+        """Refuses to heal where a batch has what cannot be done once more; see ``Recovery``."""
+        if model is not self._model:
+            self.refuse("another model trains than the one that is kept")
+        if self._last is not None and self._last.step == self._run.step:
+            self.refuse("a step of the run has several batches")
+        if scaler is not None and scaler.is_enable():
+            self.refuse("a GradScaler scales the loss")
+        if guards:
+            self.refuse("guards compare the ranks every few batches")
+        if drawn:
+            self.refuse("a batch comes from a function")
+
+    def train(self, begin: Callable[[Any], Any], data: Any, optimizer: Any) -> Any:
+        """Trains ``begin(data)`` and returns it; trains again after the death of a rank.
+
+        Collective. A step counts once every rank has done it: until then each can go back.
 
         Args:
-            step: Trains on a batch.
+            begin: Returns a ``TrainingBatch`` of the data.
             data: The batch, or an iterator.
-            scaler: The ``GradScaler`` that the step updates, or None.
-            prepare: What a rank does before its first step, and a replacement before it meets the
-                others.
+            optimizer: The optimizer to step.
 
         Raises:
+            CheckpointError: This process replaces a rank that had another batch.
             PeerFailed: A rank died, and the job cannot heal.
             PipelineTimeout: A wait has ended, and no rank is silent.
         """
         data = Taken(data) if hasattr(type(data), "__next__") else data
-        scale = None if scaler is None else scaler.state_dict()
-        batch = _Batch(step, data, self._kept.collect(), scaler, scale)
+        batch = _Batch(self._run.step, begin, data, optimizer, self._kept.collect())
+        begun = begin(data)
+        records.write(self._home, batch.step, record := records.record_of(begun, batch.before))
         if self._job.alone:
-            prepare()
+            self._require_batch_of_rank(batch.step, record)
             self._meet()
         while True:
             try:
-                result = self._run_once(batch)
+                self._run_once(begun, optimizer)
             except (PeerFailed, PipelineTimeout) as error:
                 if self.heal(error):
                     # As the process does that has done the step before for the first time.
                     self._run.agree_once_more()
                 self._go_back(batch)
+                begun = begin(data)
             else:
                 self._last = batch
-                return result
+                return begun
 
-    def _run_once(self, batch: _Batch) -> Any:
-        result = batch.step(batch.data)
+    def _run_once(self, begun: Any, optimizer: Any) -> None:
+        begun.train(optimizer)
         with self._job.guarded(lambda: "ending the step on all ranks"):
             self._job.everyone().all_gather(None)
-        return result
+
+    def _require_batch_of_rank(self, step: int, record: records.Record) -> None:
+        """Makes sure that this process trains on what the rank that it replaces had.
+
+        Raises:
+            CheckpointError: It cannot be told, or is otherwise.
+        """
+        earlier = self._earlier
+        expected = records.find_record(earlier, attempt_files.own_rank(), step)
+        if record != expected:
+            why = "a new process has another batch, random numbers or learning rate than its rank"
+            if expected is None:
+                why = "it cannot be told which batch a rank had that died before its step"
+            self._tell_unhealed(why)
+            raise CheckpointError(why, where=f"step {step}")
 
     def _go_back(self, batch: _Batch) -> None:
         """Restores all that is kept, to the values before a batch."""
         self._kept.put_tensors_back(self._run.step)
         self._kept.put_back(batch.before)
-        if batch.scaler is not None:
-            batch.scaler.load_state_dict(batch.scale)
         if isinstance(batch.data, Taken):
             batch.data.begin_anew()
 
@@ -131,6 +164,9 @@ class Healing:
         silent = self._job.silent_ranks()
         late = failure is not None and failure.what == "timed out" and silent
         if failure is None or not (late or failure.what in ("died", "raised")):
+            raise error
+        if self._obstacle:
+            self._tell_unhealed(self._obstacle)
             raise error
         gone = f"rank {failure.rank} {failure.what}"
         if late:
@@ -156,8 +192,9 @@ class Healing:
 
     def _kill(self, ranks: list[int]) -> None:
         processes = dict(attempt_files.started_ranks(self._home))
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):  # another rank has done it
+        # Another rank may have done it, and a process that has just begun is in its place.
+        for rank in ranks if generation.current().number == self._number else ():
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(processes[rank], systems.SIGKILL)
 
     def _repeats(self) -> bool:
@@ -169,11 +206,10 @@ class Healing:
         if self._last is None:
             raise PeerFailed("a rank died between its last step and what it keeps of that")
         after, last = self._kept.collect(), self._last
-        scale = None if last.scaler is None else last.scaler.state_dict()
         self._run.step -= 1
         try:
             self._go_back(last)
-            self._run_once(last)
+            self._run_once(last.begin(last.data), last.optimizer)
             return True
         except (PeerFailed, PipelineTimeout):
             return False
@@ -181,8 +217,6 @@ class Healing:
             self._run.step += 1
             self._kept.put_tensors_back(self._run.step)
             self._kept.put_back(after)
-            if last.scaler is not None:
-                last.scaler.load_state_dict(scale)
 
     def _await_generation(self) -> None:
         deadline = time.monotonic() + self._job.timeout
@@ -268,26 +302,26 @@ class _Batch(NamedTuple):
     """A training batch that can run again.
 
     Attributes:
-        step: Trains on the data.
+        step: How many steps were done before it.
+        begin: Returns a ``TrainingBatch`` of the data.
         data: The batch, or a :class:`Taken`.
+        optimizer: The optimizer to step.
         before: Random states, learning rate and the like before it.
-        scaler: The ``GradScaler`` that it updates, or None.
-        scale: The scaler's state before it.
     """
 
-    step: Callable[[Any], Any]
+    step: int
+    begin: Callable[[Any], Any]
     data: Any
+    optimizer: Any
     before: Any
-    scaler: Any
-    scale: Any
 
 
 class Taken:
-    """An iterator whose items can be taken once more."""
+    """An iterator whose items can be taken once more, with what was drawn to make them."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items
-        self._taken: list[Any] = []
+        self._taken: list[tuple[Any, Any]] = []
         self._next = 0
 
     def __iter__(self) -> Taken:
@@ -295,9 +329,11 @@ class Taken:
 
     def __next__(self) -> Any:
         if self._next == len(self._taken):
-            self._taken.append(next(self._items))
+            self._taken.append((next(self._items), random_states()))
+        else:
+            set_random_states(self._taken[self._next][1])
         self._next += 1
-        return self._taken[self._next - 1]
+        return self._taken[self._next - 1][0]
 
     def begin_anew(self) -> None:
         """Makes the next item the first one that was taken."""

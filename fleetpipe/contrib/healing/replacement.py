@@ -7,6 +7,7 @@ other ranks: what these exchange there, they have exchanged; what differs betwee
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,11 @@ from fleetpipe.mesh.axes import Mesh
 from fleetpipe.paddle_api.topology import beginning, refuse_unconnected
 from fleetpipe.transport import ProcessGroupTransport, SocketTransport, View
 from fleetpipe.transport.base import PROCESS_GROUP
+
+#: The environment with which this process began; empty in one that replaces no rank.
+ENVIRONMENT: dict[str, str] = {}
+#: Variables that count when Paddle is loaded, which it was before the script could set them.
+_EARLY = ("FLAGS_", "OMP_", "MKL_", "KMP_", "CUDA_", "OPENBLAS_")
 
 
 def begin_alone(
@@ -37,8 +43,17 @@ def begin_alone(
         transport: As there.
 
     Raises:
-        StateError: It is not the first job of the script.
+        StateError: It is not the first job of the script, or the script has set variables that
+            Paddle reads when it is loaded.
     """
+    early = {name for name in {*os.environ, *ENVIRONMENT} if name.startswith(_EARLY)}
+    changed = [name for name in sorted(early) if os.environ.get(name) != ENVIRONMENT.get(name)]
+    if changed and ENVIRONMENT:
+        raise StateError(
+            "the script sets variables that count when Paddle is loaded, and here it was loaded",
+            got=", ".join(changed),
+            fix="set them where the job is started, or launch without --heal",
+        )
     if number:
         raise StateError(
             "a process that replaces a rank begins the first job of a script alone",

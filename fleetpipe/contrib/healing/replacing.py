@@ -24,6 +24,8 @@ from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.paddle_api.launcher import RankProcess
 
 _WAIT_SECONDS = 0.02
+#: Is loaded before a fork, and imports Paddle.
+_REPLACEMENT = "fleetpipe.contrib.healing.replacement"
 #: More than the launcher has open.
 _MOST_FILES = 1 << 16
 
@@ -157,6 +159,8 @@ class Healer:
             return "no other process would do better"
         if any(one.rank == rank and one.what not in ("died", "raised") for one in failures):
             return "no rank died: a wait has ended"
+        if code == EXIT_CODE == attempt_files.code_of(self._home, rank):
+            return f"rank {rank} noticed a death where it cannot go back"
         step = attempt_files.steps_begun(self._home).get(rank, -1)
         if any(failure.rank == rank and failure.what == "raised" for failure in failures):
             if (rank, step) in self._raised:
@@ -180,7 +184,8 @@ class Healer:
         self._left -= 1
         self._replaced.append((number, code))
         systems.end_session(rank.pid)  # what it has left
-        (self._home / f"place.{number}").unlink(missing_ok=True)
+        for file in ("place", "code"):
+            (self._home / f"{file}.{number}").unlink(missing_ok=True)
         now = before.number + 1
         self._generation = Generation(now, {**before.since, number: now})
         generation.write(self._home, self._generation)
@@ -197,7 +202,7 @@ def holder(home: Path) -> Callable[[RankProcess], Rank]:
 def _load() -> dict[str, str]:
     """Loads Paddle and fleetpipe; returns the variables of the environment that these have set."""
     before = dict(os.environ)
-    for name in ("fleetpipe.fleet", "fleetpipe.contrib.healing.replacement"):
+    for name in ("fleetpipe.fleet", _REPLACEMENT):
         importlib.import_module(name)
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
@@ -225,8 +230,9 @@ def become(started: RankProcess, number: int, variables: Mapping[str, str]) -> N
         os.environ.clear()
         os.environ.update({**variables, **started.environment})
         os.environ[generation.BEGAN] = str(number)
+        importlib.import_module(_REPLACEMENT).ENVIRONMENT.update(os.environ)
         _, *words = started.words
-        sys.argv = [word for word in words if word != "-u"]
+        sys.argv = words[1:] if words[0] == "-u" else words
         random.seed()
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0

@@ -108,6 +108,13 @@ class KeptState:
         training.put_back(state)
         training.put_back_random(state["random"])
 
+    def obstacle(self) -> str:
+        """Returns what a state lacks of all that a step changes; empty if nothing is known."""
+        model = self._objects.model
+        losses = model.loss_layers() if hasattr(model, "loss_layers") else ()
+        held = [*(loss.state_dict() for loss in losses if loss.state_dict())]
+        return "a loss function has parameters or buffers, which are not kept" if held else ""
+
     def collect(self) -> dict[str, Any]:
         """Returns what is neither tensor nor position in the data, as it is now."""
         return self._beside_data().collect()

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fleetpipe.errors import StateError, UsageError, nearest
-from fleetpipe.job.job import ALONE, all_ranks, current_job
+from fleetpipe.errors import UsageError, nearest
+from fleetpipe.job.job import all_ranks, current_job
 from fleetpipe.mesh.groups import Group
 from fleetpipe.transport.base import Value
 
@@ -53,10 +53,6 @@ class Workers:
 
 def _everyone() -> Group:
     job = current_job()
-    if job is not None and job.alone:
-        raise StateError(
-            "a collective operation of the script's own meets nobody",
-            cause=ALONE,
-            fix="none here: the job is started again; without --heal it is so from the start",
-        )
+    if job is not None:
+        job.require_others()
     return all_ranks()

@@ -1,0 +1,67 @@
+"""What each rank trains on in its last steps, by which a process that replaces it is checked.
+
+A script may hold its place in the data, or a generator of its own, where nothing restores it: then
+a process that runs it anew has another batch than the rank that it replaces had.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fleetpipe import atomic_file
+from fleetpipe.dygraph.batch.row_digests import digests_of
+from fleetpipe.job import attempt_files
+
+#: Digests of inputs, of labels, and of random states, learning rate and the like before a batch.
+Record = list[int | None]
+#: The records of all ranks: by rank, by step.
+Records = Mapping[int, Mapping[int, Record]]
+
+
+def record_of(batch: Any, before: Any) -> Record:
+    """Returns the record of a ``TrainingBatch`` that has not run.
+
+    Args:
+        batch: The batch.
+        before: What is neither tensor nor data, before it was drawn.
+    """
+    # From NumPy's and Python's generators come rows, if anything, which have digests.
+    random = {k: v for k, v in before["random"].items() if k not in ("numpy", "python")}
+    text = repr({**before, "random": random})
+    return [*digests_of(batch.observed.data), zlib.crc32(text.encode())]
+
+
+def write(home: Path, step: int, record: Record) -> None:
+    """Writes this rank's record of a step beside that of the step before."""
+    file = home / f"batch.{attempt_files.own_rank()}"
+    earlier = _steps(file)
+    kept = {step - 1: earlier[step - 1]} if step - 1 in earlier else {}
+    with atomic_file.draft_of(file) as draft:
+        draft.write_text(json.dumps({**kept, step: record}), encoding="ascii")
+
+
+def read(home: Path) -> Records:
+    """Returns the records of all ranks of this host."""
+    return {int(f.suffix[1:]): _steps(f) for f in home.glob("batch.*") if f.suffix[1:].isdecimal()}
+
+
+def find_record(records: Records, rank: int, step: int) -> Record | None:
+    """Returns what a rank had in a step; None where that cannot be told.
+
+    Where it had not come to the step, it is what a rank has that had the same in the step before.
+    """
+    here = records.get(rank, {})
+    if step in here or step - 1 not in here:
+        return here.get(step)
+    alike = (one for one in records.values() if one.get(step - 1) == here[step - 1])
+    return next((one[step] for one in alike if step in one), None)
+
+
+def _steps(file: Path) -> dict[int, Record]:
+    if not file.exists():
+        return {}
+    return {int(step): row for step, row in json.loads(file.read_text(encoding="ascii")).items()}
