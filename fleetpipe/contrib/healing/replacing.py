@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import io
 import os
 import random
 import runpy
@@ -263,5 +264,8 @@ def _leave_the_launcher(started: RankProcess) -> None:
         log = os.open(started.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(write_through=True, line_buffering=True)  # as python -u
     # The launcher's sockets and locks must end with it.
     os.closerange(3, int(min(systems.descriptor_limits()[0], _MOST_FILES)))
