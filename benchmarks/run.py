@@ -48,7 +48,7 @@ class Benchmark(NamedTuple):
 FULL = (
     Benchmark("pipeline", "--repeats 7", 480),
     Benchmark("run_schedules", "--repeats 5", 330),
-    Benchmark("plan", "--rounds 2 --steps 4", 500),
+    Benchmark("plan", "--rounds 2 --steps 4", 440),
     Benchmark("vocabulary", "--blocks 8 --ranks 2,4 --rounds 2", 140),
     Benchmark("split_backward", "--repeats 3", 180),
     Benchmark("transport", "--seconds 0.5", 40),
@@ -62,6 +62,7 @@ FULL = (
     Benchmark("checkpoint", "--megabytes 200 --repeats 3", 40),
     Benchmark("static", "", 30),
     Benchmark("restart", "--kills 6", 100),
+    Benchmark("healing", "--pairs 2 --ranks 2", 60),
 )
 #: What ``make benchmarks-short`` runs, within five minutes.
 SHORT = (
