@@ -19,6 +19,7 @@ from fleetpipe.errors import CheckpointError, FleetPipeError, PeerFailed, Pipeli
 from fleetpipe.job import attempt_files, generation
 from fleetpipe.job.generation import Generation
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api.topology import has_gloo, meets_by_host
 
 _log = log.logger(__name__)
 _LOOK_SECONDS = 0.01
@@ -64,6 +65,9 @@ class Healing:
         if job.healing is not None:
             # A process that replaces a rank would begin with the first of them.
             self._tell_unhealed("the script has begun a second training")
+        elif not (meets_by_host() and has_gloo()):
+            # Told before a rank dies: what connects such groups cannot be made anew.
+            self._tell_unhealed("the ranks' groups are not Gloo's")
         #: What the processes before had of their last batches, of one that replaces a rank.
         self._earlier = records.read(home) if job.alone else {}
         job.be_patient()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from fleetpipe.errors import PeerFailed
 from fleetpipe.job import attempt_files, generation, meeting
 from fleetpipe.job.generation import Generation
@@ -74,7 +76,6 @@ def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
     paddle_groups.connect(store, f"{namespace}/groups", now.number, timeout)
     if job.neighbours:
         [view] = job.connect_among(job.pipeline_ranks()).values()
-        assert isinstance(view, View)
         where = store, f"{namespace}/neighbours", timeout
-        job.connect_neighbours(*neighbours.lanes(view, job.neighbours, *where))
+        job.connect_neighbours(*neighbours.lanes(cast(View, view), job.neighbours, *where))
     store.check = watch.check

@@ -236,6 +236,16 @@ def test_a_batch_that_cannot_be_done_once_more_is_not(
     assert (home / "unhealed.0").read_text() == "the script has begun a second training"
 
 
+def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
+    home: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("fleetpipe.contrib.healing.healing.meets_by_host", lambda: False)
+    Healing(Job(Degrees(), None, 1.0), SimpleNamespace(step=3), Kept(), home, Model())  # type: ignore[arg-type]
+    held = Healer(home, most=1).hold(RankProcess(1, Ended(-9), (), {}, None))
+    assert held.poll() == -9
+    assert generation.current().refused == "the ranks' groups are not Gloo's"
+
+
 @pytest.mark.parametrize(
     ("steps", "found"),
     [
