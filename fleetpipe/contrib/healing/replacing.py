@@ -152,7 +152,7 @@ class Healer:
         ranks = {number for number, _ in attempt_files.started_ranks(self._home)}
         folder = Path(os.environ[kept_state.FOLDER])
         if not all(any(folder.glob(f"rank-{number}.*")) for number in ranks):
-            return "not every rank has kept a step"
+            return "not every rank has kept a step, as a script does that goes by fleetpipe.resume"
         if attempt_files.preempted_at(self._home) is not None:
             return "the job was asked to stop"
         failures = [report.failure for report in attempt_files.failures(self._home)]

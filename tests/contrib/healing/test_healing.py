@@ -161,7 +161,7 @@ def wait_in_vain(home: Path) -> None:
     ("happens", "why"),
     [
         (generation.refuse, "the job is ended"),
-        (forget, "not every rank has kept a step"),
+        (forget, "not every rank has kept a step, as a script does that goes by fleetpipe.resume"),
         (stop, "the job was asked to stop"),
         (refuse, "ranks are at other steps"),
         (raise_for_good, "no other process would do better"),
