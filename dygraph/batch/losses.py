@@ -197,8 +197,8 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
         ) from error
     # Not loss.size: Paddle asks NumPy for that, which takes as long as the loss of a small model.
     if isinstance(loss, paddle.Tensor) and math.prod(loss.shape) == 1:
-        on_cpu = loss.place.is_cpu_place() and rehearsal_dtype() is None
-        if on_cpu and loss.dtype == paddle.float16:
+        half = loss.dtype == paddle.float16
+        if half and loss.place.is_cpu_place() and rehearsal_dtype() is None:
             raise BoundaryError(
                 "the losses of micro-batches are added up, and Paddle adds no float16 on a CPU",
                 where="last stage",
