@@ -3,95 +3,48 @@
 A launched job has Paddle's own ``HybridCommunicateGroup``, connections to the other ranks and a
 watch over them; a process that plays all ranks itself has a ``LocalTopology`` and needs neither.
 
-All ranks are connected when the job begins, and every group is a view of these connections: it
-costs nothing, and its creation is not collective. So a rank of a job of n has 2 (n - 1) sockets,
-half of them for the watch, which connects all pairs anyhow, and a buffer of 16 KiB for each of the
-others. Separate connections for each group would be fewer in a large job, but would take one
-meeting in the store for each group.
+All ranks are connected when the job begins, and every group is a view of these connections. So a
+rank of a job of n has 2 (n - 1) sockets, half of them for the watch, which connects all pairs
+anyhow, and a buffer of 16 KiB for each of the others. Separate connections for each group would be
+fewer in a large job, but would take one meeting in the store for each group.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from fleetpipe.errors import PeerFailed, PipelineTimeout, StateError
+from fleetpipe.errors import StateError
 from fleetpipe.job.agreement import require_agreement
+from fleetpipe.job.mesh_groups import MeshGroups
 from fleetpipe.job.records import Heard
 from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.watch import Watch
-from fleetpipe.mesh.axes import COPIES, REPLICA, SHARDS, Coordinate, Degrees, Mesh
+from fleetpipe.mesh.axes import Degrees, Mesh
 from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
 from fleetpipe.paddle_api.device import device_kind, memory_limit, process_bytes, synchronize
 from fleetpipe.transport import Store, Transport, View
 
-#: Methods of Paddle's topology that return the group, which adds large tensors, along an axis.
-_PADDLE_GROUPS: Mapping[tuple[str, ...], str] = {
-    ("dp",): "get_data_parallel_group",
-    ("sharding",): "get_sharding_parallel_group",
-    ("sep",): "get_sep_parallel_group",
-    ("cp",): "get_context_parallel_group",
-    ("mp",): "get_model_parallel_group",
-    ("moe_sharding",): "get_moe_sharding_parallel_group",
-    ("ep",): "get_expert_parallel_group",
-}
-
-
 #: What a process is that replaces a rank, before its first batch.
 ALONE = "this process replaces a rank that died, and meets the others at its first batch"
 
-
-class Recovery(Protocol):
-    """What makes good the death of another rank."""
-
-    def follow(self, model: Any, scaler: Any, guards: int, drawn: bool) -> None:
-        """Refuses to heal from now on where a batch has what cannot be done once more.
-
-        Args:
-            model: The model that is trained.
-            scaler: Its ``GradScaler``, or None.
-            guards: How often guards compare the ranks; 0 for never.
-            drawn: Whether the batch comes from a function.
-        """
-
-    def refuse(self, why: str) -> None:
-        """Refuses to heal from now on."""
-
-    def train(self, begin: Callable[[Any], Any], data: Any, optimizer: Any) -> Any:
-        """Trains ``begin(data)`` and returns it; trains again after the death of another rank."""
-
-    def heal(self, error: PeerFailed | PipelineTimeout) -> bool:
-        """Makes good the death that a rank has noticed after a batch.
-
-        Returns:
-            Whether the process that replaces the dead one did that batch, too.
-
-        Raises:
-            FleetPipeError: ``error``, if that cannot be.
-        """
-
-
-if TYPE_CHECKING:  # a job of one process loads neither
+if TYPE_CHECKING:  # a job of one process loads none of them
+    from fleetpipe.job.recovery import Recovery
     from fleetpipe.job.watching.failure import Failure
     from fleetpipe.transport import ProcessGroupTransport, SocketTransport
     from fleetpipe.transport.joining.connections import Joined
     from fleetpipe.transport.process_group.lane import Lane
 
 
-class Job:
+class Job(MeshGroups):
     """A job, from the view of one of its processes.
 
     Attributes:
-        degrees: The number of ranks along each axis.
-        mesh: The places of all ranks.
-        hcg: Paddle's ``HybridCommunicateGroup``, or a ``LocalTopology``.
         timeout: Seconds that any wait for another rank may last.
-        local: Whether this one process plays all ranks.
         run: A unique name of the job, the same on all ranks.
         endings: Functions to call when the job ends, before its connections are closed.
         pipelines: The models that were wrapped for training, as weak references.
@@ -136,11 +89,8 @@ class Job:
             pipeline: The transport of its pipeline's tensors; by default the connections.
             neighbours: Paddle's groups by which that sends.
         """
-        self.mesh = Mesh(degrees) if mesh is None else mesh
-        self.degrees = degrees
-        self.hcg = hcg
+        super().__init__(mesh or Mesh(degrees), hcg, store is None, fused_copies)
         self.timeout = timeout
-        self.local = store is None
         self.run = run or uuid.uuid4().hex
         self._store = store
         self._prefix = f"fleetpipe/{number}"
@@ -148,8 +98,6 @@ class Job:
         self._transports: dict[int, Transport] = {}
         if pipeline is not None:
             self._transports[pipeline.rank] = pipeline
-        self._groups: dict[str, Group] = {}
-        self._fused_copies = fused_copies
         self.endings: list[Callable[[], None]] = []
         self.pipelines: list[weakref.ref[Any]] = []
         self._watch = watch
@@ -191,10 +139,6 @@ class Job:
         progress.held_cap = held_cap
         progress.replica, progress.samples = self.replica, samples * self.degrees.replicas
 
-    def pipeline_ranks(self) -> list[int]:
-        """Returns the numbers in the job of this process's pipeline ranks, in order."""
-        return [0] * self.degrees.pp if self.local else self._along(["pp"])
-
     def connect(self) -> dict[int, Transport]:
         """Returns the transport of each rank of the pipeline that this process plays.
 
@@ -234,164 +178,6 @@ class Job:
             self._connections.timeout = timeout
         if self._pipeline is not None:
             self._pipeline.timeout = timeout
-
-    def group(self) -> Group:
-        """Returns the group of this process's pipeline ranks, for collective operations."""
-        return self.along("pp")
-
-    def holders(self, ranks: Sequence[int]) -> Group:
-        """Returns the group of some ranks of this pipeline, those that hold a tied weight.
-
-        Args:
-            ranks: Their numbers in the pipeline, in the same order on all of them.
-        """
-        return self._group(
-            f"holders {list(ranks)}", lambda: [self._along(["pp"])[rank] for rank in ranks]
-        )
-
-    def members(self, ranks: Sequence[int], purpose: str = "ranks") -> Group:
-        """Returns a group of some ranks of the job, this process included.
-
-        Args:
-            ranks: Their numbers in the job, in the same order on all of them.
-            purpose: Separates groups: none takes the messages of one with another purpose.
-        """
-        return self._group(f"{purpose} {list(ranks)}", lambda: list(ranks))
-
-    @functools.cached_property
-    def coordinate(self) -> Coordinate:
-        """This process's place on each axis; the first rank's if it plays all ranks."""
-        if self.local:
-            return Coordinate()
-        return self.mesh.coordinate(self.hcg.get_global_rank())
-
-    def leads(self, *but: str) -> bool:
-        """Whether this process writes for its kind: see :meth:`Coordinate.leads`."""
-        return self.coordinate.leads(*but)
-
-    @functools.cached_property
-    def replica(self) -> int:
-        """The number of this process's replica of the model: its dp and sharding coordinates."""
-        return self.mesh.replica(self.coordinate)
-
-    @functools.cached_property
-    def copy(self) -> int:
-        """The number of this process in :meth:`copies`."""
-        return self.mesh.number(self.coordinate, COPIES)
-
-    @functools.cached_property
-    def shard(self) -> tuple[int, int]:
-        """The number of this process's shard of tensor-parallel layers, and of all shards."""
-        return self.mesh.number(self.coordinate, SHARDS), self.degrees.split(*SHARDS)
-
-    def replicas(self) -> Group:
-        """Returns the group of ranks that do this one's part of the model for other samples.
-
-        It has all dp x sharding ranks with this rank's place on every other axis, by replica.
-        """
-        return self.along(*REPLICA)
-
-    def copies(self) -> Group:
-        """Returns the group of ranks that hold the same parameters of the same stages.
-
-        It has the replicas, and with sep or cp the ranks with other parts of their sequences:
-        gradients are averaged over all of them.
-        """
-        return self.along(*COPIES)
-
-    def expert_parallel(self) -> Group:
-        """Returns the group of ranks that share the experts: along ep, or without it along dp."""
-        return self.along(self._expert_axis)
-
-    def expert_copies(self) -> Group:
-        """Returns the group of ranks that hold the same experts of the same stages."""
-        return self.along(*self.copy_axes(spread=True))
-
-    def copy_axes(self, spread: bool, cut: Collection[str] = SHARDS) -> tuple[str, ...]:
-        """Returns the axes along which ranks hold the same values of a parameter.
-
-        Args:
-            spread: Whether it is a parameter of an expert.
-            cut: The axes of ``SHARDS`` along which ranks hold parts of it, or different experts.
-        """
-        if spread and self.degrees.ep > 1:
-            return ("moe_sharding",)
-        axes = [axis for axis in COPIES if not spread or axis != self._expert_axis]
-        return (*axes, *(axis for axis in SHARDS if axis not in cut))
-
-    def beside_sharding(self, spread: bool) -> Group:
-        """Returns the group of ranks that own the same optimizer shard of the same parameters."""
-        axes = [axis for axis in COPIES if axis not in self.degrees.state_axes]
-        if spread:  # along ep all copies of an expert share its state
-            axes = [axis for axis in axes if axis != "dp" and self.degrees.ep == 1]
-        return self.along(*axes)
-
-    def expert_sharding(self) -> Group:
-        """Returns the part of :meth:`expert_copies` that shares the optimizer's state."""
-        return self.along("moe_sharding") if self.degrees.ep > 1 else self.sharding()
-
-    def all_experts(self, sharded: bool) -> Group:
-        """Returns the group of ranks that together hold all experts of a stage, each once.
-
-        Args:
-            sharded: Whether each rank counts only the experts whose optimizer state it stores.
-        """
-        copies = ("moe_sharding",) if self.degrees.ep > 1 else self.degrees.state_axes
-        return self.along(*(copies if sharded else ()), self._expert_axis)
-
-    def whole_model(self) -> Group:
-        """Returns the group of ranks that together hold all stages and experts."""
-        return self.along("pp", self._expert_axis)
-
-    @property
-    def _expert_axis(self) -> str:
-        return "ep" if self.degrees.ep > 1 else "dp"
-
-    def model_parallel(self) -> Group:
-        """Returns the group of ranks that hold the shards of this replica's stages, by shard."""
-        return self.along(*SHARDS)
-
-    def sharding(self) -> Group:
-        """Returns the group of ranks that share the optimizer's state of their stages, by shard."""
-        return self.along(*self.degrees.state_axes)
-
-    def along(self, *axes: str) -> Group:
-        """Returns the group of ranks that differ from this process on the given axes only."""
-        return self._group("+".join(axes), lambda: self._along(axes), self._paddle_group(axes))
-
-    def _along(self, axes: Sequence[str]) -> list[int]:
-        return self.mesh.along(self.coordinate, axes)
-
-    def _paddle_group(self, axes: Sequence[str]) -> Callable[[], Any] | None:
-        """Returns a function that returns Paddle's group along some axes; None without one."""
-        split = tuple(axis for axis in axes if getattr(self.degrees, axis) > 1)
-        name = _PADDLE_GROUPS.get(split)
-        if name is not None:
-            method: Callable[[], Any] = getattr(self.hcg, name)
-            return method
-        copies = tuple(axis for axis in COPIES if getattr(self.degrees, axis) > 1)
-        return (lambda: self._fused_copies) if split == copies else None
-
-    def everyone(self) -> Group:
-        """Returns the group of all ranks of the job, for small values only."""
-        return self._group("everyone", lambda: list(range(self.hcg.nranks)))
-
-    def _group(
-        self,
-        name: str,
-        ranks: Callable[[], list[int]],
-        paddle_group: Callable[[], Any] | None = None,
-    ) -> Group:
-        """Returns a group of the job and creates it at its first use.
-
-        Args:
-            name: The name of the group, unique in this process.
-            ranks: Returns its members' ranks in the job, in their order.
-            paddle_group: Returns Paddle's group of the same members, which adds large tensors.
-        """
-        if name not in self._groups:
-            self._groups[name] = self._make(name, ranks, paddle_group)
-        return self._groups[name]
 
     def _make(
         self, name: str, ranks: Callable[[], list[int]], paddle_group: Callable[[], Any] | None
