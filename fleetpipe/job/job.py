@@ -54,6 +54,7 @@ class Job(MeshGroups):
         scatters_gradients: Whether the ranks that share the optimizer's state store the gradients
             of their own share only.
         healing: What makes good the death of another rank; None where that ends the job.
+        alone: Whether this process replaces a rank, and is not connected yet.
         sums_by_tree: Whether sums over micro-batches, ranks and shards are those of
             :mod:`fleetpipe.mesh.sums`' tree, whose bits depend on no degree.
     """
@@ -106,8 +107,7 @@ class Job(MeshGroups):
         #: Held by the thread that runs a batch.
         self.turn = threading.RLock()
         self.healing: Recovery | None = None
-        self._alone = False
-        self.keeps_board = self.scatters_gradients = self.sums_by_tree = False
+        self.alone = self.keeps_board = self.scatters_gradients = self.sums_by_tree = False
         self.progress: RunProgress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
         self.progress.synchronize = self._synchronize
@@ -146,27 +146,20 @@ class Job(MeshGroups):
         groups; only the engine sends messages of kind F and B over it.
         """
         if not self._transports:
-            if self._connections is None:
-                from fleetpipe.transport import MemoryHub
-
-                ranks = range(self.degrees.pp)
-                hub = MemoryHub(len(ranks))
-                self._transports = {rank: hub.endpoint(rank) for rank in ranks}
-            else:
-                view = View(self._connections, self._along(["pp"]))
-                self._transports = {view.rank: view}
+            self._transports = self.connect_among(self.pipeline_ranks())
         return self._transports
 
     def connect_among(self, ranks: Sequence[int]) -> dict[int, Transport]:
-        """Returns the transport of this process in a pipeline of ranks chosen by the caller.
+        """Returns the transport of each rank that this process plays in a pipeline.
 
         Args:
-            ranks: The pipeline's ranks, by their numbers in the job; one is this process.
+            ranks: The pipeline's ranks, by their numbers in the job.
         """
         if self._connections is None:
             from fleetpipe.transport import MemoryHub
 
-            return {0: MemoryHub(1).endpoint(0)}
+            hub = MemoryHub(len(ranks))
+            return {rank: hub.endpoint(rank) for rank in range(len(ranks))}
         view = View(self._connections, ranks)
         return {view.rank: view}
 
@@ -174,10 +167,9 @@ class Job(MeshGroups):
         """Sets the seconds that any wait for another rank may last from now on."""
         self.timeout = timeout
         self._groups = {}
-        if self._connections is not None:
-            self._connections.timeout = timeout
-        if self._pipeline is not None:
-            self._pipeline.timeout = timeout
+        for transport in (self._pipeline, self._connections):
+            if transport is not None:
+                transport.timeout = timeout
 
     def _make(
         self, name: str, ranks: Callable[[], list[int]], paddle_group: Callable[[], Any] | None
@@ -189,7 +181,7 @@ class Job(MeshGroups):
         if paddle_group is not None:
             limit = self._limit_for(members)
             group = GlooGroup(view, self.timeout, paddle_group(), limit, name)
-        group.alone = self._alone
+        group.alone = self.alone
         return group
 
     def _limit_for(self, ranks: list[int]) -> Callable[[], AbstractContextManager[None]]:
@@ -249,7 +241,7 @@ class Job(MeshGroups):
             PeerFailed: Some rank failed, or ended before it arrived.
             PipelineTimeout: Some rank did not arrive within the limit.
         """
-        if self._store is not None and not self._alone:
+        if self._store is not None and not self.alone:
             self._agreements += 1
             key = f"{self._prefix}/agreement/{self._agreements}"
             gone = tuple if self._watch is None else self._watch.gone
@@ -257,12 +249,7 @@ class Job(MeshGroups):
 
     def begin_alone(self) -> None:
         """Makes this process, which replaces a rank, meet nobody until it is connected."""
-        self.local, self._alone = False, True
-
-    @property
-    def alone(self) -> bool:
-        """Whether this process replaces a rank, and is not connected yet."""
-        return self._alone
+        self.local, self.alone = False, True
 
     def connect_again(self, store: Store, watch: Watch, joined: Joined) -> None:
         """Puts new connections in the place of those over which a rank was lost.
@@ -272,7 +259,7 @@ class Job(MeshGroups):
             watch: The connections over which its ranks watch each other now.
             joined: Those for everything else.
         """
-        self._store, self._watch, self._alone = store, watch, False
+        self._store, self._watch, self.alone = store, watch, False
         watch.progress = self.progress
         if self._connections is not None:
             self._connections.connect_again(joined.sockets, joined.seals)
@@ -292,12 +279,10 @@ class Job(MeshGroups):
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
-        if self._pipeline is not None:
-            self._pipeline.interrupt()
-            self._pipeline.close()
-        if self._connections is not None:
-            self._connections.interrupt()
-            self._connections.close()
+        for transport in (self._pipeline, self._connections):
+            if transport is not None:
+                transport.interrupt()
+                transport.close()
 
     def require_others(self) -> None:
         """Refuses what needs the other ranks in a process that has not joined them yet.
@@ -305,7 +290,7 @@ class Job(MeshGroups):
         Raises:
             StateError: This process replaces a rank, and has not trained a batch.
         """
-        if self._alone:
+        if self.alone:
             raise StateError(
                 "nothing but a training batch meets the other ranks",
                 cause=ALONE,
