@@ -16,8 +16,7 @@ from fleetpipe.checkpoint.files import manifest, run_folder
 from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import Restored, restore
-from fleetpipe.checkpoint.saving import Saver, Saving
-from fleetpipe.checkpoint.script_identity import current_script
+from fleetpipe.checkpoint.saving import Saver, Saving, current_script
 from fleetpipe.errors import CheckpointError, require_whole
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_types import GradScaler, Layer, LRScheduler, Optimizer, Program

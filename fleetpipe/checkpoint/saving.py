@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fleetpipe import log
@@ -22,7 +25,6 @@ from fleetpipe.checkpoint.files.plan import FilePlan, Inventory, indexes, plan_f
 from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.files.writer import Assignment, Writing, bytes_in, described_files
 from fleetpipe.checkpoint.ranks import Place, Ranks
-from fleetpipe.checkpoint.script_identity import current_script
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.parts import Held
@@ -54,6 +56,20 @@ class Saving:
             CheckpointError: A rank could not write it; every rank raises.
         """
         self._saver.settle(wait=True)
+
+
+def current_script() -> dict[str, str]:
+    """Returns the name of the script that runs, and a digest of its arguments.
+
+    Empty where no script of the user's was started: in a notebook, under ``-c``, in a worker of
+    another program, as Ray's.
+    """
+    file, *arguments = sys.argv or [""]
+    path = Path(file).absolute()
+    if path.suffix != ".py" or not path.is_file() or Path(sys.prefix) in path.parents:
+        return {}
+    digest = hashlib.sha256(json.dumps(arguments).encode()).hexdigest()
+    return {"name": path.name, "arguments": digest}
 
 
 class _Prepared(NamedTuple):
