@@ -157,6 +157,7 @@ class Loop:
         self._model.mode, most = "eval", self.left
         steps = source.steps if most is None else min(most, source.steps or most)
         self._mean = _Mean()
+        self._end()  # a checkpoint, or an evaluation that failed, has left counts
         self._callbacks.on_begin("eval", {"steps": steps, "metrics": self._model.metric_names})
         for step, rows in self._batches(source):
             self._callbacks.on_batch_begin("eval", step, self.logs)

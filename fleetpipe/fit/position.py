@@ -44,6 +44,8 @@ class Position:
         self.stopped = False
         self.logs: Mapping[str, Any] = {}
         self._held: list[dict[str, Any]] | None = None
+        for metric in runner.metrics:
+            metric.reset()
 
     def hold_metrics(self) -> None:
         """Copies the metrics' counts for the checkpoint: later batches do not belong to it."""

@@ -144,6 +144,21 @@ def test_the_rate_of_an_epoch_that_was_cut_short_steps_once(model: Any, tmp_path
     assert after == rate
 
 
+def test_what_a_checkpoint_counted_is_in_no_evaluation_and_no_other_training(
+    model: Any, tmp_path: Path
+) -> None:
+    cut: dict[str, Any] = {"save_dir": str(tmp_path / "cut"), "resume": "auto", "num_iters": 2}
+    fit(model, **cut)
+    rows = Digits(4, 4 + BATCH)
+    evaluated = model.evaluate(rows, batch_size=BATCH, verbose=0)
+    for _ in range(2):
+        assert fit(model, **cut).train == []  # the epoch's first half is in the checkpoint
+        assert model.evaluate(rows, batch_size=BATCH, verbose=0) == evaluated
+    assert fit(model, **cut).train == []
+    again = fit(model, num_iters=1).train[0]["acc_top1"]
+    assert again * BATCH == pytest.approx(round(again * BATCH))
+
+
 @pytest.mark.parametrize(
     ("options", "lost"),
     [({"save_steps": 2}, 2), ({"num_iters": 3, "save_steps": 2}, 3), ({}, 4)],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -156,7 +157,9 @@ class TrainingState:
         if self._data is not None:
             self._data.set_state_dict(state["data"])
         if self._scheduler is not None:
-            self._scheduler.set_state_dict(state["lr_scheduler"])
+            with warnings.catch_warnings():  # of the part for the rate behind a warm-up
+                warnings.filterwarnings("ignore", "There are some unused values")
+                self._scheduler.set_state_dict(state["lr_scheduler"])
             for scheduler, counts in zip(_chain(self._scheduler), state.get("restarts", ())):
                 vars(scheduler).update(counts)
         if self._optimizer is not None and "learning_rate" in state:
