@@ -166,7 +166,7 @@ def require_whole(
     *,
     rule: str | None = None,
     where: str | None = None,
-    fix: str = "give a number such as 1 or 4",
+    fix: str = "",
 ) -> int:
     """Returns an argument after a check that it is a whole number.
 
@@ -176,7 +176,7 @@ def require_whole(
         least: The smallest number allowed.
         rule: The rule for the message; by default "a whole number of at least ``least``".
         where: As for :class:`FleetPipeError`.
-        fix: As for :class:`FleetPipeError`.
+        fix: As for :class:`FleetPipeError`; by default two numbers that will do.
 
     Raises:
         ConfigError: The value is no whole number, or below ``least``.
@@ -184,6 +184,7 @@ def require_whole(
     if is_whole_number(value, least):
         return int(value)
     rule = rule or f"{name} must be a whole number of at least {least}"
+    fix = fix or f"give a number such as {least or 1} or {4 * (least or 1)}"
     raise ConfigError(rule, where=where, got=f"{name}={value!r}", fix=fix)
 
 

@@ -50,6 +50,7 @@ def documents_in(folder: Path | None, column: str) -> Documents:
             files = [folder / each["filename"] for each in state["_data_files"]]
             read = _arrow_reader(folder, files, column)
         else:
+            next(folder.iterdir(), None)  # rglob says nothing of one that is none
             files = sorted(path for path in folder.rglob("*") if _is_text(path, folder))
             read = _file_reader(files)
         facts = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
@@ -58,7 +59,7 @@ def documents_in(folder: Path | None, column: str) -> Documents:
             "there is no text in this folder",
             got=str(folder),
             expected="files of text, or state.json and the files of one dataset",
-            fix=f"of a DatasetDict give one part, such as {folder / 'train'}",
+            fix=f"put files into it; of a DatasetDict give one part, such as {folder / 'train'}",
         )
     identity = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in facts]
     return Documents(json.dumps([column, identity]), read)
@@ -73,7 +74,7 @@ def _file_reader(files: list[Path]) -> Callable[[], Iterator[str]]:
     def read() -> Iterator[str]:
         for path in files:
             with using("text", path, "a folder that has nothing but text"):
-                yield path.read_text(encoding="utf-8")
+                yield path.read_text(encoding="utf-8-sig")
 
     return read
 

@@ -81,7 +81,16 @@ class PackedText(paddle.io.Dataset):  # type: ignore[type-arg, unused-ignore]  #
         if text is not None and Path(cache).resolve().is_relative_to(Path(text).resolve()):
             raise ConfigError("the tokens are no part of the text", fix="cache: a folder elsewhere")
         if isinstance(tokenizer, (str, Path)):
-            tokenizer = Tokenizer.from_file(str(tokenizer))
+            try:
+                tokenizer = Tokenizer.from_file(str(tokenizer))
+            except Exception as error:  # the package has no other
+                raise ConfigError(f"tokenizer: cannot use {tokenizer}", cause=str(error)) from error
+        if not isinstance(tokenizer, (Tokenizer, type(None))):
+            raise ConfigError(
+                "tokenizer: a Tokenizer of the tokenizers package, or the path of its file",
+                got=type(tokenizer).__name__,
+                fix="of a fast tokenizer of transformers, give its backend_tokenizer",
+            )
         source = documents_in(None if text is None else Path(text), column)
         files = token_files(source, Path(cache), tokenizer, vocabulary, end)
         self.tokenizer, self._tokens, ends, self.end = files

@@ -159,11 +159,14 @@ def test_what_is_no_text_is_refused(folder: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     for change, text in (
-        ({"folder": tmp_path / "nowhere"}, "no text in this folder"),
+        ({"folder": tmp_path / "nowhere"}, "nowhere(?s:.*)No such file"),
+        ({"folder": folder / "0.txt"}, r"0\.txt(?s:.*)Not a directory"),
         ({"folder": empty}, "no text in this folder"),
         ({"cache": folder / "tokens"}, "no part of the text"),
         ({"length": 0}, "length"),
-        ({"vocabulary": 10}, "vocabulary"),
+        ({"vocabulary": 10}, "vocabulary(?s:.*)such as 257"),
+        ({"tokenizer": folder / "none.json"}, r"none\.json(?s:.*)No such file"),
+        ({"tokenizer": str.split}, "Tokenizer of the tokenizers package"),
     ):
         with pytest.raises(ConfigError, match=text):
             packed(**{"folder": folder, **change})
