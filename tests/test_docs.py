@@ -85,7 +85,7 @@ def nothing_stays() -> Iterator[None]:
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     text = page.read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "__main__"}
+    names = {"__name__": "__main__", "FIRST_SCRIPT": first_script()}
     for match in BLOCK.finditer(text):
         if "plot" in match["code"]:
             pytest.importorskip("matplotlib")
@@ -102,6 +102,12 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: Patc
         with pytest.raises(FleetPipeError) as caught:
             exec(code, names)
         assert f"{type(caught.value).__name__}: {caught.value}" == match["error"]
+
+
+def first_script() -> str:
+    """Returns the first script of docs/dygraph.md, up to its data."""
+    text = (DOCS / "dygraph.md").read_text(encoding="utf-8")
+    return next(BLOCK.finditer(text))["code"].partition("paddle.seed")[0]
 
 
 def test_every_comment_stands_before_a_block() -> None:
