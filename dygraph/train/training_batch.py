@@ -19,6 +19,7 @@ from fleetpipe.dygraph.batch.losses import Criterion, Losses
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches, is_iterator, ragged_weights
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.batch.outputs import require_count
+from fleetpipe.dygraph.batch.row_digests import RowDigests, digests_of
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import divide_gradients
 from fleetpipe.errors import ConfigError
@@ -95,6 +96,11 @@ class TrainingBatch:
         self._batch = Batch(batches, self._losses, scale, elsewhere)
         self._runtime = runtime
         self._by_micro_batch = by_micro_batch
+
+    @property
+    def digests(self) -> RowDigests:
+        """Digests of the inputs and labels that this process was given."""
+        return digests_of(self.observed.data)
 
     def train(self, optimizer: Optimizer = None) -> None:
         """Runs all micro-batches forward and backward, and then one step. Collective.

@@ -106,6 +106,11 @@ def _run(
             loader = extra("program_ir.program_loader")
             items = loader.items_of(program, functools.partial(original, scope=variables))
         feeds = feed if items is None else items
+        healing = pipeline.job.healing
+        if healing is not None:
+            healing.follow(program, None, guards=0, drawn=False)
+            if variables is not paddle.static.global_scope():
+                healing.refuse("a program trains in another scope than the global one")
         return pipeline.run(executor.place, feeds, wanted, variables, return_numpy)
     if pipeline is not None:
         raise ConfigError(

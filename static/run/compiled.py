@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -9,10 +10,12 @@ import numpy as np
 
 from fleetpipe.aliases import Optimizer, Place, Scope
 from fleetpipe.engine.engine import Engine
-from fleetpipe.engine.observer import Observers
+from fleetpipe.engine.observer import Observer, Observers
 from fleetpipe.engine.step_meter import StepMeter
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
+from fleetpipe.extras import extra
+from fleetpipe.job import meeting
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api.optimizer import learning_rate_of
 from fleetpipe.paddle_api.static import dynamic, found_tensor, job_executor, share, tensor_of
@@ -117,7 +120,11 @@ class Compiled:
         self.stage = StaticStage(runners, streams)
         ranks = recipe.job.pipeline_ranks()
         meter = StepMeter(recipe.plan, ranks, recipe.job.progress, not recipe.job.local)
-        traces = () if recipe.trace is None else (recipe.trace,)
+        traces: tuple[Observer, ...] = () if recipe.trace is None else (recipe.trace,)
+        if "FLEETPIPE_CHAOS" in os.environ:
+            of_rank = (recipe.job.hcg.get_stage_id(), meeting.own_rank())
+            strike = extra("chaos.strike").Chaos.asked_for(recipe.plan, *of_rank)
+            traces = traces if strike is None else (*traces, strike)
         self.observers = Observers(*traces, meter)
         connections, timeout = recipe.job.connect(), recipe.job.timeout
         self.engine = Engine(recipe.plan, self.stage, connections, timeout, [self.observers])
@@ -141,6 +148,11 @@ class Compiled:
             job.progress.gradient_norm = norm.item
             factor = reductions.clip_factor(norm, recipe.limit)
             share(tensor_of(self.scope, recipe.split.names.clip_factor), factor.get_tensor())
+
+    def drop_gradients(self) -> None:
+        """Sets the accumulators to 0, as before a batch that has broken off."""
+        for gradient in self._gradients.values():
+            gradient.zero_()
 
     def step(self) -> None:
         """Updates the parameters and sets the accumulators to 0."""

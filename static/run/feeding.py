@@ -6,18 +6,22 @@ on the rank that has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fleetpipe.aliases import Place, ScopeTensor, Variable
+from fleetpipe.aliases import Optimizer, Place, ScopeTensor, Variable
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.static import DenseTensor
 from fleetpipe.static.cut.contract import GraphReader
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Declared, Item
+
+#: Numbers of a part of a feed that its digest has, or twice as many.
+_MOST_NUMBERS = 4096
 
 
 class FedBatch:
@@ -35,6 +39,7 @@ class FedBatch:
         micro_batches: int,
         rows: int,
         place: Place,
+        copied: bool = False,
     ) -> None:
         """Checks and cuts a feed.
 
@@ -44,6 +49,7 @@ class FedBatch:
             micro_batches: Micro-batches of a batch, m.
             rows: Rows of a micro-batch.
             place: The device for the parts.
+            copied: Whether the caller may change the arrays before the parts are used last.
 
         Raises:
             ConfigError: A feed does not fit the micro-batches.
@@ -54,6 +60,7 @@ class FedBatch:
         for name, value in _as_dict(feed).items():
             if name in declared:
                 array = _array(name, value, declared[name])
+                array = array.copy() if copied else array
                 self._parts[name] = _cut(name, array, declared[name], micro_batches, rows)
         self._refuse_labels_of_one(rows)
 
@@ -83,6 +90,38 @@ class FedBatch:
     def put(self, name: str, micro_batch: int, tensor: ScopeTensor) -> None:
         """Copies a micro-batch's part of a feed into a dense tensor."""
         tensor.set(self._parts[name][micro_batch], self._place)
+
+    def digest(self) -> int:
+        """Returns a digest of the rows; of many, of some of their numbers."""
+        digest = 0
+        for _, parts in sorted(self._parts.items()):
+            for part in parts:
+                numbers = part.reshape(-1)
+                some = numbers[:: 1 + numbers.size // _MOST_NUMBERS]
+                digest = zlib.crc32(np.ascontiguousarray(some).tobytes(), digest)
+        return digest
+
+
+class ProgramBatch:
+    """A mini-batch that this process can train on, also once more.
+
+    Attributes:
+        results: What was fetched when it ran.
+    """
+
+    def __init__(self, fed: FedBatch | None, run: Callable[[], list[np.ndarray | None]]) -> None:
+        """Takes what was fed, and a function that trains on it and returns what is fetched."""
+        self._fed, self._run = fed, run
+        self.results: list[np.ndarray | None] = []
+
+    @property
+    def digests(self) -> tuple[int | None, None]:
+        """A digest of its rows, None at the end of the data; and None."""
+        return None if self._fed is None else self._fed.digest(), None
+
+    def train(self, optimizer: Optimizer = None) -> None:
+        """Runs it, with the optimizer of the program. Collective over the job."""
+        self.results = self._run()
 
 
 def _as_dict(feed: object) -> Mapping[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -22,10 +24,9 @@ from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
 from fleetpipe.static.cut.contract import GraphReader, Kept
 from fleetpipe.static.cut.split import Split
-from fleetpipe.static.graph import Item
 from fleetpipe.static.run import reductions
 from fleetpipe.static.run.compiled import Compiled, Recipe
-from fleetpipe.static.run.feeding import FedBatch, Fetch, combine, draw
+from fleetpipe.static.run.feeding import FedBatch, Fetch, ProgramBatch, combine, draw
 from fleetpipe.static.run.random_streams import Streams
 
 
@@ -194,30 +195,74 @@ class StaticPipeline:
             PipelineTimeout: A message did not come within the limit.
         """
         self.require_current()
-        config = self._config
-        if isinstance(feed, Iterator):
-            feed = self._draw(feed)
-        # Guarded: other ranks may have begun, and what they send is no later batch's.
-        with self._job.guarded(self._where):
+        config, healing = self._config, self._job.healing
+        reads = isinstance(feed, Iterator)
+        with self._telling(lambda: "taking the next mini-batch"):
+            drawn = draw(feed, config.micro_batches) if isinstance(feed, Iterator) else feed
+        with self._telling(self._where):
             wanted = [Fetch.of(target, self._reader, self.split) for target in fetches]
-            batch = FedBatch(
-                feed, self._reader.data, config.micro_batches, config.micro_batch_size, place
-            )
-            batch.require({name for stage in self._recipe.stages.values() for name in stage.feeds})
-            compiled = self._compile(wanted, scope, place)
-        with dynamic_mode(), self._job.guarded(self._where):
-            first = self._job.replicas().rank * config.micro_batches
-            compiled.stage.begin(batch.put, first)
-            with self._job.limited_by_card():
-                compiled.observers.begin(None)
-                compiled.engine.run({"REDUCE": compiled.reduce, "STEP": compiled.step}, first)
-                compiled.observers.end()
+            fed = None
+            if drawn is not None or not reads:
+                sizes = config.micro_batches, config.micro_batch_size
+                fed = FedBatch(drawn, self._reader.data, *sizes, place, copied=healing is not None)
+                needed = {name for stage in self._recipe.stages.values() for name in stage.feeds}
+                fed.require(needed)
+            self._compile(wanted, scope, place)
+        train = functools.partial(self._train, wanted, fed, reads, scope, place)
+        batch = ProgramBatch(fed, train)
+        if healing is None:
+            batch.train()
+        else:
+            healing.train(lambda same: same, batch, self.optimizer)
+        if return_numpy:
+            return batch.results
+        with dynamic_mode():
+            return [None if one is None else paddle.to_tensor(one) for one in batch.results]
+
+    def _train(
+        self, wanted: Sequence[Fetch], fed: FedBatch | None, reads: bool, scope: Scope, place: Place
+    ) -> list[np.ndarray | None]:
+        """Trains on a mini-batch and returns what is fetched; all ranks have one, or none does it.
+
+        Collective over the job.
+        """
+        # The last one: a batch may run again after one that has fetched more.
+        job, compiled = self._job, self._compile(wanted, scope, place)
+        with dynamic_mode(), job.guarded(self._where):
+            ends = fed is None
+            if reads:
+                here = all(job.group().all_gather(not ends))
+                ends = not all(job.replicas().all_gather(here))
+        if fed is None or ends:
+            raise EOFException("there is no data: the epoch ends on every rank")
+        with dynamic_mode(), job.guarded(self._where):
+            first = job.replicas().rank * self._config.micro_batches
+            compiled.stage.begin(fed.put, first)
+            try:
+                with job.limited_by_card():
+                    compiled.observers.begin(None)
+                    compiled.engine.run({"REDUCE": compiled.reduce, "STEP": compiled.step}, first)
+                    compiled.observers.end()
+            except BaseException:
+                compiled.drop_gradients()
+                raise
             results = [self._result(one, compiled, scope) for one in wanted]
-            if config.fetch_broadcast:
-                results = [self._everywhere(*pair) for pair in zip(wanted, results)]
-            if return_numpy:
-                return results
-            return [None if one is None else paddle.to_tensor(one) for one in results]
+            if self._config.fetch_broadcast:
+                return [self._everywhere(*pair) for pair in zip(wanted, results)]
+            return results
+
+    @contextmanager
+    def _telling(self, where: Callable[[], str]) -> Iterator[None]:
+        """Has an error of this rank reach all: they may have begun what is no later batch's.
+
+        That another one has died is noticed in the batch, which can run again.
+        """
+        self._job.progress.action = where
+        try:
+            yield
+        except BaseException:
+            with self._job.guarded(where):
+                raise
 
     def require_current(self) -> None:
         """Checks that the job of the pipeline is the current one.
@@ -230,18 +275,6 @@ class StaticPipeline:
                 "the job that this pipeline belongs to has ended",
                 fix="build and minimize the program again after fleet.init",
             )
-
-    def _draw(self, items: Iterator[Item | Sequence[Item]]) -> Item:
-        """Takes a mini-batch from an iterator; all ranks do, or none. Collective over the job."""
-        job = self._job
-        with job.guarded(lambda: "taking the next mini-batch"):
-            drawn = draw(items, self._config.micro_batches)
-            with dynamic_mode():
-                here = all(job.group().all_gather(drawn is not None))
-                everywhere = all(job.replicas().all_gather(here))
-        if drawn is None or not everywhere:
-            raise EOFException("there is no data: the epoch ends on every rank")
-        return drawn
 
     def _compile(self, wanted: Sequence[Fetch], scope: Scope, place: Place) -> Compiled:
         """Returns the compiled pipeline; it is built again only if something is new."""
@@ -287,7 +320,8 @@ class StaticPipeline:
         group = self._job.group()
         stages = {stage: self._reader.stage(self.split, stage, *loss) for stage in self._stages}
         parameters = sorted({name for one in stages.values() for name in one.accumulators})
-        everyone = group.all_gather(parameters)
+        alone = self._job.alone  # and asks nobody
+        everyone = self._parameters_by_rank(loss) if alone else group.all_gather(parameters)
         users = {
             name: [rank for rank, names in enumerate(everyone) if name in names]
             for name in sorted({name for names in everyone for name in names})
@@ -313,6 +347,14 @@ class StaticPipeline:
             job=self._job,
             trace=self._trace(),
         )
+
+    def _parameters_by_rank(self, loss: tuple[int, float]) -> list[list[str]]:
+        """Returns what each rank of the pipeline trains, by building the stages of all."""
+        trained: list[set[str]] = [set() for _ in range(self._job.group().ranks)]
+        for stage in range(self.split.stages):
+            built = self._reader.stage(self.split, stage, *loss)
+            trained[self.schedule.placement.rank_of(stage)].update(built.accumulators)
+        return [*map(sorted, trained)]
 
     def _trace(self) -> Trace | None:
         folder = self._config.trace

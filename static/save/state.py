@@ -44,6 +44,7 @@ def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, n
     """
     arrays = state_dict(program, scope)
     pipeline = pipeline_of(program)
+    pipeline.job.require_others()
     with dynamic_mode(), pipeline.job.guarded(lambda: "gathering the state of all stages"):
         tensors = {name: paddle.to_tensor(value) for name, value in arrays.items()}
         everyone = pipeline.job.group().all_gather(tensors)

@@ -107,7 +107,8 @@ class Healing:
         data = Taken(data) if hasattr(type(data), "__next__") else data
         batch = _Batch(self._run.step, begin, data, optimizer, self._kept.collect())
         begun = begin(data)
-        records.write(self._home, batch.step, record := records.record_of(begun, batch.before))
+        record = records.record_of(begun, batch.before, self._kept.generators)
+        records.write(self._home, batch.step, record)
         if self._job.alone:
             self._require_batch_of_rank(batch.step, record)
             self._meet()

@@ -10,6 +10,7 @@ from fleetpipe.job.generation import Generation
 from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.watching.watch import Watch
+from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.transport import View
 from fleetpipe.transport.joining.connections import join
 
@@ -32,6 +33,7 @@ def require_going_on(now: Generation) -> None:
         )
 
 
+@dynamic_mode()
 def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
     """Connects all ranks of a generation. Collective over the job, in which some are new.
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe import atomic_file
-from fleetpipe.dygraph.batch.row_digests import digests_of
 from fleetpipe.job import attempt_files
 
 #: Digests of inputs, of labels, and of random states, learning rate and the like before a batch.
@@ -22,17 +21,21 @@ Record = list[int | None]
 Records = Mapping[int, Mapping[int, Record]]
 
 
-def record_of(batch: Any, before: Any) -> Record:
+def record_of(batch: Any, before: Any, generators: Any) -> Record:
     """Returns the record of a ``TrainingBatch`` that has not run.
 
     Args:
-        batch: The batch.
+        batch: The batch, or a ``ProgramBatch``.
         before: What is neither tensor nor data, before it was drawn.
+        generators: The states of Paddle's generators after the step before, which is kept. Where
+            they are the same, ranks are alike: a static program draws on some of them alone.
     """
     # From NumPy's and Python's generators come rows, if anything, which have digests.
-    random = {k: v for k, v in before["random"].items() if k not in ("numpy", "python")}
+    left_out = {"numpy", "python", "program"}  # those of a program's stages are the rank's own
+    left_out |= {"paddle"} if before["random"]["paddle"] == generators else set()
+    random = {k: v for k, v in before["random"].items() if k not in left_out}
     text = repr({**before, "random": random})
-    return [*digests_of(batch.observed.data), zlib.crc32(text.encode())]
+    return [*batch.digests, zlib.crc32(text.encode())]
 
 
 def write(home: Path, step: int, record: Record) -> None:

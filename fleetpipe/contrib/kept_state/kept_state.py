@@ -17,7 +17,7 @@ from typing import Any
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Saved, TensorName
-from fleetpipe.checkpoint.contents.training_state import TrainingState, set_random_states
+from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.contrib.kept_state.segment import Segment
@@ -40,6 +40,8 @@ class KeptState:
 
     Attributes:
         folder: Where those of all ranks of this host are.
+        generators: The states of Paddle's own generators in the last one that this process has kept
+            or restored.
     """
 
     def __init__(self, folder: Path, objects: Objects, ranks: Ranks) -> None:
@@ -50,6 +52,7 @@ class KeptState:
         self._segments = dict(self._earlier())
         self._index: Index = {}
         self._tensors: list[tuple[TensorName, int]] = []
+        self.generators: Any = None
 
     @classmethod
     def asked_for(cls, objects: Objects, ranks: Ranks) -> KeptState | None:
@@ -66,7 +69,7 @@ class KeptState:
         """
         held = self._list_tensors()
         state = self._objects.training_state(self._objects.model_part()).collect()
-        text = training_state.to_text(state).encode()
+        text, self.generators = training_state.to_text(state).encode(), state["random"]["paddle"]
         segment = self._segment(text)
         segment.write(step, [host_memory.bytes_of(one) for one in held], text)
         if len(segment.steps()) > 1:
@@ -107,22 +110,28 @@ class KeptState:
         state = training_state.from_text(text.decode())
         training.put_back(state)
         training.put_back_random(state["random"])
+        self.generators = state["random"]["paddle"]
 
     def obstacle(self) -> str:
         """Returns what a state lacks of all that a step changes; empty if nothing is known."""
+        if self._objects.optimizer is None:
+            return "fleetpipe.resume was given no optimizer, whose state is not kept"
         model = self._objects.model
         losses = model.loss_layers() if hasattr(model, "loss_layers") else ()
         held = [*(loss.state_dict() for loss in losses if loss.state_dict())]
         return "a loss function has parameters or buffers, which are not kept" if held else ""
 
+    @dynamic_mode()
     def collect(self) -> dict[str, Any]:
         """Returns what is neither tensor nor position in the data, as it is now."""
         return self._beside_data().collect()
 
+    @dynamic_mode()
     def put_back(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`collect` returned."""
-        self._beside_data().put_back(state)
-        set_random_states(state["random"])
+        beside = self._beside_data()
+        beside.put_back(state)
+        beside.put_back_random(state["random"])
 
     def _beside_data(self) -> TrainingState:
         objects = replace(self._objects, data=None)
