@@ -14,20 +14,12 @@ from paddle.distributed.fleet.base import topology as stock
 
 from fleetpipe.job.groups.topology import mesh_topology
 from fleetpipe.mesh.axes import COPIES, DENSE, Degrees, Mesh, complete_order
+from tests.mesh.test_axes import NAMES as DENSE_NAMES
 
 pytestmark = pytest.mark.skipif(
     not hasattr(stock, "EPHybridCommunicateGroup"), reason="2.6.2 has no experts"
 )
-NAMES = {
-    "dp": "data",
-    "pp": "pipe",
-    "sharding": "sharding",
-    "sep": "sep",
-    "cp": "context",
-    "mp": "model",
-    "ep": "expert",
-    "moe_sharding": "moe_sharding",
-}
+NAMES = {**DENSE_NAMES, "ep": "expert", "moe_sharding": "moe_sharding"}
 LIBRARIES = ["sharding", "moe_sharding", "pp", "sep", "cp", "dp", "ep", "mp"]
 ORDERS = {
     "default": ["dp", "pp", "sharding", "sep", "cp", "mp"],

@@ -92,6 +92,24 @@ def different(ours: dict[str, Any], plain: dict[str, Any]) -> list[str]:
     return [n for n in {**ours, **plain} if bits(ours.get(n)) != bits(plain.get(n))]
 
 
+def captured(model: Any, split_spec: Any, **options: Any) -> Any:
+    """Returns a model as a pipeline, wrapped."""
+    example = micro_batch(IMAGES)[0]
+    options = {"verify": False, "shape_inputs": ("grids",), **options}
+    pipe = fleetpipe.pipeline(model, example, loss_fn, split_spec, **options)
+    return fleet.distributed_model(pipe)
+
+
+def beside(*args: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns the example's model as by `captured`, a plain copy of it, and an AdamW of each."""
+    paddle.seed(0)
+    model = QwenVL(SIZES)
+    plain = copy.deepcopy(model)
+    wrapped = captured(model, *args, **options)
+    optimizers = (paddle.optimizer.AdamW(0.01, parameters=m.parameters()) for m in (wrapped, plain))
+    return wrapped, plain, *optimizers
+
+
 BEFORE = ["visual.blocks.1", "visual.merger", "layers.1"]
 
 
@@ -107,19 +125,9 @@ BEFORE = ["visual.blocks.1", "visual.merger", "layers.1"]
 def test_texts_and_images_in_any_mixture_have_the_plain_bits(
     split_spec: list[str], schedule: str, options: dict[str, Any]
 ) -> None:
-    options = {"verify": False, **options}
     with job((len(split_spec) + 1) // options.get("num_chunks", 1), MICRO_BATCHES, schedule):
-        paddle.seed(0)
-        model = QwenVL(SIZES)
-        plain = copy.deepcopy(model)
-        pipe = fleetpipe.pipeline(
-            *(model, micro_batch(IMAGES)[0], loss_fn, split_spec),
-            shape_inputs=("grids",),
-            **options,
-        )
-        wrapped = fleet.distributed_model(pipe)
-        ours = paddle.optimizer.AdamW(0.01, parameters=pipe.parameters())
-        theirs = paddle.optimizer.AdamW(0.01, parameters=plain.parameters())
+        wrapped, plain, ours, theirs = beside(split_spec, **options)
+        pipe = wrapped.layers
         for step, mixture in enumerate(STEPS):
             data = [micro_batch(images, 10 * step + i) for i, images in enumerate(mixture)]
             loss = wrapped.forward_backward_pipeline(iter(data))
@@ -141,18 +149,8 @@ def test_texts_and_images_in_any_mixture_have_the_plain_bits(
 def on_each_rank() -> list[Any]:
     """Trains without and with images; returns what differs from a plain model, which has it all."""
     begin(2, MICRO_BATCHES)
-    paddle.seed(0)
-    model = QwenVL(SIZES)
-    plain = copy.deepcopy(model)
-    pipe = fleetpipe.pipeline(
-        *(model, micro_batch(IMAGES)[0], loss_fn, ["visual.blocks.1"]),
-        shape_inputs=("grids",),
-        verify=False,
-    )
-    wrapped = fleet.distributed_model(pipe)
-    ours = paddle.optimizer.AdamW(0.01, parameters=pipe.parameters())
+    wrapped, plain, ours, theirs = beside(["visual.blocks.1"])
     ours = fleet.distributed_optimizer(ours)
-    theirs = paddle.optimizer.AdamW(0.01, parameters=plain.parameters())
     losses = []
     for step, mixture in enumerate((STEPS[2], STEPS[3])):
         data = [micro_batch(images, 10 * step + i) for i, images in enumerate(mixture)]
@@ -160,7 +158,7 @@ def on_each_rank() -> list[Any]:
         losses.append(float(loss) == float(train_plainly(plain, data, theirs)))
         theirs.step()
         theirs.clear_grad()
-    return [losses, different(pipe.full_state_dict(), plain.state_dict())]
+    return [losses, different(wrapped.layers.full_state_dict(), plain.state_dict())]
 
 
 def test_ranks_without_the_images_capture_what_another_has(
@@ -202,12 +200,7 @@ class Alone(QwenVL):
 
 def test_what_the_example_does_not_use_is_refused_where_another_stage_needs_it() -> None:
     with job(2, MICRO_BATCHES):
-        pipe = fleetpipe.pipeline(
-            *(Alone(SIZES), micro_batch(IMAGES)[0], loss_fn, ["layers.1"]),
-            shape_inputs=("grids",),
-            verify=False,
-        )
-        wrapped = fleet.distributed_model(pipe)
+        wrapped = captured(Alone(SIZES), ["layers.1"])
         data = [micro_batch(images) for images in STEPS[0]]
         with pytest.raises(CaptureError, match=r"stage 1 uses 'alone.*(.|\n)*comes to stage 0"):
             wrapped.forward_backward_pipeline(iter(data))

@@ -7,14 +7,13 @@ from typing import Any
 
 import paddle
 import pytest
-from paddle.nn import functional as F
 
 import fleetpipe
 from fleetpipe import fleet
-from tests.contrib.lora.test_lora import Net, adamw, described
+from tests.contrib.lora.test_lora import MICRO_BATCHES, Net, adamw, described, train_plainly
 from tests.pipelines import batch, bits, job, pipeline
 
-MICRO_BATCHES, STEPS = 4, 4
+STEPS = 4
 #: What is trained at first, and from the third step on: the beginnings of names.
 PARTS = {
     "the head": (("3.",), ("3.",)),
@@ -40,13 +39,9 @@ def train_alone(named: Any, beginnings: tuple[str, ...]) -> None:
 def plainly(begin: dict[str, Any], parts: tuple[tuple[str, ...], ...]) -> dict[str, bytes]:
     model = Net()
     model.set_state_dict(begin)
-    optimizer = adamw(model.parameters())
-    for step in range(STEPS):
-        train_alone(model.named_parameters(), parts[step // 2])
-        for x, y in zip(*(part.split(MICRO_BATCHES) for part in batch(MICRO_BATCHES, step))):
-            (F.cross_entropy(model(x), y) / MICRO_BATCHES).backward()
-        optimizer.step()
-        optimizer.clear_grad()
+    train_plainly(
+        model, STEPS, lambda step: train_alone(model.named_parameters(), parts[step // 2])
+    )
     return bits(model.state_dict())
 
 

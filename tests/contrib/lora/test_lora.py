@@ -16,19 +16,11 @@ import fleetpipe
 from fleetpipe import fleet, lora
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+from tests.dygraph.models import WIDTH
+from tests.dygraph.models import FeedForward as Block
 from tests.pipelines import CLASSES, FEATURES, batch, bits, job, pipeline
 
-WIDTH, RANK, ALPHA, STEPS, MICRO_BATCHES = 8, 2, 6, 3, 4
-
-
-class Block(nn.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Any) -> Any:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+RANK, ALPHA, STEPS, MICRO_BATCHES = 2, 6, 3, 4
 
 
 class Net(nn.Sequential):
@@ -82,15 +74,23 @@ def adamw(parameters: Any) -> Any:
     return paddle.optimizer.AdamW(0.05, parameters=parameters, weight_decay=0.1, grad_clip=clip)
 
 
-def by_hand(state: dict[str, Any]) -> dict[str, bytes]:
-    """Returns what the formula ends with, in a loop of plain Paddle."""
-    model = Formula({name: value.clone() for name, value in state.items()})
+def train_plainly(
+    model: Any, steps: int, before: Callable[[int], object] = lambda step: None
+) -> None:
+    """Trains in a loop of plain Paddle; ``before`` is called with each step."""
     optimizer = adamw(model.parameters())
-    for step in range(STEPS):
+    for step in range(steps):
+        before(step)
         for x, y in zip(*(part.split(MICRO_BATCHES) for part in batch(MICRO_BATCHES, step))):
             (F.cross_entropy(model(x), y) / MICRO_BATCHES).backward()
         optimizer.step()
         optimizer.clear_grad()
+
+
+def by_hand(state: dict[str, Any]) -> dict[str, bytes]:
+    """Returns what the formula ends with."""
+    model = Formula({name: value.clone() for name, value in state.items()})
+    train_plainly(model, STEPS)
     return bits(model.weights)
 
 

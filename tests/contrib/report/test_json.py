@@ -1,4 +1,4 @@
-"""Whatever JSON the files of a run hold, a page and the reader of a trace take or refuse it."""
+"""Whatever JSON the files of a run hold, it has a page; the reader of a trace may refuse it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.contrib.report import run_contents
+from fleetpipe.contrib.report.page import page
 from fleetpipe.contrib.why import read_trace
 from tests.ground.test_json_value import DATA, Format, checks_of, stored
 
@@ -17,21 +18,24 @@ pytestmark = pytest.mark.once
 
 
 def run_with(name: str) -> Callable[[Path], object]:
-    """Reads the report of a recorded run, one file of which is another."""
+    """Writes the page of a recorded run, one file of which is another."""
 
     def read_run(path: Path) -> object:
         folder = path.parent / "run"
         if not folder.exists():
             shutil.copytree(DATA / "run", folder)
         shutil.copy(path, folder / name)
-        return run_contents.read(folder)
+        return page(run_contents.read(folder))
 
     return read_run
 
 
 FORMATS = [
     Format("trace.json", stored("run/trace/trace.json"), read_trace),
-    Format("run.json", stored("run/run.json"), run_with("run.json"), False),
+    Format(
+        "trace.json", stored("run/trace/trace.json"), run_with("trace/trace.json"), refuses=False
+    ),
+    Format("run.json", stored("run/run.json"), run_with("run.json"), refuses=False),
     *(
         Format(
             name,

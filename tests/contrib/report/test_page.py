@@ -315,11 +315,9 @@ assert not any(name.startswith("paddle") for name in sys.modules)
     assert Parsed(target.read_text()).open == []
 
 
-def test_what_cannot_be_used_is_refused(
+def test_a_page_in_no_folder_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert "there is no run in this folder" in capsys.readouterr().err
     assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 2
     assert "there is no folder" in capsys.readouterr().err
 

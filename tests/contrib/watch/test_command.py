@@ -13,7 +13,6 @@ from pathlib import Path
 import paddle
 import pytest
 
-from fleetpipe import fleet
 from fleetpipe.cli import main
 from fleetpipe.contrib.watch import reporting
 from fleetpipe.contrib.watch.board import FILE, read_board
@@ -21,10 +20,10 @@ from fleetpipe.contrib.watch.history import FILE as HISTORY
 from fleetpipe.contrib.watch.history import History, HistoryRow, read_history
 from fleetpipe.contrib.watch.serving import AttemptBoard
 from fleetpipe.contrib.watch.slow_ranks import SlowRank
-from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.job.records import RankRecord
 from fleetpipe.job.run_progress import RunProgress
 from tests.contrib.watch.boards import board
+from tests.pipelines import adam, batch, model_in_job
 
 pytestmark = pytest.mark.once
 
@@ -118,19 +117,9 @@ def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         "fleetpipe.contrib.watch.reporting._log.info", lambda _, url: said.append(url)
     )
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"pp_degree": 2}
-    strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
-    strategy.fleetpipe_configs = {"memory_cap": 3}
-    fleet.init(is_collective=True, strategy=strategy)
-    try:
-        layers = [LayerDesc(paddle.nn.Linear, 4, 4) for _ in range(4)]
-        net = PipelineLayer(layers, loss_fn=paddle.nn.MSELoss(), num_stages=2)
-        clip = paddle.nn.ClipGradByGlobalNorm(1.0)
-        adam = paddle.optimizer.Adam(0.01, parameters=net.parameters(), grad_clip=clip)
-        model, optimizer = fleet.distributed_model(net), fleet.distributed_optimizer(adam)
-        data = [paddle.ones([8, 4]), paddle.ones([8, 4])]
-        losses = [float(model.train_batch(data, optimizer)) for _ in range(3)]
+    with model_in_job(2, memory_cap=3) as model:
+        optimizer = adam(model, grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0))
+        losses = [float(model.train_batch(batch(), optimizer)) for _ in range(3)]
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             with urllib.request.urlopen(f"{said[0]}status.json", timeout=5) as answer:
@@ -138,8 +127,6 @@ def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             if status["step"] == 3:
                 break
             time.sleep(0.1)
-    finally:
-        fleet.shutdown()
     assert status["step"] == 3
     (rank,) = status["ranks"]
     assert (rank["rank"], rank["stage"], rank["state"]) == (0, 0, "running")

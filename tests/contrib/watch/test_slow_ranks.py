@@ -51,21 +51,53 @@ def rows(step: int, chance: random.Random, noise: float) -> list[StepRow]:
     ]
 
 
-def named(
+def unchanged(step: int, rank: int, row: StepRow) -> StepRow:
+    return row
+
+
+def slow_by_step(
     steps: int,
-    change: Change = lambda step, rank, row: row,
+    change: Change = unchanged,
     places: Places = ALONE,
     noise: float = 0.05,
     seed: int = 0,
-) -> dict[tuple[int, str], int]:
-    """Returns who is named, and in which step first."""
+) -> list[list[SlowRank]]:
+    """Returns who is slow in each step."""
     chance, slow = random.Random(seed), SlowRanks(places)
+    return [
+        slow.add({r: [change(step, r, row)] for r, row in enumerate(rows(step, chance, noise))})
+        for step in range(steps)
+    ]
+
+
+def named(*args: Any, **options: Any) -> dict[tuple[int, str], int]:
+    """Returns who is named, and in which step first."""
     first: dict[tuple[int, str], int] = {}
-    for step in range(steps):
-        drawn = enumerate(rows(step, chance, noise))
-        for one in slow.add({rank: [change(step, rank, row)] for rank, row in drawn}):
+    for step, slow in enumerate(slow_by_step(*args, **options)):
+        for one in slow:
             first.setdefault((one.rank, one.what), step)
     return first
+
+
+def require_found(
+    job: Callable[[int], tuple[tuple[int, str], int, Change]],
+    places: Places = ALONE,
+    noise: float = 0.05,
+) -> None:
+    """In 19 of 20 jobs, each with other chances, one is named within ten steps; no other in any.
+
+    Args:
+        job: Returns of a seed who is to be named, since when it is slow, and what changes.
+        places: Those of the ranks.
+        noise: Of the times.
+    """
+    late = 0
+    for seed in range(20):
+        key, since, change = job(seed)
+        first = named(since + 20, change, places, noise, seed)
+        assert set(first) <= {key}
+        late += not since <= first.get(key, 0) < since + 10
+    assert late <= 1
 
 
 def longer(names: Sequence[str], factor: float, rank: int = 2, since: int = 100) -> Change:
@@ -75,43 +107,6 @@ def longer(names: Sequence[str], factor: float, rank: int = 2, since: int = 100)
         return row._replace(**{name: getattr(row, name) * factor for name in names})
 
     return change
-
-
-@pytest.mark.parametrize(("factor", "slow"), [(1.5, {(2, "compute")}), (1.0, set())])
-def test_of_steps_of_which_one_in_ten_is_measured_those_count(factor: float, slow: Any) -> None:
-    def measured(step: int, rank: int, row: StepRow) -> StepRow:
-        row = longer(["cpu", "wall"], factor, since=500)(step, rank, row)._replace(probe=0.0)
-        row = row._replace(data=row.data if step % 10 == 1 else 0.0)
-        return row if step % 10 == 0 else row._replace(cpu=0.0, wall=0.0)
-
-    assert set(named(1000, measured)) == slow
-
-
-@pytest.mark.parametrize(("places", "noise"), [(ALONE, 0.08), (ALONE, 0.2), (REPLICAS, 0.08)])
-def test_undisturbed_steps_name_nobody(places: Places, noise: float) -> None:
-    assert named(1000, places=places, noise=noise) == {}
-
-
-@pytest.mark.parametrize("places", [ALONE, REPLICAS])
-@pytest.mark.parametrize(
-    ("names", "what"),
-    [
-        (["cpu", "wall"], "compute"),
-        (["wall"], "compute"),
-        (["data"], "data"),
-    ],
-)
-def test_a_rank_that_takes_1_3_times_as_long_is_named_within_ten_steps(
-    places: Places, names: Sequence[str], what: str
-) -> None:
-    """In 19 of 20 jobs, each with other chances, and nobody else in any."""
-    late = 0
-    for seed in range(20):
-        rank, since = seed % RANKS, 60 + seed
-        first = named(since + 20, longer(names, 1.3, rank, since), places, seed=seed)
-        assert set(first) <= {(rank, what)}
-        late += not since <= first.get((rank, what), 0) < since + 10
-    assert late <= 1
 
 
 def swinging(change: Change, seed: int) -> Change:
@@ -132,42 +127,6 @@ def swinging(change: Change, seed: int) -> Change:
     return changed
 
 
-@pytest.mark.parametrize("places", [ALONE, REPLICAS])
-def test_a_machine_that_swings_hides_no_rank_that_computes_1_3_times_as_much(
-    places: Places,
-) -> None:
-    """In 19 of 20 jobs; and nobody is named for what the machine does, in 1,000 steps."""
-    assert named(1000, swinging(longer([], 1.0), 1), places, seed=1) == {}
-    late = 0
-    for seed in range(20):
-        rank, since = seed % RANKS, 100 + 3 * seed
-        computing = swinging(longer(["cpu", "wall"], 1.3, rank, since), seed)
-        first = named(since + 20, computing, places, seed=seed)
-        assert set(first) <= {(rank, "compute")}
-        late += not since <= first.get((rank, "compute"), 0) < since + 10
-    assert late <= 1
-
-
-@pytest.mark.parametrize("places", [ALONE, REPLICAS])
-def test_a_machine_that_is_much_slower_is_named_as_such(places: Places) -> None:
-    assert named(200, longer(["cpu", "wall", "probe"], 1.5), places) == {}
-    chance, slow, change = (
-        random.Random(0),
-        SlowRanks(places),
-        longer(["cpu", "wall", "probe"], 2.5),
-    )
-    for step in range(140):
-        drawn = enumerate(rows(step, chance, 0.05))
-        slow.add({rank: [change(step, rank, row)] for rank, row in drawn})
-        if not 100 <= step < 110:
-            assert {(one.rank, one.what) for one in slow.slow} == (
-                {(2, MACHINE)} if step > 100 else set()
-            )
-    assert "look for what else runs on its host" in str(
-        SlowRank(2, MACHINE, 2.5, "in the steps before")
-    )
-
-
 def later(seconds: float, since: int, awaited: float = 4) -> Change:
     """What comes to rank 2 from rank 1 is longer on its way; all wait for so many messages."""
 
@@ -180,24 +139,95 @@ def later(seconds: float, since: int, awaited: float = 4) -> Change:
     return change
 
 
-@pytest.mark.parametrize(("places", "noise"), [(ALONE, 0.05), (ALONE, 0.2), (REPLICAS, 0.05)])
-def test_a_link_that_makes_steps_1_3_times_as_long_is_named_within_ten_steps(
-    places: Places, noise: float
+def limited_now_and_then(step: int, rank: int, row: StepRow) -> StepRow:
+    return row._replace(limited=0.03 * (step % 10 == 0))
+
+
+def little_data(step: int, rank: int, row: StepRow) -> StepRow:
+    return longer(["data"], 3.0)(step, rank, row._replace(data=row.data / 50))
+
+
+def slower_machine(step: int, rank: int, row: StepRow) -> StepRow:
+    return longer(["cpu", "wall", "data"], 1.6, rank)(step, rank, row)
+
+
+@pytest.mark.parametrize(
+    ("steps", "change", "options"),
+    [
+        (1000, unchanged, {"noise": 0.08}),
+        (1000, unchanged, {"noise": 0.2}),
+        (1000, unchanged, {"noise": 0.08, "places": REPLICAS}),
+        (1000, swinging(unchanged, 1), {"seed": 1}),
+        (1000, swinging(unchanged, 1), {"seed": 1, "places": REPLICAS}),
+        (200, longer(["cpu", "wall", "probe"], 1.5), {}),
+        (200, longer(["cpu", "wall", "probe"], 1.5), {"places": REPLICAS}),
+        # A link for which nobody waits, and one that costs little of a step.
+        (200, later(0.3 * STEP / 4, 100, awaited=0), {}),
+        (200, later(0.01 * STEP / 4, 100), {}),
+        (300, limited_now_and_then, {}),
+        (200, little_data, {}),
+        (300, slower_machine, {}),
+    ],
+)
+def test_nobody_is_named_for_what_does_not_matter(
+    steps: int, change: Change, options: dict[str, Any]
 ) -> None:
-    """Each of four messages is awaited 7.5 ms longer; in 19 of 20 jobs, and nobody else in any."""
-    late = 0
-    for seed in range(20):
-        since = 60 + seed
-        first = named(since + 20, later(0.3 * STEP / 4, since), places, noise, seed)
-        assert set(first) <= {(1, "link to rank 2")}
-        late += not since <= first.get((1, "link to rank 2"), 0) < since + 10
-    assert late <= 1
+    assert named(steps, change, **options) == {}
 
 
-def test_a_link_for_which_nobody_waits_is_not_named() -> None:
-    """Nor one that costs little of a step."""
-    assert named(200, later(0.3 * STEP / 4, 100, awaited=0)) == {}
-    assert named(200, later(0.01 * STEP / 4, 100)) == {}
+@pytest.mark.parametrize(("factor", "slow"), [(1.5, {(2, "compute")}), (1.0, set())])
+def test_of_steps_of_which_one_in_ten_is_measured_those_count(factor: float, slow: Any) -> None:
+    def measured(step: int, rank: int, row: StepRow) -> StepRow:
+        row = longer(["cpu", "wall"], factor, since=500)(step, rank, row)._replace(probe=0.0)
+        row = row._replace(data=row.data if step % 10 == 1 else 0.0)
+        return row if step % 10 == 0 else row._replace(cpu=0.0, wall=0.0)
+
+    assert set(named(1000, measured)) == slow
+
+
+@pytest.mark.parametrize("places", [ALONE, REPLICAS])
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [(["cpu", "wall"], "compute"), (["wall"], "compute"), (["data"], "data")],
+)
+def test_a_rank_that_takes_1_3_times_as_long_is_named(
+    places: Places, names: Sequence[str], what: str
+) -> None:
+    def job(seed: int) -> tuple[tuple[int, str], int, Change]:
+        rank, since = seed % RANKS, 60 + seed
+        return (rank, what), since, longer(names, 1.3, rank, since)
+
+    require_found(job, places)
+
+
+@pytest.mark.parametrize("places", [ALONE, REPLICAS])
+def test_a_machine_that_swings_hides_no_rank_that_computes_1_3_times_as_much(
+    places: Places,
+) -> None:
+    def job(seed: int) -> tuple[tuple[int, str], int, Change]:
+        rank, since = seed % RANKS, 100 + 3 * seed
+        change = swinging(longer(["cpu", "wall"], 1.3, rank, since), seed)
+        return (rank, "compute"), since, change
+
+    require_found(job, places)
+
+
+@pytest.mark.parametrize("places", [ALONE, REPLICAS])
+def test_a_machine_that_is_much_slower_is_named_as_such(places: Places) -> None:
+    seen = slow_by_step(140, longer(["cpu", "wall", "probe"], 2.5), places)
+    for step, slow in enumerate(seen):
+        if not 100 <= step < 110:
+            assert [(one.rank, one.what) for one in slow] == [(2, MACHINE)] * (step > 100)
+    assert "look for what else runs on its host" in str(seen[-1][0])
+
+
+@pytest.mark.parametrize(("places", "noise"), [(ALONE, 0.05), (ALONE, 0.2), (REPLICAS, 0.05)])
+def test_a_link_that_makes_steps_1_3_times_as_long_is_named(places: Places, noise: float) -> None:
+    """Each of four messages is awaited 7.5 ms longer."""
+    require_found(
+        lambda seed: ((1, "link to rank 2"), 60 + seed, later(0.3 * STEP / 4, 60 + seed)),
+        *(places, noise),
+    )
 
 
 def test_messages_for_which_nobody_waits_say_little_of_a_link() -> None:
@@ -211,8 +241,9 @@ def test_messages_for_which_nobody_waits_say_little_of_a_link() -> None:
         flights[5] = 0
         return row._replace(flights=tuple(flights))
 
-    assert set(named(195, change)) == set()
-    assert set(named(215, change)) == {(1, "link to rank 2")}
+    first = named(215, change)
+    assert set(first) == {(1, "link to rank 2")}
+    assert first[1, "link to rank 2"] >= 195
 
 
 @pytest.mark.parametrize(("period", "usual"), [(0.1, STEP), (0.25, STEP), (0.1, 0.02)])
@@ -228,51 +259,25 @@ def test_a_rank_whose_processor_is_limited_is_named_for_that(period: float, usua
         limited = 0.3 / 1.3 * period * periods
         return row._replace(span=span, limited=limited)
 
-    first = named(200, change)
-    assert set(first) == {(2, LIMIT)}
-    assert 100 <= first[2, LIMIT] < 110
-    text = str(SlowRank(2, LIMIT, 1.3, SlowRanks(ALONE)._reference(2, LIMIT)))
-    assert text == (
-        "rank 2 is slow: compute (processor limit) takes 1.3 times as long as without the limit; "
-        "give its container more processor time (cpu.max, docker's --cpus)"
+    seen = slow_by_step(200, change)
+    named_in = [step for step, slow in enumerate(seen) if slow]
+    assert {(one.rank, one.what) for slow in seen for one in slow} == {(2, LIMIT)}
+    assert 100 <= named_in[0] < 110
+    assert re.fullmatch(
+        r"rank 2 is slow: compute \(processor limit\) takes 1\.\d times as long as without the "
+        r"limit; give its container more processor time \(cpu\.max, docker's --cpus\)",
+        str(seen[named_in[-1]][0]),
     )
 
 
-def test_a_limit_that_is_reached_now_and_then_is_none_that_matters() -> None:
-    def change(step: int, rank: int, row: StepRow) -> StepRow:
-        return row._replace(limited=0.03 * (step % 10 == 0))
-
-    assert named(300, change) == {}
-
-
 def test_saving_is_compared_where_all_have_saved() -> None:
-    first = named(200, longer(["save"], 1.5))
-    assert set(first) == {(2, "save")}
-
-
-def test_what_costs_little_of_a_step_is_not_named() -> None:
-    def small(step: int, rank: int, row: StepRow) -> StepRow:
-        return longer(["data"], 3.0)(step, rank, row._replace(data=row.data / 50))
-
-    assert named(200, small) == {}
-
-
-def test_a_machine_that_has_become_slower_names_nobody() -> None:
-    def change(step: int, rank: int, row: StepRow) -> StepRow:
-        return longer(["cpu", "wall", "data"], 1.0 if step < 100 else 1.6, rank)(step, rank, row)
-
-    assert named(300, change) == {}
+    assert set(named(200, longer(["save"], 1.5))) == {(2, "save")}
 
 
 def test_one_that_is_slow_no_longer_is_named_no_longer() -> None:
-    chance, slow = random.Random(1), SlowRanks(ALONE)
-    change, seen = longer(["cpu", "wall"], 1.5), []
-    for step in range(160):
-        drawn = enumerate(rows(step, chance, 0.05))
-        rows_of = {r: [row if step >= 130 else change(step, r, row)] for r, row in drawn}
-        seen.append({one.rank for one in slow.add(rows_of)})
-    assert seen[110] == seen[129] == {2}
-    assert seen[140] == set()
+    slow = longer(["cpu", "wall"], 1.5)
+    seen = slow_by_step(160, lambda n, r, row: row if n >= 130 else slow(n, r, row), seed=1)
+    assert [[one.rank for one in seen[step]] for step in (110, 129, 140)] == [[2], [2], []]
 
 
 def test_one_that_was_slow_before_is_named_as_soon_again() -> None:
@@ -282,13 +287,8 @@ def test_one_that_was_slow_before_is_named_as_soon_again() -> None:
         before = longer(["cpu", "wall"], 2.0 if step < 115 else 1.0)(step, rank, row)
         return longer(["cpu", "wall"], 1.3, since=150)(step, rank, before)
 
-    chance, slow, seen = random.Random(1), SlowRanks(ALONE), []
-    for step in range(170):
-        drawn = enumerate(rows(step, chance, 0.05))
-        seen.append(bool(slow.add({r: [change(step, r, row)] for r, row in drawn})))
-    assert seen[110]
-    assert not seen[130]
-    assert seen[160]
+    seen = slow_by_step(170, change, seed=1)
+    assert [bool(seen[step]) for step in (110, 130, 160)] == [True, False, True]
 
 
 def test_what_was_slow_too_early_to_be_named_hides_nothing_later() -> None:
@@ -318,14 +318,9 @@ def test_steps_that_a_rank_does_not_tell_are_left_out() -> None:
     [(ALONE, "in the steps before"), (REPLICAS, "on ranks with the same stages")],
 )
 def test_it_is_said_what_a_rank_is_compared_with(places: Places, reference: str) -> None:
-    chance, slow, change = random.Random(0), SlowRanks(places), longer(["data"], 7.2)
-    for step in range(115):
-        drawn = enumerate(rows(step, chance, 0.05))
-        slow.add({rank: [change(step, rank, row)] for rank, row in drawn})
-    (one,) = slow.slow
-    assert re.fullmatch(
-        rf"rank 2 is slow: data takes [67]\.\d times as long as {reference}", str(one)
-    )
+    (one,) = slow_by_step(115, longer(["data"], 7.2), places)[-1]
+    text = rf"rank 2 is slow: data takes [67]\.\d times as long as {reference}"
+    assert re.fullmatch(text, str(one))
 
 
 def test_what_comes_and_goes_is_logged_when_it_lasts_and_after_longer_pauses() -> None:

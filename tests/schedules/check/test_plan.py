@@ -203,18 +203,41 @@ def test_a_forward_only_plan_sends_before_it_releases_and_has_no_step() -> None:
         Plan.parse(text + " STEP").verify()
 
 
-def test_a_channel_whose_ends_disagree_is_shown_at_both() -> None:
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            "RF0>1.1 RF0>1.0 F1.0 B1.0 SB0>1.0 FREE1.0 F1.1 B1.1 SB0>1.1 FREE1.1 REDUCE STEP",
+            [
+                "rank 0 sends SF0>1.0 where rank 1 receives RF0>1.1",
+                "rank 0 at #1: F0.0 >>SF0>1.0<< F0.1",
+                "rank 1 at #0: >>RF0>1.1<< RF0>1.0",
+            ],
+        ),
+        # Both ranks send before they receive, which only a transport with buffers lets pass.
+        (
+            "RF0>1.0 F1.0 B1.0 SB0>1.0 FREE1.0 RF0>1.1 F1.1 B1.1 SB0>1.1 FREE1.1 REDUCE STEP",
+            [
+                "deadlock: 2 ranks",
+                "rank 0 at #3 SF0>1.1 waits for rank 1, which is at #3 SB0>1.0",
+                "rank 1 at #3 SB0>1.0 waits for rank 0, which is at #3 SF0>1.1",
+            ],
+        ),
+    ],
+)
+def test_channels_that_do_not_go_together_are_shown_at_both_ends(
+    row: str, words: list[str]
+) -> None:
     plan = plan_of(
         "F0.0 SF0>1.0 F0.1 SF0>1.1 RB0>1.0 B0.0 FREE0.0 RB0>1.1 B0.1 FREE0.1 REDUCE STEP",
-        "RF0>1.1 RF0>1.0 F1.0 B1.0 SB0>1.0 FREE1.0 F1.1 B1.1 SB0>1.1 FREE1.1 REDUCE STEP",
+        row,
         micro_batches=2,
     )
     with pytest.raises(ScheduleError) as error:
         plan.verify()
-    message = str(error.value)
-    assert "rank 0 sends SF0>1.0 where rank 1 receives RF0>1.1" in message
-    assert "rank 0 at #1: F0.0 >>SF0>1.0<< F0.1" in message
-    assert "rank 1 at #0: >>RF0>1.1<< RF0>1.0" in message
+    assert [word for word in words if word not in str(error.value)] == []
+    with pytest.raises(ScheduleError, match="deadlock"):
+        _ = plan.order
 
 
 def test_a_send_without_a_receive_is_found() -> None:
@@ -230,23 +253,6 @@ def test_a_send_without_a_receive_is_found() -> None:
     text = str(forward_only(Placement("loop", 2), 2).lower())
     with pytest.raises(ScheduleError, match=r"SF0>1\.1 stands twice"):
         Plan.parse(text.replace("SF0>1.1", "SF0>1.1 SF0>1.1")).verify()
-
-
-def test_a_rendezvous_deadlock_is_shown_as_a_cycle_of_waits() -> None:
-    # Both ranks send before they receive, which only a transport with buffers lets pass.
-    plan = plan_of(
-        "F0.0 SF0>1.0 F0.1 SF0>1.1 RB0>1.0 B0.0 FREE0.0 RB0>1.1 B0.1 FREE0.1 REDUCE STEP",
-        "RF0>1.0 F1.0 B1.0 SB0>1.0 FREE1.0 RF0>1.1 F1.1 B1.1 SB0>1.1 FREE1.1 REDUCE STEP",
-        micro_batches=2,
-    )
-    with pytest.raises(ScheduleError) as error:
-        plan.verify()
-    message = str(error.value)
-    assert "deadlock: 2 ranks" in message
-    assert "rank 0 at #3 SF0>1.1 waits for rank 1, which is at #3 SB0>1.0" in message
-    assert "rank 1 at #3 SB0>1.0 waits for rank 0, which is at #3 SF0>1.1" in message
-    with pytest.raises(ScheduleError, match="deadlock"):
-        _ = plan.order
 
 
 def test_a_wait_for_a_rank_that_has_ended_is_named() -> None:
