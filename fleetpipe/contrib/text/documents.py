@@ -7,6 +7,7 @@ import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,12 +33,7 @@ class Documents(NamedTuple):
 
 
 def documents_in(folder: Path | None, column: str) -> Documents:
-    """Returns the documents of a folder.
-
-    Args:
-        folder: Every file in it, and in folders below it, is a document; or it is what ``datasets``
-            saves with ``save_to_disk``. None is the documentation of Python's standard library.
-        column: The column of a dataset that has the documents.
+    """Returns the documents of a folder, for ``PackedText`` with these arguments.
 
     Raises:
         ConfigError: There is no such folder, it has no files, or is no part of a dataset.
@@ -48,11 +44,11 @@ def documents_in(folder: Path | None, column: str) -> Documents:
         if (folder / "state.json").is_file():
             state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             files = [folder / each["filename"] for each in state["_data_files"]]
-            read = _arrow_reader(folder, files, column)
+            read = partial(_read_dataset, folder, files, column)
         else:
             next(folder.iterdir(), None)  # rglob says nothing of one that is none
             files = sorted(path for path in folder.rglob("*") if _is_text(path, folder))
-            read = _file_reader(files)
+            read = partial(_read_texts, files)
         facts = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
     if not files or (folder / "dataset_dict.json").is_file():
         raise ConfigError(
@@ -70,32 +66,26 @@ def _is_text(path: Path, folder: Path) -> bool:
     return path.is_file() and not hidden
 
 
-def _file_reader(files: list[Path]) -> Callable[[], Iterator[str]]:
-    def read() -> Iterator[str]:
-        for path in files:
-            with using("text", path, "a folder that has nothing but text"):
-                yield path.read_text(encoding="utf-8-sig")
-
-    return read
+def _read_texts(files: list[Path]) -> Iterator[str]:
+    for path in files:
+        with using("text", path, "a folder that has nothing but text"):
+            yield path.read_text(encoding="utf-8-sig")
 
 
-def _arrow_reader(folder: Path, files: list[Path], column: str) -> Callable[[], Iterator[str]]:
-    def read() -> Iterator[str]:
-        with needed_for(f"to read the dataset in {folder}"):
-            import pyarrow as arrow
-        for path in files:
-            with arrow.memory_map(str(path)) as source, arrow.ipc.open_stream(source) as stream:
-                names = stream.schema.names
-                if column not in names:
-                    raise ConfigError(
-                        f"the dataset in {folder} has no column {column!r}",
-                        expected=f"one of {', '.join(names)}",
-                        fix=f"column={names[0]!r}",
-                    )
-                for batch in stream:
-                    yield from (text for text in batch.column(column).to_pylist() if text)
-
-    return read
+def _read_dataset(folder: Path, files: list[Path], column: str) -> Iterator[str]:
+    with needed_for(f"to read the dataset in {folder}"):
+        import pyarrow as arrow
+    for path in files:
+        with arrow.memory_map(str(path)) as source, arrow.ipc.open_stream(source) as stream:
+            names = stream.schema.names
+            if column not in names:
+                raise ConfigError(
+                    f"the dataset in {folder} has no column {column!r}",
+                    expected=f"one of {', '.join(names)}",
+                    fix=f"column={names[0]!r}",
+                )
+            for batch in stream:
+                yield from (text for text in batch.column(column).to_pylist() if text)
 
 
 def _standard_library() -> Iterator[str]:

@@ -29,7 +29,6 @@ _FORMAT = 1
 #: The name of the token that ends a document, in a tokenizer that is trained here.
 END = "<|endoftext|>"
 
-
 #: A ``tokenizers.Tokenizer``; the tokens of all documents, each with the token that ends it; the
 #: place after each document; and that token.
 TokenFiles = tuple[Any, np.ndarray, np.ndarray, int]
@@ -38,14 +37,7 @@ TokenFiles = tuple[Any, np.ndarray, np.ndarray, int]
 def token_files(
     documents: Documents, cache: Path, tokenizer: Any, vocabulary: int, end: str
 ) -> TokenFiles:
-    """Returns the tokens of some documents, which the first process to come writes.
-
-    Args:
-        documents: The documents.
-        cache: The folder for the folders of files.
-        tokenizer: A ``Tokenizer``; None trains one on the documents.
-        vocabulary: Most tokens of one that is trained.
-        end: The name of the token that ends a document.
+    """Returns the tokens of documents, for ``PackedText``; the first process to come writes them.
 
     Raises:
         CheckpointError: The files are damaged.
