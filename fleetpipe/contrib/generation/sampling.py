@@ -13,15 +13,7 @@ from fleetpipe.errors import BoundaryError, ConfigError, is_whole_number, requir
 
 
 class Sampling(NamedTuple):
-    """How a token is chosen.
-
-    Attributes:
-        temperature: Divides the logits; 0 takes the largest.
-        top_k: Only so many of the likeliest tokens are drawn; None for all.
-        top_p: Only the likeliest tokens are drawn, as few as have this share together; None for
-            all.
-        seed: The seed of the draws.
-    """
+    """How a token is chosen, by the arguments of ``generate`` that have these names."""
 
     temperature: float
     top_k: int | None
