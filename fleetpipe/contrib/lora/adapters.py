@@ -12,7 +12,6 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
@@ -120,10 +119,11 @@ class _Options:
         for name, layer in layers:
             if not any(_ends(name, target) for target in self._targets):
                 continue
-            with _dtype_of(layer, name):
-                if users[id(layer.weight)] > 1:
-                    raise _shared_weight(name)
-                layer.lora_A, layer.lora_B = _factors(layer, self._rank)
+            _require_linear(layer, name)
+            if users[id(layer.weight)] > 1:
+                raise _shared_weight(name)
+            factors = _factors(layer, self._rank)
+            layer.lora_A, layer.lora_B = (one.to(dtype=layer.weight.dtype) for one in factors)
             layer.lora_scale = self._scale
             layer.__class__ = _above(_Adapter, layer.__class__)
         return model
@@ -221,26 +221,20 @@ def _factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
     )
     zeros: Any = paddle.ParamAttr(initializer=paddle.nn.initializer.Constant(0.0))
     inputs, outputs = layer.weight.shape
+    whole = functools.partial(paddle.nn.Linear, bias_attr=False)
     if isinstance(layer, paddle.nn.Linear):
-        down = paddle.nn.Linear(inputs, rank, draws, bias_attr=False)
-        return down, paddle.nn.Linear(rank, outputs, zeros, bias_attr=False)
-    shared: dict[str, Any] = {"has_bias": False, "mp_group": layer.model_parallel_group}
+        return whole(inputs, rank, draws), whole(rank, outputs, zeros)
+    kind: Any = type(layer)
+    cut = functools.partial(kind, has_bias=False, mp_group=layer.model_parallel_group)
     if type(layer) is ColumnParallelLinear:
-        shared["gather_output"] = layer.gather_output
-        down = paddle.nn.Linear(inputs, rank, draws, bias_attr=False)
-        return down, type(layer)(rank, outputs * layer.world_size, zeros, **shared)
-    shared["input_is_parallel"] = layer.input_is_parallel
-    down = type(layer)(inputs * layer.world_size, rank, draws, **shared)
-    return down, paddle.nn.Linear(rank, outputs, zeros, bias_attr=False)
+        up = cut(rank, outputs * layer.world_size, zeros, gather_output=layer.gather_output)
+        return whole(inputs, rank, draws), up
+    down = cut(inputs * layer.world_size, rank, draws, input_is_parallel=layer.input_is_parallel)
+    return down, whole(rank, outputs, zeros)
 
 
-@contextmanager
-def _dtype_of(layer: Any, path: str) -> Iterator[None]:
-    """While it is open, layers are built with the dtype of a linear layer's weight.
-
-    Raises:
-        ConfigError: It is no linear layer that an adapter fits.
-    """
+def _require_linear(layer: Any, path: str) -> None:
+    """Refuses a layer that is no linear one, or another that an adapter does not fit."""
     kinds = (ColumnParallelLinear, RowParallelLinear)
     if not isinstance(layer, paddle.nn.Linear) and type(layer) not in kinds:
         raise ConfigError(
@@ -250,10 +244,3 @@ def _dtype_of(layer: Any, path: str) -> Iterator[None]:
             got=f"a {type(layer).__name__}",
             fix="name the linear layers alone in targets",
         )
-    usual: Any = paddle.get_default_dtype()
-    dtype: Any = str(layer.weight.dtype).removeprefix("paddle.")
-    paddle.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        paddle.set_default_dtype(usual)

@@ -24,11 +24,9 @@ class BasePart:
 
     def checkpoint_part(self) -> ModelParts:
         """Returns what this process holds of it."""
-        is_pipeline = isinstance(self._model, PipelineLayer)
-        parts: ModelParts
-        parts = (
-            self._model if is_pipeline else NamedTensors.of_layer(self._model)
-        ).checkpoint_part()
+        layer = self._model
+        of = layer if isinstance(layer, PipelineLayer) else NamedTensors.of_layer(layer)
+        parts: ModelParts = of.checkpoint_part()
         return parts._replace(
             tensors={
                 name: held
