@@ -20,6 +20,11 @@ from fleetpipe.schedules.forms.events import Event
 COLUMNS = ("step", "replica", "stage", "chunk", "kind", "micro_batch", "start", "duration")
 _OPTIONAL = ("replica", "chunk", "micro_batch")
 
+#: Kinds that several ranks end together: a pair of neighbours, or all replicas of a stage.
+TRANSFERS = frozenset({"forward-send", "forward-recv", "backward-send", "backward-recv"})
+COLLECTIVES = frozenset({"grads-reduce-scatter", "grads-all-reduce", "params-all-gather"})
+COMMUNICATIONS = TRANSFERS | COLLECTIVES
+
 #: Kinds by the spellings of published traces.
 KINDS: Mapping[str, str] = {
     "forward-compute": "F",
@@ -30,20 +35,8 @@ KINDS: Mapping[str, str] = {
     "b": "B",
     "i": "I",
     "w": "W",
-    "forward-send": "forward-send",
-    "forward-recv": "forward-recv",
-    "backward-send": "backward-send",
-    "backward-recv": "backward-recv",
-    "grads-reduce-scatter": "grads-reduce-scatter",
-    "grads-all-reduce": "grads-all-reduce",
-    "params-all-gather": "params-all-gather",
-    "optimizer": "optimizer",
+    **{kind: kind for kind in (*sorted(COMMUNICATIONS), "optimizer")},
 }
-
-#: Kinds that several ranks end together: a pair of neighbours, or all replicas of a stage.
-TRANSFERS = frozenset({"forward-send", "forward-recv", "backward-send", "backward-recv"})
-COLLECTIVES = frozenset({"grads-reduce-scatter", "grads-all-reduce", "params-all-gather"})
-COMMUNICATIONS = TRANSFERS | COLLECTIVES
 
 #: The largest number of a table.
 _MOST = 1e18

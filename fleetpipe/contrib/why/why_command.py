@@ -82,7 +82,8 @@ def run(options: argparse.Namespace) -> int:
         with using("--output", options.output, "a file that can be written"):
             text = page(steps, slowdown, sentence, account)
             options.output.write_text(text, encoding="utf-8")
-    early = _early_by_rank(operations)
+    # How many actions each rank ran early, if it took the schedule for a hint.
+    early = dict(sorted(Counter(one.stage for one in operations if one.early).items()))
     if options.json:
         listed = {
             "device": device,
@@ -127,11 +128,6 @@ def _lines(
     for one in schedules:
         even = f"{one.even:.6g} s with even stages"
         yield f"under {one.name:<8}            {one.seconds:.6g} s, {even}"
-
-
-def _early_by_rank(operations: Sequence[TracedOperation]) -> dict[int, int]:
-    """Returns how many actions each rank ran early, if it took the schedule for a hint."""
-    return dict(sorted(Counter(one.stage for one in operations if one.early).items()))
 
 
 #: Where the operations explain less of the steps, what lies between them comes first.
