@@ -13,7 +13,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from email.message import Message
 from email.parser import Parser
 from http import HTTPStatus
@@ -100,9 +100,11 @@ class Server:
             self._loop.run_forever()
         finally:
             self._server.close()
-            for task in list(self._open):
+            tasks = list(self._open)
+            for task in tasks:
                 task.cancel()
-            self._loop.run_until_complete(_wait_for(list(self._open)))
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks))
             self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -172,10 +174,6 @@ class Server:
         else:
             content = {**board.content(), "history": board.history.content()}
         return json.dumps(content).encode() + b"\n"
-
-
-async def _wait_for(tasks: Sequence[asyncio.Task[None]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _refusal(code: int, text: str) -> tuple[int, str, bytes]:
