@@ -14,7 +14,7 @@ class Location(NamedTuple):
 
     Attributes:
         layer: The path of a layer or parameter in the whole model; "" for the whole step.
-        phase: One of ``record.PHASES``.
+        phase: That of a ``record.Meaning``.
         axis: The axis of the mesh along which something is wrong; "" if unknown.
         ranks: The ranks of the job whose values are wrong.
         step: The training step, from 0.

@@ -13,20 +13,6 @@ from fleetpipe.errors import UsageError
 from fleetpipe.extras import needed_for
 from fleetpipe.json_value import JsonValue, Source, parse
 
-#: Where a step may differ, in its order.
-PHASES = (
-    "initial",
-    "data",
-    "forward",
-    "loss",
-    "gradient",
-    "reduction",
-    "clip",
-    "optimizer input",
-    "update",
-    "buffer",
-)
-
 #: The part of a gradient that there is before backward begins.
 LEFT = "left over"
 #: The part of what a dropout takes: its first numbers.
@@ -40,7 +26,8 @@ class Meaning(NamedTuple):
 
     Attributes:
         step: The training step, from 0.
-        phase: One of :data:`PHASES`.
+        phase: Where a step may differ, in its order: initial, data, forward, loss, gradient,
+            reduction, clip, optimizer input, update or buffer.
         name: The path of a layer, parameter or buffer in the whole model; "" for the whole step.
         micro_batch: The micro-batch within the step and replica, from 0; -1 for a value of the
             step.
