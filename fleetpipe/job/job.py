@@ -25,7 +25,8 @@ from fleetpipe.job.records import Heard
 from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import Degrees, Mesh
-from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
+from fleetpipe.mesh.gloo_group import GlooGroup
+from fleetpipe.mesh.groups import DirectGroup, Group, SoleGroup
 from fleetpipe.paddle_api.device import device_kind, memory_limit, process_bytes, synchronize
 from fleetpipe.transport import Store, Transport, View
 

@@ -5,7 +5,8 @@ the collective operations, and ``parts.py`` says which part of a parameter a ran
 """
 
 from fleetpipe.mesh.axes import AXES, COPIES, REPLICA, Coordinate, Degrees, Mesh
-from fleetpipe.mesh.groups import DirectGroup, GlooGroup, Group, SoleGroup
+from fleetpipe.mesh.gloo_group import GlooGroup
+from fleetpipe.mesh.groups import DirectGroup, Group, SoleGroup
 
 __all__ = [
     "AXES",

@@ -11,7 +11,8 @@ import paddle
 import pytest
 
 from fleetpipe.errors import PeerFailed, PipelineTimeout, TransportError, UsageError
-from fleetpipe.mesh.groups import DirectGroup, GlooGroup, SoleGroup
+from fleetpipe.mesh.gloo_group import GlooGroup
+from fleetpipe.mesh.groups import DirectGroup, SoleGroup
 from fleetpipe.transport import MemoryHub, MessageKey, View
 from tests.transport.helpers import DTYPES, LIMIT, join_all
 
