@@ -29,7 +29,8 @@ from paddle.base import core
 from benchmarks.figures import Figure, parser, report
 from fleetpipe.job.groups import neighbours
 from fleetpipe.mesh.groups import DirectGroup
-from fleetpipe.paddle_api.topology import Group, open_tcp_store
+from fleetpipe.paddle_api.gloo.stores import open_tcp_store
+from fleetpipe.paddle_api.topology import Group
 from fleetpipe.transport import MessageKey, SocketTransport, Transport, connect
 from fleetpipe.transport.joining import hosts
 from tests.transport.helpers import FolderStore

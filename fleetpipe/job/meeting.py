@@ -25,7 +25,8 @@ from fleetpipe.errors import (
 from fleetpipe.job import attempt_files
 from fleetpipe.job.store import JobStore
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.topology import began_without_groups, open_tcp_store
+from fleetpipe.paddle_api.gloo.stores import open_tcp_store
+from fleetpipe.paddle_api.topology import began_without_groups
 from fleetpipe.transport import Store
 from fleetpipe.transport.limit import Limit, await_keys
 

@@ -18,8 +18,8 @@ from fleetpipe.errors import StateError, UsageError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.gloo.process_groups import group_of_ring
 from fleetpipe.paddle_api.tensor import to_host
-from fleetpipe.paddle_api.topology import group_of_ring
 
 #: By member, how many tokens there are for each expert of one member.
 Counts = Sequence[Sequence[int]]

@@ -10,8 +10,8 @@ from fleetpipe.contrib.experts import exchange
 from fleetpipe.contrib.experts.exchange import members_of
 from fleetpipe.mesh import traffic
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.gloo.process_groups import group_of_ring
 from fleetpipe.paddle_api.layer import MoEGather, MoEScatter
-from fleetpipe.paddle_api.topology import group_of_ring
 
 
 def global_scatter(

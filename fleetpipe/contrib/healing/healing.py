@@ -19,7 +19,8 @@ from fleetpipe.errors import CheckpointError, FleetPipeError, PeerFailed, Pipeli
 from fleetpipe.job import attempt_files, generation
 from fleetpipe.job.generation import Generation
 from fleetpipe.job.job import Job
-from fleetpipe.paddle_api.topology import has_gloo, meets_by_host
+from fleetpipe.paddle_api.gloo.process_groups import has_gloo
+from fleetpipe.paddle_api.topology import meets_by_host
 
 _log = log.logger(__name__)
 _LOOK_SECONDS = 0.01

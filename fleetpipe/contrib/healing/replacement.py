@@ -16,7 +16,8 @@ from fleetpipe.job import meeting
 from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import ALONE, Job
 from fleetpipe.mesh.axes import Mesh
-from fleetpipe.paddle_api.topology import beginning, refuse_unconnected
+from fleetpipe.paddle_api.gloo.process_groups import refuse_unconnected
+from fleetpipe.paddle_api.topology import beginning
 from fleetpipe.transport import ProcessGroupTransport, SocketTransport, View
 from fleetpipe.transport.base import PROCESS_GROUP
 

@@ -20,7 +20,7 @@ from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import DirectGroup, Gathering, Group
 from fleetpipe.mesh.sums import add
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.topology import ranks_of
+from fleetpipe.paddle_api.gloo.process_groups import ranks_of
 from fleetpipe.transport.sockets.transport import connect
 
 

@@ -16,7 +16,8 @@ from fleetpipe.job import attempt_files, meeting
 from fleetpipe.mesh.axes import Mesh
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
-from fleetpipe.paddle_api.topology import has_gloo, meets_by_host, transfers
+from fleetpipe.paddle_api.gloo.process_groups import has_gloo, transfers
+from fleetpipe.paddle_api.topology import meets_by_host
 from fleetpipe.transport import SocketTransport, Store, View
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
 from fleetpipe.transport.joining.connections import Joined, join

@@ -33,7 +33,8 @@ from fleetpipe.job.groups import exchanges
 from fleetpipe.job.groups.exchanges import OwnGroup
 from fleetpipe.job.store import JobStore
 from fleetpipe.job.watching.watch import Watch
-from fleetpipe.paddle_api import topology
+from fleetpipe.paddle_api.gloo import process_groups
+from fleetpipe.paddle_api.gloo.stores import open_tcp_store
 from fleetpipe.paddle_api.topology import beginning
 from fleetpipe.transport import Store
 from fleetpipe.transport.joining import hosts
@@ -149,13 +150,13 @@ def separate_stores(store: Store, timeout: float) -> None:
         store: The job's store, through which a group's ranks find the group's store.
         timeout: Seconds that the ranks of a group may take to arrive.
     """
-    topology.replace_gloo_stores(_opener(store, "fleetpipe/gloo", timeout))
+    process_groups.replace_gloo_stores(_opener(store, "fleetpipe/gloo", timeout))
     _complete_gloo(timeout)
 
 
 def make_unconnected(timeout: float) -> None:
     """Leaves Paddle's groups without connections until :func:`connect`, as long as a job lasts."""
-    topology.replace_gloo_stores(None)
+    process_groups.replace_gloo_stores(None)
     _complete_gloo(timeout)
 
 
@@ -172,8 +173,8 @@ def connect(store: Store, prefix: str, time: int, timeout: float) -> None:
     # A later job's ranks differ in what they have made.
     _in_doubt = True
     with translating_errors():
-        topology.connect_groups(_opener(store, f"{prefix}/gloo", timeout), time)
-    topology.replace_gloo_stores(_opener(store, f"{prefix}/later", timeout))
+        process_groups.connect_groups(_opener(store, f"{prefix}/gloo", timeout), time)
+    process_groups.replace_gloo_stores(_opener(store, f"{prefix}/later", timeout))
 
 
 def _opener(store: Store, prefix: str, timeout: float) -> Callable[[int, int, int], Any]:
@@ -193,13 +194,13 @@ def _opener(store: Store, prefix: str, timeout: float) -> Callable[[int, int, in
 
 
 def _complete_gloo(timeout: float) -> None:
-    topology.complete_gloo(exchanges.methods())
-    topology.make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
+    process_groups.complete_gloo(exchanges.methods())
+    process_groups.make_without_gloo(functools.partial(OwnGroup, timeout=timeout))
 
 
 def share_store_again() -> None:
     """Lets later Gloo groups use the store that Paddle gives them."""
-    topology.restore_gloo_stores()
+    process_groups.restore_gloo_stores()
 
 
 def _open(store: Store, key: str, rank: int, group: int, timeout: float) -> Any:
@@ -211,7 +212,7 @@ def _open(store: Store, key: str, rank: int, group: int, timeout: float) -> Any:
         _await(store, group, {0: f"{key}/published"}, timeout)
         host, _, text = store.get(f"{key}/address").decode().rpartition(":")
         port = int(text)
-    opened = topology.open_tcp_store(host, port, rank == 0, timeout)
+    opened = open_tcp_store(host, port, rank == 0, timeout)
     if rank == 0:
         store.set(f"{key}/address", f"{host}:{port}")
         store.add(f"{key}/published", 1)
