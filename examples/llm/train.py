@@ -96,11 +96,9 @@ def begin(pipeline: Pipeline, batch_size: int) -> None:
 def optimizer(parameters: Any, train: Train, steps: int) -> Any:
     """Returns AdamW whose rate rises for some steps, and falls by a cosine to the last."""
     falling = CosineAnnealingDecay(train.learning_rate, max(1, steps - train.warm_up))
-    rising = (
-        LinearWarmup(falling, train.warm_up, 0.0, train.learning_rate) if train.warm_up else None
-    )
+    up = train.warm_up
     return paddle.optimizer.AdamW(
-        rising or falling,
+        LinearWarmup(falling, up, 0.0, train.learning_rate) if up else falling,
         beta2=0.95,
         weight_decay=train.weight_decay,
         grad_clip=nn.ClipGradByGlobalNorm(train.clip),
