@@ -115,13 +115,7 @@ class HookCalls(BatchObserver):
     """
 
     def __init__(self, schedule: Schedule, bubbles: int, ranks: Iterable[int]) -> None:
-        """Starts without hooks.
-
-        Args:
-            schedule: The schedule that is run.
-            bubbles: The number of bubbles; 0 if they have no hooks.
-            ranks: The ranks that this process plays.
-        """
+        """Starts without hooks; ``ranks`` are those that this process plays."""
         self.hooks = UserHooks(schedule, bubbles)
         self._rank_of = schedule.placement.rank_of
         self._bubbles = {

@@ -94,17 +94,11 @@ def save(job: Job, path: str, pipeline: PipelineParallel, optimizer: Optimizer) 
 
 
 def save_for_inference(job: Job, path: str, pipeline: PipelineParallel, inputs: Nest) -> None:
-    """Writes the whole model by ``paddle.jit.save``, on the first rank. Collective over the job.
-
-    Args:
-        job: The job.
-        path: The path of the files without their endings.
-        pipeline: The wrapped model.
-        inputs: An ``InputSpec`` for each input.
+    """Writes the whole model by ``paddle.jit.save``, as :func:`save` writes its files. Collective.
 
     Raises:
-        CheckpointError: A file cannot be written; every rank raises.
-        ConfigError: The inputs are not described, or no rank can build the whole model.
+        ConfigError: The inputs are not described, each by an ``InputSpec``, or no rank can build
+            the whole model.
     """
     if not inputs:
         raise ConfigError(

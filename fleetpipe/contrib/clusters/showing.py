@@ -117,11 +117,7 @@ def plot(estimates: Sequence[StepEstimate], path: str | Path) -> None:
 
     Args:
         estimates: The layouts, the fastest first.
-        path: File to write: .png, .svg or .pdf.
-
-    Raises:
-        ConfigError: Another ending.
-        PackageNotFound: matplotlib is not installed.
+        path: File to write, as for ``new_figure``, whose errors this raises.
     """
     names = [_name(one) for one in estimates][::-1]
     above: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncols": 3}

@@ -44,15 +44,8 @@ def scatter(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group)
 def gather(tokens: Tensor, counts_out: Tensor, counts_in: Tensor, group: Group) -> Tensor:
     """Returns tokens to the members that sent them with :func:`scatter`. Collective.
 
-    Args:
-        tokens: [tokens, width], sorted by expert and member, as :func:`scatter` returned them.
-        counts_out: The same as for :func:`scatter`.
-        counts_in: The same as for :func:`scatter`.
-        group: The members.
-
-    Raises:
-        PipelineTimeout: Some member did not come within the limit.
-        UsageError: The counts do not add up to the number of tokens.
+    The tokens are sorted by expert and member, as it returned them; the other arguments and the
+    errors are the same.
     """
     return _exchange_both_ways(False, tokens, counts_out, counts_in, group)
 

@@ -33,8 +33,9 @@ class Format(NamedTuple):
     Attributes:
         files: The files by which it is recognized.
         is_there: Returns whether a folder has this format.
-        read: Reads a folder.
-        write: Fills an empty folder.
+        read: Reads a folder; raises a ``CheckpointError`` if it is damaged.
+        write: Fills an empty folder; raises a ``CheckpointError`` if a tensor cannot be read, and
+            an ``OSError`` if a file cannot be written.
         groups: The groups of tensors that it can store.
     """
 

@@ -249,23 +249,13 @@ def _contents(path: Path) -> Mapping[str, LazyTensor]:
 
 
 def write_folder(state: Checkpoint, folder: Path) -> None:
-    """Writes a single folder for ``paddle.distributed.load_state_dict``.
-
-    Raises:
-        CheckpointError: A tensor cannot be read.
-        OSError: A file cannot be written.
-    """
+    """Writes a single folder for ``paddle.distributed.load_state_dict``."""
     _write({_flat(name): tensor for name, tensor in state.tensors.items()}, folder)
     write_rest(state, folder)
 
 
 def write_formers(state: Checkpoint, folder: Path) -> None:
-    """Writes a checkpoint for PaddleFormers' Trainer with ``flex_checkpoint``, its default.
-
-    Raises:
-        CheckpointError: A tensor cannot be read.
-        OSError: A file cannot be written.
-    """
+    """Writes a checkpoint for PaddleFormers' Trainer with ``flex_checkpoint``, its default."""
     for group, name in FOLDERS.items():
         (folder / name).mkdir()
         of_group = {_flat(TensorName(group, n)): tensor for n, tensor in state.of(group).items()}

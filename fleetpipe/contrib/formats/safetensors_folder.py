@@ -148,23 +148,13 @@ def _layout(path: Path, index: Path) -> tensors.Layout:
 
 
 def write_unified(state: Checkpoint, folder: Path) -> None:
-    """Writes a unified checkpoint for PaddleNLP and PaddleFormers.
-
-    Raises:
-        CheckpointError: A tensor cannot be read.
-        OSError: A file cannot be written.
-    """
+    """Writes a unified checkpoint for PaddleNLP and PaddleFormers."""
     _write(state, folder, "np")
     write_rest(state, folder)
 
 
 def write_huggingface(state: Checkpoint, folder: Path) -> None:
-    """Writes a model for libraries on PyTorch; a map supplies their names and shapes.
-
-    Raises:
-        CheckpointError: A tensor cannot be read.
-        OSError: A file cannot be written.
-    """
+    """Writes a model for libraries on PyTorch; a map supplies their names and shapes."""
     _write(state, folder, "pt")
     for file in state.files:
         if file.suffix == ".json" and file.name != _TRAINER:

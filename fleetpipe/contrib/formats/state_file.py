@@ -54,12 +54,7 @@ def read_file(path: Path) -> Checkpoint:
 
 
 def write_folder(state: Checkpoint, folder: Path) -> None:
-    """Writes a model, and copies of the JSON files that were with it.
-
-    Raises:
-        CheckpointError: A tensor cannot be read.
-        OSError: A file cannot be written.
-    """
+    """Writes a model, and copies of the JSON files that were with it."""
     tensors = {name: paddle_tensor(tensor) for name, tensor in state.of(MODEL).items()}
     fleet_files.save(folder / FILE, tensors)
     for file in state.files:

@@ -19,16 +19,7 @@ _MOST_INCHES = 24.0
 
 
 def draw_layers(layers: Sequence[LayerCost], path: str | Path) -> None:
-    """Draws the seconds of each layer's actions, and below the bytes that it holds.
-
-    Args:
-        layers: The layers of a profile, in order, and the loss if it is separate.
-        path: File to write: .png, .svg or .pdf.
-
-    Raises:
-        ConfigError: Another ending.
-        PackageNotFound: matplotlib is not installed.
-    """
+    """Draws what ``Profile.plot`` shows of layers, and of the loss behind them."""
     width = min(max(6.0, 0.3 * len(layers) + 1.5), _MOST_INCHES)
     with new_figure(path, width, 5.5, 9) as figure:
         times, bytes_held = figure.subplots(2, 1, sharex=True)
