@@ -237,7 +237,7 @@ class DygraphStage:
         received = {edge: _as_leaves(value) for edge, value in inputs.items()}
         # Now: a layer may switch the gradient of what it is given off once it has used it.
         leaves = {edge: differentiable(value) for edge, value in received.items()}
-        value = self._borders.join(received) if stage else self._inputs_of(micro_batch)
+        value = self._borders.join(received) if stage else self._batch.data.inputs[number]
         if self._hooks is not None:
             self._hooks.before_forward(stage, value)
         handed: Values = {}
@@ -368,9 +368,6 @@ class DygraphStage:
 
     def _within(self, micro_batch: GlobalMicroBatch) -> MicroBatch:
         return MicroBatch(micro_batch - self._first_micro_batch)
-
-    def _inputs_of(self, micro_batch: GlobalMicroBatch) -> Nest:
-        return self._batch.data.inputs[self._within(micro_batch)]
 
     def _finish(self, micro_batch: GlobalMicroBatch, output: Nest) -> Nest:
         """Computes the losses of the last stage's output; returns the one that starts backward."""

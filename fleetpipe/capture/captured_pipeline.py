@@ -18,7 +18,7 @@ from fleetpipe.capture.running.memory import initialize, release
 from fleetpipe.capture.running.plain_model import Untouched, call_keyed
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
-from fleetpipe.capture.running.variants import Form, Forms
+from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.layers.run_stage import StageRunner
@@ -281,14 +281,10 @@ class CapturedPipeline(PipelineLayer):
     def _nodes(self, stages: Sequence[int]) -> list[Node]:
         """Returns the nodes of some stages, in both modes."""
         body = self.placement.body
-        nodes = [
-            n for form in self._examples() for at in stages if at < body for n in form.nodes(at)
-        ]
+        forms = [self.forms.example(training) for training in (True, False)]
+        nodes = [n for form in forms for at in stages if at < body for n in form.nodes(at)]
         head = self._head
         return nodes + [n for at in stages if head and at >= body for n in head.nodes(at - body)]
-
-    def _examples(self) -> list[Form]:
-        return [self.forms.example(training) for training in (True, False)]
 
     def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
         """Runs the stages of this process in order; see :meth:`PipelineLayer.forward`."""

@@ -313,7 +313,9 @@ def _with_statistics(
     mine = {name: one for name, one in held.items() if one.differs}
 
     def sums() -> list[Any]:
-        return [member, replica, [[*name, _checksum(one)] for name, one in mine.items()]]
+        contents = {name: [host_memory.bytes_of(one)] for name, one in mine.items()}
+        sums = [[*name, tensors.checksum(content)] for name, content in contents.items()]
+        return [member, replica, sums]
 
     everyone = ranks.together(what, sums)
     gathered = {
@@ -335,7 +337,3 @@ def _with_statistics(
         name.of_replica(replica): mine[name] for name in mine if (replica, name) in elsewhere
     }
     return {**held, **shared, **of_replica}
-
-
-def _checksum(held: Held) -> int:
-    return tensors.checksum([host_memory.bytes_of(held)])

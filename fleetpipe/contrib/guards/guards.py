@@ -185,7 +185,8 @@ class Guards(BatchObserver):
         here = ranks.index(self._rank)
         for stream in drawn:
             for rank, states in zip(ranks, streams):
-                axis = "" if rank == self._rank else self._axis_to(rank)
+                ends = [rank, self._rank]
+                axis = "" if rank == self._rank else axis_between(self._job, [rank], ends)
                 equal = states.get(stream) == streams[here].get(stream)
                 # Along mp a whole value's dropout is the same, and that of shards is not.
                 if not axis or equal == (axis == "mp" and stream == DEFAULT):
@@ -201,9 +202,6 @@ class Guards(BatchObserver):
                     "the streams of shards one of their own (model_parallel_random_seed); or leave "
                     "fleetpipe_configs['rng'] at 'keyed'",
                 )
-
-    def _axis_to(self, rank: int) -> str:
-        return axis_between(self._job, [rank], [rank, self._rank])
 
     def _streams_drawn_from(self, keys: random_keys.Keys | None) -> list[str]:
         """Returns the names of the streams that this batch has drawn from, to be compared."""

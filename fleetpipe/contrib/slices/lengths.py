@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 
 from fleetpipe.aliases import Nest, Tensor
@@ -87,7 +86,7 @@ def bounds(length: int, slicing: Slicing) -> Bounds:
 
 def part_of(value: Nest, begin: int, end: int) -> Nest:
     """Returns the places ``begin`` to ``end - 1`` of the tensors of a micro-batch."""
-    return map_tensors(partial(_places, begin, end), value)
+    return map_tensors(lambda tensor: tensor[:, begin:end], value)
 
 
 def _of_all(values: Sequence[Nest] | None, slicing: Slicing, name: str) -> list[Nest] | None:
@@ -98,7 +97,3 @@ def _of_all(values: Sequence[Nest] | None, slicing: Slicing, name: str) -> list[
         for value in values
         for begin, end in bounds_of(value, slicing, name)
     ]
-
-
-def _places(begin: int, end: int, tensor: Tensor) -> Tensor:
-    return tensor[:, begin:end]

@@ -24,9 +24,5 @@ def forward_rows(placement: Placement, micro_batches: int) -> list[list[Action]]
     for rank in range(placement.ranks):
         stages = placement.stages_of(rank)
         row = [Action("F", stage, k) for stage in stages for k in range(micro_batches)]
-        rows.append(sorted(row, key=_time))
+        rows.append(sorted(row, key=lambda one: (one.stage + one.micro_batch, -one.stage)))
     return rows
-
-
-def _time(action: Action) -> tuple[int, int]:
-    return action.stage + action.micro_batch, -action.stage
