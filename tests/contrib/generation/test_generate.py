@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import paddle
 import pytest
 
@@ -168,24 +167,14 @@ def test_a_captured_model_and_a_list_have_the_tokens_of_the_plain_one(listed: bo
         assert fleetpipe.generate(model, prompts(4), 3, **options) == tokens
 
 
-class Sequences(paddle.io.Dataset):
-    """Rows of tokens, with those that follow."""
-
-    def __getitem__(self, index: int) -> Any:
-        row = np.random.default_rng(index).integers(0, VOCABULARY, 13)
-        return row[:-1], row[1:]
-
-    def __len__(self) -> int:
-        return 32
-
-
 def fit(*callbacks: Any) -> Any:
     """Trains by `fit` for two epochs of 4 batches, and returns the losses and weights."""
     with job(2):
         paddle.seed(0)
         model = fleetpipe.Model(sliced.layers(0.2))
         model.prepare(paddle.optimizer.SGD(0.1, parameters=model.parameters()), loss=sliced.loss)
-        history = model.fit(Sequences(), batch_size=8, epochs=2, verbose=0, callbacks=[*callbacks])
+        data = paddle.io.TensorDataset(batch(32))
+        history = model.fit(data, batch_size=8, epochs=2, verbose=0, callbacks=[*callbacks])
         return history, bits(model.network.full_state_dict())
 
 

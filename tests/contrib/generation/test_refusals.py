@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
-from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
@@ -58,27 +58,9 @@ def test_wrong_arguments_are_refused(model: Any, options: Any, words: str) -> No
     assert words in str(caught.value)
 
 
-class First(nn.Layer):
-    """Has no logits of each position."""
-
-    takes_slices = True
-
-    def forward(self, hidden: Any) -> Any:
-        return hidden[:, 0]
-
-
-class Loops(nn.Layer):
-    """Does not say that it takes slices."""
-
-    def forward(self, hidden: Any) -> Any:
-        return hidden.cumsum(axis=1)
-
-
-class Broken(nn.Layer):
-    """Returns NaN."""
-
-    def forward(self, hidden: Any) -> Any:
-        return hidden * float("nan")
+def returning(function: Callable[[Any], Any]) -> list[Any]:
+    """The layers, and a function behind them that does not say that it takes slices."""
+    return [*sliced.layers(), function]
 
 
 def head() -> list[Any]:
@@ -88,14 +70,9 @@ def head() -> list[Any]:
 @pytest.mark.parametrize(
     ("layers", "options", "error", "words"),
     [
-        (lambda: [*sliced.layers(), First()], {}, ConfigError, r"paddle.float32 \[1, 16\]"),
-        (
-            lambda: [*sliced.layers(), Loops()],
-            {"cache": True},
-            ConfigError,
-            "cache=True(.|\n)*layer 6, Loops",
-        ),
-        (lambda: [*sliced.layers(), Broken()], {}, BoundaryError, "next token are NaN"),
+        (lambda: returning(lambda x: x[:, 0]), {}, ConfigError, r"paddle.float32 \[1, 16\]"),
+        (lambda: returning(lambda x: x), {"cache": True}, ConfigError, "cache=True(.|\n)*layer 6"),
+        (lambda: returning(lambda x: x * math.nan), {}, BoundaryError, "next token are NaN"),
         (head, {"loss": VocabularyLoss()}, ConfigError, "and a VocabularyHead"),
     ],
 )

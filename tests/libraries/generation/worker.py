@@ -13,6 +13,7 @@ import numpy as np  # noqa: E402
 import paddle  # noqa: E402
 from paddle.distributed import fleet  # noqa: E402
 
+from tests.jobs import job  # noqa: E402
 from tests.libraries.installed import FORMERS, class_of, configuration  # noqa: E402
 from tests.libraries.models import VOCABULARY  # noqa: E402
 
@@ -51,16 +52,10 @@ def compare(name: str, folder: str, prompts: list[list[int]]) -> Any:
             parameter.set_value(parameter * 4)
     single.save_pretrained(f"{folder}/{name}")
     single.eval()
-    strategy = fleet.DistributedStrategy()
-    strategy.hybrid_configs = {"dp_degree": 1, "mp_degree": 1, "pp_degree": 2}
-    strategy.pipeline_configs = {"accumulate_steps": 4, "micro_batch_size": 2}
-    fleet.init(is_collective=True, strategy=strategy)
-    kind = class_of(name, "ForCausalLMPipe")
-    pipe = fleet.distributed_model(kind.from_pretrained(f"{folder}/{name}", dtype="float32"))
-    try:
+    with job(2):
+        kind = class_of(name, "ForCausalLMPipe")
+        pipe = fleet.distributed_model(kind.from_pretrained(f"{folder}/{name}", dtype="float32"))
         new = fleetpipe.generate(pipe, prompts, NEW, temperature=0, inputs=inputs_of)
-    finally:
-        fleet.shutdown()
     return new, [by_hand(single, prompt) for prompt in prompts]
 
 
