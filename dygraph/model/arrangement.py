@@ -201,6 +201,8 @@ def number_of_stages(num_stages: int | None, topology: Topology, job: Job | None
             "PipelineLayer needs num_stages or topology",
             fix="pass topology=fleet.get_hybrid_communicate_group().topology()",
         )
+    if job is not None and num_stages is not None and num_stages == job.degrees.asked_pp:
+        num_stages = job.degrees.pp  # the job goes on with fewer ranks
     sources = {
         "num_stages": num_stages,
         "topology": None if topology is None else topology.get_dim("pipe"),

@@ -85,6 +85,11 @@ class Ranks:
         return {axis: 1 if degrees is None else degrees.split(axis) for axis in AXES}
 
     @property
+    def axes_that_narrow(self) -> tuple[str, ...]:
+        """The axes along which the script takes fewer ranks, the first one that has several."""
+        return ("dp", "pp") if self.job is not None and self.job.degrees.dp_open else ("pp",)
+
+    @property
     def place(self) -> Place:
         """The part of the model and of the data that this rank has."""
         job = self.job

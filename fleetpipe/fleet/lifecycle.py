@@ -82,7 +82,7 @@ def init(
     world_size = meeting.world_size()
     topology.choose_backend()
     _refuse_other_launchers()
-    degrees = Degrees.resolve(strategy.hybrid_configs, world_size)
+    degrees = Degrees.resolve(strategy.hybrid_configs, world_size, attempt_files.whole_size())
     if degrees.pp > 1 and not is_collective:
         raise ConfigError(
             "a pipeline runs in collective mode",
@@ -270,6 +270,9 @@ def _begin(
     number = next(_numbers)
     _log.debug("job %d of this process begins: %s", number, degrees)
     strategy = arguments[2]
+    if degrees.asked_pp:
+        asked, pp = degrees.asked_pp, degrees.pp
+        _log.info("%d ranks are left: the pipeline has %d stages, not %d", world_size, pp, asked)
     mesh = Mesh.in_order(degrees, strategy.hybrid_parallel_order)
     if world_size == 1:
         begun = _begin_alone(degrees, arguments, config.timeout, number)

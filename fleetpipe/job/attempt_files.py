@@ -34,6 +34,8 @@ NUMBER = "FLEETPIPE_INCARNATION"
 PREEMPTED = 75
 #: Status of what Ctrl-C has ended, saved or not, as a shell has it.
 INTERRUPTED = 130
+#: Has the number of ranks that the job has where none is given up.
+WHOLE_SIZE = "FLEETPIPE_WHOLE_SIZE"
 
 _RANK = "PADDLE_TRAINER_ID"
 #: What a page holds: how many steps the rank has begun in all attempts.
@@ -152,6 +154,12 @@ def code_of(home: Path, rank: int) -> int | None:
 def preempted_at(home: Path) -> int | None:
     """Returns how many steps an attempt saved that was asked to end; None if it was not asked."""
     return max((int(f.read_text(encoding="ascii")) for f in home.glob("preempted.*")), default=None)
+
+
+def whole_size() -> int | None:
+    """Returns the number of ranks that the job has where none is given up; None if unknown."""
+    text = os.environ.get(WHOLE_SIZE, "")
+    return int(text) if text.isdecimal() else None
 
 
 def how_to_go_on(interrupted: bool, saved: int) -> str:

@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fleetpipe.errors import ConfigError
@@ -42,6 +42,9 @@ class Degrees:
             ``hybrid_configs`` counts cp within sharding, ``sharding_degree / cp_degree``.
         cp_in_sharding: Whether the ranks along cp share the optimizer's state too and count in
             Fleet's ``sharding_degree``, as they do beside ``ep_degree``.
+        dp_open: Whether ``dp_degree`` was -1: as many replicas as the ranks allow.
+        asked_pp: The ``pp_degree`` that was asked for, where a job goes on with fewer ranks; else
+            0.
     """
 
     dp: int = 1
@@ -53,9 +56,13 @@ class Degrees:
     moe_sharding: int = 1
     ep: int = 1
     cp_in_sharding: bool = False
+    dp_open: bool = field(default=False, compare=False)
+    asked_pp: int = field(default=0, compare=False)
 
     @classmethod
-    def resolve(cls, configs: Mapping[str, Any], world_size: int) -> Degrees:
+    def resolve(
+        cls, configs: Mapping[str, Any], world_size: int, whole_size: int | None = None
+    ) -> Degrees:
         """Reads ``hybrid_configs``, computes the open degrees and checks the products.
 
         ``dp_degree=-1`` means the ranks that the other degrees leave, ``moe_sharding_degree=1``
@@ -65,6 +72,8 @@ class Degrees:
         Args:
             configs: ``strategy.hybrid_configs``.
             world_size: Number of processes of the job.
+            whole_size: Number of processes that the degrees are for, if the job goes on with fewer:
+                the pipeline then has as many stages fewer.
 
         Raises:
             ConfigError: The degrees do not multiply to ``world_size``, one is below 1, or one does
@@ -75,6 +84,7 @@ class Degrees:
             if axis != "dp" or degree != -1:
                 degree_checks.require_degree(f"{axis}_degree", degree)
         within = degree_checks.take_context_out(wanted, configs.get("cp_sharding_degree", 1))
+        asked_pp = degree_checks.narrow(wanted, DENSE, world_size, whole_size)
         rest = {axis: wanted[axis] for axis in DENSE if axis != "dp"}
         product = math.prod(rest.values())
         if world_size == 1:
@@ -84,7 +94,12 @@ class Degrees:
             degree_checks.refuse_alone({**alone, **{axis: wanted[axis] for axis in EXPERT}})
         dp = degree_checks.data_parallel(wanted["dp"], rest, world_size)
         experts = degree_checks.expert_degrees(wanted, world_size // rest["pp"])
-        return cls(dp=dp, **rest, **experts, cp_in_sharding=within)
+        return cls(
+            **{**rest, **experts, "dp": dp},
+            cp_in_sharding=within,
+            dp_open=wanted["dp"] == -1,
+            asked_pp=asked_pp,
+        )
 
     @property
     def replicas(self) -> int:

@@ -38,6 +38,28 @@ def take_context_out(wanted: dict[str, int], cp_sharding: Any) -> bool:
     return within
 
 
+def narrow(
+    wanted: dict[str, int], axes: Sequence[str], world_size: int, whole_size: int | None
+) -> int:
+    """Takes stages out of the pipeline of a job that goes on with fewer ranks than it began with.
+
+    Degrees that fit the ranks that are left stay, as where a script has worked them out.
+
+    Returns:
+        The ``pp_degree`` that was asked for, if it was changed; else 0.
+    """
+    product = math.prod(wanted[axis] for axis in axes if wanted[axis] > 0)
+    of_all = wanted["dp"] == -1 and whole_size is not None and whole_size % product == 0
+    fits = world_size % product == 0 if wanted["dp"] == -1 else world_size == product
+    asked = wanted["pp"]
+    if whole_size is None or fits or not (of_all or product == whole_size):
+        return 0
+    if world_size > 1 and asked * world_size % whole_size == 0:
+        wanted["pp"] = asked * world_size // whole_size
+        return asked
+    return 0
+
+
 def data_parallel(wanted: int, rest: Mapping[str, int], world_size: int) -> int:
     """Returns dp_degree, and computes it if it is left open."""
     product = math.prod(rest.values())

@@ -44,6 +44,39 @@ def test_the_data_parallel_degree_is_what_all_others_leave(
     assert expected.replicas == expected.dp * expected.sharding
 
 
+@pytest.mark.parametrize(
+    ("configs", "world", "expected"),
+    [
+        ({"pp_degree": 6}, 4, Degrees(pp=4)),
+        ({"pp_degree": 3, "dp_degree": 2}, 4, Degrees(pp=2, dp=2)),
+        ({"pp_degree": 2, "mp_degree": 3}, 3, Degrees(mp=3)),
+        # What one process plays alone needs no change, nor does what fits.
+        ({"pp_degree": 6}, 1, Degrees(pp=6)),
+        ({"pp_degree": 2, "dp_degree": 2}, 4, Degrees(pp=2, dp=2)),
+        ({"pp_degree": 2, "dp_degree": -1}, 4, Degrees(pp=2, dp=2)),
+        ({"pp_degree": 6, "dp_degree": -1}, 5, Degrees(pp=5)),
+    ],
+)
+def test_a_job_that_goes_on_with_fewer_ranks_has_fewer_stages(
+    configs: dict[str, int], world: int, expected: Degrees
+) -> None:
+    degrees = Degrees.resolve(configs, world, 6)
+    assert degrees == expected
+    asked = configs["pp_degree"]
+    assert degrees.asked_pp == (asked if degrees.pp != asked else 0)
+
+
+@pytest.mark.parametrize(
+    ("configs", "world"),
+    [({"pp_degree": 4}, 2), ({"dp_degree": 6}, 5), ({"pp_degree": 3, "dp_degree": 2}, 5)],
+)
+def test_degrees_that_do_not_narrow_to_so_many_ranks_are_refused(
+    configs: dict[str, int], world: int
+) -> None:
+    with pytest.raises(ConfigError, match=r"world size|the job has"):
+        Degrees.resolve(configs, world, 6)
+
+
 @pytest.mark.parametrize("axis", ["pp", "mp", "sharding", "sep"])
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, "2", True, None])
 def test_a_degree_that_is_no_number_of_ranks_is_refused(axis: str, wrong: Any) -> None:

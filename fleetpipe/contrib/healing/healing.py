@@ -14,7 +14,7 @@ from fleetpipe.checkpoint.contents.training_state import random_states, set_rand
 from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.contrib.healing import records
 from fleetpipe.contrib.healing.joining import connect_again, require_going_on
-from fleetpipe.contrib.kept_state.kept_state import KeptState, newest_of_all
+from fleetpipe.contrib.kept_state.kept_state import KeptState
 from fleetpipe.errors import CheckpointError, FleetPipeError, PeerFailed, PipelineTimeout
 from fleetpipe.job import attempt_files, generation
 from fleetpipe.job.generation import Generation
@@ -282,7 +282,7 @@ def restore(kept: KeptState, job: Job, home: Path, manager: CheckpointManager) -
         if time.monotonic() > deadline:
             raise PipelineTimeout(f"ranks {sorted(awaited - places.keys())} did not come to heal")
         time.sleep(_LOOK_SECONDS)
-    step, why = newest_of_all(kept.folder, job.degrees.size), ""
+    step, why = kept.newest_of_all(), ""
     if step is None or not {step, step + 1}.issuperset(places.values()):
         why = f"ranks are at other steps than {step}, the newest that all have kept"
     elif max(manager.steps(), default=0) < manager.newest_due(step):

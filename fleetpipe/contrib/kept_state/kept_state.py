@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.checkpoint.contents import training_state
+from fleetpipe.checkpoint.contents.matching import plain_order
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Saved, TensorName
+from fleetpipe.checkpoint.contents.parts import Saved, SavedProgram, TensorName
 from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.ranks import Ranks
+from fleetpipe.checkpoint.restoring import restore_from
+from fleetpipe.contrib.kept_state.kept_step import Block, KeptStep
+from fleetpipe.contrib.kept_state.layouts import complete_layouts
 from fleetpipe.contrib.kept_state.segment import Segment
 from fleetpipe.errors import CheckpointError
-from fleetpipe.mesh.parts import Described, Held
+from fleetpipe.mesh.parts import Held
 from fleetpipe.paddle_api.device import dynamic_mode
 
 #: Names the folder in memory; whoever starts a job again gives it.
@@ -50,6 +54,8 @@ class KeptState:
         self._objects = objects
         self._ranks = ranks
         self._segments = dict(self._earlier())
+        #: Whether the newest step was kept by the ranks of another layout.
+        self._of_others = False
         self._index: Index = {}
         self._tensors: list[tuple[TensorName, int]] = []
         self.generators: Any = None
@@ -79,14 +85,29 @@ class KeptState:
     def newest(self) -> int | None:
         """Returns the newest step that all ranks have stored completely, or None. Collective.
 
+        The ranks may have been others, of another layout.
+
         Raises:
             PeerFailed: A rank died.
         """
-        steps_here = [step for segment in self._segments.values() for step in segment.steps()]
-        first, *steps_elsewhere = self._ranks.together(
-            "looking for kept states", lambda: steps_here
+
+        def look() -> tuple[int | None, bool]:
+            steps = [kept.step for kept in complete_layouts(self.folder)]
+            newest = max(steps, default=None)
+            return newest, newest != self.newest_of_all()
+
+        # They are of one host, and see the same.
+        newest, self._of_others = self._ranks.together("looking for kept states", look)[0]
+        return newest
+
+    def newest_of_all(self) -> int | None:
+        """Returns the newest step that all ranks of this layout have stored, or None."""
+        present = (
+            kept.step
+            for kept in complete_layouts(self.folder)
+            if (len(kept.segments), kept.degrees) == (self._ranks.count, self._ranks.layout)
         )
-        return max(set(first).intersection(*steps_elsewhere), default=None)
+        return next(present, None)
 
     def forget_after(self, step: int) -> None:
         """Drops the states after the step from which the run continues."""
@@ -102,7 +123,14 @@ class KeptState:
         Raises:
             CheckpointError: The state on some rank belongs to other objects.
         """
-        self._ranks.together(f"going back to step {step}", lambda: self._restore(step))
+        what = f"going back to step {step}"
+        if self._of_others:
+            restore_from(self._ranks, what, lambda: (self._step_of_others(step), self._objects))
+        else:
+            self._ranks.together(what, lambda: self._restore(step))
+
+    def _step_of_others(self, step: int) -> KeptStep:
+        return KeptStep(next(one for one in complete_layouts(self.folder) if one.step == step))
 
     def _restore(self, step: int) -> None:
         text = self.put_tensors_back(step)
@@ -143,10 +171,7 @@ class KeptState:
         segment = next(one for one in self._segments.values() if step in one.steps())
         index = segment.index
         blocks, text = segment.read(step)
-        described = {
-            TensorName(group, name): Described(dtype, tuple(shape))
-            for group, name, dtype, shape, _ in index["blocks"]
-        }
+        described = {(row := Block(*one)).tensor: row.whole for one in index["blocks"]}
         saved = Saved(described, tuple(index["order"]), index["optimizer"])
         model = self._objects.model_part()
         optimizer = self._objects.optimizer_part(model)
@@ -171,17 +196,23 @@ class KeptState:
         tensors = [(name, id(one.tensor)) for name, one in held.items()]
         if tensors != self._tensors:
             self._tensors = tensors
+            static = isinstance(self._objects.model, SavedProgram)
             self._index = {
-                "layout": self._layout,
+                **self._layout,
+                # A static program has its stages in itself.
+                "narrows": ["dp"] if static else [*self._ranks.axes_that_narrow],
+                "place": self._ranks.place.to_json(),
                 "order": [*model.order()],
+                "plain_order": [*plain_order(model.order(), model.plain_names)],
                 "optimizer": None if optimizer is None else optimizer.kind,
-                "blocks": [_row(name, one) for name, one in held.items()],
+                "blocks": [[*_row(name, one)] for name, one in held.items()],
             }
         return [*held.values()]
 
     @property
-    def _layout(self) -> list[int]:
-        return [self._ranks.rank, self._ranks.count, *self._ranks.layout.values()]
+    def _layout(self) -> Index:
+        ranks = self._ranks
+        return {"rank": ranks.rank, "ranks": ranks.count, "degrees": ranks.layout}
 
     def _segment(self, text: bytes) -> Segment:
         """Returns the segment for a state of the present form, with room for a text."""
@@ -189,39 +220,36 @@ class KeptState:
             if segment.index == self._index and segment.takes(text):
                 return segment
         # The steps that are kept in another form stay until this one has two.
-        number = 1 + max((int(file.suffix[1:]) for file in self._segments), default=0)
+        files = self.folder.glob(f"rank-{self._ranks.rank}.*")
+        number = 1 + max((int(file.suffix[1:]) for file in files), default=0)
         file = self.folder / f"rank-{self._ranks.rank}.{number}"
-        sizes = [size for *_, size in self._index["blocks"]]
+        sizes = [Block(*row).bytes for row in self._index["blocks"]]
         segment = Segment.create(file, self._index, sizes, _TEXT_TIMES * len(text))
         self._segments[file] = segment
         return segment
 
     def _forget_others(self, kept: Segment) -> None:
-        """Removes the other segments; ``kept`` has the two newest steps, as on all ranks."""
-        for file, segment in list(self._segments.items()):
-            if segment is not kept:
-                del self._segments[file]
-                file.unlink()
+        """Removes the other segments; ``kept`` has the two newest steps, as on all ranks.
+
+        Among them are those of ranks that there are no more.
+        """
+        self._segments = {file: one for file, one in self._segments.items() if one is kept}
+        for file in self.folder.glob("rank-*"):
+            rank = int(file.stem.removeprefix("rank-"))
+            mine = rank == self._ranks.rank or (rank >= self._ranks.count and not self._ranks.rank)
+            if mine and file not in self._segments:
+                file.unlink(missing_ok=True)
 
     def _earlier(self) -> Iterator[tuple[Path, Segment]]:
         """Yields the states that an earlier attempt of this rank left, under the same layout."""
         for file in self.folder.glob(f"rank-{self._ranks.rank}.*"):
             segment = Segment(file)
-            if segment.index["layout"] == self._layout:
+            if self._layout.items() <= segment.index.items():
                 yield file, segment
 
 
-def _row(name: TensorName, held: Held) -> list[Any]:
-    """Returns name, dtype and shape of a whole tensor, and the bytes of its part on this rank."""
-    whole = held.described
+def _row(name: TensorName, held: Held) -> Block:
+    """Describes a tensor, and the bytes of its part on this rank."""
+    whole, cut = held.described, None if held.cut is None else [*held.cut]
     size = math.prod(int(size) for size in held.tensor.shape) * whole.itemsize
-    return [*name, whole.dtype, [*whole.shape], size]
-
-
-def newest_of_all(folder: Path, ranks: int) -> int | None:
-    """Returns the newest step that all ranks of this host's job have stored completely, or None."""
-    steps = [
-        {step for file in folder.glob(f"rank-{rank}.*") for step in Segment(file).steps()}
-        for rank in range(ranks)
-    ]
-    return max(set.intersection(*steps), default=None)
+    return Block(*name, whole.dtype, [*whole.shape], size, cut, held.differs)

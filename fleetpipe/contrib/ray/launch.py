@@ -37,6 +37,13 @@ _OF_ONE_HOST = {
         "leave it out: ranks go on from the newest checkpoint; CheckpointManager(save_interval=) "
         "says how many steps that costs at most",
     ),
+    "heal": (False, "leave it out: Ray starts all workers again when one fails"),
+    "least": (
+        None,
+        "leave it out: a node takes what its ranks kept with it; --nnodes MIN:MAX goes on from the "
+        "newest checkpoint with as many ranks as there is room for",
+    ),
+    "wider_after": (600.0, "leave it out: Ray looks for more nodes once a minute"),
     "grace": (60.0, "leave it out: Ray ends ranks without asking them to save"),
     "log_dir": (
         "log",

@@ -18,6 +18,7 @@ from fleetpipe.job import attempt_files
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.watch import EXIT_CODE
 from fleetpipe.launch.script import in_a_shell
+from fleetpipe.launch.supervisor.width import Width
 
 _MOST_LINES = 12
 _FREE_SPACE = "free space on the disk that the error above names, which is full"
@@ -47,6 +48,8 @@ class Verdict:
         permanent: Whether a restart cannot cure that error.
         shown: Whether the terminal has shown that error already.
         done: Number of steps that the pipeline did in the attempt; None if ``step`` is known.
+        place: The rank that failed first, if what it runs on may be at fault: it died, or it alone
+            raised before the first step.
     """
 
     code: int
@@ -58,6 +61,7 @@ class Verdict:
     permanent: bool = False
     shown: bool = False
     done: int | None = None
+    place: int | None = None
 
     def repeats(self, other: Verdict) -> bool:
         """Whether this failure is the same as ``other``.
@@ -104,11 +108,14 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
     done = attempt_files.steps_done(home) if step is None else None
     who, code = f"rank {rank}", in_a_shell(failed) or code
     if failure is None:
-        return Verdict(code, None, step, f"{who} {_in_words(failed)} without a word", done=done)
+        words = f"{who} {_in_words(failed)} without a word"
+        return Verdict(code, None, step, words, done=done, place=rank)
     signalled = f" ({_in_words(failed)})" if failed < 0 else ""
     words = f"{who} {failure.what}{signalled}: {failure.text}"
     details = "\n".join(failure.details.rstrip().splitlines()[-_MOST_LINES:])
     raised = failure.what == "raised"
+    raising = {report.failure.rank for report in attempt_files.failures(home)}
+    of_place = failure.what == "died" or (raised and step is None and raising == {rank})
     return Verdict(
         code,
         None,
@@ -119,6 +126,7 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
         failure.permanent,
         shown=raised and rank == shown,
         done=done,
+        place=rank if of_place else None,
     )
 
 
@@ -164,11 +172,13 @@ class Attempt(NamedTuple):
         number: Its number, from 1.
         restarts: Number of earlier attempts that failed.
         failed: The failure of the attempt before; None if there was none.
+        width: The places that have a rank.
     """
 
     number: int = 1
     restarts: int = 0
     failed: Verdict | None = None
+    width: Width = Width()
 
 
 class End(NamedTuple):
@@ -248,7 +258,7 @@ def _after_failure(
     if attempt.restarts == max_restart:
         why = f"all {max_restart} restarts are used: the job has failed"
         return End(verdict.code, (account, why))
-    following = Attempt(attempt.number + 1, attempt.restarts + 1, verdict)
+    following = Attempt(attempt.number + 1, attempt.restarts + 1, verdict, attempt.width)
     begins = f"attempt {following.number} begins: restart {following.restarts} of {max_restart}"
     return Again(following, (account, begins))
 

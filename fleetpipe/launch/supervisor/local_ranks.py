@@ -23,7 +23,11 @@ from fleetpipe.launch.supervisor.pods import Order, Pods
 
 
 class Local:
-    """The ranks of this host, for one attempt after another."""
+    """The ranks of this host, for one attempt after another.
+
+    Attributes:
+        kept: The folder in memory where they keep their state.
+    """
 
     def __init__(self, options: argparse.Namespace, folder: Path, pods: Pods, board: Any) -> None:
         """Prepares the ranks, and starts none.
@@ -38,8 +42,8 @@ class Local:
         self._folder = folder
         self._pods = pods
         self._board = board
-        self._kept = folder / "kept"
-        self._kept.mkdir()
+        self.kept = folder / "kept"
+        self.kept.mkdir()
         #: The folder of the attempt that runs.
         self._home = folder
         #: Its ranks that have the last signal.
@@ -63,7 +67,8 @@ class Local:
         culprit = "" if attempt.failed is None else attempt.failed.culprit.partition(": ")[0]
         news = f"attempt {attempt.number}, since {culprit}" if culprit else ""
         self._board.begin(self._home, attempt.restarts, news)
-        self._pods.start(Order(self._arguments(), self._environment(attempt.number)))
+        environment = {**self._environment(attempt.number), **attempt.width.environment()}
+        self._pods.start(Order(self._arguments(len(attempt.width.places)), environment))
 
     def end(self) -> Verdict:
         """Judges an attempt that has ended, and kills processes that are left of it."""
@@ -94,6 +99,10 @@ class Local:
             with contextlib.suppress(OSError):
                 run_files.append_line(folder / run_files.ATTEMPTS, end)
 
+    def has_done_a_step(self) -> bool:
+        """Whether the pipeline has done a step in the attempt that runs."""
+        return attempt_files.steps_done(self._home) > 0
+
     def stop(self, number: int) -> None:
         """Signals the ranks to finish their step, save and end; if none has started, none will."""
         self._signalled = set()
@@ -111,11 +120,13 @@ class Local:
         signal_ranks(self._home, systems.SIGKILL)
         self._pods.stop()
 
-    def _arguments(self) -> list[str]:
+    def _arguments(self, fewer: int) -> list[str]:
+        """Returns the arguments of Paddle's launcher; ``fewer`` is 0 for all ranks."""
         options = self._options
+        ranks = fewer or options.nproc_per_node
         words = ["--log_dir", options.log_dir, "--log_level", options.log_level]
-        if options.nproc_per_node is not None:
-            words += ["--nproc_per_node", str(options.nproc_per_node)]
+        if ranks is not None:
+            words += ["--nproc_per_node", str(ranks)]
         words += [str(LAUNCHED), "run", "--log-level", options.log_level]
         return [*words, *script_words(options)]
 
@@ -123,8 +134,8 @@ class Local:
         variables = {attempt_files.FOLDER: str(self._home), attempt_files.NUMBER: str(number)}
         if self._options.checkpoint_dir is not None:
             variables["FLEETPIPE_CHECKPOINT_DIR"] = os.path.abspath(self._options.checkpoint_dir)
-        if self._options.keep_state or self._options.heal:
-            variables["FLEETPIPE_KEPT_STATE"] = str(self._kept)
+        if self._options.keep_state or self._options.heal or self._options.least:
+            variables["FLEETPIPE_KEPT_STATE"] = str(self.kept)
         if self._options.heal:
             variables[generation.HEAL] = str(self._options.max_restart)
         return variables

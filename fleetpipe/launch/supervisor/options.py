@@ -60,6 +60,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "dies, while the others wait in theirs; what cannot heal is started again",
     )
     add(
+        "--least",
+        type=kinds.positive,
+        metavar="N",
+        help="keep the state of every step, and go on from it with fewer ranks, N at least, where "
+        "a rank fails twice in the same place: with a stage less, or a replica if dp_degree is -1",
+    )
+    add(
+        *kinds.spellings("wider_after"),
+        type=kinds.seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="after how long a job with fewer ranks tries all again (default: %(default)s)",
+    )
+    add(
         "--grace",
         type=kinds.seconds,
         default=60.0,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import select
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -14,8 +16,16 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
 from fleetpipe.launch import log_filter
 from fleetpipe.launch.command_folder import command_folder
-from fleetpipe.launch.supervisor.attempts import Attempt, End, Verdict, after, with_interrupt
+from fleetpipe.launch.supervisor.attempts import (
+    Again,
+    Attempt,
+    End,
+    Verdict,
+    after,
+    with_interrupt,
+)
 from fleetpipe.launch.supervisor.local_ranks import Local
+from fleetpipe.launch.supervisor.narrowing import Kept, with_all, with_fewer
 from fleetpipe.launch.supervisor.pods import Pods
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, catch_signals
 
@@ -30,8 +40,8 @@ def run(options: argparse.Namespace) -> int:
         first in the last attempt.
 
     Raises:
-        ConfigError: ``--nnodes`` asks for several hosts, or the folder of the logs or of the
-            checkpoints cannot be written to.
+        ConfigError: ``--nnodes`` asks for several hosts, ``--least`` for no fewer ranks, or the
+            folder of the logs or of the checkpoints cannot be written to.
         UsageError: Paddle's launcher cannot be loaded.
     """
     if options.nnodes[1] > 1:
@@ -40,6 +50,12 @@ def run(options: argparse.Namespace) -> int:
             got=f"--nnodes {':'.join(map(str, dict.fromkeys(options.nnodes)))}",
             fix="give --ray ADDRESS, or start the script on each host by python -m "
             "paddle.distributed.launch --nnodes",
+        )
+    if options.least is not None and options.least >= (options.nproc_per_node or math.inf):
+        raise ConfigError(
+            "--least is a smaller number of ranks than the job begins with",
+            got=f"--least {options.least} and --nproc {options.nproc_per_node}",
+            fix=f"--least {max(options.nproc_per_node - 1, 1)}, or leave it out",
         )
     require_folder("--log-dir", options.log_dir)
     checkpoints = options.checkpoint_dir or os.environ.get("FLEETPIPE_CHECKPOINT_DIR")
@@ -71,24 +87,47 @@ class Supervisor:
         self._signal = 0
         #: When ranks are ended that were asked to stop and have not.
         self._deadline: float | None = None
+        #: When a job with fewer ranks is asked to end for the sake of all; infinite once it was.
+        self._wider_at: float | None = None
 
     def run(self) -> int:
         """Runs one attempt after another, and returns the exit code of the job."""
         attempt = Attempt()
         while True:
             self._deadline = None
+            self._wider_at = None
+            if attempt.width.places:
+                self._wider_at = time.monotonic() + attempt.width.seconds
             self._local.start(attempt)
             verdict = self._verdict()
             for number in self._signals.take():
                 self._stopped_by = self._stopped_by or number
             verdict = with_interrupt(verdict, self._stopped_by)
             self._local.record(attempt.number, verdict)
-            then = after(attempt, verdict, self._options.max_restart, self._stopped_by)
+            then = self._after(attempt, verdict)
             for text in then.said:
                 say(text)
             if isinstance(then, End):
                 return then.code
             attempt = then.attempt
+
+    def _after(self, attempt: Attempt, verdict: Verdict) -> End | Again:
+        """Decides what follows an attempt."""
+        then = after(attempt, verdict, self._options.max_restart, self._stopped_by)
+        if self._options.least is None or self._stopped_by is not None:
+            return then
+        if self._wider_at == math.inf and verdict.saved is not None:
+            return with_all(attempt, verdict.saved)
+        if self._wider_at == math.inf or verdict.code == 0 or verdict.saved is not None:
+            return then
+        options = self._options
+        return with_fewer(
+            attempt, verdict, then, self._newest_kept, options.least, options.wider_after
+        )
+
+    def _newest_kept(self, ranks: int) -> Kept | None:
+        kept = extra("kept_state.layouts").newest_kept(self._local.kept, ranks)
+        return None if kept is None else Kept(*kept)
 
     def _verdict(self) -> Verdict:
         """Waits for the end of an attempt, and handles signals meanwhile."""
@@ -97,6 +136,8 @@ class Supervisor:
             left = None
             if self._deadline is not None:
                 left = min(_LOOK_SECONDS, max(0.0, self._deadline - time.monotonic()))
+            elif self._wider_at is not None:
+                left = max(0.0, self._wider_at - time.monotonic())
             ready, _, _ = select.select(waited, [], [], left)
             for number in self._signals.take() if self._signals in ready else ():
                 self._stop(number)
@@ -107,6 +148,16 @@ class Supervisor:
                 self._local.kill()
             elif self._deadline is not None and not ready:
                 self._local.stop_late(self._signal)
+            elif self._wider_at is not None and time.monotonic() >= self._wider_at:
+                self._widen()
+
+    def _widen(self) -> None:
+        """Asks fewer ranks to end for the sake of all, once they have done a step."""
+        if self._local.has_done_a_step():
+            self._wider_at = math.inf
+            self._ask(signal.SIGTERM)
+        else:
+            self._wider_at = time.monotonic() + _LOOK_SECONDS
 
     def _stop(self, number: int) -> None:
         """Asks the ranks to save and end; Ctrl-C after another signal ends them at once.
@@ -117,9 +168,13 @@ class Supervisor:
         if number in BREAK_SIGNALS and again is not None:
             self._deadline = time.monotonic()
             return
+        if self._deadline is None and self._stopped_by in BREAK_SIGNALS:
+            say("ends after this step, which is saved; Ctrl-C once more ends it at once")
+        self._ask(number)
+
+    def _ask(self, number: int) -> None:
+        """Gives the ranks a signal to finish their step, save it and end."""
         if self._deadline is None:
-            if self._stopped_by in BREAK_SIGNALS:
-                say("ends after this step, which is saved; Ctrl-C once more ends it at once")
             self._deadline = time.monotonic() + self._options.grace
         self._signal = number
         self._local.stop(number)

@@ -84,39 +84,45 @@ def test_a_state_of_another_form_takes_the_place_of_the_old_one_when_it_has_two_
     assert files == [[".1"], [".1", ".2"], [".2"], [".2"]]
 
 
-class Others:
-    """A group in which the other ranks have said something already."""
+class OneOfThree:
+    """A rank of three, whose others say what it says."""
 
-    rank, ranks = 0, 3
+    ranks = 3
 
-    def __init__(self, *said: Sequence[int]) -> None:
-        self._said = said
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [value, *((None, said) for said in self._said)]
+        return [value] * self.ranks
+
+
+def kept_by(rank: int, folder: Path, objects: Objects) -> KeptState:
+    return KeptState(folder, objects, Ranks(OneOfThree(rank)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("others", "newest"),
-    [([[1, 2], [2, 3]], 2), ([[2, 3], [3]], 3), ([[2], [3]], None), ([[], [2, 3]], None)],
+    [([[1, 2], [2, 3]], 2), ([[2, 3], [3]], 3), ([[1], [3]], None), ([[], [2, 3]], None)],
 )
 def test_the_newest_step_is_one_that_every_rank_has_whole(
     tmp_path: Path, others: Sequence[Sequence[int]], newest: int | None
 ) -> None:
     training = Training()
-    kept = KeptState(tmp_path, training.objects, Ranks(Others(*others)))  # type: ignore[arg-type]
-    for step in (1, 2, 3):
+    for rank, steps in enumerate([[1, 2, 3], *others]):
         training.step()
-        kept.keep(step)
-    assert kept.newest() == newest
+        kept = kept_by(rank, tmp_path, training.objects)
+        for step in steps:
+            kept.keep(step)
+    assert [kept_by(rank, tmp_path, training.objects).newest() for rank in range(3)] == [newest] * 3
 
 
-def test_what_another_layout_or_another_model_kept_is_not_taken(tmp_path: Path) -> None:
+def test_what_a_part_of_the_ranks_or_another_model_kept_is_not_taken(tmp_path: Path) -> None:
     training = Training()
-    KeptState(tmp_path, training.objects, Ranks(Others([1], [1]))).keep(1)  # type: ignore[arg-type]
+    kept_by(0, tmp_path, training.objects).keep(1)
     assert KeptState(tmp_path, training.objects, Ranks(SoleGroup())).newest() is None
     training.step()
     KeptState(tmp_path, training.objects, Ranks(SoleGroup())).keep(1)
     other = KeptState(tmp_path, Objects(nn.Linear(6, 8)), Ranks(SoleGroup()))
+    assert other.newest() == 1
     with pytest.raises(CheckpointError):
         other.restore(1)

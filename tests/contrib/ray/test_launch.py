@@ -60,6 +60,8 @@ def test_a_script_that_loses_a_rank_goes_on_with_its_bits(
     ("words", "told"),
     [
         (["--keep_state"], "--keep-state\n  what to do: leave it out: ranks go on from the newest"),
+        (["--heal"], "--heal\n  what to do: leave it out: Ray starts all workers again"),
+        (["--least", "1"], "--least\n  what to do: leave it out: a node takes what its ranks kept"),
         (["--grace", "5"], "--grace\n  what to do: leave it out: Ray ends ranks without asking"),
         (["--log-dir", "x"], "--log-dir\n  what to do: leave it out: this command shows"),
     ],

@@ -60,7 +60,7 @@ class Ranks:
 
 
 def supervise(ranks: Ranks, *numbers: int) -> int:
-    options = argparse.Namespace(max_restart=3, grace=60.0)
+    options = argparse.Namespace(max_restart=3, grace=60.0, least=None)
     with catch_signals() as signals:
         for number in numbers:
             os.kill(os.getpid(), number)

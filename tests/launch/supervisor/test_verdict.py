@@ -56,7 +56,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_place_that_others_know(h
     home.rank(1, step=7)
     home.ended((1, -9), (0, 70))
     assert judge(home.path, 137) == Verdict(
-        137, step=7, culprit=f"rank 1 died (was ended by SIGKILL): {DIED.text}"
+        137, step=7, culprit=f"rank 1 died (was ended by SIGKILL): {DIED.text}", place=1
     )
 
 
@@ -141,3 +141,15 @@ def test_the_same_step_repeats_whoever_failed_and_the_start_only_with_the_same_e
     assert not replace(again, details=place.replace("line 3", "line 4")).repeats(first)
     lost = Verdict(137, culprit="rank 0 was ended by SIGKILL without a word")
     assert not lost.repeats(lost)
+
+
+@pytest.mark.parametrize(
+    ("step", "others", "place"), [(None, False, 0), (None, True, None), (7, False, None)]
+)
+def test_a_place_is_at_fault_where_its_rank_alone_fails_before_the_first_step(
+    home: Home, step: int | None, others: bool, place: int | None
+) -> None:
+    home.rank(0, failure=RAISED, **({} if step is None else {"step": step}))
+    home.rank(1, failure=replace(RAISED, rank=int(others)))
+    home.ended((0, 1), (1, 1))
+    assert judge(home.path, 1).place == place

@@ -1,0 +1,69 @@
+"""The states that all ranks of one layout have kept, as one step that any other layout restores.
+
+It needs no Paddle: the supervisor asks it which ranks there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from fleetpipe.contrib.kept_state.segment import Segment
+
+
+class KeptLayout(NamedTuple):
+    """The newest step that all ranks of a layout have kept completely.
+
+    Attributes:
+        degrees: The number of ranks along each axis; one process may play those of a pipeline.
+        step: The step.
+        segments: What each rank has kept, by rank.
+    """
+
+    degrees: Mapping[str, int]
+    step: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def ranks_of_fewer(self) -> int:
+        """The largest smaller number of ranks that the script takes; 0 for none.
+
+        It is without one replica where the script leaves their number open, else without a stage.
+        """
+        axes = (axis for axis in self.segments[0].index["narrows"] if self.degrees[axis] > 1)
+        degree = next((self.degrees[axis] for axis in axes), 1)
+        return len(self.segments) * (degree - 1) // degree
+
+
+def complete_layouts(folder: Path) -> list[KeptLayout]:
+    """Returns every layout of which all ranks have kept one step, the newest step first."""
+    layouts: dict[str, list[list[Segment]]] = {}
+    for file in sorted(folder.glob("rank-*")):
+        index = (segment := Segment(file)).index
+        count, degrees = index["ranks"], index["degrees"]
+        ranks = layouts.setdefault(f"{count} {degrees}", [[] for _ in range(count)])
+        ranks[index["rank"]].append(segment)
+    found = []
+    for ranks in layouts.values():
+        steps = [{step for one in ones for step in one.steps()} for ones in ranks]
+        newest = max(set.intersection(*steps), default=None)
+        if newest is not None:
+            holders = [next(one for one in ones if newest in one.steps()) for ones in ranks]
+            found.append(KeptLayout(holders[0].index["degrees"], newest, tuple(holders)))
+    return sorted(found, key=lambda one: -one.step)
+
+
+def newest_kept(folder: Path, ranks: int) -> tuple[int, int, int] | None:
+    """Returns the newest kept step, the number of ranks, and the next smaller one.
+
+    None if so many ranks have not kept a step.
+
+    Args:
+        folder: Where the states of all ranks of this host are.
+        ranks: How many ranks there were; 0 for those that have kept the newest step.
+    """
+    layouts = complete_layouts(folder)
+    of_ranks = (kept for kept in layouts if len(kept.segments) == ranks or not ranks)
+    kept = next(of_ranks, None)
+    return kept and (layouts[0].step, len(kept.segments), kept.ranks_of_fewer)
