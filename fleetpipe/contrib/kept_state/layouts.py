@@ -29,11 +29,16 @@ class KeptLayout(NamedTuple):
     def ranks_of_fewer(self) -> int:
         """The largest smaller number of ranks that the script takes; 0 for none.
 
-        It is without one replica where the script leaves their number open, else without a stage.
+        Where it leaves the number of replicas open, that becomes a divisor of what it was: the
+        samples of a batch divide by it too. Else the pipeline has a stage less.
         """
-        axes = (axis for axis in self.segments[0].index["narrows"] if self.degrees[axis] > 1)
-        degree = next((self.degrees[axis] for axis in axes), 1)
-        return len(self.segments) * (degree - 1) // degree
+        axis = next((a for a in self.segments[0].index["narrows"] if self.degrees[a] > 1), None)
+        if axis is None:
+            return 0
+        degree = self.degrees[axis]
+        smaller = range(degree - 1, 0, -1)
+        left = next(one for one in smaller if axis == "pp" or degree % one == 0)
+        return len(self.segments) * left // degree
 
 
 def complete_layouts(folder: Path) -> list[KeptLayout]:

@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=kinds.positive,
         metavar="N",
         help="keep the state of every step, and go on from it with fewer ranks, N at least, where "
-        "a rank fails twice in the same place: with a stage less, or a replica if dp_degree is -1",
+        "a rank dies twice in the same place: with fewer replicas if dp_degree is -1, else stages",
     )
     add(
         *kinds.spellings("wider_after"),

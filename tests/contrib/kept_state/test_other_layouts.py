@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 import fleetpipe
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.contrib.kept_state.kept_state import KeptState
-from fleetpipe.contrib.kept_state.layouts import complete_layouts, newest_kept
+from fleetpipe.contrib.kept_state.layouts import KeptLayout, complete_layouts, newest_kept
 from tests.checkpoint.ranks.test_ranks import LAYOUTS, Run, contents
 from tests.fixtures import Call
 from tests.pipelines import job
@@ -107,3 +111,21 @@ def test_a_state_that_a_rank_lacks_is_none(on_ranks: Call, tmp_path: Path) -> No
     on_ranks(write, 2, tmp_path, ["pp"])
     (tmp_path / "pp kept" / "rank-1.1").unlink()
     assert newest_kept(tmp_path / "pp kept", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("narrows", "degrees", "fewer"),
+    [
+        (["pp"], {"pp": 4, "dp": 2}, 6),
+        (["pp"], {"pp": 1, "dp": 2}, 0),
+        (["dp", "pp"], {"pp": 2, "dp": 6}, 6),
+        (["dp", "pp"], {"pp": 2, "dp": 5}, 2),
+        (["dp", "pp"], {"pp": 3, "dp": 1}, 2),
+        (["dp"], {"pp": 3, "dp": 1}, 0),
+    ],
+)
+def test_a_script_takes_as_many_ranks_as_its_samples_divide_by(
+    narrows: list[str], degrees: dict[str, int], fewer: int
+) -> None:
+    segments = (SimpleNamespace(index={"narrows": narrows}),) * math.prod(degrees.values())
+    assert KeptLayout(degrees, 1, segments).ranks_of_fewer == fewer  # type: ignore[arg-type]
