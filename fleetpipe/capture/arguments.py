@@ -63,8 +63,7 @@ def requested_stages(num_stages: int | None, num_chunks: int, job: Job | None) -
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} is no number of stages: {value!r}", fix="give 1, 2, 3, ..")
     ranks = num_stages if job is None else job.degrees.pp
-    asked = 0 if job is None else job.degrees.asked_pp
-    if num_stages not in (None, ranks, asked):
+    if num_stages not in (None, ranks, 0 if job is None else job.degrees.asked_pp):
         raise ConfigError(
             "the number of ranks of the pipeline is given twice, and differs",
             got=f"num_stages={num_stages}, and pp_degree={ranks} of fleet.init",

@@ -271,8 +271,8 @@ def _begin(
     _log.debug("job %d of this process begins: %s", number, degrees)
     strategy = arguments[2]
     if degrees.asked_pp:
-        asked, pp = degrees.asked_pp, degrees.pp
-        _log.info("%d ranks are left: the pipeline has %d stages, not %d", world_size, pp, asked)
+        stages = degrees.pp, degrees.asked_pp
+        _log.info("%d ranks are left: the pipeline has %d stages, not %d", world_size, *stages)
     mesh = Mesh.in_order(degrees, strategy.hybrid_parallel_order)
     if world_size == 1:
         begun = _begin_alone(degrees, arguments, config.timeout, number)

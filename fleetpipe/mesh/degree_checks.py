@@ -51,12 +51,12 @@ def narrow(
     product = math.prod(wanted[axis] for axis in axes if wanted[axis] > 0)
     of_all = wanted["dp"] == -1 and whole_size is not None and whole_size % product == 0
     fits = world_size % product == 0 if wanted["dp"] == -1 else world_size == product
-    asked = wanted["pp"]
+    pp = wanted["pp"]
     if whole_size is None or fits or not (of_all or product == whole_size):
         return 0
-    if world_size > 1 and asked * world_size % whole_size == 0:
-        wanted["pp"] = asked * world_size // whole_size
-        return asked
+    if world_size > 1 and pp * world_size % whole_size == 0:
+        wanted["pp"] = pp * world_size // whole_size
+        return pp
     return 0
 
 

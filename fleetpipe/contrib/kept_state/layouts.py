@@ -49,14 +49,14 @@ def complete_layouts(folder: Path) -> list[KeptLayout]:
         count, degrees = index["ranks"], index["degrees"]
         ranks = layouts.setdefault(f"{count} {degrees}", [[] for _ in range(count)])
         ranks[index["rank"]].append(segment)
-    found = []
+    complete = []
     for ranks in layouts.values():
         steps = [{step for one in ones for step in one.steps()} for ones in ranks]
         newest = max(set.intersection(*steps), default=None)
         if newest is not None:
             holders = [next(one for one in ones if newest in one.steps()) for ones in ranks]
-            found.append(KeptLayout(holders[0].index["degrees"], newest, tuple(holders)))
-    return sorted(found, key=lambda one: -one.step)
+            complete.append(KeptLayout(holders[0].index["degrees"], newest, tuple(holders)))
+    return sorted(complete, key=lambda one: -one.step)
 
 
 def newest_kept(folder: Path, ranks: int) -> tuple[int, int, int] | None:

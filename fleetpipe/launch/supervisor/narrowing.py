@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fleetpipe.launch.supervisor.attempts import Again, Attempt, End, Verdict
 
 
-class Kept(NamedTuple):
+class KeptRanks(NamedTuple):
     """What the ranks have kept in memory.
 
     Attributes:
@@ -30,7 +30,7 @@ def with_fewer(
     attempt: Attempt,
     verdict: Verdict,
     then: End | Again,
-    kept: Callable[[int], Kept | None],
+    kept: Callable[[int], KeptRanks | None],
     least: int,
     seconds: float,
 ) -> End | Again:

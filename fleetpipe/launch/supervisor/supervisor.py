@@ -25,7 +25,7 @@ from fleetpipe.launch.supervisor.attempts import (
     with_interrupt,
 )
 from fleetpipe.launch.supervisor.local_ranks import Local
-from fleetpipe.launch.supervisor.narrowing import Kept, with_all, with_fewer
+from fleetpipe.launch.supervisor.narrowing import KeptRanks, with_all, with_fewer
 from fleetpipe.launch.supervisor.pods import Pods
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, catch_signals
 
@@ -125,9 +125,9 @@ class Supervisor:
             attempt, verdict, then, self._newest_kept, options.least, options.wider_after
         )
 
-    def _newest_kept(self, ranks: int) -> Kept | None:
+    def _newest_kept(self, ranks: int) -> KeptRanks | None:
         kept = extra("kept_state.layouts").newest_kept(self._local.kept, ranks)
-        return None if kept is None else Kept(*kept)
+        return None if kept is None else KeptRanks(*kept)
 
     def _verdict(self) -> Verdict:
         """Waits for the end of an attempt, and handles signals meanwhile."""

@@ -57,11 +57,11 @@ class Width(NamedTuple):
             usual: After how many seconds a place is tried again for the first time.
         """
         places = self.places or tuple(range(ranks))
-        others = tuple(place for place in places if place != places[rank])
+        working = tuple(place for place in places if place != places[rank])
         again = self.fails_trial(rank, step)
         lost = self.lost if again else (*self.lost, places[rank])
         seconds = 2 * self.seconds if again else usual
-        return Width(others[:left], lost, max(self.whole, ranks), left, step, seconds)
+        return Width(working[:left], lost, max(self.whole, ranks), left, step, seconds)
 
     def with_all(self, step: int) -> Width:
         """Returns the width in which all places have a rank again after some steps."""

@@ -8,7 +8,7 @@ import pytest
 
 from fleetpipe.job.attempt_files import WHOLE_SIZE
 from fleetpipe.launch.supervisor.attempts import POISONED, Again, Attempt, End, Verdict, after
-from fleetpipe.launch.supervisor.narrowing import Kept, with_all, with_fewer
+from fleetpipe.launch.supervisor.narrowing import KeptRanks, with_all, with_fewer
 from fleetpipe.launch.supervisor.width import Width
 
 CARDS = "CUDA_VISIBLE_DEVICES"
@@ -22,9 +22,9 @@ def raised(step: int) -> Verdict:
     return Verdict(1, step=step, culprit="rank 1 raised: ValueError: x", raised=True)
 
 
-def kept(ranks: int) -> Kept:
+def kept(ranks: int) -> KeptRanks:
     """What a pipeline of one stage a rank keeps, of four where it is not said of how many."""
-    return Kept(7, ranks or 4, (ranks or 4) - 1)
+    return KeptRanks(7, ranks or 4, (ranks or 4) - 1)
 
 
 def followed(*verdicts: Verdict, least: int = 2, restarts: int = 3) -> tuple[End | Again, Attempt]:
