@@ -19,9 +19,9 @@ from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.mesh.axes import Mesh
-from fleetpipe.transport import SocketTransport
+from fleetpipe.transport import SocketTransport, Store
 from fleetpipe.transport.base import PROCESS_GROUP, SOCKETS
-from fleetpipe.transport.joining.connections import join
+from fleetpipe.transport.joining.connections import Joined, join
 
 
 def begin_together(
@@ -55,22 +55,12 @@ def begin_together(
         begin_alone = extra("healing.replacement").begin_alone
         replacing: Job = begin_alone(mesh, timeout, number, make_groups, transport)
         return replacing
-    degrees = mesh.degrees
     rank, ranks = meeting.own_rank(), meeting.world_size()
     prefix = f"fleetpipe/{number}"
     store = meeting.come_together(number, timeout)
     if rank == 0:
         store.set(f"{prefix}/run", uuid.uuid4().hex)
-    watched, used = join(
-        rank=rank,
-        ranks=ranks,
-        store=store,
-        namespace=f"{prefix}/mesh",
-        timeout=timeout,
-        streams=2,
-        attempt=attempt_files.number(),
-    )
-    watch = Watch(rank, *watched)
+    watch, used = connect_ranks(store, f"{prefix}/mesh", timeout)
     # From now on the store's waits end when a rank fails.
     store.check = watch.check
     connections = SocketTransport(rank, ranks, used.sockets, timeout=timeout, seals=used.seals)
@@ -84,7 +74,7 @@ def begin_together(
             paddle_groups.forget_where_in_doubt(number, store, agree)
             with paddle_groups.made_for(number, store, watch, timeout):
                 hcg, copies = make_groups()
-                by_groups = transport == PROCESS_GROUP and degrees.pp > 1
+                by_groups = transport == PROCESS_GROUP and mesh.degrees.pp > 1
                 groups = neighbours.make_groups(mesh) if by_groups else {}
             pipeline = None
             if groups:
@@ -102,7 +92,7 @@ def begin_together(
         watch.close()
         raise
     job = Job(
-        *(degrees, hcg, timeout, number, store, watch, connections, copies),
+        *(mesh.degrees, hcg, timeout, number, store, watch, connections, copies),
         run=store.get(f"{prefix}/run").decode(),
         mesh=mesh,
         pipeline=pipeline,
@@ -113,3 +103,27 @@ def begin_together(
         lambda: paddle_groups.trust(watch.failure is None),
     ]
     return job
+
+
+def connect_ranks(store: Store, namespace: str, timeout: float) -> tuple[Watch, Joined]:
+    """Connects this rank to all others. Collective over the job.
+
+    Args:
+        store: The store in which they find each other.
+        namespace: Prefix of the keys in the store, new there.
+        timeout: Seconds for all ranks to arrive.
+
+    Returns:
+        The connections over which they watch each other, and those for everything else.
+    """
+    rank = meeting.own_rank()
+    watched, used = join(
+        rank=rank,
+        ranks=meeting.world_size(),
+        store=store,
+        namespace=namespace,
+        timeout=timeout,
+        streams=2,
+        attempt=attempt_files.number(),
+    )
+    return Watch(rank, *watched), used

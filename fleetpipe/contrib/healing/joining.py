@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import cast
 
 from fleetpipe.errors import PeerFailed
-from fleetpipe.job import attempt_files, generation, meeting
+from fleetpipe.job import generation, meeting
 from fleetpipe.job.generation import Generation
 from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import Job
-from fleetpipe.job.watching.watch import Watch
+from fleetpipe.job.start import connect_ranks
 from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.transport import View
-from fleetpipe.transport.joining.connections import join
 
 
 class Changed(PeerFailed):
@@ -54,7 +53,7 @@ def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
         if later.number != now.number:
             raise Changed("another rank has died while the job healed")
 
-    timeout, rank = job.timeout, meeting.own_rank()
+    timeout = job.timeout
     namespace = f"fleetpipe/0/generation/{now.number}"
     job.disconnect()
     if served_anew:
@@ -63,16 +62,7 @@ def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
         store = meeting.opened_store(timeout)
     store.check, store.timeout = check, timeout
     meeting.meet(store, f"{namespace}/here", timeout, "the healing of the job")
-    watched, used = join(
-        rank=rank,
-        ranks=meeting.world_size(),
-        store=store,
-        namespace=f"{namespace}/mesh",
-        timeout=timeout,
-        streams=2,
-        attempt=attempt_files.number(),
-    )
-    watch = Watch(rank, *watched)
+    watch, used = connect_ranks(store, f"{namespace}/mesh", timeout)
     watch.patient = True
     job.connect_again(store, watch, used)
     paddle_groups.connect(store, f"{namespace}/groups", now.number, timeout)
