@@ -189,7 +189,6 @@ def shutdown() -> None:
     try:
         job.end(sys.exc_info()[1])
     finally:
-        _end_rehearsal()
         topology.forget_topology()
         if "fleetpipe.static" in sys.modules:
             static_graph().uninstall()
@@ -292,6 +291,7 @@ def _begin(
         }
         groups = functools.partial(_make_groups, mesh, arguments)
         begun = start.begin_together(mesh, facts, config.timeout, number, groups, transport)
+    begun.endings.append(_end_rehearsal)
     begun.scatters_gradients = stage == 2
     begun.sums_by_tree = config.sums == "tree"
     job.begin(begun)
@@ -396,7 +396,6 @@ def _end_with_process() -> None:
         _log.error(_STOCK_HINT)
     if isinstance(error, AssertionError) and str(error).startswith(_STOCK_ALONE):
         _log.error(_STOCK_ALONE_HINT)
-    _end_rehearsal()
     try:
         job.end(error)
     except FleetPipeError as failure:
