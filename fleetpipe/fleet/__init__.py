@@ -23,7 +23,7 @@ overlay.install()
 await_guard()
 mend_mixtures()
 
-from fleetpipe.fleet import high_level, meta_parallel  # noqa: E402
+from fleetpipe.fleet import high_level, meta_parallel, process_end  # noqa: E402
 from fleetpipe.fleet.lifecycle import (  # noqa: E402
     get_hybrid_communicate_group,
     init,
@@ -37,6 +37,7 @@ from fleetpipe.fleet.wrapping import (  # noqa: E402
 )
 
 high_level.install()
+process_end.install()
 
 __all__ = [
     "DistributedStrategy",

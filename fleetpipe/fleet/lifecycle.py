@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import functools
 import importlib
@@ -17,7 +16,7 @@ from fleetpipe import log
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.random_keys import GeneratorStates
-from fleetpipe.errors import ConfigError, FleetPipeError, NotInitialized, StateError
+from fleetpipe.errors import ConfigError, NotInitialized, StateError
 from fleetpipe.extras import extra
 from fleetpipe.fleet.static_graph import await_guard, static_graph
 from fleetpipe.fleet.strategy import DistributedStrategy
@@ -25,7 +24,6 @@ from fleetpipe.job import agreement, attempt_files, job, meeting
 from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.groups.workers import Workers
 from fleetpipe.job.job import Job, current_job
-from fleetpipe.job.watching import process_exit
 from fleetpipe.mesh.axes import Degrees, Mesh, complete_order
 from fleetpipe.mesh.degree_checks import sharding_stage
 from fleetpipe.paddle_api import paddle, paddle_fleet, topology
@@ -371,37 +369,3 @@ def _init_alone(role_maker: Any, is_collective: bool, log_level: int | str) -> N
         level = "WARNING" if log_level == "INFO" else log_level
         paddle_fleet.init(role_maker, is_collective, None, level)
         paddle_fleet.utils.log_util.set_log_level(log_level)
-
-
-#: What stock Paddle's ``PipelineLayer`` says where there is no GPU; it names no cause.
-_STOCK_ON_CPU = "'ParallelEnv' object has no attribute '_device_id'"
-_STOCK_HINT = """\
-the PipelineLayer of this script is stock Paddle's, which cannot be built on a CPU
-  what to do: from fleetpipe.fleet.meta_parallel import PipelineLayer; where a library imports it, \
-start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
-
-
-#: What stock Paddle's ``fleet.init`` says in one process.
-_STOCK_ALONE = "nranks: 1, mp_num:"
-_STOCK_ALONE_HINT = """\
-the fleet.init of this script is stock Paddle's, which plays no pipeline in one process
-  what to do: from fleetpipe import fleet, for fleet.init and all else; where a library calls it, \
-start the script with fleetpipe run, or with import fleetpipe; fleetpipe.install()"""
-
-
-def _end_with_process() -> None:
-    """Ends the job when the process ends, and sends an uncaught error to the other ranks."""
-    error = process_exit.error()
-    if isinstance(error, AttributeError) and _STOCK_ON_CPU in str(error):
-        _log.error(_STOCK_HINT)
-    if isinstance(error, AssertionError) and str(error).startswith(_STOCK_ALONE):
-        _log.error(_STOCK_ALONE_HINT)
-    try:
-        job.end(error)
-    except FleetPipeError as failure:
-        # From here Python would print it and end with status 0.
-        process_exit.end_with(failure)
-
-
-process_exit.note_exits()
-atexit.register(_end_with_process)

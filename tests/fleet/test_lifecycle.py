@@ -16,7 +16,7 @@ from paddle.distributed import fleet as paddle_fleet
 
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, PeerFailed, StateError
-from fleetpipe.fleet import lifecycle
+from fleetpipe.fleet import lifecycle, process_end
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.job.groups import paddle_groups
 from fleetpipe.job.job import current_job
@@ -146,8 +146,8 @@ def test_a_process_whose_job_ends_in_an_error_ends_in_one_too(
     def end(error: BaseException | None) -> None:
         raise PeerFailed("rank 1 died")
 
-    monkeypatch.setattr(lifecycle.job, "end", end)
-    lifecycle._end_with_process()
+    monkeypatch.setattr(process_end.job, "end", end)
+    process_end.end_with_process()
     assert codes == [process_exit.EXIT_CODE]
     assert capfd.readouterr().err == "PeerFailed: rank 1 died\n"
 
