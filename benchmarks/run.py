@@ -62,7 +62,7 @@ FULL = (
     Benchmark("checkpoint", "--megabytes 200 --repeats 3", 40),
     Benchmark("static", "", 30),
     Benchmark("restart", "--kills 6", 100),
-    Benchmark("healing", "--pairs 2 --ranks 2", 90),
+    Benchmark("healing", "--pairs 1 --ranks 2", 60),
 )
 #: What ``make benchmarks-short`` runs, within five minutes.
 SHORT = (
