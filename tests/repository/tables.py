@@ -1,4 +1,7 @@
-"""The tables of docs/compatibility.md: one row for each name, under the subject of its table."""
+"""The tables of docs/compatibility.md, and of the names that are Paddle's own without a remark.
+
+They have one row for each name, under the subject of its table.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from typing import NamedTuple
 
 from tests.launching import ROOT
 
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGES = (
+    ROOT / "docs" / "compatibility.md",
+    ROOT / "tests" / "repository" / "paddles_own.md",
+)
 STATUSES = ("works", "accepted", "Paddle's own", "refused")
 
 
@@ -41,7 +47,8 @@ def rows() -> list[Row]:
     """Returns the rows of all tables that list names."""
     found = []
     head = ""
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    lines = [line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
         if not line.startswith("|"):
             head = ""
             continue
