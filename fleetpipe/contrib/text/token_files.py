@@ -88,7 +88,8 @@ def _token(tokenizer: Any, name: str) -> int:
 
 
 def _write(draft: Path, documents: Documents, tokenizer: Any, end: int) -> None:
-    dtype = np.dtype("uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32")
+    # Tokens may be further apart than their number says.
+    dtype = np.dtype("uint16" if max(tokenizer.get_vocab().values()) < 1 << 16 else "uint32")
     text = tokenizer.to_str()
     (draft / "tokenizer.json").write_text(text, encoding="utf-8")
     digest, ends, total = hashlib.sha256(text.encode()), [], 0

@@ -15,7 +15,7 @@ from fleetpipe.errors import CheckpointError, ConfigError, PackageNotFound
 from fleetpipe.io import DataLoader, PackedText
 from tests.fixtures import Call, Patch
 
-pytest.importorskip("tokenizers", reason="the text extra has it")
+tokenizers = pytest.importorskip("tokenizers", reason="the text extra has it")
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "it", "rained", "and", "no", "dog"]
 
@@ -144,6 +144,11 @@ def test_a_tokenizer_of_the_users(folder: Path) -> None:
     assert documents_of(data) == documents_of(trained)
     with pytest.raises(ConfigError, match=r"no token '</s>'(?s:.*)end='<\|endoftext\|>'"):
         packed(folder, tokenizer=file, end="</s>")
+    words = {**{word: 70_000 + n for n, word in enumerate(WORDS)}, token_files.END: 2}
+    far = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
+    far.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    far.add_special_tokens([token_files.END])
+    assert sorted(documents_of(packed(folder, tokenizer=far))) == sorted(texts())
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "ends.npy", "contents.json", "tokenizer.json"])
