@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.abc import Loader
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,6 +86,24 @@ def spec_of(second: str, name: str) -> ModuleSpec | None:
         if error.name != name:
             raise
         return None
+
+
+class Finder(MetaPathFinder):
+    """Finds modules by a function of their names; it stands before Python's finders."""
+
+    def __init__(self, find: Callable[[str], ModuleSpec | None]) -> None:
+        self.find = find
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns what the function finds."""
+        return self.find(fullname)
+
+    def install(self) -> None:
+        """Puts the finder in front, unless one of the same function is there."""
+        if not any(isinstance(one, Finder) and one.find is self.find for one in sys.meta_path):
+            sys.meta_path.insert(0, self)
 
 
 @contextmanager

@@ -10,12 +10,9 @@ Users import an extra by the shorter path of ``SHORTER``: ``fleetpipe.ray`` is
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
 
-from fleetpipe.extras import spec_of
+from fleetpipe.extras import Finder, spec_of
 
 #: The paths by which users import modules of this package, and what is below them.
 SHORTER = {
@@ -42,29 +39,24 @@ SHORTER = {
 }
 
 
-class _Finder(MetaPathFinder):
-    """Finds what is imported by a shorter path; it stands before the path finder.
+def _find(fullname: str) -> ModuleSpec | None:
+    """Finds what is imported by a shorter path.
 
     The packages that it gives have their own ``__path__``, in which the path finder would find
     their modules and load them a second time.
     """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        for shorter, extra in SHORTER.items():
-            if f"{fullname}.".startswith(f"{shorter}."):
-                name = f"{__name__}.{extra}{fullname.removeprefix(shorter)}"
-                spec = spec_of(fullname, name)
-                # To import one of them would put it in the place of the package's name for its own.
-                for below in [other for other in sys.modules if other.startswith(f"{name}.")]:
-                    shorter_below = fullname + below.removeprefix(name)
-                    sys.modules.setdefault(shorter_below, sys.modules[below])
-                return spec
-        return None
+    for shorter, extra in SHORTER.items():
+        if f"{fullname}.".startswith(f"{shorter}."):
+            name = f"{__name__}.{extra}{fullname.removeprefix(shorter)}"
+            spec = spec_of(fullname, name)
+            # To import one of them would put it in the place of the package's name for its own.
+            for below in [other for other in sys.modules if other.startswith(f"{name}.")]:
+                shorter_below = fullname + below.removeprefix(name)
+                sys.modules.setdefault(shorter_below, sys.modules[below])
+            return spec
+    return None
 
 
 def install() -> None:
     """Puts the finder in front, once."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    Finder(_find).install()

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable, Mapping
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from fleetpipe.extras import spec_of
+from fleetpipe.extras import Finder, spec_of
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.meta_parallel import GPU_OPERATIONS
 
@@ -159,26 +159,20 @@ def _paddles_module(path: str) -> ModuleType:
         return ModuleType(name)
 
 
-class _Finder(MetaPathFinder):
+def _find(fullname: str) -> ModuleSpec | None:
     """Finds ``fleetpipe.fleet.*`` if this package has no file of that name.
 
-    It must stand before the path finder: the packages that it finds have Paddle's ``__path__``,
-    from which the path finder would load their submodules a second time.
+    The packages that it finds have Paddle's ``__path__``, from which the path finder would load
+    their submodules a second time.
     """
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if not fullname.startswith(OURS + "."):
-            return None
-        name = fullname[len(OURS) + 1 :]
-        if name in OVERLAYS:
-            spec = ModuleSpec(
-                fullname, _Overlay(name), origin=__file__, is_package=bool(_inside(name))
-            )
-            spec.has_location = True  # or `__file__` would be that of Paddle's module
-            return spec
-        return None if _is_file(name) else spec_of(fullname, f"{PADDLES}.{name}")
+    if not fullname.startswith(OURS + "."):
+        return None
+    name = fullname[len(OURS) + 1 :]
+    if name in OVERLAYS:
+        spec = ModuleSpec(fullname, _Overlay(name), origin=__file__, is_package=bool(_inside(name)))
+        spec.has_location = True  # or `__file__` would be that of Paddle's module
+        return spec
+    return None if _is_file(name) else spec_of(fullname, f"{PADDLES}.{name}")
 
 
 def _is_file(name: str) -> bool:
@@ -192,8 +186,7 @@ def install() -> None:
     Sharing them now keeps an import from binding a module over the attribute of the same name:
     ``fleet.fleet`` is Paddle's singleton, and ``paddle.distributed.fleet.fleet`` also a module.
     """
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    Finder(_find).install()
     for path in OVERLAYS:
         importlib.import_module(f"{OURS}.{path}")
     for name, module in list(sys.modules.items()):

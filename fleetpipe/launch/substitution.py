@@ -8,40 +8,20 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
 from fleetpipe import fleet as our_fleet
 from fleetpipe.config import PipelineConfig
-from fleetpipe.extras import extra
+from fleetpipe.extras import Finder, extra
 from fleetpipe.fleet import gpu_only
 from fleetpipe.fleet.overlay import OURS, OVERLAYS, PADDLES
 from fleetpipe.job import meeting
 from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.meta_parallel import resharding_within
-
-
-class _Finder(MetaPathFinder):
-    """Finds the submodules of Paddle's packages that fleetpipe replaces.
-
-    A replacement has the folder of fleetpipe's package as its path, which lacks Paddle's files.
-    """
-
-    def __init__(self, packages: Mapping[str, ModuleType]) -> None:
-        self._packages = packages
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        package = self._packages.get(fullname.rpartition(".")[0])
-        if package is None:
-            return None
-        return PathFinder.find_spec(fullname, getattr(package, "__path__", []), target)
 
 
 @contextmanager
@@ -56,7 +36,15 @@ def in_place_of_paddles() -> Iterator[None]:
     counterparts = {PADDLES + tail: sys.modules[OURS + tail] for tail in tails}
     # Not all: 2.6.2 lacks one.
     stock = {name: sys.modules[name] for name in counterparts if name in sys.modules}
-    finder = _Finder(stock)
+
+    def find(fullname: str) -> ModuleSpec | None:
+        """Finds submodules of Paddle's packages; a replacement's path lacks Paddle's files."""
+        package = stock.get(fullname.rpartition(".")[0])
+        if package is None:
+            return None
+        return PathFinder.find_spec(fullname, getattr(package, "__path__", []))
+
+    finder = Finder(find)
     distributed = paddle.distributed
     sys.modules.update(counterparts)
     setattr(distributed, "fleet", our_fleet)  # noqa: B010  # mypy: a module is not assignable

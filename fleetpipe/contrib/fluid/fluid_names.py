@@ -15,13 +15,12 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from fleetpipe.aliases import Attribute, Variable
 from fleetpipe.errors import FleetPipeError
+from fleetpipe.extras import Finder
 from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.static import DataLoader
@@ -254,15 +253,10 @@ class _Module(ModuleType):
         raise FluidName(**_error_of(f"{self.__name__}.{name}"))
 
 
-class _Finder(MetaPathFinder):
+def _refuse_import(fullname: str) -> None:
     """Refuses the import of names that ``paddle.fluid`` does not have here."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname.startswith(f"{FLUID}."):
-            raise FluidImport(**_error_of(fullname))
-        return None
+    if fullname.startswith(f"{FLUID}."):
+        raise FluidImport(**_error_of(fullname))
 
 
 def _error_of(name: str) -> dict[str, Any]:
@@ -295,7 +289,7 @@ def name_today(old: str) -> str | None:
 def provide() -> Iterator[None]:
     """While it is open, Paddle has the names of the table."""
     with ExitStack() as undo:
-        finder = _Finder()
+        finder = Finder(_refuse_import)
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
         for name in NAMES:
