@@ -5,8 +5,7 @@ from __future__ import annotations
 from fleetpipe.aliases import Layer, Nest, Strategy, Tensor, Topology
 from fleetpipe.dygraph.broadcast import broadcast_copies, broadcast_state, is_spread
 from fleetpipe.dygraph.nest import tensors_of
-from fleetpipe.errors import StateError
-from fleetpipe.job.job import Job, current_job
+from fleetpipe.job.job import Job, required_job
 from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.parts import shard_axis
@@ -32,12 +31,7 @@ class TensorParallel(paddle.nn.Layer):
             PipelineTimeout: Another rank did not arrive within the limit.
         """
         super().__init__()
-        job = current_job()
-        if job is None:
-            raise StateError(
-                "a tensor-parallel model was wrapped before fleet.init",
-                fix="call fleet.init(is_collective=True, strategy=strategy) first",
-            )
+        job = required_job("a tensor-parallel model was wrapped before fleet.init")
         self._layers = layers
         self._strategy = strategy
         self._job = job

@@ -25,8 +25,8 @@ from fleetpipe.dygraph.observe.timers import Timers
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.train.observers import of_all
 from fleetpipe.engine.observer import Observer
-from fleetpipe.errors import ConfigError, StateError, UsageError
-from fleetpipe.job.job import Job, current_job
+from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.job.job import Job, required_job
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api.meta_parallel import pipeline_parallel_callbacks_
 from fleetpipe.paddle_api.topology import user_strategy
@@ -228,13 +228,10 @@ class PipelineFace(MetaParallelBase):
             ScheduleError: The schedule passes the memory cap.
             PipelineTimeout: Another rank did not arrive within the limit.
         """
-        job = current_job()
-        if job is None:
-            raise StateError(
-                "a pipeline is wrapped after fleet.init",
-                got="no fleet.init, or a fleet.shutdown() since",
-                fix="call fleet.init(is_collective=True, strategy=strategy) first",
-            )
+        job = required_job(
+            "a pipeline is wrapped after fleet.init",
+            got="no fleet.init, or a fleet.shutdown() since",
+        )
         if not isinstance(layers, PipelineLayer):
             raise UsageError(
                 "a pipeline wraps a PipelineLayer",

@@ -25,6 +25,7 @@ from fleetpipe.fit.precision import precision_of
 from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import BatchSource, source_of
 from fleetpipe.job import attempt_files
+from fleetpipe.job.job import required_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_types import Data, FitCallbacks, Layer, Optimizer, Tensor
 from fleetpipe.representation import shows
@@ -71,7 +72,7 @@ class Model(paddle.Model):
             CaptureError: An ``nn.Layer`` cannot be cut.
         """
         # Not Paddle's own constructor: in a job it would wrap the network for data parallelism.
-        self._job = networks.required_job()
+        self._job = required_job("a Model is made after fleet.init")
         self._input_specs = as_list(inputs)
         self.mode = "train"
         self.network: PipelineLayer = networks.pipeline_of(

@@ -10,22 +10,11 @@ from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
 from fleetpipe.capture.cutting.split_spec import AUTO, SplitSpec
 from fleetpipe.dygraph import PipelineLayer, PipelineParallel
-from fleetpipe.errors import ConfigError, StateError
+from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.mesh.parts import whole_name
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import has_hooks
-
-
-def required_job() -> Job:
-    """Returns the job; raises ``StateError`` before ``fleet.init``."""
-    job = current_job()
-    if job is None:
-        raise StateError(
-            "a Model is made after fleet.init",
-            fix="call fleet.init(is_collective=True, strategy=strategy) first",
-        )
-    return job
 
 
 def pipeline_of(

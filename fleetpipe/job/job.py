@@ -373,6 +373,18 @@ def current_job() -> Job | None:
     return _job
 
 
+def required_job(summary: str, **facts: Any) -> Job:
+    """Returns the current job.
+
+    Raises:
+        StateError: There is none; its text has this summary and these facts.
+    """
+    if _job is None:
+        facts.setdefault("fix", "call fleet.init(is_collective=True, strategy=strategy) first")
+        raise StateError(summary, **facts)
+    return _job
+
+
 def pipeline_group() -> Group:
     """Returns the group of the current job's pipeline; one process outside of a job."""
     return SoleGroup() if _job is None else _job.group()

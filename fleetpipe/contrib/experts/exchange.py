@@ -14,8 +14,8 @@ from functools import partial
 from fleetpipe.aliases import PaddleGroup, Tensor
 from fleetpipe.dygraph.tensor_parallel.groups import is_alone
 from fleetpipe.dygraph.tensor_parallel.operations import collective
-from fleetpipe.errors import StateError, UsageError
-from fleetpipe.job.job import current_job
+from fleetpipe.errors import UsageError
+from fleetpipe.job.job import current_job, required_job
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.gloo.process_groups import group_of_ring
@@ -122,15 +122,12 @@ def members_of(group: PaddleGroup) -> Group:
         StateError: The group has several ranks, and no job has begun.
     """
     group = group_of_ring(0) if group is None else group
-    job = current_job()
     if len(group.ranks) == 1:
         return SoleGroup()
-    if job is None:
-        raise StateError(
-            "tokens are exchanged between the ranks of a job, and there is none",
-            got=f"a group of ranks {list(group.ranks)}",
-            fix="call fleet.init(is_collective=True, strategy=strategy) first",
-        )
+    job = required_job(
+        "tokens are exchanged between the ranks of a job, and there is none",
+        got=f"a group of ranks {list(group.ranks)}",
+    )
     return job.members(group.ranks)
 
 

@@ -25,7 +25,6 @@ from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.extras import extra
 from fleetpipe.fit.callbacks import rank_policy
 from fleetpipe.fit.callbacks.throughput import PER_RANK
-from fleetpipe.fit.networks import required_job
 from fleetpipe.job import attempt_files, run_files
 from fleetpipe.mesh.axes import AXES
 from fleetpipe.paddle_api import paddle
@@ -219,7 +218,7 @@ def write_about(
     Raises:
         OSError: It cannot be written.
     """
-    schedule, job = model.pipeline.schedule, required_job()
+    schedule, job = model.pipeline.schedule, model.pipeline.require_running()
     degrees = job.degrees
     about = {
         "written": time.time(),

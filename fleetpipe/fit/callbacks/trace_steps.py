@@ -10,7 +10,6 @@ from typing import Any
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError, is_whole_number
 from fleetpipe.fit.callbacks import rank_policy
-from fleetpipe.fit.networks import required_job
 
 
 class TraceSteps(rank_policy.Callback):
@@ -46,7 +45,7 @@ class TraceSteps(rank_policy.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Makes the engine report to the trace. Collective over the pipeline."""
-        job = required_job()
+        job = self.model.pipeline.require_running()
         if self._trace is None and job.leads("pp"):
             schedule = self.model.pipeline.schedule
             self._trace = Trace(self._folder, schedule, job.connect(), job.group())

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fleetpipe.aliases import PaddleGroup, PaddleStore, Tensor
-from fleetpipe.errors import StateError, UsageError
-from fleetpipe.job.job import current_job
+from fleetpipe.errors import UsageError
+from fleetpipe.job.job import required_job
 from fleetpipe.mesh.groups import DirectGroup, Gathering, Group
 from fleetpipe.mesh.sums import add
 from fleetpipe.paddle_api import paddle
@@ -51,13 +51,10 @@ class Exchanges:
 
     def members(self) -> Group:
         """Returns the members; Paddle's process group must belong to the current job."""
-        job = current_job()
-        if job is None:
-            raise StateError(
-                "the ranks exchange parts over the connections of a job, and there is none",
-                cause="Gloo, Paddle's CPU backend, has neither alltoall nor reduce_scatter",
-                fix="call fleet.init(is_collective=True, strategy=strategy) first",
-            )
+        job = required_job(
+            "the ranks exchange parts over the connections of a job, and there is none",
+            cause="Gloo, Paddle's CPU backend, has neither alltoall nor reduce_scatter",
+        )
         return job.members(ranks_of(self))
 
     def all_to_all(

@@ -16,7 +16,7 @@ from fleetpipe.aliases import Topology
 from fleetpipe.contrib.compat.colossalai.configuration import Config, ConfigSource
 from fleetpipe.contrib.compat.colossalai.logging import get_dist_logger
 from fleetpipe.errors import StateError
-from fleetpipe.job.job import Job, current_job
+from fleetpipe.job.job import Job, current_job, required_job
 from fleetpipe.paddle_api import paddle
 
 
@@ -152,13 +152,8 @@ class GlobalContext:
         fleet.shutdown()
 
     def _job(self) -> Job:
-        job = current_job()
-        if job is None:
-            raise StateError(
-                "there is no job yet, or it has ended",
-                fix="call launch_from_torch(config=..) first",
-            )
-        return job
+        fix = "call launch_from_torch(config=..) first"
+        return required_job("there is no job yet, or it has ended", fix=fix)
 
 
 #: The one object that ColossalAI calls ``global_context``, and its programs ``gpc``.
