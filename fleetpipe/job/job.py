@@ -252,14 +252,16 @@ class Job(MeshGroups):
         """Makes this process, which replaces a rank, meet nobody until it is connected."""
         self.local, self.alone = False, True
 
-    def connect_again(self, store: Store, watch: Watch, joined: Joined) -> None:
+    def connect_again(self, store: Store, watch: Watch, joined: Joined, prefix: str) -> None:
         """Puts new connections in the place of those over which a rank was lost.
 
         Args:
             store: The job's store.
             watch: The connections over which its ranks watch each other now.
             joined: Those for everything else.
+            prefix: That of its keys in the store from now on, which begin anew on all ranks.
         """
+        self._prefix, self._agreements = prefix, 0
         self._store, self._watch, self.alone = store, watch, False
         watch.progress = self.progress
         if self._connections is not None:

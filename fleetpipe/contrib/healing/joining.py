@@ -10,7 +10,6 @@ from fleetpipe.job.generation import Generation
 from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.start import connect_ranks
-from fleetpipe.paddle_api.device import dynamic_mode
 from fleetpipe.transport import View
 
 
@@ -32,7 +31,6 @@ def require_going_on(now: Generation) -> None:
         )
 
 
-@dynamic_mode()
 def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
     """Connects all ranks of a generation. Collective over the job, in which some are new.
 
@@ -64,7 +62,7 @@ def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
     meeting.meet(store, f"{namespace}/here", timeout, "the healing of the job")
     watch, used = connect_ranks(store, f"{namespace}/mesh", timeout)
     watch.patient = True
-    job.connect_again(store, watch, used)
+    job.connect_again(store, watch, used, namespace)
     paddle_groups.connect(store, f"{namespace}/groups", now.number, timeout)
     if job.neighbours:
         [view] = job.connect_among(job.pipeline_ranks()).values()

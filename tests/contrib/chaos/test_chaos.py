@@ -10,7 +10,9 @@ import pytest
 from fleetpipe.cli import main
 from fleetpipe.contrib.chaos.strike import VARIABLE, Strike
 from fleetpipe.errors import ConfigError
+from tests.jobs import begun
 from tests.pipelines import batch, job, mlp_and_sgd, pipeline
+from tests.static.networks import batches, executor_of, mlp, static_mode, strategy_of
 
 
 @pytest.mark.parametrize("at", ["B0.2", "SF0>1.1", "FREE0.0", "STEP"])
@@ -29,6 +31,17 @@ def test_a_rank_is_struck_once_in_its_step_before_the_operation(
     process, number, place = struck[0]
     assert (process, number) == (os.getpid(), signal.SIGKILL)
     assert place.startswith(f"rank 0, operation {at}")
+
+
+def test_a_program_is_struck_as_a_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    struck = []
+    monkeypatch.setenv(VARIABLE, str(Strike(signal.SIGKILL, 0, "B0.2", 2)))
+    monkeypatch.setattr(os, "kill", lambda *killed: struck.append(killed))
+    with static_mode(), begun(strategy_of()):
+        exe = executor_of(mlp(2)()[0], strategy_of())
+        for feed in batches(3):
+            exe.run(feed=feed)
+    assert struck == [(os.getpid(), signal.SIGKILL)]
 
 
 def test_an_operation_that_the_rank_never_comes_to_is_refused(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import paddle
@@ -15,6 +16,7 @@ import paddle
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.contrib.kept_state.segment import Segment
+from fleetpipe.job.job import current_job
 from fleetpipe.static import state_dict
 from tests.contrib.healing.healing_worker import Deaths, dying
 from tests.static.networks import MICRO_BATCHES, batches, executor_of, mlp, strategy_of
@@ -51,6 +53,9 @@ def train(steps: int, folder: str, tell: Callable[[str], object]) -> None:
         Deaths.come("after")
         rate.step()
         tell(f"step {step} " + " ".join(one.tobytes().hex() for one in fetched))
+    job = current_job()
+    assert job is not None
+    job.require_agreement({"the end": str(steps)})
     for name, value in state_dict().items():
         tell(f"bits {name} {value.tobytes().hex()}")
     fleet.shutdown()
@@ -63,13 +68,19 @@ def main() -> None:
     steps, *words = sys.argv[1:]
     Deaths.wanted = {*words}
     Segment._mark = dying(Segment._mark, "kept")  # type: ignore[method-assign]
-    StaticStage.forward = dying(StaticStage.forward, "forward")  # type: ignore[method-assign]
-    update = Compiled.step
+    forward, update = StaticStage.forward, Compiled.step
+
+    def last_forward(stage: StaticStage, number: int, micro_batch: int, inputs: Any) -> Any:
+        # By the last one the other rank has added gradients up.
+        if micro_batch == MICRO_BATCHES - 1:
+            Deaths.come("forward")
+        return forward(stage, number, micro_batch, inputs)
 
     def step(compiled: Compiled) -> None:
         update(compiled)
         Deaths.come("update")
 
+    StaticStage.forward = last_forward  # type: ignore[method-assign]
     Compiled.step = step  # type: ignore[method-assign]
     paddle.enable_static()
     train(int(steps), "shared", functools.partial(print, flush=True))
