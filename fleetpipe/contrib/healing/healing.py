@@ -274,8 +274,9 @@ def restore(kept: KeptState, job: Job, home: Path, manager: CheckpointManager) -
     while True:
         now = generation.current()
         require_going_on(now)
-        awaited = {rank for rank in range(job.degrees.size) if now.since.get(rank) != now.number}
-        awaited.discard(attempt_files.own_rank())
+        # Those that began later, or with this one, have done nothing: they await this one.
+        ranks, began = range(job.degrees.size), generation.began()
+        awaited = {rank for rank in ranks if now.since.get(rank, 0) < began}
         places = generation.places(home, now.number)
         if awaited <= places.keys():
             break

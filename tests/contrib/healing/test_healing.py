@@ -13,10 +13,10 @@ import paddle
 import pytest
 
 from fleetpipe.contrib.healing import records, replacement
-from fleetpipe.contrib.healing.healing import Healing, Taken
+from fleetpipe.contrib.healing.healing import Healing, Taken, restore
 from fleetpipe.contrib.healing.replacing import Healer
 from fleetpipe.contrib.kept_state import kept_state
-from fleetpipe.errors import PeerFailed, StateError
+from fleetpipe.errors import FleetPipeError, PeerFailed, StateError
 from fleetpipe.job import attempt_files, generation
 from fleetpipe.job.generation import Generation
 from fleetpipe.job.job import Job
@@ -193,6 +193,22 @@ def test_a_generation_has_the_places_of_those_who_wait_for_it(home: Path) -> Non
     generation.note_place(home, 0, 2, 7)
     generation.note_place(home, 1, 1, 6)
     assert generation.places(home, 2) == {0: 7}
+
+
+def test_processes_that_replace_ranks_await_those_that_began_before_them(
+    home: Path, monkeypatch: Patch
+) -> None:
+    generation.write(home, Generation(3, {0: 3, 1: 1, 2: 2}))
+    job: Any = SimpleNamespace(degrees=Degrees(pp=3), timeout=0.0)
+    kept: Any = SimpleNamespace(newest_of_all=lambda: None)
+    for began, rank, outcome in (
+        (1, 1, "ranks are at other steps"),
+        (2, 2, r"ranks \[1\] did not"),
+    ):
+        monkeypatch.setenv(generation.BEGAN, str(began))
+        monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
+        with pytest.raises(FleetPipeError, match=outcome):
+            restore(kept, job, home, None)  # type: ignore[arg-type]
 
 
 class Model:
