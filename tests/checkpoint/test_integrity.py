@@ -192,6 +192,8 @@ def test_what_was_not_saved_is_told(saved: Path) -> None:
         manager.restore(7, model=model)
     with pytest.raises(CheckpointError, match="no checkpoint in this folder"):
         fleetpipe.CheckpointManager(saved.parent / "nothing").restore(model=model)
+    with pytest.raises(CheckpointError, match=f"folder of the run, {saved.parent}$"):
+        fleetpipe.load_single(model, saved)
     with pytest.raises(fleetpipe.errors.ConfigError, match="names what was not passed"):
         manager.restore(model=model, only=("modle",))
 

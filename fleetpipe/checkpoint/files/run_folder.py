@@ -237,8 +237,10 @@ class Retention:
                 else "there is no checkpoint in this folder",
                 where=str(self.home),
                 got=f"steps {[*steps]}" if steps else "no complete step",
-                fix="begin without restoring, or check the folder; fleetpipe.load_checkpoint loads "
-                "what other programs have saved",
+                fix=f"this is one step: give the folder of the run, {self.home.parent}"
+                if (self.home / manifest.MANIFEST).is_file()
+                else "begin without restoring, or check the folder; fleetpipe.load_checkpoint "
+                "loads what other programs have saved",
             )
         return steps[number]
 
