@@ -49,10 +49,10 @@ def switch(**switches: Any) -> None:
         setattr(known, name, value)
 
 
-def sgd(model: Any, rate: float = 0.1) -> Any:
+def sgd(model: Any, rate: float = 0.1, **options: Any) -> Any:
     """A wrapped SGD over the model's parameters."""
     return fleet.distributed_optimizer(
-        paddle.optimizer.SGD(learning_rate=rate, parameters=model.parameters())
+        paddle.optimizer.SGD(rate, parameters=model.parameters(), **options)
     )
 
 
@@ -79,6 +79,13 @@ def adam(model: Any, rate: float = 0.01, **options: Any) -> Any:
     """A wrapped Adam over the model's parameters."""
     return fleet.distributed_optimizer(
         paddle.optimizer.Adam(rate, parameters=model.parameters(), **options)
+    )
+
+
+def adamw(model: Any, rate: float = 0.01, **options: Any) -> Any:
+    """A wrapped AdamW over the model's parameters."""
+    return fleet.distributed_optimizer(
+        paddle.optimizer.AdamW(rate, parameters=model.parameters(), **options)
     )
 
 

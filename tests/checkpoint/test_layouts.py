@@ -16,7 +16,7 @@ from fleetpipe.errors import CheckpointError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.dygraph.models import MODELS
 from tests.fixtures import LogCapture
-from tests.pipelines import bits, job, pipeline
+from tests.pipelines import adam, bits, job, pipeline
 
 BEFORE, AFTER = range(1, 3), range(3, 5)
 
@@ -176,9 +176,7 @@ def test_buffers_that_forwards_make_or_enlarge_come_back(
         if given == "built":
             layers = [layer.build_layer() for layer in layers]
         model = pipeline(layers, loss_fn=nn.MSELoss())
-        return model, fleet.distributed_optimizer(
-            paddle.optimizer.Adam(0.01, parameters=model.parameters())
-        )
+        return model, adam(model)
 
     def trained(model: Any, optimizer: Any, steps: range) -> list[float]:
         batches = [paddle.full([8, 4], step / 7.0) for step in steps]

@@ -25,7 +25,7 @@ from tests.contrib.generation.languages import (
 )
 from tests.contrib.slices import sliced
 from tests.jobs import job
-from tests.pipelines import bits, pipeline, train
+from tests.pipelines import adam, bits, pipeline, train
 
 NEW = 4
 DRAWN: dict[str, Any] = {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "seed": 5}
@@ -72,9 +72,7 @@ def in_a_job(degrees: dict[str, int], beside: bool) -> dict[str, Any]:
     with job(**degrees):
         model = gpt()
         found: dict[str, Any] = {}
-        optimizer = fleet.distributed_optimizer(
-            paddle.optimizer.Adam(0.01, parameters=model.parameters())
-        )
+        optimizer = adam(model)
         for step in range(2):
             if beside:
                 found = found or both(model)

@@ -17,6 +17,7 @@ from fleetpipe.fleet.meta_parallel import PipelineLayer
 from tests.contrib.sequences.test_attention import plain as plain_attention
 from tests.jobs import job
 from tests.launching import ROOT
+from tests.pipelines import sgd
 
 sys.path.insert(0, str(ROOT / "examples" / "llm"))
 import llama
@@ -77,8 +78,7 @@ def test_the_bits_are_those_of_the_plain_model(form: str) -> None:
             plain.layers = layers
             plain.forward = lambda *value: layers(value)
         model = fleet.distributed_model(pipe)
-        sgd = paddle.optimizer.SGD(0.1, parameters=pipe.parameters())
-        optimizer = fleet.distributed_optimizer(sgd)
+        optimizer = sgd(pipe)
         losses = [float(model.train_batch(batch(step), optimizer)) for step in range(2)]
         losses.append(float(model.forward_backward_pipeline(batch(2))))
         gradients = {name: p.grad.numpy() for name, p in pipe.named_parameters()}

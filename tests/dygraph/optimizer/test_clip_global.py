@@ -14,7 +14,6 @@ import paddle
 import pytest
 from paddle import nn
 
-from fleetpipe import fleet
 from fleetpipe.dygraph.optimizer import clip_global
 from fleetpipe.dygraph.optimizer.clip_global import COPY, GlobalNormClip, replace_clips
 from fleetpipe.errors import ConfigError
@@ -25,7 +24,7 @@ from fleetpipe.mesh.parts import PartOfWhole, Region
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS
 from tests.groups import members, on_all
-from tests.pipelines import ROWS, job, pipeline
+from tests.pipelines import ROWS, job, pipeline, sgd
 
 SHAPES = [(3, 5), (7,), (2, 2), (11,), (4, 6), (1,)]
 
@@ -224,11 +223,7 @@ def test_the_norm_of_a_pipeline_is_that_of_the_single_model(ranks: int, model: s
         pipe = pipeline(layers if model == "tied" else layers(), loss_fn=loss)
         single = pipe.layers.single_model()
         single.set_state_dict(pipe.layers.full_state_dict())
-        optimizer = fleet.distributed_optimizer(
-            paddle.optimizer.SGD(
-                0.1, parameters=pipe.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.1)
-            )
-        )
+        optimizer = sgd(pipe, grad_clip=nn.ClipGradByGlobalNorm(0.1))
         theirs = paddle.optimizer.SGD(
             0.1, parameters=single.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.1)
         )

@@ -29,6 +29,7 @@ from tests.pipelines import (
     FEATURES,
     ROWS,
     Trained,
+    adamw,
     batch,
     bits,
     mlp_layers,
@@ -83,9 +84,7 @@ def tokens(micro_batches: int, seed: int) -> list[Any]:
 
 def clipped(model: Any) -> Any:
     clip = nn.ClipGradByGlobalNorm(0.5)
-    return fleet.distributed_optimizer(
-        paddle.optimizer.AdamW(0.01, parameters=model.parameters(), grad_clip=clip)
-    )
+    return adamw(model, grad_clip=clip)
 
 
 def train_tied(

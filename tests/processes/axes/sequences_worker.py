@@ -16,7 +16,7 @@ from fleetpipe.dygraph import sequences
 from fleetpipe.dygraph.tensor_parallel import share_of
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from tests import jobs
-from tests.pipelines import bits
+from tests.pipelines import adamw, bits
 
 parts: Any = fleet.utils.sequence_parallel_utils
 VOCABULARY, WIDTH, HEADS, LENGTH, BLOCKS = 11, 8, 4, 16, 2
@@ -192,9 +192,7 @@ def piped(kind: str, degrees: dict[str, int]) -> tuple[Any, Any]:
     paddle.seed(5)
     model = PipelineLayer(layers(kind), num_stages=degrees.get("pp", 1), loss_fn=criterion)
     model = fleet.distributed_model(model)
-    return model, fleet.distributed_optimizer(
-        paddle.optimizer.AdamW(0.01, parameters=model.parameters())
-    )
+    return model, adamw(model)
 
 
 def through_layouts(folder: Path, layouts: list[dict[str, int]]) -> list[Any]:

@@ -27,7 +27,7 @@ from fleetpipe.mesh.groups import DirectGroup
 from fleetpipe.paddle_api import VERSION
 from tests import jobs
 from tests.fixtures import Call
-from tests.pipelines import ROWS, pipeline
+from tests.pipelines import ROWS, pipeline, sgd
 
 WIDTH, LENGTH, EXPERTS = 8, 5, 4
 
@@ -185,8 +185,7 @@ def without_tokens(degrees: dict[str, int]) -> list[float]:
     """Trains two steps in which the second rank's experts get nothing; returns the losses."""
     with job(1, own={"timeout": 20}, **degrees) as running:
         pipe = pipeline([LayerDesc(OnData)], loss_fn=nn.MSELoss())
-        sgd = paddle.optimizer.SGD(0.1, parameters=pipe.parameters())
-        optimizer = fleet.distributed_optimizer(sgd)
+        optimizer = sgd(pipe)
         data = part(running, 1, 0)
         return [float(pipe.train_batch(data, optimizer)) for _ in range(2)]
 

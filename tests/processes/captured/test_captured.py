@@ -18,6 +18,7 @@ from fleetpipe import fleet
 from tests import byhand
 from tests.capture.beside import CLASSES, images
 from tests.jobs import begin
+from tests.pipelines import momentum
 
 
 class Tied(nn.Layer):  # type: ignore[misc]
@@ -80,9 +81,7 @@ def told(build: Any, split_spec: Any, size: int, folder: Path) -> dict[str, Any]
         build(), data[0][:2], nn.CrossEntropyLoss(), split_spec=split_spec, verify=False
     )
     model = fleet.distributed_model(pipe)
-    optimizer = fleet.distributed_optimizer(
-        paddle.optimizer.Momentum(0.05, parameters=pipe.parameters())
-    )
+    optimizer = momentum(pipe)
     losses = [float(model.train_batch(data, optimizer)) for _ in range(2)]
     loss = model.eval_batch([part[:5] for part in data], compute_loss=True)
     own = digest(pipe.state_dict())

@@ -19,6 +19,7 @@ from fleetpipe.fleet.meta_parallel import (
     VocabParallelEmbedding,
 )
 from tests.jobs import begin, job
+from tests.pipelines import adamw
 
 pytestmark = pytest.mark.once
 
@@ -66,9 +67,7 @@ def told(split_spec: Any, folder: Path) -> dict[str, Any]:
     pipe = fleetpipe.pipeline(Language(), ids[:2], loss_fn, split_spec)
     start = {name: tensor.numpy() for name, tensor in pipe.full_state_dict().items()}
     model = fleet.distributed_model(pipe)
-    optimizer = fleet.distributed_optimizer(
-        paddle.optimizer.AdamW(0.01, parameters=pipe.parameters())
-    )
+    optimizer = adamw(pipe)
     losses = [float(model.train_batch([ids, labels], optimizer)) for _ in range(3)]
     state = pipe.full_state_dict()
     pipe.load_from(state)

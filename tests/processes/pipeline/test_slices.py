@@ -28,7 +28,8 @@ from fleetpipe.fleet.meta_parallel import (
 from fleetpipe.job.job import current_job
 from tests import jobs
 from tests.fixtures import Call
-from tests.pipelines import bits
+from tests.pipelines import adamw, bits, momentum, sgd
+from tests.pipelines import pipeline as wrapped_pipeline
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 WORLD = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
@@ -60,6 +61,10 @@ class Language(nn.Layer):
         return paddle.distributed.collective._c_concat(logits, group=group)
 
 
+def mean_entropy(logits: Any, label: Any) -> Any:
+    return ParallelCrossEntropy()(logits, label).mean()
+
+
 def plain() -> dict[str, Any]:
     """Trains `Language` in a plain loop."""
     dp, mp = (2, 2) if WORLD == 4 else (1, 1)
@@ -69,12 +74,7 @@ def plain() -> dict[str, Any]:
     model = Language()
     model.norm.weight.set_value(paddle.full([WIDTH], 1.0 + RANK))
     model = fleet.distributed_model(model)
-    optimizer = fleet.distributed_optimizer(
-        paddle.optimizer.AdamW(
-            0.01, parameters=model.parameters(), grad_clip=nn.ClipGradByGlobalNorm(0.3)
-        )
-    )
-    criterion = ParallelCrossEntropy()
+    optimizer = adamw(model, grad_clip=nn.ClipGradByGlobalNorm(0.3))
     replica = fleet.get_hybrid_communicate_group().get_data_parallel_rank()
     slice_rank = fleet.get_hybrid_communicate_group().get_model_parallel_rank()
     losses = []
@@ -83,7 +83,7 @@ def plain() -> dict[str, Any]:
         ids = ids[replica * 8 // dp :][: 8 // dp]
         # The first member's inputs count.
         inputs = paddle.to_tensor(ids[:, :-1] * (slice_rank == 0))
-        loss = criterion(model(inputs), paddle.to_tensor(ids[:, 1:])).mean()
+        loss = mean_entropy(model(inputs), paddle.to_tensor(ids[:, 1:]))
         loss.backward()
         optimizer.step()
         optimizer.clear_grad()
@@ -128,20 +128,8 @@ def pipeline(folder: Path) -> dict[str, Any]:
         LayerDesc(RowParallelLinear, 4 * WIDTH, WIDTH, input_is_parallel=True),
         LayerDesc(ColumnParallelLinear, WIDTH, VOCABULARY, gather_output=False),
     ]
-    entropy = ParallelCrossEntropy()
-    model = fleet.distributed_model(
-        PipelineLayer(
-            layers,
-            topology=hcg.topology(),
-            loss_fn=lambda logits, label: entropy(logits, label).mean(),
-            seg_method=[0, 3],
-        )
-    )
-    optimizer = fleet.distributed_optimizer(
-        paddle.optimizer.Momentum(
-            0.1, parameters=model.parameters(), grad_clip=nn.ClipGradByNorm(0.05)
-        )
-    )
+    model = wrapped_pipeline(layers, loss_fn=mean_entropy, seg_method=[0, 3])
+    optimizer = momentum(model, 0.1, grad_clip=nn.ClipGradByNorm(0.05))
     session = parity.begin(model, optimizer)
     for step in range(3):
         ids = np.random.default_rng(step).integers(0, VOCABULARY, (4, LENGTH + 1))
@@ -201,9 +189,7 @@ def lost() -> tuple[str, str]:
         loss_fn=lambda output, label: (output * label).mean(),
     )
     wrapped = fleet.distributed_model(layers)
-    optimizer = fleet.distributed_optimizer(
-        paddle.optimizer.SGD(0.1, parameters=wrapped.parameters())
-    )
+    optimizer = sgd(wrapped)
     paddle.seed(1)
     data = [paddle.rand([4, 4]), paddle.rand([4, 2])]
     wrapped.train_batch(data, optimizer)
@@ -235,7 +221,6 @@ def odd(folder: Path) -> tuple[str, dict[str, Any]]:
 def by_tree(schedule: str, **degrees: int) -> list[dict[str, bytes]]:
     """Trains with sums by a tree and both clips; the whole parameters."""
     begin(micro_batches=4, schedule=schedule, sums="tree", **degrees)
-    entropy = ParallelCrossEntropy()
 
     def trained(clip: Any) -> dict[str, bytes]:
         paddle.seed(3)
@@ -247,16 +232,8 @@ def by_tree(schedule: str, **degrees: int) -> list[dict[str, bytes]]:
             nn.LayerNorm(32),
             LayerDesc(ColumnParallelLinear, 32, 32, has_bias=True, gather_output=False),
         ]
-        model = fleet.distributed_model(
-            PipelineLayer(
-                layers,
-                topology=fleet.get_hybrid_communicate_group().topology(),
-                loss_fn=lambda logits, label: entropy(logits, label).mean(),
-            )
-        )
-        optimizer = fleet.distributed_optimizer(
-            paddle.optimizer.AdamW(0.01, parameters=model.parameters(), grad_clip=clip)
-        )
+        model = wrapped_pipeline(layers, loss_fn=mean_entropy)
+        optimizer = adamw(model, grad_clip=clip)
         for step in range(3):
             ids = np.random.default_rng(step).integers(0, 32, (8, LENGTH + 1))
             model.train_batch(
