@@ -115,9 +115,9 @@ def leaf_like(tensor: Tensor, copied: bool = False) -> Tensor:
     return other
 
 
-def leaves_like(tensors: Iterable[Tensor], copied: bool = False) -> dict[int, Tensor]:
+def leaves_like(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """Returns a :func:`leaf_like` each of ``tensors``, by their ids."""
-    return {id(tensor): leaf_like(tensor, copied) for tensor in tensors}
+    return {id(tensor): leaf_like(tensor) for tensor in tensors}
 
 
 def outline(value: Nest) -> str:

@@ -153,11 +153,10 @@ def memory_of(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def paddle_tensor(tensor: LazyTensor, cut: Region | None = None) -> Any:
-    """Reads a tensor, or a part of it, as a Paddle tensor."""
-    dtype, shape = tensor.described
-    made, memory = host_memory.empty(Described(dtype, shape if cut is None else cut.part(shape)))
-    memory[:] = memory_of(np.ascontiguousarray(tensor.read(cut)))
+def paddle_tensor(tensor: LazyTensor) -> Any:
+    """Reads a tensor as a Paddle tensor."""
+    made, memory = host_memory.empty(tensor.described)
+    memory[:] = memory_of(np.ascontiguousarray(tensor.read()))
     return made
 
 

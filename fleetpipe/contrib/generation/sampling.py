@@ -51,11 +51,11 @@ class Sampling(NamedTuple):
             place: The numbers that name this draw.
 
         Raises:
-            BoundaryError: The logits have a NaN.
+            BoundaryError: The logits have a NaN or an infinity, or no finite number.
         """
-        if np.isnan(logits).any():
+        if not math.isfinite(logits.max()):
             raise BoundaryError(
-                "the logits of a next token are NaN",
+                "the logits of a next token are NaN or infinite",
                 cause="a training that has diverged, or weights that were not loaded",
                 fix="fleetpipe.callbacks.LossMonitor(find_layer=True) names the first layer of it",
             )

@@ -73,6 +73,7 @@ def head() -> list[Any]:
         (lambda: returning(lambda x: x[:, 0]), {}, ConfigError, r"paddle.float32 \[1, 16\]"),
         (lambda: returning(lambda x: x), {"cache": True}, ConfigError, "cache=True(.|\n)*layer 6"),
         (lambda: returning(lambda x: x * math.nan), {}, BoundaryError, "next token are NaN"),
+        (lambda: returning(lambda x: x.abs() * math.inf), {}, BoundaryError, "or infinite"),
         (head, {"loss": VocabularyLoss()}, ConfigError, "and a VocabularyHead"),
     ],
 )
