@@ -15,7 +15,9 @@ from fleetpipe.dygraph.batch.units import WHOLE
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from tests.contrib.slices import sliced
+from tests.dygraph.train.test_schedules import check
 from tests.pipelines import ROWS, job, pipeline, sgd
+from tests.transport.late import stand_in
 
 MICRO_BATCHES = 3
 
@@ -208,3 +210,9 @@ def test_nothing_is_kept_outside_of_slices() -> None:
     layer = Silent()
     slices.keep(layer, 1)
     assert slices.earlier(layer) == []
+
+
+def test_over_the_late_and_poisoned_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    hubs = stand_in(monkeypatch)
+    check(sliced.MODEL, 4, "Seq1F1B")
+    assert hubs

@@ -31,6 +31,7 @@ from tests.static.networks import (
     strategy_of,
     unsplit,
 )
+from tests.transport.late import stand_in
 
 
 def momentum(rate: Any = 0.1, **more: Any) -> Any:
@@ -318,3 +319,13 @@ def test_a_trace_has_the_actions_of_the_schedule(tmp_path: Path, caplog: LogCapt
     document = json.loads((tmp_path / "new" / "trace.json").read_text())
     rows = build("1F1B", ranks=2, micro_batches=4).actions
     assert actions(document, 2) == [[str(action) for action in row] * 2 for row in rows]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("schedule", ["F-then-B", "1F1B", "ZBH1"])
+def test_over_the_late_and_poisoned_transport(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hubs = stand_in(monkeypatch)
+    compare(mlp(3, norm=True), momentum, strategy_of(schedule))
+    assert hubs
