@@ -1,16 +1,24 @@
-"""Members of Fleet's ``PipelineLayer`` that users expect, and that nothing else here uses."""
+"""Members of Fleet's ``PipelineLayer`` that users expect, and that little else here uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fleetpipe.aliases import Layer, Nest
+from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.entries import shared_attributes
 from fleetpipe.dygraph.layers.tied import SharedLayer
+from fleetpipe.dygraph.model.owned_stages import OwnedStages
+from fleetpipe.dygraph.state.model_on_ranks import ModelOnRanks
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, sharing_group
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.job.job import Job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.device import device_id
+from fleetpipe.partition import Partition
+from fleetpipe.schedules import Placement
 
 _OF_THE_WRAPPER = ("train_batch", "eval_batch", "predict_batch", "forward_backward_pipeline")
 
@@ -100,3 +108,111 @@ def refuse_schedule_nodes(_model: Layer, *_arguments: Any) -> NoReturn:
         "fleetpipe's engine needs no schedule nodes",
         fix="choose a schedule with pipeline_configs['schedule_mode'], DualPipeV for instance",
     )
+
+
+class FleetFace(ModelOnRanks):
+    """What users of Fleet's ``PipelineLayer`` read and call beside training.
+
+    Attributes:
+        layers: The list of layers as the user gave it.
+        segment_parts: The first layer of each stage, then the number of layers.
+        run_function: The built layers and functions of this process, in order.
+        shared_comm: By key, the shared layers of which other ranks have copies too. Each has the
+            ``ranks`` of the job, the ``group`` in the pipeline, the names ``weight_attr`` of the
+            weights, and the ``layer``.
+        device_id: This process's device.
+        global_rank: This process's rank in the job.
+    """
+
+    placement: Placement
+    partition: Partition
+    owned_stages: OwnedStages
+    _layers_desc: list[Any]
+    _owned: Sequence[int]
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Makes the stages run the layers that the model has now."""
+
+    def _set_fleet_attributes(
+        self, shared: Mapping[int, SharedLayer], layers: Mapping[str, Layer]
+    ) -> None:
+        """Sets the attributes that users of Fleet's class read."""
+        stages = [self.partition.range_of(stage) for stage in self._owned]
+        self.layers = self._layers_desc
+        self._num_layers = len(self._layers_desc)
+        self._num_virtual_pipeline_stages = self.placement.chunks
+        self.segment_parts = list(self.partition.boundaries)
+        self._start_poss = [layers.start for layers in stages]
+        self._end_poss = [layers.stop for layers in stages]
+        self._start_pos, self._end_pos = self._start_poss[0], self._end_poss[-1]
+        self.device_id = device_id()
+        self.global_rank = paddle.distributed.get_rank()
+        self._list_functions(shared)
+        self.shared_comm = shared_comm(
+            self._layers_desc, shared, layers, self._shared_weights.weights, self._job
+        )
+
+    def _list_functions(self, shared: Mapping[int, SharedLayer]) -> None:
+        """Lists the layers that run, for users of Fleet.
+
+        Args:
+            shared: The shared layers, by each of their numbers.
+        """
+        keys = {index: layer.key for index, layer in shared.items()}
+        self._model_chunks = [
+            PipelineLayerChunk(self.owned_stages.layers(stage), keys)
+            for stage in (self._owned if self.placement.chunks > 1 else ())
+        ]
+        self._show(self.owned_stages.functions.values())
+
+    def _show(self, functions: Iterable[Callable[..., Nest]]) -> None:
+        self._shown = tuple(functions)
+        self.run_function = list(self._shown)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a parameter, a buffer or a sublayer, as ``nn.Layer`` does.
+
+        Raises:
+            NotWrapped: It is a method of what ``fleet.distributed_model`` returns.
+        """
+        refuse_methods_of_the_wrapper(self, name)
+        return super().__getattr__(name)
+
+    def get_stage_from_index(self, layer_idx: int) -> int:
+        """Returns the pipeline rank that owns layer ``layer_idx`` of the whole list."""
+        return self.placement.rank_of(self.partition.stage_of(layer_idx))
+
+    def get_num_virtual_stages(self) -> int:
+        """Returns the number of chunks on each rank."""
+        return self.placement.chunks
+
+    def get_model_chunks(self) -> list[PipelineLayerChunk] | None:
+        """Returns the chunks of this process in the order of the model; None if v is 1.
+
+        A rank has v chunks; a process that plays all ranks has all p * v chunks.
+        """
+        return self._model_chunks or None
+
+    def forward_function(self, start: int, end: int) -> Callable[..., Nest]:
+        """Returns a function that runs a part of ``run_function``, without recomputing.
+
+        Args:
+            start: The place in ``run_function`` of the first layer of the part.
+            end: The place behind the last layer of the part.
+        """
+        return in_sequence(self.run_function[start:end])
+
+    def update_run_function(self, chunk_id: int | None) -> None:
+        """Makes ``run_function`` list the layers of one chunk; None changes nothing.
+
+        Raises:
+            ConfigError: There is no such chunk.
+        """
+        self.follow()
+        if chunk_id is not None:
+            require_chunk(chunk_id, len(self._model_chunks))
+            self._show(self._model_chunks[chunk_id].get_run_function())
+
+    get_schedule_chunk = refuse_schedule_nodes
+    build_schedule_nodes = refuse_schedule_nodes

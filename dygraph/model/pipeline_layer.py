@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,7 @@ from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers import entries, tied
-from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.run_stage import checked_interval
-from fleetpipe.dygraph.model import fleet_face
 from fleetpipe.dygraph.model.additions import refuse_own_forward, refuse_unlisted, refuse_untied
 from fleetpipe.dygraph.model.arrangement import (
     Arrangement,
@@ -33,9 +31,9 @@ from fleetpipe.dygraph.model.arrangement import (
     own_stages,
     topology_of,
 )
+from fleetpipe.dygraph.model.fleet_face import FleetFace, require_chunk
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.owned_stages import OwnedStages
-from fleetpipe.dygraph.state.model_on_ranks import ModelOnRanks
 from fleetpipe.dygraph.state.single_model import single_model
 from fleetpipe.dygraph.state.tied_weights import equal_copies, holders
 from fleetpipe.dygraph.state.whole_state import ModelState
@@ -45,7 +43,6 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.device import device_id
 from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.meta_parallel import LOSS_FUNCTIONS_ARE_A_LIST
 from fleetpipe.paddle_types import CommunicateTopology
@@ -57,7 +54,7 @@ if TYPE_CHECKING:
 _log = log.logger(__name__)
 
 
-class PipelineLayer(ModelOnRanks):
+class PipelineLayer(FleetFace):
     """A list of layers that is cut into stages, with the layers of this process's stages.
 
     A process of several owns the stages of one rank, and a single process owns all stages.
@@ -75,15 +72,13 @@ class PipelineLayer(ModelOnRanks):
         placement: The rank of each stage.
         partition: The layers of each stage.
         owned_stages: Runs the layers of this process's stages.
-        layers: The list of layers as the user gave it.
-        segment_parts: The first layer of each stage, then the number of layers.
-        run_function: The built layers and functions of this process, in order.
-        shared_comm: By key, the shared layers of which other ranks have copies too. Each has the
-            ``ranks`` of the job, the ``group`` in the pipeline, the names ``weight_attr`` of the
-            weights, and the ``layer``.
-        device_id: This process's device.
-        global_rank: This process's rank in the job.
     """
+
+    #: All layers and parameters that were met last.
+    _tree: Sequence[Any] = ()
+    version = 0
+    #: The layers that were in evaluation by themselves when the model was put there as a whole.
+    _evaluating: Sequence[Layer] = ()
 
     def __init__(
         self,
@@ -156,6 +151,7 @@ class PipelineLayer(ModelOnRanks):
             # Sizes that cannot be cut are refused on every rank, before any waits for another.
             list(self._blueprints)
         self._tied = tied.find(self._layers_desc, self._blueprints)
+        self._shared_layers = {index: layer for layer in self._tied for index in layer.indices}
         self.arrangement = Arrangement(
             *(self._num_stages, num_virtual_pipeline_stages, use_dualpipev, plan),
             head=len(self._layers_desc) > len(described),
@@ -191,9 +187,9 @@ class PipelineLayer(ModelOnRanks):
         indices = [index for stage in self._owned for index in self.partition.range_of(stage)]
         self._registered = built = tied.build(self._layers_desc, indices, self._tied)
         built.register(self)
-        shared = {index: layer for layer in self._tied for index in layer.indices}
         self.state = ModelState(
-            self, self._layers_desc, self._blueprints, shared, built, self.partition, self.holders
+            *(self, self._layers_desc, self._blueprints, self._shared_layers, built),
+            *(self.partition, self.holders),
         )
         weights = holders(self._tied, self.get_stage_from_index)
         self._shared_weights = equal_copies(
@@ -205,23 +201,7 @@ class PipelineLayer(ModelOnRanks):
             *(self._recompute_interval, self._recompute),
         )
         self.owned_stages.take(built.functions, self._loss_fn)
-        self._set_fleet_attributes(shared, built.shared)
-
-    def _list_functions(self, keys: Mapping[int, str]) -> None:
-        """Lists the layers that run, for users of Fleet.
-
-        Args:
-            keys: The keys of shared layers, by each of their numbers.
-        """
-        self._model_chunks = [
-            PipelineLayerChunk(self.owned_stages.layers(stage), keys)
-            for stage in (self._owned if self.placement.chunks > 1 else ())
-        ]
-        self._show(self.owned_stages.functions.values())
-
-    def _show(self, functions: Iterable[Callable[..., Nest]]) -> None:
-        self._shown = tuple(functions)
-        self.run_function = list(self._shown)
+        self._set_fleet_attributes(self._shared_layers, built.shared)
 
     def follow(self) -> None:
         """Makes the stages run the layers that the model has now.
@@ -241,11 +221,10 @@ class PipelineLayer(ModelOnRanks):
         if len(tree) == len(self._tree) and all(map(operator.is_, tree, self._tree)):
             return
         self._registered.follow(self)
-        shared = {index: layer for layer in self._tied for index in layer.indices}
         parameters = self.state.own_parameters()
         refuse_untied(parameters, self._first, self._tied, self.get_stage_from_index)
         self.owned_stages.take(self._registered.functions, self._loss_fn)
-        self._list_functions({index: layer.key for index, layer in shared.items()})
+        self._list_functions(self._shared_layers)
         # They are kept: no other object gets the address of one that is gone.
         self._tree, self.version = tree, self.version + 1
 
@@ -284,43 +263,9 @@ class PipelineLayer(ModelOnRanks):
         rank_of = self.placement.rank_of
         return HiddenUses(functions, owners, names, rank_of, here)
 
-    def _set_fleet_attributes(
-        self, shared: Mapping[int, tied.SharedLayer], layers: Mapping[str, Layer]
-    ) -> None:
-        """Sets the attributes that users of Fleet's class read."""
-        stages = [self.partition.range_of(stage) for stage in self._owned]
-        self.layers = self._layers_desc
-        self._num_layers = len(self._layers_desc)
-        self._num_virtual_pipeline_stages = self.placement.chunks
-        self.segment_parts = list(self.partition.boundaries)
-        self._start_poss = [layers.start for layers in stages]
-        self._end_poss = [layers.stop for layers in stages]
-        self._start_pos, self._end_pos = self._start_poss[0], self._end_poss[-1]
-        self.device_id = device_id()
-        self.global_rank = paddle.distributed.get_rank()
-        self._list_functions({index: layer.key for index, layer in shared.items()})
-        self.shared_comm = fleet_face.shared_comm(
-            self._layers_desc, shared, layers, self._shared_weights.weights, self._job
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns a parameter, a buffer or a sublayer, as ``nn.Layer`` does.
-
-        Raises:
-            NotWrapped: It is a method of what ``fleet.distributed_model`` returns.
-        """
-        fleet_face.refuse_methods_of_the_wrapper(self, name)
-        return super().__getattr__(name)
-
     def companion(self, pipeline: Layer) -> BatchObserver | None:
         """Returns an observer that trains a reference beside the first batches of the wrapper."""
         return None
-
-    #: All layers and parameters that were met last.
-    _tree: Sequence[Any] = ()
-    version = 0
-    #: The layers that were in evaluation by themselves when the model was put there as a whole.
-    _evaluating: Sequence[Layer] = ()
 
     def begin(self, training: bool) -> None:
         """Switches the model to training or evaluation for a batch, with its present layers.
@@ -378,7 +323,7 @@ class PipelineLayer(ModelOnRanks):
         """
         self.follow()
         if chunk_id is not None:
-            fleet_face.require_chunk(chunk_id, len(self._model_chunks))
+            require_chunk(chunk_id, len(self._model_chunks))
         stages = self.owned_stages
         for stage in self._owned if chunk_id is None else (self._owned[chunk_id],):
             input = stages.function(stage)(input, None)
@@ -424,10 +369,6 @@ class PipelineLayer(ModelOnRanks):
             parameters += layer.parameters()
         return list({id(parameter): parameter for parameter in parameters}.values())
 
-    def get_stage_from_index(self, layer_idx: int) -> int:
-        """Returns the pipeline rank that owns layer ``layer_idx`` of the whole list."""
-        return self.placement.rank_of(self.partition.stage_of(layer_idx))
-
     def stage_table(self) -> str:
         """Returns a table of all stages: rank, layers, parameters. Not collective."""
         return self.counted_partition().table(self.placement.rank_of)
@@ -444,47 +385,12 @@ class PipelineLayer(ModelOnRanks):
 
     def _layer_files(self) -> LayerFiles:
         files_of_list = pkgutil.resolve_name("fleetpipe.dygraph.state.files:files_of_list")
-        shared = {index: layer for layer in self._tied for index in layer.indices}
         files: LayerFiles = files_of_list(
-            *(self._layers_desc, self._registered.functions, shared),
+            *(self._layers_desc, self._registered.functions, self._shared_layers),
             *(self.partition, self.placement, self._job),
             SoleGroup if self._job is None else self._job.group,
         )
         return files
-
-    def get_num_virtual_stages(self) -> int:
-        """Returns the number of chunks on each rank."""
-        return self.placement.chunks
-
-    def get_model_chunks(self) -> list[PipelineLayerChunk] | None:
-        """Returns the chunks of this process in the order of the model; None if v is 1.
-
-        A rank has v chunks; a process that plays all ranks has all p * v chunks.
-        """
-        return self._model_chunks or None
-
-    def forward_function(self, start: int, end: int) -> Callable[..., Nest]:
-        """Returns a function that runs a part of ``run_function``, without recomputing.
-
-        Args:
-            start: The place in ``run_function`` of the first layer of the part.
-            end: The place behind the last layer of the part.
-        """
-        return fleet_face.in_sequence(self.run_function[start:end])
-
-    def update_run_function(self, chunk_id: int | None) -> None:
-        """Makes ``run_function`` list the layers of one chunk; None changes nothing.
-
-        Raises:
-            ConfigError: There is no such chunk.
-        """
-        self.follow()
-        if chunk_id is not None:
-            fleet_face.require_chunk(chunk_id, len(self._model_chunks))
-            self._show(self._model_chunks[chunk_id].get_run_function())
-
-    get_schedule_chunk = fleet_face.refuse_schedule_nodes
-    build_schedule_nodes = fleet_face.refuse_schedule_nodes
 
     def holders(self) -> Group:
         """Returns the ranks that together hold all stages and experts of this model."""
