@@ -9,9 +9,10 @@
     reduce_scatter          gather_parts
 
 The first four are f and g of Megatron-LM (arXiv:1909.08053). The others replace them if members
-hold parts of the sequence between layers (arXiv:2205.05198). Every collective of a layer goes
-through this file, and so do their errors: Paddle turns an error in backward into an ``OSError``,
-from which :func:`own_errors` restores the original.
+hold parts of the sequence between layers (arXiv:2205.05198). A group is Paddle's or fleetpipe's;
+tensors have one shape on all of its members. Every collective of a layer goes through this file,
+and so do their errors: Paddle turns an error in backward into an ``OSError``, from which
+:func:`own_errors` restores the original.
 """
 
 from __future__ import annotations
@@ -114,10 +115,6 @@ def all_reduce(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns the sum of all members' tensors, with the same bits on each. Collective.
 
     The gradient of the sum, the same on all members, is the gradient of each summand.
-
-    Args:
-        tensor: A tensor of the same shape on every member.
-        group: Paddle's group or fleetpipe's.
     """
     return _apply(tensor, group, groups.total, _copy)
 
@@ -127,7 +124,7 @@ def split(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
 
     Args:
         tensor: A tensor that is the same on every member, whose axis the number of members divides.
-        group: Paddle's group or fleetpipe's.
+        group: The members.
         axis: The axis that is cut.
 
     Raises:
@@ -140,11 +137,6 @@ def gather(tensor: Tensor, group: PaddleGroup, axis: int = -1) -> Tensor:
     """Returns all members' tensors joined along an axis. Collective.
 
     The layers behind must do the same on every member: each keeps its shard of the gradient.
-
-    Args:
-        tensor: A tensor of the same shape on every member.
-        group: Paddle's group or fleetpipe's.
-        axis: The axis that is joined.
     """
     return _apply(tensor, group, partial(_join, axis=axis), partial(_own_shard, axis=axis))
 
@@ -153,21 +145,12 @@ def gather_parts(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns all members' tensors joined along the first axis. Collective, in backward too.
 
     The layers behind may differ on every member: each gets its part of the sum of all gradients.
-
-    Args:
-        tensor: A tensor of the same shape on every member.
-        group: Paddle's group or fleetpipe's.
     """
     return _apply(tensor, group, _join, part_of_total)
 
 
 def reduce_scatter(tensor: Tensor, group: PaddleGroup) -> Tensor:
     """Returns this member's part of the sum of all members' tensors. Collective, backward too.
-
-    Args:
-        tensor: A tensor of the same shape on every member; the number of members divides its first
-            axis.
-        group: Paddle's group or fleetpipe's.
 
     Raises:
         UsageError: The first axis cannot be cut into equal parts.

@@ -232,15 +232,10 @@ class Job(MeshGroups):
         return self._watch.limit(2 * self.timeout, "", self.pipeline_ranks())
 
     def require_agreement(self, facts: Mapping[str, str]) -> None:
-        """Checks that all ranks have the same facts. Collective over the job.
-
-        Args:
-            facts: What must be the same on all ranks, by subject.
+        """Checks that all ranks have the same facts, by subject. Collective over the job.
 
         Raises:
-            ConfigError: Some rank has other facts; the message shows both sides. Every rank raises.
-            PeerFailed: Some rank failed, or ended before it arrived.
-            PipelineTimeout: Some rank did not arrive within the limit.
+            FleetPipeError: They have not; see :func:`agreement.require_agreement`.
         """
         if self._store is not None and not self.alone:
             self._agreements += 1

@@ -73,15 +73,7 @@ _stores: list[JobStore] = []
 
 
 def open_store_again(timeout: float, check: Callable[[], None]) -> JobStore:
-    """Opens the store of a job whose rank 0 is another process now. Collective over the job.
-
-    Args:
-        timeout: Seconds to wait for rank 0.
-        check: Called meanwhile; raises an error to end the wait.
-
-    Raises:
-        FleetPipeError: An error of :func:`open_store`.
-    """
+    """Opens the store, as :func:`open_store` does, of a job whose rank 0 is another process now."""
     for store in _stores:
         store.close()
     _stores.clear()

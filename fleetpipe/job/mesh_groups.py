@@ -39,11 +39,7 @@ class MeshGroups(ABC):
     def __init__(self, mesh: Mesh, hcg: Any, local: bool, fused_copies: Any) -> None:
         """Stores the places of all ranks; groups are created at their first use.
 
-        Args:
-            mesh: The places of all ranks.
-            hcg: The topology that the user sees.
-            local: Whether this one process plays all ranks.
-            fused_copies: Paddle's group of :meth:`copies`, if they span several axes.
+        ``fused_copies`` is Paddle's group of :meth:`copies`, if they span several axes.
         """
         self.mesh, self.degrees, self.hcg, self.local = mesh, mesh.degrees, hcg, local
         self._fused_copies = fused_copies

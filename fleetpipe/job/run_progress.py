@@ -41,14 +41,7 @@ class RunProgress:
         gradient_norm: Returns the gradient norm of the last step; None if it is not known.
         figures: Gets each step with its figures by name; None where nobody takes them away.
         folders: The folders in which the run is recorded.
-        stages: The stages that it runs.
-        replica: The number of its replica.
-        shard: Its place among the ranks that share its layers.
-        samples: Rows of a step, of all replicas.
-        held: The most forwards that it held in the last step.
-        held_cap: The most forwards that it may hold; None: no cap.
-        step: Steps that are done, in all attempts.
-        steps: Steps of the whole run; None if unknown.
+        stages, replica, shard, samples, held, held_cap, step, steps: See :class:`RankRecord`.
     """
 
     def __init__(self) -> None:

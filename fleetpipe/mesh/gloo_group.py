@@ -40,11 +40,7 @@ class GlooGroup(DirectGroup):
         self._limit = limit
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
-        """Replaces each tensor by the sum over all members. Collective.
-
-        Raises:
-            PipelineTimeout: Some member did not come within the limit.
-        """
+        """Replaces each tensor by the sum over all members. Collective."""
         from paddle.distributed import all_reduce
 
         if self.alone:
@@ -60,11 +56,7 @@ class GlooGroup(DirectGroup):
                     tensor.set_value(total.astype(tensor.dtype))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Replaces each tensor by the one of the member named beside it. Collective.
-
-        Raises:
-            PipelineTimeout: Some member did not come within the limit.
-        """
+        """Replaces each tensor by the one of the member named beside it. Collective."""
         from paddle.distributed import broadcast
 
         if self.alone:

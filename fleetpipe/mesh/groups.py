@@ -113,7 +113,6 @@ class Reduction:
         """Waits for the parts of all members; returns their sum.
 
         Raises:
-            PipelineTimeout: Some part did not come within the limit.
             UsageError: They differ in shape or dtype, or are bools.
         """
         return added_up(self._gathering.values(), self._rank)
@@ -193,11 +192,7 @@ class DirectGroup(Group):
         self._begun: list[_DirectGathering] = []
 
     def broadcast(self, value: Value, source: int) -> Value:
-        """Returns the value of member ``source`` on every member. Collective.
-
-        Raises:
-            PipelineTimeout: The value did not come within the limit.
-        """
+        """Returns the value of member ``source`` on every member. Collective."""
         if self.alone:
             return value
         if self.rank != source:
@@ -225,20 +220,12 @@ class DirectGroup(Group):
         return _Exchange(self._begin(self._exchange, outgoing[self.rank]))
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
-        """Replaces each tensor by the sum over all members, in their order. Collective.
-
-        Raises:
-            PipelineTimeout: Some member did not come within the limit.
-        """
+        """Replaces each tensor by the sum over all members, in their order. Collective."""
         for tensor in () if self.alone else tensors:
             tensor.set_value(functools.reduce(add, self.all_gather(tensor.clone())))
 
     def broadcast_each(self, tensors: Sequence[tuple[Any, int]]) -> None:
-        """Replaces each tensor by the one of the member named beside it. Collective.
-
-        Raises:
-            PipelineTimeout: Some member did not come within the limit.
-        """
+        """Replaces each tensor by the one of the member named beside it. Collective."""
         for tensor, source in () if self.alone else tensors:
             # Sent as a copy: the tensor may change before it has left this process.
             copy = tensor.detach().clone() if source == self.rank else None
@@ -301,11 +288,7 @@ class _DirectGathering:
         return self.complete
 
     def values(self) -> list[Value]:
-        """Waits for the values of all members; returns them by member.
-
-        Raises:
-            PipelineTimeout: Some value did not come within the limit.
-        """
+        """Waits for the values of all members; returns them by member."""
         self._group.advance(self, wait=True)
         return [self.by_member[member] for member in range(self._group.ranks)]
 

@@ -117,11 +117,7 @@ class Plan(PlanRows):
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Reads the text form: a header and a line for each rank. Verifies nothing.
-
-        Raises:
-            ScheduleError: Names the line, the token and what was expected.
-        """
+        """Reads the text form, as :meth:`Schedule.parse` does. Verifies nothing."""
         return cls.of(read_plan(text))
 
     def __str__(self) -> str:

@@ -117,12 +117,7 @@ def lanes(
 ) -> tuple[dict[int, Lane], dict[int, Lane]]:
     """Connects this rank's directions to its neighbours. Collective over the pipeline.
 
-    Args:
-        view: This process's connections to the ranks of the pipeline.
-        groups: As for :func:`connect`.
-        store: As for :func:`connect`.
-        namespace: As for :func:`connect`.
-        timeout: As for :func:`connect`.
+    ``view`` has its connections to the ranks of the pipeline; the rest is as for :func:`connect`.
 
     Returns:
         Those in which it sends, and those in which it receives, by neighbour.

@@ -138,15 +138,7 @@ class Watch:
 
     @contextlib.contextmanager
     def guarding(self, where: Callable[[], str]) -> Iterator[None]:
-        """While it is open, failures elsewhere end this rank's waits, and its own reach all.
-
-        Args:
-            where: Describes what this rank is doing, for the messages of all; called on any thread.
-
-        Raises:
-            PeerFailed: Another rank failed; the message has its error and traceback.
-            PipelineTimeout: A wait reached its limit; the message says where every rank is.
-        """
+        """Does what ``Job.guarded`` does; ``where`` is called on any thread."""
         self.progress.action = where
         self.check()
         try:
