@@ -240,7 +240,7 @@ def resume(
     current, folder = job.current_job(), attempt_files.folder()
     if current is not None and current.alone:
         step, other_arguments = (
-            extra("healing.healing").restore(kept, current, folder, manager),
+            extra("healing.replacement").restore(kept, current, folder, manager),
             False,
         )
     else:

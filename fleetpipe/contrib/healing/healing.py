@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fleetpipe import log, systems
-from fleetpipe.checkpoint.contents.training_state import random_states, set_random_states
-from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.contrib.healing import records
 from fleetpipe.contrib.healing.joining import connect_again, require_going_on
+from fleetpipe.contrib.healing.taken import Taken
 from fleetpipe.contrib.kept_state.kept_state import KeptState
 from fleetpipe.errors import CheckpointError, FleetPipeError, PeerFailed, PipelineTimeout
 from fleetpipe.job import attempt_files, generation
@@ -262,41 +261,6 @@ class Healing:
         file.write_text(why, encoding="utf-8")
 
 
-def restore(kept: KeptState, job: Job, home: Path, manager: CheckpointManager) -> int:
-    """Restores a process that replaces a rank to the step of the others; returns that step.
-
-    Raises:
-        CheckpointError: The others are at different steps, or at one that this rank had not kept;
-            or the save of that step did not end.
-        PipelineTimeout: Some rank has not said within the limit at which step it is.
-    """
-    deadline = time.monotonic() + job.timeout
-    while True:
-        now = generation.current()
-        require_going_on(now)
-        # Those that began later, or with this one, have done nothing: they await this one.
-        ranks, began = range(job.degrees.size), generation.began()
-        awaited = {rank for rank in ranks if now.since.get(rank, 0) < began}
-        places = generation.places(home, now.number)
-        if awaited <= places.keys():
-            break
-        if time.monotonic() > deadline:
-            raise PipelineTimeout(f"ranks {sorted(awaited - places.keys())} did not come to heal")
-        time.sleep(_LOOK_SECONDS)
-    step, why = kept.newest_of_all(), ""
-    if step is None or not {step, step + 1}.issuperset(places.values()):
-        why = f"ranks are at other steps than {step}, the newest that all have kept"
-    elif max(manager.steps(), default=0) < manager.newest_due(step):
-        why = f"step {manager.newest_due(step)} is not saved"
-    if step is None or why:
-        (home / f"unhealed.{attempt_files.own_rank()}").write_text(why, encoding="utf-8")
-        raise CheckpointError(why, got=str(places))
-    kept.restore(step)
-    kept.forget_after(step)
-    _log.info(f"this process has the place of rank {attempt_files.own_rank()} after {step} steps")
-    return step
-
-
 def _changes(number: int) -> bool:
     """Waits a moment for the end of a generation; returns whether it has ended."""
     deadline = time.monotonic() + _CHANGE_SECONDS
@@ -321,27 +285,3 @@ class _Batch(NamedTuple):
     data: Any
     optimizer: Any
     before: Any
-
-
-class Taken:
-    """An iterator whose items can be taken once more, with what was drawn to make them."""
-
-    def __init__(self, items: Iterator[Any]) -> None:
-        self._items = items
-        self._taken: list[tuple[Any, Any]] = []
-        self._next = 0
-
-    def __iter__(self) -> Taken:
-        return self
-
-    def __next__(self) -> Any:
-        if self._next == len(self._taken):
-            self._taken.append((next(self._items), random_states()))
-        else:
-            set_random_states(self._taken[self._next][1])
-        self._next += 1
-        return self._taken[self._next - 1][0]
-
-    def begin_anew(self) -> None:
-        """Makes the next item the first one that was taken."""
-        self._next = 0

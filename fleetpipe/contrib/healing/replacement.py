@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from fleetpipe.errors import StateError
-from fleetpipe.job import meeting
+from fleetpipe import log
+from fleetpipe.checkpoint.manager import CheckpointManager
+from fleetpipe.contrib.healing.joining import require_going_on
+from fleetpipe.contrib.kept_state.kept_state import KeptState
+from fleetpipe.errors import CheckpointError, PipelineTimeout, StateError
+from fleetpipe.job import attempt_files, generation, meeting
 from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import ALONE, Job
 from fleetpipe.mesh.axes import Mesh
@@ -21,6 +27,8 @@ from fleetpipe.paddle_api.topology import beginning
 from fleetpipe.transport import ProcessGroupTransport, SocketTransport, View
 from fleetpipe.transport.base import PROCESS_GROUP
 
+_log = log.logger(__name__)
+_LOOK_SECONDS = 0.01
 #: The environment with which this process began; empty in one that replaces no rank.
 ENVIRONMENT: dict[str, str] = {}
 #: Variables that count when Paddle is loaded, which it was before the script could set them.
@@ -82,6 +90,41 @@ def begin_alone(
     job.begin_alone()
     job.endings.append(paddle_groups.share_store_again)
     return job
+
+
+def restore(kept: KeptState, job: Job, home: Path, manager: CheckpointManager) -> int:
+    """Restores a process that replaces a rank to the step of the others; returns that step.
+
+    Raises:
+        CheckpointError: The others are at different steps, or at one that this rank had not kept;
+            or the save of that step did not end.
+        PipelineTimeout: Some rank has not said within the limit at which step it is.
+    """
+    deadline = time.monotonic() + job.timeout
+    while True:
+        now = generation.current()
+        require_going_on(now)
+        # Those that began later, or with this one, have done nothing: they await this one.
+        ranks, began = range(job.degrees.size), generation.began()
+        awaited = {rank for rank in ranks if now.since.get(rank, 0) < began}
+        places = generation.places(home, now.number)
+        if awaited <= places.keys():
+            break
+        if time.monotonic() > deadline:
+            raise PipelineTimeout(f"ranks {sorted(awaited - places.keys())} did not come to heal")
+        time.sleep(_LOOK_SECONDS)
+    step, why = kept.newest_of_all(), ""
+    if step is None or not {step, step + 1}.issuperset(places.values()):
+        why = f"ranks are at other steps than {step}, the newest that all have kept"
+    elif max(manager.steps(), default=0) < manager.newest_due(step):
+        why = f"step {manager.newest_due(step)} is not saved"
+    if step is None or why:
+        (home / f"unhealed.{attempt_files.own_rank()}").write_text(why, encoding="utf-8")
+        raise CheckpointError(why, got=str(places))
+    kept.restore(step)
+    kept.forget_after(step)
+    _log.info(f"this process has the place of rank {attempt_files.own_rank()} after {step} steps")
+    return step
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ import paddle
 import pytest
 
 from fleetpipe.contrib.healing import records, replacement
-from fleetpipe.contrib.healing.healing import Healing, Taken, restore
+from fleetpipe.contrib.healing.healing import Healing
 from fleetpipe.contrib.healing.replacing import Healer
+from fleetpipe.contrib.healing.taken import Taken
 from fleetpipe.contrib.kept_state import kept_state
 from fleetpipe.errors import FleetPipeError, PeerFailed, StateError
 from fleetpipe.job import attempt_files, generation
@@ -208,7 +209,7 @@ def test_processes_that_replace_ranks_await_those_that_began_before_them(
         monkeypatch.setenv(generation.BEGAN, str(began))
         monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
         with pytest.raises(FleetPipeError, match=outcome):
-            restore(kept, job, home, None)  # type: ignore[arg-type]
+            replacement.restore(kept, job, home, None)  # type: ignore[arg-type]
 
 
 class Model:
