@@ -140,7 +140,11 @@ class RankData:
             BoundaryError: A value contains another kind of object.
             PipelineTimeout: Some rank did not come within the limit.
         """
-        with self._job.guarded(lambda: "sharing what the last stage has"):
+
+        def share() -> list[Nest]:
             values = self._job.replicas().all_gather(value) if self.owns_last else None
             shared: list[Nest] = self._job.group().broadcast(values, self.last_owner)
             return shared
+
+        everyone: list[Nest] = self._job.exchange("sharing what the last stage has", share)
+        return everyone

@@ -142,6 +142,8 @@ class PipelineFace(MetaParallelBase):
     """See :meth:`RankData.share`. Collective."""
     from_last_stage: Callable[[Nest], list[Nest]] = _of_runtime("data.from_last_stage")
     """See :meth:`RankData.from_last_stage`. Collective."""
+    pass_over_forwards: Callable[[], Keys | None] = _of_runtime("pass_over_forwards")
+    """See :meth:`Runtime.pass_over_forwards`."""
     require_running: Callable[[], Job] = _of_runtime("require_running")
     """See :meth:`Runtime.require_running`."""
     next_keys: Callable[[], Keys | None] = _of_runtime("keys.peek")

@@ -210,22 +210,28 @@ class PipelineParallel(PipelineFace):
             loss functions). Else a list with the output of each micro-batch on the rank that owns
             the last stage, and an empty list elsewhere.
         """
-        functions = required_functions(self._runtime, loss_fn_idx) if compute_loss else None
+        runtime = self._runtime
+        functions = required_functions(runtime, loss_fn_idx) if compute_loss else None
         data = unwrap(data)
-        batches = self._runtime.data.micro_batches(data, any_rows=True)
+        batches = runtime.data.micro_batches(data, any_rows=True)
         if functions is None and self.layers.placement.has_head:
             # Its parts would give their share of the loss for the logits that nobody has.
             batches = batches._replace(labels=None)
         # Only a whole batch knows of rows; an iterator's micro-batches all count alike.
         labels = data[1] if compute_loss and isinstance(data, (list, tuple)) else None
-        with run_forwards(self._runtime, batches, functions, labels) as batch:
-            if batch.losses is not None:
-                mean = self._runtime.config.loss_reduction == "mean"
+
+        def evaluate() -> Nest:
+            with run_forwards(runtime, batches, functions, labels) as batch:
+                if functions is None:
+                    outputs = batch.ordered_outputs()
+                    return [on_host(one) for one in outputs] if return_host_tensor else outputs
+                mean = runtime.config.loss_reduction == "mean"
                 counted = counted_in(labels) or len(batches.labels or ()) if mean else None
-                last_owner = self._runtime.data.last_owner
-                return self._runtime.reductions.share_losses(last_owner, counted=counted)
-            outputs = batch.ordered_outputs()
-            return [on_host(output) for output in outputs] if return_host_tensor else outputs
+                return runtime.reductions.share_losses(runtime.data.last_owner, counted=counted)
+
+        if functions is None:
+            return evaluate()
+        return runtime.job.share("an evaluation", evaluate, runtime.pass_over_forwards)
 
     def predict_batch(self, inputs: Nest, broadcast: bool = True) -> Nest:
         """Returns the model's output for a whole batch; leaves the layers in ``eval()`` mode.

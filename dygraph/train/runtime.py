@@ -15,6 +15,7 @@ from fleetpipe.dygraph.batch.rank_data import RankData
 from fleetpipe.dygraph.batch.units import WHOLE, Units, units_of
 from fleetpipe.dygraph.batch.weights import MicroBatchWeights
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.sums.refusals import refuse_beside_trees
 from fleetpipe.dygraph.train.engines import Engines
 from fleetpipe.dygraph.train.keys import BatchKeys
@@ -158,6 +159,12 @@ class Runtime:
         finally:
             self._running = False
             self.job.turn.release()
+
+    def pass_over_forwards(self) -> Keys | None:
+        """Does what a run forward does before it begins; returns the seeds of the batch."""
+        keys = self.keys.draw()
+        self.layers.begin(training=False)
+        return keys
 
     @contextmanager
     def running(

@@ -247,8 +247,11 @@ def run_forwards(
     runtime.require_running()
     runtime.job.require_others()
     runtime.data.require(batches, labelled=functions is not None)
-    keys = runtime.keys.draw()
-    runtime.layers.begin(training=False)
+    keys = runtime.pass_over_forwards()
+    if runtime.job.healing is not None:
+        # Without keys, layers may draw what is not drawn where the result is told.
+        why = "a batch runs forward whose outputs not all ranks have"
+        runtime.job.healing.hinder(why, alone=keys is not None)
     count = len(batches.inputs or ())
     if compares:
         with runtime.job.guarded(lambda: "evaluating"):

@@ -193,9 +193,13 @@ class CheckpointManager:
         """
         self._saver.claim(Ranks.of_job())
 
-    def begin_anew(self) -> None:
-        """Forgets what the ranks have agreed on, as one is another process now. Not collective."""
-        self._saver.begin_anew()
+    def begin_anew(self) -> int:
+        """Forgets what the ranks have agreed on, as one is another process now. Not collective.
+
+        Returns:
+            The step of a save that was under way, of which this rank's part is done; 0 for none.
+        """
+        return self._saver.begin_anew()
 
     def require_folder(self) -> None:
         """Makes the folder, before the first step that is to be saved. Not collective.

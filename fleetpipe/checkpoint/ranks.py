@@ -117,6 +117,8 @@ class Ranks:
         """
         if self.job is not None and self.job is not current_job():
             return [act()]  # the job has ended: what is left to do each rank does for itself
+        if self.job is not None and self.job.healing is not None:
+            self.job.healing.hinder("the script saves or restores within its step")
         guard = nullcontext() if self.job is None else self.job.guarded(lambda: what)
         with guard:
             value, failure, cause = _try(act)

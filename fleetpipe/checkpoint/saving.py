@@ -171,13 +171,14 @@ class Saver:
         what = f"saving step {writing.task.manifest.step}"
         if not wait and any(ranks.together(what, lambda: writing.running)):
             return
-        self._writing = None
         try:
             ranks.together(what, writing.end)
         except CheckpointError:
+            self._writing = None
             if ranks.rank == 0:
                 run_folder.remove_draft(writing.task.draft)
             raise
+        self._writing = None
 
     def claim(self, ranks: Ranks) -> None:
         """Makes rank 0 the writer of the folder. Collective over ``ranks``.
@@ -197,11 +198,18 @@ class Saver:
         if self._writing is None and self.owner is not None:
             self.owner.release()
 
-    def begin_anew(self) -> None:
-        """Drops a save that is under way, and what the ranks have told each other."""
+    def begin_anew(self) -> int:
+        """Drops a save that is under way, and what the ranks have told each other.
+
+        Returns:
+            The step of that save, which has ended if no rank's part is missing; 0 for none.
+        """
         self.finish()
+        step = 0 if self._writing is None else self._writing[1].task.manifest.step
         self._writing, self._seen = None, None
         self._plans.clear()
+        self._cleaned = False  # the next save removes the draft
+        return step
 
     def finish(self) -> None:
         """Waits for this rank's own writing alone; a failure is only logged."""

@@ -179,8 +179,8 @@ class Model(paddle.Model):
         Args:
             value: Tensors and plain values in tuples, lists and dicts.
         """
-        with self._job.guarded(lambda: "gathering what a callback passes"):
-            return self._job.everyone().all_gather(value)
+        gather = self._job.everyone().all_gather
+        return list(self._job.exchange("gathering what a callback passes", lambda: gather(value)))
 
     def train_batch(self, inputs: Nest, labels: Nest = None, update: bool = True) -> Nest:
         """Trains on one batch of this replica, of any number of rows.

@@ -127,6 +127,14 @@ class Runner:
 
     def evaluate(self, rows: Rows) -> float:
         """Returns the mean loss over the rows that count in all replicas; updates the metrics."""
+        loss, computed = self._job.share(
+            "an evaluation", lambda: self._evaluate(rows), self.pipeline.pass_over_forwards
+        )
+        self._counting.update(computed)
+        return float(loss)
+
+    def _evaluate(self, rows: Rows) -> tuple[float, list[Nest]]:
+        """Returns that loss, and what the metrics count."""
         # One row, which does not count, where this replica has none that does.
         kept = max(rows.real, 1)
         with self._forward_only(kept) as size:
@@ -136,13 +144,13 @@ class Runner:
             if labels is None:
                 labels = [None] * len(starts)
             loss = self.pipeline.eval_batch([inputs, labels], compute_loss=True)
-        self._counting.update(self._gather_results())
+        computed = self._gather_results()
         if rows.everywhere == rows.rows * self.pipeline.replicas.ranks:
-            return _number(loss)
+            return _number(loss), computed
         losses = self.pipeline.total_loss
         share = None if losses is None else [_number(_total(_on_host(losses[0]))) * rows.real]
         everyone = self.pipeline.from_last_stage(share)
-        return float(sum(share for (share,) in everyone) / rows.everywhere)
+        return float(sum(share for (share,) in everyone) / rows.everywhere), computed
 
     def predict(self, rows: Rows) -> list[np.ndarray]:
         """Returns the outputs for the rows that count in all replicas, in the dataset's order.
@@ -168,8 +176,8 @@ class Runner:
 
     def any_rank(self, wish: bool) -> bool:
         """Returns whether ``wish`` is true on any rank of the job. Collective."""
-        with self._job.guarded(lambda: "asking all ranks whether to stop"):
-            return any(self._job.everyone().all_gather(wish))
+        gather = self._job.everyone().all_gather
+        return any(self._job.exchange("asking all ranks whether to stop", lambda: gather(wish)))
 
     def _gather_results(self) -> list[Nest]:
         """Returns the results of the metrics' ``compute``, by replica. Collective with metrics."""

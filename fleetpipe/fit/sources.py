@@ -58,6 +58,8 @@ class BatchSource:
             ConfigError: Some ranks have more batches than others.
         """
         self._begin()
+        if self.job.healing is not None:
+            self.job.healing.counts = True
         positioned = isinstance(self.loader, DataLoader)
         left = None if self.samples is None else self.samples - taken * self.together
         items: Iterator[Nest] = iter(
@@ -84,11 +86,14 @@ class BatchSource:
 
     def _begin(self) -> None:
         """Checks that all ranks have equally many batches, and synchronizes random states."""
+        gather = self.job.everyone().all_gather
+        lengths = self.job.exchange("beginning to read data", lambda: gather(self.steps))
         with self.job.guarded(lambda: "beginning to read data"):
-            lengths = self.job.everyone().all_gather(self.steps)
             if None not in lengths and len({*lengths}) > 1:
                 raise _unequal(f"batches by rank: {', '.join(map(str, lengths))}")
             if not isinstance(self.loader, DataLoader):
+                if self.job.healing is not None:
+                    self.job.healing.hinder("random states are shared, as a pass over data begins")
                 # Samplers draw from NumPy's and Python's generators, which nobody has seeded alike.
                 states = random_keys.PythonStates()
                 for axes in (("pp",), SHARDS, ("sep", "cp")):
@@ -97,8 +102,9 @@ class BatchSource:
 
     def _in_step(self, rows: Rows | None, number: int) -> Rows | None:
         """Checks that all ranks have a batch, or none; counts the rows of all replicas."""
-        with self.job.guarded(lambda: "asking all ranks whether the data go on"):
-            counts = self.job.everyone().all_gather(None if rows is None else rows.rows)
+        what, count = "asking all ranks whether the data go on", None if rows is None else rows.rows
+        counts = self.job.exchange(what, lambda: self.job.everyone().all_gather(count))
+        with self.job.guarded(lambda: what):
             if None in counts and {*counts} != {None}:
                 ended = [rank for rank, rows_of_rank in enumerate(counts) if rows_of_rank is None]
                 raise _unequal(

@@ -14,8 +14,8 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe.errors import StateError
@@ -246,6 +246,44 @@ class Job(MeshGroups):
     def begin_alone(self) -> None:
         """Makes this process, which replaces a rank, meet nobody until it is connected."""
         self.local, self.alone = False, True
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """While it is open, this process takes its own values for those of the others."""
+        before = self.alone
+        try:
+            self._set_alone(True)
+            yield
+        finally:
+            self._set_alone(before)
+
+    def _set_alone(self, alone: bool) -> None:
+        self.alone = alone
+        for group in self._groups.values():
+            if isinstance(group, DirectGroup):
+                group.alone = alone
+
+    def share(
+        self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] = tuple
+    ) -> Any:
+        """Returns what ``act`` returns, which is the same on all ranks. Collective.
+
+        Args:
+            what: Says what it does, for messages.
+            act: Meets the other ranks; it can be repeated.
+            pass_over: Does what else it does to this process, where the others have done it before
+                this process took the place of one of them.
+        """
+        return act() if self.healing is None else self.healing.share(what, act, pass_over)
+
+    def exchange(self, what: str, act: Callable[[], Any]) -> Any:
+        """Does the same as :meth:`share`, and has ``act`` :meth:`guarded`."""
+
+        def guarded() -> Any:
+            with self.guarded(lambda: what):
+                return act()
+
+        return self.share(what, guarded)
 
     def connect_again(self, store: Store, watch: Watch, joined: Joined, prefix: str) -> None:
         """Puts new connections in the place of those over which a rank was lost.

@@ -103,11 +103,16 @@ class Run:
         current = job.current_job()
         if current is not None:
             current.progress.expect(self.step, until)
+        healing = None if current is None else current.healing
+        if healing is not None:
+            healing.counts = True
         try:
             while self.step < until:
                 self._write_begun(self.step + 1)
                 yield self.step
                 self.done()
+            if current is not None and healing is not None and current.alone:
+                healing.meet()  # the others end their last step
         finally:
             self._manager.release()
             # Behind the loop, in a notebook say, Ctrl-C is what it was.
@@ -129,27 +134,35 @@ class Run:
         self.step += 1
         if self._kept is not None:
             self._kept.keep(self.step)
-        ended = False
+        current, ended = job.current_job(), False
+        healing = None if current is None else current.healing
+        if healing is not None:
+            healing.counts = False
         while not ended:
             try:
                 stop = self._stopping.agree()
                 self._manager.save(self.step, force=stop, **self._state)
             except (PeerFailed, PipelineTimeout) as error:
-                current = job.current_job()
-                if current is None or current.healing is None:
+                if healing is None:
                     raise
                 # A process that replaces a rank ends this step with the others if it did it.
-                ended, stop = not current.healing.heal(error), False
+                ended, stop = not healing.heal(error), False
             else:
                 ended = True
+        if healing is not None:
+            healing.counts = True
         if stop:
             self._leave()
         self._write_begun(self.step + 1)
 
-    def meet_anew(self) -> None:
-        """Begins what the ranks exchange from step to step anew, as a replacement of one does."""
+    def meet_anew(self) -> int:
+        """Begins what the ranks exchange from step to step anew, as a replacement of one does.
+
+        Returns:
+            The step of a save that was under way, and may have ended or not; 0 for none.
+        """
         self._stopping.begin_anew()
-        self._manager.begin_anew()
+        return self._manager.begin_anew()
 
     def agree_once_more(self) -> None:
         """Tells the ranks whether this one was asked to stop, as after a step."""
@@ -239,17 +252,15 @@ def resume(
     kept = extra("kept_state.kept_state").KeptState.asked_for(Objects(**state), Ranks.of_job())
     current, folder = job.current_job(), attempt_files.folder()
     if current is not None and current.alone:
-        step, other_arguments = (
-            extra("healing.replacement").restore(kept, current, folder, manager),
-            False,
-        )
+        step, other_arguments = extra("healing.replacement").restore(kept, current, folder), False
     else:
         step, other_arguments = _go_on(state, manager, kept)
     run = Run(step, state, manager, kept)
     run.other_arguments = other_arguments
     heals = generation.asked_for() and kept is not None
     if heals and current is not None and not current.local:
-        current.healing = extra("healing.healing").Healing(current, run, kept, folder, model)
+        healing = extra("healing.healing").Healing
+        current.healing = healing(current, run, kept, folder, model, manager)
     return run
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fleetpipe import log, systems
+from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.contrib.healing import records
 from fleetpipe.contrib.healing.joining import connect_again, require_going_on
 from fleetpipe.contrib.healing.taken import Taken
@@ -36,17 +37,46 @@ class Running(Protocol):
 
     step: int
 
-    def meet_anew(self) -> None:
-        """Begins what the ranks exchange from step to step anew."""
+    def meet_anew(self) -> int:
+        """Begins what the ranks exchange from step to step anew; returns a step not yet saved."""
 
     def agree_once_more(self) -> None:
         """Exchanges what the ranks exchange after a step; waits for none."""
 
 
-class Healing:
-    """Makes good the death of a rank where all others can go on from the same step."""
+class StepCall(NamedTuple):
+    """What all ranks do together in a step: a script does the same there in whichever process.
 
-    def __init__(self, job: Job, run: Running, kept: KeptState, home: Path, model: Any) -> None:
+    Attributes:
+        step: How many steps were done before.
+        number: The number of the call in its step.
+        what: Says what it does.
+    """
+
+    step: int
+    number: int
+    what: str
+
+
+class Healing:
+    """Makes good the death of a rank where all others can go on from the same step.
+
+    Training goes back to the last step that is kept. What else the ranks did together since then
+    has one result on all of them, which the process that replaces a rank is told.
+
+    Attributes:
+        counts: Whether the script is within its steps, in which calls are counted.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        run: Running,
+        kept: KeptState,
+        home: Path,
+        model: Any,
+        manager: CheckpointManager,
+    ) -> None:
         """Prepares to heal.
 
         Args:
@@ -55,9 +85,18 @@ class Healing:
             kept: The states after its last steps.
             home: The folder of the attempt.
             model: The model that is kept.
+            manager: Saves the run.
         """
         self._job, self._run, self._kept, self._home, self._model = job, run, kept, home, model
-        self._number = 0
+        self._manager, self._number = manager, 0
+        self.counts = self._within = False
+        self._call = StepCall(0, -1, "")
+        #: Of the calls of the last steps.
+        self._results: dict[StepCall, Any] = {}
+        #: Up to this step the ranks make sure that they do the same.
+        self._doubted = -1
+        #: The last step with something that no process can be told.
+        self._hindrance = -1, ""
         #: The generation in which the process began that serves the job's store; this one, if new.
         self._served_by = generation.current().since.get(0, 0) if job.alone else 0
         self._last: _Batch | None = None
@@ -69,7 +108,7 @@ class Healing:
             # Told before a rank dies: what connects such groups cannot be made anew.
             self._tell_unhealed("the ranks' groups are not Gloo's")
         #: What the processes before had of their last batches, of one that replaces a rank.
-        self._earlier = records.read(home) if job.alone else {}
+        self._earlier, self._joins = records.read(home) if job.alone else {}, job.alone
         job.be_patient()
 
     def refuse(self, why: str) -> None:
@@ -80,7 +119,7 @@ class Healing:
         """Refuses to heal where a batch has what cannot be done once more; see ``Recovery``."""
         if model is not self._model:
             self.refuse("another model trains than the one that is kept")
-        if self._last is not None and self._last.step == self._run.step:
+        if self._last is not None and self._last.call.step == self._run.step:
             self.refuse("a step of the run has several batches")
         if scaler is not None and scaler.is_enable():
             self.refuse("a GradScaler scales the loss")
@@ -104,41 +143,111 @@ class Healing:
             PeerFailed: A rank died, and the job cannot heal.
             PipelineTimeout: A wait has ended, and no rank is silent.
         """
+        self.counts = True
         data = Taken(data) if hasattr(type(data), "__next__") else data
-        batch = _Batch(self._run.step, begin, data, optimizer, self._kept.collect())
-        begun = begin(data)
-        record = records.record_of(begun, batch.before, self._kept.generators)
-        records.write(self._home, batch.step, record)
+        batch = _Batch(self._next("a training batch"), begin, data, optimizer, self._kept.collect())
+        # What the others compared at their first batch, this process does not ask them again.
+        with self._job.apart() if self._joins else contextlib.nullcontext():
+            begun = begin(data)
+        batch = batch._replace(record=records.record_of(begun, batch.before, self._kept.generators))
+        records.write(self._home, batch.call.step, batch.record)
         if self._job.alone:
-            self._require_batch_of_rank(batch.step, record)
-            self._meet()
+            self.meet()
         while True:
             try:
-                self._run_once(begun, optimizer)
+                self._run_once(batch, begun)
             except (PeerFailed, PipelineTimeout) as error:
-                if self.heal(error):
-                    # As the process does that has done the step before for the first time.
-                    self._run.agree_once_more()
+                self._heal_in_step(error)
                 self._go_back(batch)
                 begun = begin(data)
             else:
-                self._last = batch
+                self._last, self._joins = batch, False
                 return begun
 
-    def _run_once(self, begun: Any, optimizer: Any) -> None:
-        begun.train(optimizer)
+    def _run_once(self, batch: _Batch, begun: Any) -> None:
+        everyone = self._require_same(batch.call, batch.record)
+        if self._joins:
+            self._require_batch_of_rank(batch, everyone)
+        begun.train(batch.optimizer)
         with self._job.guarded(lambda: "ending the step on all ranks"):
             self._job.everyone().all_gather(None)
 
-    def _require_batch_of_rank(self, step: int, record: records.Record) -> None:
+    def share(self, what: str, act: Callable[[], Any], pass_over: Callable[[], object]) -> Any:
+        """Returns what ``act`` returns, after the death of a rank, too; see ``Job.share``.
+
+        Raises:
+            CheckpointError: The ranks do different things since a process replaced another.
+            PeerFailed: A rank died, and the job cannot heal.
+            PipelineTimeout: A wait has ended, and no rank is silent.
+        """
+        if self._within or not self.counts:
+            return act()
+        call, before = self._next(what), self._kept.collect()
+        if self._job.alone:
+            self.meet()
+        while call not in self._results:
+            self._within = True
+            try:
+                self._require_same(call)
+                self._results[call] = act()
+                return self._results[call]
+            except (PeerFailed, PipelineTimeout) as error:
+                put_tensors_back = self._kept.copy()
+                self._heal_in_step(error)
+                put_tensors_back()
+                self._kept.put_back(before)
+            finally:
+                self._within = False
+        pass_over()
+        return self._results[call]
+
+    def hinder(self, why: str, alone: bool = True) -> None:
+        """Refuses to heal where this step has to begin anew; see ``Recovery``."""
+        if self.counts and not (alone and self._within):
+            self._hindrance = self._run.step, why
+
+    def _next(self, what: str) -> StepCall:
+        """Counts a call; in a new step, forgets what is older than the last."""
+        step, last = self._run.step, self._call
+        if step != last.step:
+            self._results = {k: v for k, v in self._results.items() if k.step >= last.step}
+        self._call = StepCall(step, last.number + 1 if step == last.step else 0, what)
+        return self._call
+
+    def _require_same(self, call: StepCall, record: records.Record | None = None) -> list[Any]:
+        """Makes sure that all ranks do the same, where some have come there in another way.
+
+        Returns:
+            The records of all ranks.
+
+        Raises:
+            CheckpointError: They do not.
+        """
+        if call.step > self._doubted:
+            return []
+        with self._job.guarded(lambda: "comparing what the ranks do next"):
+            everyone = self._job.everyone().all_gather([*call, record])
+        if len({StepCall(*row) for *row, _ in everyone}) > 1:
+            why = "a new process does something else in its step than the others"
+            self._tell_unhealed(why)
+            raise CheckpointError(why, got="; ".join(map(str, everyone)))
+        return [record for *_, record in everyone]
+
+    def _heal_in_step(self, error: PeerFailed | PipelineTimeout) -> None:
+        if self.heal(error):
+            # As the process does that has done the step before for the first time.
+            self._run.agree_once_more()
+
+    def _require_batch_of_rank(self, batch: _Batch, everyone: list[records.Record]) -> None:
         """Makes sure that this process trains on what the rank that it replaces had.
 
         Raises:
             CheckpointError: It cannot be told, or is otherwise.
         """
-        earlier = self._earlier
-        expected = records.find_record(earlier, attempt_files.own_rank(), step)
-        if record != expected:
+        here, step = attempt_files.own_rank(), batch.call.step
+        now = {rank: one for rank, one in enumerate(everyone) if rank != here}
+        expected = records.find_record(self._earlier, now, here, step)
+        if batch.record != expected:
             why = "a new process has another batch, random numbers or learning rate than its rank"
             if expected is None:
                 why = "it cannot be told which batch a rank had that died before its step"
@@ -181,11 +290,15 @@ class Healing:
         while now is None:
             try:
                 self._await_generation()
-                now, step = self._meet()
+                now, step = self.meet()
             except (PeerFailed, PipelineTimeout) as obstacle:
                 self._tell_unhealed(str(obstacle).splitlines()[0])
                 raise error from obstacle
-            if step < self._run.step and not self._repeats():
+            if self._hindrance[0] >= step:
+                self._tell_unhealed(self._hindrance[1])
+                raise error
+            done = self._last is not None and self._last.call.step == step
+            if (done or step < self._run.step) and not self._repeats(step):
                 now = None
         ranks = range(self._job.degrees.size)
         stayed = [rank for rank in ranks if now.since.get(rank, 0) <= before]
@@ -202,25 +315,25 @@ class Healing:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(processes[rank], systems.SIGKILL)
 
-    def _repeats(self) -> bool:
-        """Does the last step once more, and then has what it had before. Collective.
+    def _repeats(self, step: int) -> bool:
+        """Trains the last batch, of a step, once more; then has what it had. Collective.
 
         Returns:
             Whether no rank has died meanwhile.
         """
-        if self._last is None:
+        after, now, last = self._kept.collect(), self._run.step, self._last
+        if last is None or last.call.step != step:
             raise PeerFailed("a rank died between its last step and what it keeps of that")
-        after, last = self._kept.collect(), self._last
-        self._run.step -= 1
+        self._run.step = step
         try:
             self._go_back(last)
-            self._run_once(last.begin(last.data), last.optimizer)
+            self._run_once(last, last.begin(last.data))
             return True
         except (PeerFailed, PipelineTimeout):
             return False
         finally:
-            self._run.step += 1
-            self._kept.put_tensors_back(self._run.step)
+            self._run.step = now
+            self._kept.put_tensors_back(now)
             self._kept.put_back(after)
 
     def _await_generation(self) -> None:
@@ -231,7 +344,7 @@ class Healing:
                 raise PipelineTimeout("the launcher replaced no process within the limit")
             time.sleep(_LOOK_SECONDS)
 
-    def _meet(self) -> tuple[Generation, int]:
+    def meet(self) -> tuple[Generation, int]:
         """Connects all ranks, once more where another one dies meanwhile. Collective.
 
         Returns:
@@ -245,8 +358,7 @@ class Healing:
             served_by = now.since.get(0, 0)
             try:
                 connect_again(self._job, now, served_by != self._served_by)
-                self._run.meet_anew()
-                least = min(self._job.everyone().all_gather(step))
+                least = self._exchange()
             except FleetPipeError:
                 # The death of a rank is known to its neighbours before the launcher sees it.
                 if not _changes(now.number):
@@ -255,6 +367,35 @@ class Healing:
                 self._number, self._served_by = now.number, served_by
                 (self._home / f"failure.{rank}").unlink(missing_ok=True)
                 return now, least
+
+    def _exchange(self) -> int:
+        """Tells all ranks what this one has done, and saves what they have not. Collective.
+
+        Returns:
+            The least number of steps that a rank has done.
+        """
+        lost, everyone = self._run.meet_anew(), self._job.everyone()
+        with self._job.guarded(lambda: "comparing where the ranks are"):
+            results = [[*call, value] for call, value in self._results.items()]
+            here = [self._run.step, lost, self._kept.steps(), results]
+            steps, lost_steps, kept, shared = zip(*everyone.all_gather(here))
+            saved = max(everyone.broadcast(self._manager.steps(), 0), default=0)
+        least: int = min(steps)
+        self._doubted = max(steps)
+        self._results.update((StepCall(*call), value) for rows in shared for *call, value in rows)
+        due = max(*lost_steps, self._manager.newest_due(least))
+        if due > saved:
+            # No rank writes now. Where it is no longer kept, a later one is saved in its place.
+            step = due if all(due in one for one in kept) else least
+            counts, self.counts = self.counts, False
+            try:
+                self._kept.save(step, self._manager)
+            finally:
+                self.counts = counts
+                self._kept.put_tensors_back(self._run.step)
+            if attempt_files.own_rank() == 0:
+                _log.info(f"saved step {step}, as the save of step {due} did not end")
+        return least
 
     def _tell_unhealed(self, why: str) -> None:
         file = self._home / f"unhealed.{attempt_files.own_rank()}"
@@ -273,15 +414,17 @@ class _Batch(NamedTuple):
     """A training batch that can run again.
 
     Attributes:
-        step: How many steps were done before it.
+        call: Its step, and its number there.
         begin: Returns a ``TrainingBatch`` of the data.
         data: The batch, or a :class:`Taken`.
         optimizer: The optimizer to step.
         before: Random states, learning rate and the like before it.
+        record: What this rank trains on.
     """
 
-    step: int
+    call: StepCall
     begin: Callable[[Any], Any]
     data: Any
     optimizer: Any
     before: Any
+    record: records.Record = []  # noqa: RUF012 - never changed

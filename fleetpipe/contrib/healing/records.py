@@ -42,7 +42,8 @@ def write(home: Path, step: int, record: Record) -> None:
     """Writes this rank's record of a step beside that of the step before."""
     file = home / f"batch.{attempt_files.own_rank()}"
     earlier = _steps(file)
-    kept = {step - 1: earlier[step - 1]} if step - 1 in earlier else {}
+    before = _before(earlier, step)
+    kept = {} if before is None else {before: earlier[before]}
     with atomic_file.draft_of(file) as draft:
         draft.write_text(json.dumps({**kept, step: record}), encoding="ascii")
 
@@ -52,16 +53,27 @@ def read(home: Path) -> Records:
     return {int(f.suffix[1:]): _steps(f) for f in home.glob("batch.*") if f.suffix[1:].isdecimal()}
 
 
-def find_record(records: Records, rank: int, step: int) -> Record | None:
+def find_record(earlier: Records, now: Mapping[int, Record], rank: int, step: int) -> Record | None:
     """Returns what a rank had in a step; None where that cannot be told.
 
     Where it had not come to the step, it is what a rank has that had the same in the step before.
+
+    Args:
+        earlier: The records of all ranks.
+        now: What the others have in the step.
+        rank: The rank.
+        step: The number of steps before.
     """
-    here = records.get(rank, {})
-    if step in here or step - 1 not in here:
+    here = earlier.get(rank, {})
+    before = _before(here, step)
+    if step in here or before is None:
         return here.get(step)
-    alike = (one for one in records.values() if one.get(step - 1) == here[step - 1])
-    return next((one[step] for one in alike if step in one), None)
+    alike = [one for one in now if earlier.get(one, {}).get(before) == here[before]]
+    return next((now[one] for one in alike), None)
+
+
+def _before(steps: Mapping[int, Record], step: int) -> int | None:
+    return max((one for one in steps if one < step), default=None)
 
 
 def _steps(file: Path) -> dict[int, Record]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from fleetpipe.checkpoint.contents import training_state
@@ -20,6 +21,7 @@ from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Saved, SavedProgram, TensorName
 from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory
+from fleetpipe.checkpoint.manager import CheckpointManager
 from fleetpipe.checkpoint.ranks import Ranks
 from fleetpipe.checkpoint.restoring import restore_from
 from fleetpipe.contrib.kept_state.kept_step import Block, KeptStep
@@ -109,6 +111,10 @@ class KeptState:
         )
         return next(present, None)
 
+    def steps(self) -> list[int]:
+        """Returns the steps that this rank has stored completely."""
+        return [step for segment in self._segments.values() for step in segment.steps()]
+
     def forget_after(self, step: int) -> None:
         """Drops the states after the step from which the run continues."""
         for segment in self._segments.values():
@@ -161,6 +167,39 @@ class KeptState:
         beside.put_back(state)
         beside.put_back_random(state["random"])
 
+    @dynamic_mode()
+    def copy(self) -> Callable[[], None]:
+        """Copies the tensors as they are now; returns what puts these values back."""
+        held = self._collect_tensors()
+        copies = host_memory.Snapshot().take(held)
+
+        def put_back() -> None:
+            for name, one in held.items():
+                value, memory = host_memory.empty_like(one)
+                memory[:] = copies[name]
+                host_memory.assign(one, value)
+
+        return put_back
+
+    def save(self, step: int, manager: CheckpointManager) -> None:
+        """Saves the state after a step that all ranks have stored. Collective.
+
+        The tensors are those of that step afterwards, and all else is what it was.
+
+        Raises:
+            CheckpointError: The step cannot be saved.
+        """
+        now, objects = self.collect(), self._objects
+        state = training_state.from_text(self.put_tensors_back(step).decode())
+        position = SimpleNamespace(state_dict=lambda: state["data"], set_state_dict=dict)
+        data = None if objects.data is None else position
+        rest = {"lr_scheduler": objects.lr_scheduler, "scaler": objects.scaler, "data": data}
+        try:
+            self.put_back(state)
+            manager.save(step, model=objects.model, optimizer=objects.optimizer, force=True, **rest)
+        finally:
+            self.put_back(now)
+
     def _beside_data(self) -> TrainingState:
         objects = replace(self._objects, data=None)
         return objects.training_state(objects.model_part())
@@ -192,7 +231,7 @@ class KeptState:
         if model is None:
             raise CheckpointError("a state is kept of a model", fix="resume(model, optimizer)")
         optimizer = self._objects.optimizer_part(model)
-        held = {**model.held(), **({} if optimizer is None else optimizer.held())}
+        held = self._collect_tensors()
         tensors = [(name, id(one.tensor)) for name, one in held.items()]
         if tensors != self._tensors:
             self._tensors = tensors
@@ -208,6 +247,11 @@ class KeptState:
                 "blocks": [[*_row(name, one)] for name, one in held.items()],
             }
         return [*held.values()]
+
+    def _collect_tensors(self) -> dict[TensorName, Held]:
+        model = self._objects.required_model()
+        optimizer = self._objects.optimizer_part(model)
+        return {**model.held(), **({} if optimizer is None else optimizer.held())}
 
     @property
     def _layout(self) -> Index:

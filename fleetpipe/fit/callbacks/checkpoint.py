@@ -124,7 +124,7 @@ class PipelineCheckpoint(rank_policy.Callback):
             self._saved = self._last if saved else None
             yield
             self.cut_short()
-            self._manager.wait()
+            self.model.pipeline.require_running().share("ending the last save", self._manager.wait)
         finally:
             for number, handler in handlers.items():
                 # One that is ignored is so until the process, which has saved, has ended.
@@ -173,7 +173,11 @@ class PipelineCheckpoint(rank_policy.Callback):
     def _save(self, evaluated: Mapping[str, Any]) -> None:
         self._saved = self.model.global_step
         self._manager.metrics = self._figures(evaluated)
-        self._manager.save(self._saved, force=True, **self._state)
+
+        def save() -> None:
+            self._manager.save(self.model.global_step, force=True, **self._state)
+
+        self.model.pipeline.require_running().share("saving", save)
 
     def _figures(self, evaluated: Mapping[str, Any]) -> dict[str, float]:
         """Returns the figure that ``best`` compares; without an evaluation the worst possible."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from fleetpipe.errors import UsageError, nearest
 from fleetpipe.job.job import all_ranks, current_job
-from fleetpipe.mesh.groups import Group
 from fleetpipe.transport.base import Value
 
 _MODES: Mapping[str, Callable[..., Any]] = {
@@ -39,20 +38,25 @@ class Workers:
                 fix=nearest(mode, tuple(_MODES)),
             )
         array = np.array(input)
-        parts = _everyone().all_gather(array.tolist())
+        parts = _gather(array.tolist())
         return _MODES[mode]([np.array(part, array.dtype) for part in parts], axis=0)
 
     def all_gather(self, input: Value, comm_world: str = "worker") -> list[Value]:
         """Returns the numbers of all ranks, by rank."""
-        return _everyone().all_gather(input)
+        return _gather(input)
 
     def barrier(self, comm_world: str = "worker") -> None:
         """Waits for all ranks."""
-        _everyone().all_gather(None)
+        _gather(None)
 
 
-def _everyone() -> Group:
+def _gather(value: Value) -> list[Value]:
     job = current_job()
-    if job is not None:
+    if job is None:
+        return all_ranks().all_gather(value)
+
+    def gather() -> list[Value]:
         job.require_others()
-    return all_ranks()
+        return job.everyone().all_gather(value)
+
+    return list(job.exchange("an exchange of the script's", gather))

@@ -1,8 +1,11 @@
-"""Trains while ranks die: ``healing_worker.py STEPS [EVALUATE] [ASK=STEP] [RANK.STEP=PLACE ..]``.
+"""Trains while ranks die: ``healing_worker.py STEPS [WORD ..] [ASK=STEP] [RANK.STEP=PLACE ..]``.
 
-A place is ``forward`` or ``update``, within the step; ``before`` or ``after`` it; or ``kept``,
-while the state after it is written. Each death happens once; ``stop`` before a step is no death.
-Rank 0 asks the job to stop in a step, and then not every step is saved.
+A place is ``forward`` or ``update``, within the step; ``before`` or ``after`` it; ``evaluation``,
+which each second step has twice; ``kept``, while the state after it is written; or ``saved``, while
+that after so many steps is. Each death happens once; ``stop`` before a step is no death. Rank 0
+asks the job to stop in a step, and then not every step is saved. A word is ``EVALUATE``, before the
+first step, ``PREDICT``, in each step, or ``FIT``, for epochs in the place of steps, which a thread
+saves.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
+from fleetpipe.checkpoint.files import writer
 from fleetpipe.contrib.kept_state.segment import Segment
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests import jobs
-from tests.pipelines import CLASSES, FEATURES, batch, pipeline
+from tests.pipelines import CLASSES, FEATURES, ROWS, batch, pipeline
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
@@ -34,9 +38,9 @@ class Deaths:
     wanted: set[str] = set()  # noqa: RUF012 - never changed
 
     @classmethod
-    def come(cls, place: str) -> None:
-        """Dies if this rank is to die at a place of this step, and has not."""
-        name = f"{RANK}.{cls.step}={place}"
+    def come(cls, place: str, step: int | None = None) -> None:
+        """Dies if this rank is to die at a place of a step, by default this one, and has not."""
+        name = f"{RANK}.{cls.step if step is None else step}={place}"
         mark = Path(f"died.{name}")
         if name in cls.wanted and not mark.exists():
             mark.touch()
@@ -45,7 +49,7 @@ class Deaths:
 
 class Mortal(nn.Linear):
     def forward(self, x: Any) -> Any:
-        Deaths.come("forward")
+        Deaths.come("forward" if self.training else "evaluation")
         return super().forward(x)
 
 
@@ -53,6 +57,38 @@ class MortalAdam(paddle.optimizer.Adam):
     def step(self) -> None:
         super().step()
         Deaths.come("update")
+
+
+class FitPlaces(paddle.callbacks.Callback):
+    def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
+        Deaths.step = self.model.global_step
+
+    def on_eval_batch_end(self, step: int, logs: Any = None) -> None:
+        done = self.model.global_step
+        sys.stdout.write(f"eval {done} {step}: {logs['loss']} {logs['acc']}\n")
+        sys.stdout.flush()
+
+
+def fit(layers: list[Any], steps: int) -> Any:
+    """Trains for epochs of two batches, each of which ends with an evaluation and a save."""
+    model = fleetpipe.Model(layers)
+    adam = MortalAdam(0.01, parameters=model.parameters())
+    model.prepare(adam, nn.CrossEntropyLoss(), paddle.metric.Accuracy())
+    rows, labels = batch(4, seed=1)
+    data = paddle.io.TensorDataset([rows, labels])
+    writer._report = report
+    callbacks = [
+        FitPlaces(),
+        fleetpipe.callbacks.PipelineCheckpoint(max_to_keep=None, async_save=True),
+    ]
+    model.fit(data, data, batch_size=2 * ROWS, epochs=steps, verbose=0, callbacks=callbacks)
+    return model.network
+
+
+def report(draft: Path, rank: int, report: Callable[..., Path] = writer._report) -> Path:
+    """Dies while a state is saved, maybe by a thread, once this rank's part of it is written."""
+    Deaths.come("saved", int(draft.name.split("-")[1]))
+    return report(draft, rank)
 
 
 def dying(function: Callable[..., Any], place: str) -> Callable[..., Any]:
@@ -72,6 +108,10 @@ def main() -> None:
     paddle.seed(7)
     layers = [LayerDesc(Mortal, FEATURES, 8), LayerDesc(nn.Dropout, 0.5)]
     layers += [LayerDesc(nn.BatchNorm1D, 8), LayerDesc(Mortal, 8, CLASSES)]
+    if "FIT" in words:
+        sys.stdout.write(f"bits {fleetpipe.model_hash(fit(layers, int(steps)))}\n")
+        fleet.shutdown()
+        return
     model = pipeline(layers)
     rate = paddle.optimizer.lr.ExponentialDecay(0.01, 0.9)
     optimizer = fleet.distributed_optimizer(MortalAdam(rate, parameters=model.parameters()))
@@ -82,6 +122,7 @@ def main() -> None:
         model.eval_batch(batch(2, seed=1), compute_loss=True)
     run = fleetpipe.resume(model, optimizer, lr_scheduler=rate, manager=manager)
     Segment._mark = dying(Segment._mark, "kept")  # type: ignore[method-assign]
+    writer._report = report
     for step in run.steps(int(steps)):
         Deaths.step = step
         Deaths.come("before")
@@ -93,6 +134,11 @@ def main() -> None:
         data = iter([batch(1, seed=10 * step + k) for k in range(2)])
         loss = model.train_batch(data, optimizer)
         Deaths.come("after")
+        for number in range(2 * (step % 2)):
+            loss = model.eval_batch(batch(2, seed=number), compute_loss=True)
+            sys.stdout.write(f"eval {step} {number}: {loss.numpy().tobytes().hex()}\n")
+        if "PREDICT" in words:
+            model.eval_batch(batch(2, seed=1))
         rate.step()
         sys.stdout.write(f"step {step} {loss.numpy().tobytes().hex()} {len([*data])}\n")
         sys.stdout.flush()

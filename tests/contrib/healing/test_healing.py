@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -36,9 +37,15 @@ DEATHS = (
 )
 
 
-def steps(log: str) -> list[str]:
+def steps(log: str, word: str = "step") -> list[str]:
     """What a rank wrote of its steps, those that it did once more once."""
-    return list(dict.fromkeys(re.findall("step .*", log)))
+    return list(dict.fromkeys(re.findall(f"{word} .*", log)))
+
+
+def tensors(folder: Path) -> dict[int, Any]:
+    """The digests of all tensors of each step that is saved in a folder."""
+    texts = [file.read_text() for file in folder.glob("step-*/manifest.json")]
+    return {saved["step"]: saved["tensors"] for saved in map(json.loads, texts)}
 
 
 @pytest.mark.processes
@@ -100,6 +107,33 @@ def test_a_rank_that_is_stopped_is_replaced(launcher: Launch, tmp_path: Path) ->
     assert "rank 1 was silent, another process has its place" in logs[0]
     assert steps(logs[0]) == steps(logs[1])
     assert len(steps(logs[0])) == 5
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "deaths"),
+    [
+        ([], ["1.1=evaluation", "0.2=saved", "0.3=evaluation", "1.4=saved"]),
+        (["FIT"], ["1.1=evaluation", "0.4=forward", "1.8=saved"]),
+    ],
+)
+def test_evaluations_and_saves_in_which_ranks_die_are_those_of_an_undisturbed_run(
+    launcher: Launch, launch: Launch, tmp_path: Path, words: list[str], deaths: list[str]
+) -> None:
+    own = {"FLEETPIPE_CHECKPOINT_DIR": str(tmp_path / "alone")}
+    alone = launch(WORKER, None, args=["4", *words], env=own).logs[0]
+    options = ["--heal", "--max-restart", "9", "--checkpoint_dir", "shared"]
+    arguments = ["4", *words, *deaths]
+    job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
+    logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
+    assert (job.code, [line for line in job.said if "attempt" in line]) == (0, []), logs
+    assert {file.name for file in tmp_path.glob("died.*")} == {f"died.{name}" for name in deaths}
+    for log in logs:
+        assert steps(log, "eval") == steps(alone, "eval")
+        assert alone.splitlines()[-1] in log
+    saved = tensors(tmp_path / "shared")
+    assert saved == tensors(tmp_path / "alone")
+    assert len(saved) == 4
 
 
 @pytest.mark.processes
@@ -209,7 +243,7 @@ def test_processes_that_replace_ranks_await_those_that_began_before_them(
         monkeypatch.setenv(generation.BEGAN, str(began))
         monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
         with pytest.raises(FleetPipeError, match=outcome):
-            replacement.restore(kept, job, home, None)  # type: ignore[arg-type]
+            replacement.restore(kept, job, home)  # type: ignore[arg-type]
 
 
 class Model:
@@ -236,7 +270,7 @@ def test_a_batch_that_cannot_be_done_once_more_is_not(
     home: Path, batch: dict[str, Any], why: str
 ) -> None:
     job, model = Job(Degrees(), None, 1.0), Model()
-    healing: Any = Healing(job, SimpleNamespace(step=3), Kept(), home, model)  # type: ignore[arg-type]
+    healing: Any = Healing(job, SimpleNamespace(step=3), Kept(), home, model, None)  # type: ignore[arg-type]
     healing.follow(**{"model": model, "scaler": None, "guards": 0, "drawn": False, **batch})
     error = PeerFailed("rank 1 died")
     job.healing, job._watch = (
@@ -249,7 +283,7 @@ def test_a_batch_that_cannot_be_done_once_more_is_not(
         with pytest.raises(PeerFailed, match="rank 1 died"):
             healing.heal(error)
         assert (home / "unhealed.0").read_text() == why
-    Healing(job, SimpleNamespace(step=3), Kept(), home, model)  # type: ignore[arg-type]
+    Healing(job, SimpleNamespace(step=3), Kept(), home, model, None)  # type: ignore[arg-type]
     assert (home / "unhealed.0").read_text() == "the script has begun a second training"
 
 
@@ -257,7 +291,7 @@ def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
     home: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("fleetpipe.contrib.healing.healing.meets_by_host", lambda: False)
-    Healing(Job(Degrees(), None, 1.0), SimpleNamespace(step=3), Kept(), home, Model())  # type: ignore[arg-type]
+    Healing(Job(Degrees(), None, 1.0), SimpleNamespace(step=3), Kept(), home, Model(), None)  # type: ignore[arg-type]
     held = Healer(home, most=1).hold(RankProcess(1, Ended(-9), (), {}, None))
     assert held.poll() == -9
     assert generation.current().refused == "the ranks' groups are not Gloo's"
@@ -269,12 +303,14 @@ def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
         ({0: {6: [1]}, 1: {6: [1], 7: [2]}}, [2]),  # it had come to the step
         ({0: {6: [1], 7: [3]}, 1: {6: [1]}}, [3]),  # another had, and had the same before
         ({0: {6: [5], 7: [3]}, 1: {6: [1]}}, None),  # or another batch
+        ({0: {5: [1], 7: [3]}, 1: {5: [1]}}, [3]),  # steps may count several batches
         ({0: {7: [3]}, 1: {6: [1]}}, None),
         ({0: {7: [3]}}, None),
     ],
 )
 def test_the_batch_of_a_rank_that_died_is_known_by_its_record(steps: Any, found: Any) -> None:
-    assert records.find_record(steps, 1, 7) == found
+    now = {0: steps[0].get(7)}
+    assert records.find_record(steps, now, 1, 7) == found
 
 
 def test_a_record_stays_beside_the_next(home: Path) -> None:
