@@ -62,7 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dygraph/train",),
     ("dygraph/__init__",),
     (
-        "parity/__init__ parity/cutting parity/differences parity/edges"
+        "parity/__init__ parity/beside parity/cutting parity/differences parity/edges"
         " parity/evaluation parity/outputs parity/reference parity/repetition"
         " parity/report parity/session parity/stepping",
     ),

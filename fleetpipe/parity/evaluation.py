@@ -15,6 +15,7 @@ from fleetpipe.dygraph.optimizer.replicas import share_in_mean
 from fleetpipe.job.job import mp_shard, pipeline_group
 from fleetpipe.mesh.parts import parted
 from fleetpipe.paddle_api import paddle
+from fleetpipe.parity.beside import as_the_next_batch
 from fleetpipe.parity.cutting import RepeatedBatch, cut, shares_of_rows
 from fleetpipe.parity.differences import Difference, compare_values
 from fleetpipe.parity.outputs import (
@@ -25,7 +26,7 @@ from fleetpipe.parity.outputs import (
     record_stages,
     sequence_parts,
 )
-from fleetpipe.parity.reference import Reference, as_the_next_batch, sum_in_order
+from fleetpipe.parity.reference import Reference, sum_in_order
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 

@@ -17,11 +17,12 @@ from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.job.job import all_ranks
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity import edges
+from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.cutting import RepeatedBatch
 from fleetpipe.parity.differences import Difference, compare_numbers, compare_values
 from fleetpipe.parity.evaluation import Evaluations
 from fleetpipe.parity.outputs import compare_outputs, record_model, record_stages
-from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch
+from fleetpipe.parity.reference import Reference
 from fleetpipe.parity.repetition import Repetition
 from fleetpipe.parity.report import Report, in_order
 from fleetpipe.parity.stepping import ComparingOptimizer, Rates, Squares, compare_state

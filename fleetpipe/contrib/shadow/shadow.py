@@ -42,8 +42,9 @@ from fleetpipe.paddle_api.layer import buffers_in, layer_at
 from fleetpipe.paddle_api.operations import renew, set_data
 from fleetpipe.paddle_api.optimizer import clips_of_a_step, optimized_parameters
 from fleetpipe.paddle_api.tensor import copy_of, has_memory, is_parameter
+from fleetpipe.parity.beside import Beside, as_the_next_batch
 from fleetpipe.parity.differences import largest_gap
-from fleetpipe.parity.reference import Beside, Reference, as_the_next_batch, of_model
+from fleetpipe.parity.reference import Reference, of_model
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 _log = log.logger(__name__)
