@@ -29,6 +29,17 @@ class Model(NamedTuple):
     loss: Callable[[Any, Any], Any]
 
 
+class ScaledLoss(nn.Layer):
+    """A loss with a parameter."""
+
+    def __init__(self, first: float = 1.0) -> None:
+        super().__init__()
+        self.scale = self.create_parameter([1], default_initializer=nn.initializer.Constant(first))
+
+    def forward(self, output: Any, label: Any) -> Any:
+        return nn.functional.cross_entropy(output * self.scale, label)
+
+
 class Attention(nn.Layer):
     """Causal self-attention of one head, with a residual."""
 

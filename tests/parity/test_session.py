@@ -12,6 +12,7 @@ from paddle.distributed.fleet.utils import recompute
 from fleetpipe import fleet, parity
 from fleetpipe.errors import CheckpointError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.dygraph.models import ScaledLoss
 from tests.pipelines import batch, job, mlp_layers, model_in_job, pipeline, sgd, switch
 
 
@@ -232,16 +233,8 @@ def test_the_first_difference_is_that_of_the_first_layer() -> None:
 
 
 def test_a_loss_that_is_trained_itself_is_refused() -> None:
-    class Loss(nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = self.create_parameter([1])
-
-        def forward(self, output: Any, label: Any) -> Any:
-            return nn.functional.cross_entropy(output * self.scale, label)
-
     refused = pytest.raises(UsageError, match="loss without trained parameters")
-    with model_in_job(2, loss_fn=Loss()) as model, refused:
+    with model_in_job(2, loss_fn=ScaledLoss()) as model, refused:
         parity.begin(model, sgd(model))
 
 

@@ -76,6 +76,16 @@ def random_edges(seed: int, stages: int) -> tuple[Edge, ...]:
     return tuple(edges)
 
 
+def assert_forms_agree(schedule: Schedule) -> None:
+    """The schedule and its plan can run, and are what their texts say."""
+    assert Schedule.parse(str(schedule)) == schedule
+    plan = schedule.lower()
+    plan.verify()
+    follow(plan)
+    assert plan.schedule == schedule
+    assert Plan.parse(str(plan)) == plan
+
+
 def follow(plan: Plan) -> None:
     """Plays ``plan.order`` in one process; fails where an op would have to wait."""
     at = [0] * len(plan.ops)

@@ -22,7 +22,7 @@ from fleetpipe.schedules import (
 )
 from fleetpipe.schedules.rows import ScheduleRows
 from tests.schedules.declared import bubble, peaks, takes
-from tests.schedules.helpers import follow
+from tests.schedules.helpers import assert_forms_agree
 
 pytestmark = pytest.mark.no_paddle
 
@@ -48,13 +48,7 @@ def test_every_schedule_keeps_what_it_declares_or_is_refused(
     limit, exact = bubble(name, p, v, m)
     assert timeline.bubble <= limit
     assert not exact or timeline.bubble == limit
-    assert Schedule.parse(str(schedule)) == schedule
-
-    plan = schedule.lower()
-    plan.verify()
-    follow(plan)
-    assert plan.schedule == schedule
-    assert Plan.parse(str(plan)) == plan
+    assert_forms_agree(schedule)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,6 +17,7 @@ from fleetpipe import fleet, log
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
+from tests.dygraph.models import ScaledLoss
 from tests.jobs import begun
 from tests.pipelines import ROWS, batch, bits, job, mlp_and_sgd, mlp_layers, pipeline, sgd
 
@@ -259,16 +260,8 @@ def test_an_optimizer_may_leave_out_what_is_not_to_be_trained() -> None:
 
 
 def test_an_optimizer_of_the_models_loss_is_right() -> None:
-    class Loss(nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = self.create_parameter([1])
-
-        def forward(self, output: Any, label: Any) -> Any:
-            return nn.functional.cross_entropy(output * self.scale, label)
-
     with job(2):
-        loss = Loss()
+        loss = ScaledLoss()
         model = pipeline(loss_fn=loss)
         own = {id(p): p for p in [*model.parameters(), *loss.parameters()]}
         theirs = optimizers.SGD(0.1, parameters=list(own.values()))

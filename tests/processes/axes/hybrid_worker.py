@@ -17,7 +17,7 @@ from fleetpipe import fleet, parity
 from fleetpipe.errors import ConfigError
 from tests import jobs
 from tests.dygraph import tied
-from tests.dygraph.models import MODELS, Model
+from tests.dygraph.models import MODELS, Model, ScaledLoss
 from tests.pipelines import ROWS, batch, bits, pipeline
 from tests.scalers import enabled_scaler, half_precision
 
@@ -198,22 +198,11 @@ def plain(**degrees: int) -> Any:
         }
 
 
-class ScaledLoss(nn.Layer):
-    """A loss with a parameter, whose first value is another on each rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first = nn.initializer.Constant(1.0 + int(os.environ["PADDLE_TRAINER_ID"]))
-        self.scale = self.create_parameter([1], default_initializer=first)
-
-    def forward(self, output: Any, label: Any) -> Any:
-        return nn.functional.cross_entropy(output * self.scale, label)
-
-
 def trained_loss() -> Any:
     """A loss that is trained: its owners are replicas, and see other data."""
     with job(dp=2, pp=2, timeout=50) as running:
-        loss = ScaledLoss()
+        # Its first value is another on each rank.
+        loss = ScaledLoss(1.0 + int(os.environ["PADDLE_TRAINER_ID"]))
         model = pipeline(loss_fn=loss)
         single, theirs = model.layers.single_model(), ScaledLoss()
         single.set_state_dict(model.layers.full_state_dict())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from fleetpipe.errors import ConfigError, ScheduleError
 from fleetpipe.schedules import Action, Costs, Plan, Schedule, build
 from fleetpipe.schedules.action import SliceNumber
-from tests.schedules.helpers import follow
+from tests.schedules.helpers import assert_forms_agree
 
 HEADER = "# fleetpipe-schedule 1 name=A ranks=1 micro_batches=1 chunks=1 placement=loop slices=2"
 
@@ -20,12 +20,7 @@ def test_bubble_and_peak_are_those_of_slices(p: int, m: int, k: int) -> None:
     assert timeline.bubble == 3 * (p - 1)
     assert timeline.peak_activations == tuple(min(m * k, p - r + k - 1) for r in range(p))
     assert timeline.bubble_rate == pytest.approx((p - 1) / (m * k + p - 1))
-    assert Schedule.parse(str(schedule)) == schedule
-    plan = schedule.lower()
-    plan.verify()
-    follow(plan)
-    assert plan.schedule == schedule
-    assert Plan.parse(str(plan)) == plan
+    assert_forms_agree(schedule)
 
 
 def test_one_slice_is_1f1b() -> None:
