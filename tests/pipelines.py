@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -171,6 +171,15 @@ def train(
         return Trained(losses, bits(model.layers.full_state_dict()), trained)
 
 
+def accumulate(losses: Iterable[Any]) -> Any:
+    """Runs the backwards of some losses, each before the next is computed; returns their sum."""
+    total = None
+    for loss in losses:
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    return total
+
+
 def train_plainly(
     micro_batches: int = 4,
     steps: int = 2,
@@ -193,13 +202,8 @@ def train_plainly(
         model = pipeline(layers).layers.single_model()
     optimizer, losses = paddle.optimizer.SGD(0.1, parameters=model.parameters()), []
     for step in range(steps):
-        total = None
-        for inputs, labels in zip(
-            *(part.split(micro_batches) for part in batch(micro_batches, step))
-        ):
-            loss = loss_fn(model(inputs), labels) / (divisor or micro_batches)
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
+        parts = zip(*(part.split(micro_batches) for part in batch(micro_batches, step)))
+        total = accumulate(loss_fn(model(x), y) / (divisor or micro_batches) for x, y in parts)
         optimizer.step()
         optimizer.clear_grad()
         losses.append(total.numpy().tobytes())

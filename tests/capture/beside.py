@@ -14,6 +14,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.dygraph.nest import map_tensors
 from tests.jobs import job
+from tests.pipelines import accumulate
 
 CLASSES = 10
 
@@ -78,12 +79,10 @@ def trained(
     for step in range(steps):
         keys = wrapped.next_keys() if keyed else None
         loss = wrapped.forward_backward_pipeline(data)
-        total = None
-        for number, (inputs, labels) in enumerate(parts):
-            output = pipe.call_plain(plain, inputs, keys, number)
-            share = loss_fn(output, labels) / micro_batches
-            share.backward()
-            total = share.detach() if total is None else total + share.detach()
+        total = accumulate(
+            loss_fn(pipe.call_plain(plain, inputs, keys, number), labels) / micro_batches
+            for number, (inputs, labels) in enumerate(parts)
+        )
         differing += _different(f"step {step}", {"loss": loss}, {"loss": total})
         differing += _different(f"step {step} gradient of", _gradients(pipe), _gradients(plain))
         for optimizer in (ours, theirs):

@@ -21,6 +21,7 @@ from fleetpipe.capture.running import variants
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.errors import CaptureError, ConfigError, PartitionError
 from tests.jobs import begin, job
+from tests.pipelines import accumulate
 
 SIZES = Sizes(32, width=16, layers=2, heads=2, vision_width=8, vision_layers=3, full=(1,))
 LENGTH, MICRO_BATCHES = 20, 4
@@ -75,12 +76,7 @@ def loss_fn(logits: Any, labels: Any) -> Any:
 
 def train_plainly(plain: Any, data: list[Any], optimizer: Any) -> Any:
     """Trains on micro-batches one after another, and returns the loss; a step is left out."""
-    shares = []
-    for inputs, labels in data:
-        share = loss_fn(plain(**inputs), labels) / MICRO_BATCHES
-        share.backward()
-        shares.append(share.detach())
-    return sum(shares[1:], shares[0])
+    return accumulate(loss_fn(plain(**inputs), labels) / MICRO_BATCHES for inputs, labels in data)
 
 
 def different(ours: dict[str, Any], plain: dict[str, Any]) -> list[str]:

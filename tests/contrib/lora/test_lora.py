@@ -18,7 +18,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.dygraph.models import WIDTH
 from tests.dygraph.models import FeedForward as Block
-from tests.pipelines import CLASSES, FEATURES, batch, bits, job, pipeline
+from tests.pipelines import CLASSES, FEATURES, accumulate, batch, bits, job, pipeline
 
 RANK, ALPHA, STEPS, MICRO_BATCHES = 2, 6, 3, 4
 
@@ -81,8 +81,8 @@ def train_plainly(
     optimizer = adamw(model.parameters())
     for step in range(steps):
         before(step)
-        for x, y in zip(*(part.split(MICRO_BATCHES) for part in batch(MICRO_BATCHES, step))):
-            (F.cross_entropy(model(x), y) / MICRO_BATCHES).backward()
+        parts = zip(*(part.split(MICRO_BATCHES) for part in batch(MICRO_BATCHES, step)))
+        accumulate(F.cross_entropy(model(x), y) / MICRO_BATCHES for x, y in parts)
         optimizer.step()
         optimizer.clear_grad()
 

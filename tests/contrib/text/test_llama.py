@@ -17,7 +17,7 @@ from fleetpipe.fleet.meta_parallel import PipelineLayer
 from tests.contrib.sequences.test_attention import plain as plain_attention
 from tests.jobs import job
 from tests.launching import ROOT
-from tests.pipelines import sgd
+from tests.pipelines import accumulate, sgd
 
 sys.path.insert(0, str(ROOT / "examples" / "llm"))
 import llama
@@ -47,14 +47,12 @@ def trained_plainly(model: Any, steps: int) -> tuple[list[float], dict[str, byte
         optimizer.clear_grad()
         inputs, labels = batch(step)
         counts = [int((one != llama.IGNORED).sum()) for one in labels]
-        total = None
-        for value, following, count in zip(inputs, labels, counts):
-            share = Fraction(count, sum(counts))
-            loss = llama.next_token_loss(model(*value), following)
-            loss = loss * share.numerator / share.denominator
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        losses.append(float(total))
+        shares = [Fraction(count, sum(counts)) for count in counts]
+        weighed = (
+            llama.next_token_loss(model(*value), following) * share.numerator / share.denominator
+            for value, following, share in zip(inputs, labels, shares)
+        )
+        losses.append(float(accumulate(weighed)))
         if step + 1 < steps:
             optimizer.step()
     return losses, {name: p.grad.numpy().tobytes() for name, p in model.named_parameters()}

@@ -11,7 +11,7 @@ from paddle import nn
 
 from fleetpipe import fleet
 from tests.dygraph.random_lists import random_batch, random_list
-from tests.pipelines import ROWS, bits, job, pipeline
+from tests.pipelines import ROWS, accumulate, bits, job, pipeline
 
 #: ``python -m tests.dygraph.train.test_random_lists FIRST LAST`` tries others.
 NUMBERS = range(40)
@@ -45,12 +45,9 @@ def require_same(number: int) -> None:
         for step in range(3):
             inputs, labels = random_batch(10 * number + step, micro_batches * ROWS)
             loss = model.forward_backward_pipeline([inputs, labels])
-            total = None
-            for k in range(micro_batches):
-                rows = slice(k * ROWS, (k + 1) * ROWS)
-                share = nn.CrossEntropyLoss()(plain(inputs[rows]), labels[rows]) / micro_batches
-                share.backward()
-                total = share.detach() if total is None else total + share.detach()
+            parts = zip(*(part.split(micro_batches) for part in (inputs, labels)))
+            entropy = nn.CrossEntropyLoss()
+            total = accumulate(entropy(plain(x), y) / micro_batches for x, y in parts)
             where = (number, step)
             assert loss.numpy().tobytes() == total.numpy().tobytes(), where
             assert gradients(model.layers) == gradients(plain), where

@@ -15,7 +15,7 @@ import pytest
 
 from fleetpipe.errors import FleetPipeError
 from tests.dygraph.random_models import AROUND, BIAS_THREE_TIMES, MICRO_BATCHES, REFUSED, Case
-from tests.pipelines import job, pipeline
+from tests.pipelines import accumulate, job, pipeline
 
 #: Ranks and chunks.
 SCHEDULES = {
@@ -70,12 +70,8 @@ def plain_steps(case: Case) -> list[Step]:
     model.to(dtype=case.dtype)
 
     def gradients_of(batch: list[Any]) -> Any:
-        total = None
-        for inputs, labels in zip(*(part.split(MICRO_BATCHES) for part in batch)):
-            loss = square(model(inputs), labels) / MICRO_BATCHES
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        return total
+        parts = zip(*(part.split(MICRO_BATCHES) for part in batch))
+        return accumulate(square(model(x), y) / MICRO_BATCHES for x, y in parts)
 
     return list(steps(case, model, gradients_of, model.state_dict))
 

@@ -18,6 +18,7 @@ from fleetpipe.contrib.compat.colossalai import (
     initialize,
     launch_from_torch,
 )
+from tests.pipelines import accumulate
 
 ROWS = 8
 NAMES = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool"]
@@ -105,12 +106,9 @@ def trained_alone(model: Any, steps: int, micro_batches: int = 4, rate: float = 
     momentum = paddle.optimizer.Momentum(rate, 0.9, parameters=model.parameters())
     losses = []
     for step in range(steps):
-        total = None
-        for image, label in zip(*(part.chunk(micro_batches) for part in batch(step))):
-            loss = nn.functional.cross_entropy(model(image), label) / micro_batches
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
+        parts = zip(*(part.chunk(micro_batches) for part in batch(step)))
+        entropy = nn.functional.cross_entropy
+        losses.append(accumulate(entropy(model(x), y) / micro_batches for x, y in parts))
         momentum.step()
         momentum.clear_grad()
-        losses.append(total)
     return losses

@@ -14,7 +14,7 @@ from fleetpipe.contrib.compat.mindspore import LossMonitor, Model, add_pipeline_
 from fleetpipe.errors import BoundaryError, ConfigError, StateError, UsageError
 from tests.contrib.compat.mindspore.networks import Net, TiedNet, batches, model_of, stages, words
 from tests.fixtures import Capture
-from tests.pipelines import bits
+from tests.pipelines import accumulate, bits
 
 
 def twin(net: Any) -> Any:
@@ -29,14 +29,9 @@ def trained_alone(net: Any, data: list[Any], epochs: int = 1) -> list[float]:
     momentum = paddle.optimizer.Momentum(0.05, 0.9, parameters=net.parameters())
     losses = []
     for inputs, labels in data * epochs:
-        total = None
-        for x, y in zip(inputs.chunk(4), labels.chunk(4)):
-            loss = cell(x, y)
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
+        losses.append(float(accumulate(map(cell, inputs.chunk(4), labels.chunk(4)))))
         momentum.step()
         momentum.clear_grad()
-        losses.append(float(total))
     return losses
 
 
