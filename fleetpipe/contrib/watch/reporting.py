@@ -147,13 +147,7 @@ def _keep(job: Job) -> Reporter:
 def begin(job: Job, address: str | None) -> None:
     """Keeps the board of a job on its first rank until the job ends, and serves it.
 
-    Args:
-        job: The job.
-        address: PORT or HOST:PORT at which the board is served; None for nowhere.
-
-    Raises:
-        ConfigError: The address cannot be used.
-        PackageNotFound: prometheus-client is not installed.
+    The address is PORT or HOST:PORT, or None for nowhere. Raises the errors of ``Server``.
     """
     reporter = _keep(job)
     if address is not None:

@@ -61,9 +61,7 @@ class AttemptBoard:
 def serving(address: Address | None) -> Iterator[AttemptBoard]:
     """While it is open, the board of a job is served at ``address``, if that is not None.
 
-    Raises:
-        ConfigError: The address cannot be used.
-        PackageNotFound: prometheus-client is not installed.
+    Raises the errors of ``Server``.
     """
     board = AttemptBoard()
     if address is None:
