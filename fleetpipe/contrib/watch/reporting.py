@@ -27,6 +27,8 @@ from fleetpipe.job.job import Job, current_job
 _log = log.logger(__name__)
 #: The least seconds from one file of the history to the next, and how many times its writing.
 _HISTORY_PERIOD, _HISTORY_TIMES = 1.0, 500
+#: Seconds that a board may take at the end of a job.
+_LONGEST = 10.0
 #: Most steps between two boards.
 _MOST_NOTED = 4096
 
@@ -53,7 +55,9 @@ class Reporter:
     def close(self) -> None:
         """Ends the thread; the last board says that the job has ended."""
         self._ended.set()
-        self._thread.join(PERIOD)
+        self._thread.join(_LONGEST)
+        if self._thread.is_alive():  # on a disk that hangs: it would write over the last one
+            return
         ranks = tuple(replace(rank, state="ended") for rank in self.board.ranks)
         self.board = replace(self.board, at=time.time(), ranks=ranks, news="the job has ended")
         self._note(self.board)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 import time
 import urllib.request
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import paddle
 import pytest
@@ -20,7 +24,7 @@ from fleetpipe.contrib.watch.history import FILE as HISTORY
 from fleetpipe.contrib.watch.history import History, HistoryRow, read_history
 from fleetpipe.contrib.watch.serving import AttemptBoard
 from fleetpipe.contrib.watch.slow_ranks import SlowRank
-from fleetpipe.job.records import RankRecord
+from fleetpipe.job.records import Heard, RankRecord
 from fleetpipe.job.run_progress import RunProgress
 from tests.contrib.watch.boards import board
 from tests.pipelines import adam, batch, model_in_job
@@ -141,6 +145,25 @@ def test_a_job_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert last.history.series()["step time"][0] == [2, 3]
     assert (last.ranks[0].state, last.news) == ("ended", "the job has ended")
     assert replace(last, ranks=()).slow == ()
+
+
+def test_a_board_that_takes_long_is_there_before_the_last_one(tmp_path: Path) -> None:
+    asked = threading.Event()
+
+    def heard() -> dict[int, Heard]:
+        asked.set()
+        time.sleep(0.5)
+        return {0: Heard(RankRecord(0, ""))}
+
+    progress = SimpleNamespace(folders=[tmp_path], figures=deque[Any]())
+    reporter = reporting.Reporter(SimpleNamespace(progress=progress, heard=heard))  # type: ignore[arg-type]
+    progress.figures.append((1, {"loss": 2.0}))
+    assert asked.wait(10)
+    reporter.close()
+    assert not reporter._thread.is_alive()
+    last = read_board(tmp_path / FILE)
+    assert [rank.state for rank in last.ranks] == ["ended"]
+    assert last.history.series()["loss"] == ([1], [2.0])
 
 
 def test_a_folder_that_another_job_writes_into_is_named(
