@@ -107,7 +107,13 @@ def optimizer(parameters: Any, train: Train, steps: int) -> Any:
 
 
 def main(
-    data: Data, model: Shape, pipeline: Pipeline, train: Train, seed: int, folder: Path
+    data: Data,
+    model: Shape,
+    pipeline: Pipeline,
+    train: Train,
+    seed: int,
+    folder: Path,
+    prompt: str | None,
 ) -> float:
     """Trains with these settings, the same on every rank; returns the perplexity."""
     begin(pipeline, train.batch_size)
@@ -146,6 +152,11 @@ def main(
     perplexity = llama.evaluate(evaluation, verbose=0)["perplexity"]
     if llama.is_rank("first"):
         print(f"perplexity {perplexity:.2f} after {llama.global_step} steps", flush=True)
+    if prompt:
+        ids = text.tokenizer.encode(prompt).ids
+        (new,) = fleetpipe.generate(llama, [ids], 24, temperature=0.8, eos=text.end, seed=seed)
+        if llama.is_rank("first"):
+            print(prompt + text.tokenizer.decode(new), flush=True)
     fleet.shutdown()
     return perplexity
 

@@ -211,12 +211,14 @@ def test_the_llama_learns_and_goes_on(launch: Launch, tmp_path: Path) -> None:
     for number, text in enumerate([*topics.values()][:8]):
         (tmp_path / "text" / f"{number}.txt").write_text(text[:400])
     folders = ["--data.text", str(tmp_path / "text"), "--folder", str(tmp_path / "run")]
-    script, args = EXAMPLES / "llm" / "train.py", [*LLAMA.split(), *folders]
+    script, args = EXAMPLES / "llm" / "train.py", [*LLAMA.split(), *folders, "--prompt", "The"]
     logs = [launch(script, nproc, args=args).logs[0] for nproc in (2, None)]
     found = [re.findall(r"perplexity (\S+) after (\d+) steps$", log, re.MULTILINE) for log in logs]
     assert found[0] == found[1] != []
     assert ["nothing is left to do" in log for log in logs] == [False, True]
     assert float(found[0][0][0]) < 290
+    written = [log[log.index(" steps\nThe") :].splitlines()[1] for log in logs]
+    assert written[0] == written[1] != "The"
 
 
 # Data of the user's own, and mistakes
