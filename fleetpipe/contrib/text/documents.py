@@ -77,12 +77,12 @@ def _read_dataset(folder: Path, files: list[Path], column: str) -> Iterator[str]
         import pyarrow as arrow
     for path in files:
         with arrow.memory_map(str(path)) as source, arrow.ipc.open_stream(source) as stream:
-            names = stream.schema.names
-            if column not in names:
+            texts = [field.name for field in stream.schema if "string" in str(field.type)]
+            if column not in texts:
                 raise ConfigError(
-                    f"the dataset in {folder} has no column {column!r}",
-                    expected=f"one of {', '.join(names)}",
-                    fix=f"column={names[0]!r}",
+                    f"the dataset in {folder} has no column {column!r} of text",
+                    expected=f"one of {', '.join(texts) or 'none: no column is text'}",
+                    fix=f"column={[*texts, '..'][0]!r}",
                 )
             for batch in stream:
                 yield from (text for text in batch.column(column).to_pylist() if text)

@@ -129,8 +129,9 @@ def test_a_dataset_of_hugging_face(folder: Path, monkeypatch: Patch) -> None:
     state = {"_data_files": [{"filename": name} for name in names]}
     (saved / "state.json").write_text(json.dumps(state))
     assert documents_of(packed(saved)) == texts()
-    with pytest.raises(ConfigError, match=r"(?s)no column 'body'.*one of id, text"):
-        packed(saved, column="body")
+    for column in ("body", "id"):
+        with pytest.raises(ConfigError, match=rf"(?s)no column '{column}'.*one of text"):
+            packed(saved, column=column)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(PackageNotFound, match="pip install pyarrow"):
         packed(saved, vocabulary=275)
