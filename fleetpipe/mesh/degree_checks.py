@@ -49,13 +49,13 @@ def narrow(
         The ``pp_degree`` that was asked for, if it was changed; else 0.
     """
     product = math.prod(wanted[axis] for axis in axes if wanted[axis] > 0)
-    of_all = wanted["dp"] == -1 and whole_size is not None and whole_size % product == 0
-    fits = world_size % product == 0 if wanted["dp"] == -1 else world_size == product
-    pp = wanted["pp"]
-    if whole_size is None or fits or not (of_all or product == whole_size):
+    if whole_size is None or not 1 < world_size < product:
         return 0
-    if world_size > 1 and pp * world_size % whole_size == 0:
-        wanted["pp"] = pp * world_size // whole_size
+    # Where replicas are left open, stages go once there is one replica.
+    of_all = whole_size % product == 0 if wanted["dp"] == -1 else whole_size == product
+    pp = wanted["pp"]
+    if of_all and pp * world_size % product == 0:
+        wanted["pp"] = pp * world_size // product
         return pp
     return 0
 

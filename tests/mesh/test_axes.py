@@ -55,6 +55,7 @@ def test_the_data_parallel_degree_is_what_all_others_leave(
         ({"pp_degree": 2, "dp_degree": 2}, 4, Degrees(pp=2, dp=2)),
         ({"pp_degree": 2, "dp_degree": -1}, 4, Degrees(pp=2, dp=2)),
         ({"pp_degree": 6, "dp_degree": -1}, 5, Degrees(pp=5)),
+        ({"pp_degree": 3, "dp_degree": -1}, 2, Degrees(pp=2)),
     ],
 )
 def test_a_job_that_goes_on_with_fewer_ranks_has_fewer_stages(

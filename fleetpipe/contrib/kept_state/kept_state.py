@@ -80,7 +80,7 @@ class KeptState:
         text, self.generators = training_state.to_text(state).encode(), state["random"]["paddle"]
         segment = self._segment(text)
         segment.write(step, [host_memory.bytes_of(one) for one in held], text)
-        if len(segment.steps()) > 1:
+        if segment.steps() == [step - 1, step]:
             self._forget_others(segment)
 
     @dynamic_mode()

@@ -26,19 +26,20 @@ class KeptLayout(NamedTuple):
     segments: tuple[Segment, ...]
 
     @property
-    def ranks_of_fewer(self) -> int:
-        """The largest smaller number of ranks that the script takes; 0 for none.
+    def smaller(self) -> tuple[int, ...]:
+        """The smaller numbers of ranks that the script's degrees allow, the largest first.
 
         Where it leaves the number of replicas open, that becomes a divisor of what it was: the
-        samples of a batch divide by it too. Else the pipeline has a stage less.
+        samples of a batch divide by it too. Then the pipeline has fewer stages.
         """
-        axis = next((a for a in self.segments[0].index["narrows"] if self.degrees[a] > 1), None)
-        if axis is None:
-            return 0
-        degree = self.degrees[axis]
-        smaller = range(degree - 1, 0, -1)
-        left = next(one for one in smaller if axis == "pp" or degree % one == 0)
-        return len(self.segments) * left // degree
+        numbers, ranks = [], len(self.segments)
+        for axis in self.segments[0].index["narrows"]:
+            degree = self.degrees[axis]
+            lefts = [left for left in range(1, degree) if axis == "pp" or degree % left == 0]
+            numbers += [ranks * left // degree for left in reversed(lefts)]
+            ranks //= degree
+        # One process may play all stages.
+        return tuple(number for number in numbers if number)
 
 
 def complete_layouts(folder: Path) -> list[KeptLayout]:
@@ -59,16 +60,7 @@ def complete_layouts(folder: Path) -> list[KeptLayout]:
     return sorted(complete, key=lambda one: -one.step)
 
 
-def newest_kept(folder: Path, ranks: int) -> tuple[int, int, int] | None:
-    """Returns the newest kept step, the number of ranks, and the next smaller one.
-
-    None if so many ranks have not kept a step.
-
-    Args:
-        folder: Where the states of all ranks of this host are.
-        ranks: How many ranks there were; 0 for those that have kept the newest step.
-    """
-    layouts = complete_layouts(folder)
-    of_ranks = (kept for kept in layouts if len(kept.segments) == ranks or not ranks)
-    kept = next(of_ranks, None)
-    return kept and (layouts[0].step, len(kept.segments), kept.ranks_of_fewer)
+def newest_kept(folder: Path) -> tuple[int, int, tuple[int, ...]] | None:
+    """Returns the newest kept step, how many ranks kept it, and the smaller numbers of ranks."""
+    kept = next(iter(complete_layouts(folder)), None)
+    return kept and (kept.step, len(kept.segments), kept.smaller)

@@ -2,6 +2,7 @@
 
 A place is given up when its rank has failed twice without a step between, or once after it was
 tried again. What a script does wrong in a step fails on any place, and ends the job as always.
+Where its model does not take the next smaller number of ranks, the one below is tried.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fleetpipe.launch.supervisor.attempts import Again, Attempt, End, Verdict
+from fleetpipe.launch.supervisor.width import Width
 
 
 class KeptRanks(NamedTuple):
@@ -17,20 +19,24 @@ class KeptRanks(NamedTuple):
 
     Attributes:
         step: The newest step.
-        ranks: How many ranks there are.
-        fewer: The largest smaller number of ranks that the script takes; 0 for none.
+        ranks: How many ranks have kept it.
+        smaller: The smaller numbers of ranks that the script's degrees allow, the largest first.
     """
 
     step: int
     ranks: int
-    fewer: int
+    smaller: tuple[int, ...]
+
+    def fewer(self, ranks: int) -> int:
+        """Returns the largest number of ranks below ``ranks`` that the degrees allow, or 0."""
+        return next((number for number in self.smaller if number < ranks), 0)
 
 
 def with_fewer(
     attempt: Attempt,
     verdict: Verdict,
     then: End | Again,
-    kept: Callable[[int], KeptRanks | None],
+    kept: Callable[[], KeptRanks | None],
     least: int,
     seconds: float,
 ) -> End | Again:
@@ -40,30 +46,51 @@ def with_fewer(
         attempt: The attempt.
         verdict: How it ended.
         then: What follows if no place is given up.
-        kept: Returns what so many ranks have kept; given 0, what those of the newest step have.
+        kept: Returns what the ranks have kept; None if no step.
         least: The smallest number of ranks.
         seconds: After how long a place is tried again.
     """
-    rank = verdict.place
-    if rank is None or verdict.permanent or not _is_lost(attempt, verdict, rank, then):
-        return then
-    again = attempt.width.fails_trial(rank, verdict.step)
-    newest = kept(attempt.width.left if again else attempt.width.ranks)
+    rank, before, newest = verdict.place, attempt.width, kept()
     if newest is None:
         return then
-    step, ranks, fewer = newest
-    if again:
-        ranks, fewer = attempt.width.whole, attempt.width.left
+    if verdict.permanent and before.places and newest.ranks != len(before.places):
+        return _with_still_fewer(attempt, newest, then, least)
+    if rank is None or verdict.permanent:
+        return then
+    # A trial lasts until all ranks have kept a step.
+    again = before.fails_trial(rank, verdict.step) and newest.ranks == before.left
+    if not again and not _is_lost(attempt, verdict, rank, then):
+        return then
+    ranks = before.ranks or newest.ranks
+    fewer = before.left if again else newest.fewer(ranks)
     if fewer < least:
         why = f"--least {least} allows no fewer ranks" if fewer else "the script takes no fewer"
         return then._replace(said=(*then.said, f"rank {rank} is not given up: {why}"))
-    width = attempt.width.without(rank, ranks, fewer, verdict.step, seconds)
-    said = (
-        f"rank {rank} is given up, and tried again after {width.seconds:g} s: the job goes on "
-        f"after {step} steps, from memory, with {fewer} ranks of {width.whole}"
-    )
-    following = Attempt(attempt.number + 1, width=width)
-    return Again(following, (then.said[0], said))
+    seconds = 2 * before.seconds if again else seconds
+    width = before.without(rank, ranks, fewer, verdict.step, seconds)
+    lost = f"rank {rank} is given up, and tried again after {seconds:g} s"
+    return _goes_on(attempt, lost, newest.step, width, then)
+
+
+def _with_still_fewer(
+    attempt: Attempt, newest: KeptRanks, then: End | Again, least: int
+) -> End | Again:
+    """Returns what follows where a script refuses the ranks that are left before their first step.
+
+    Its layers may not divide by so many stages.
+    """
+    refused = len(attempt.width.places)
+    fewer = newest.fewer(refused)
+    if fewer < least:
+        return then
+    width = attempt.width.with_fewer(fewer)
+    return _goes_on(attempt, f"the script refuses {refused} ranks", newest.step, width, then)
+
+
+def _goes_on(attempt: Attempt, why: str, step: int, width: Width, then: End | Again) -> Again:
+    count = "1 rank" if width.left == 1 else f"{width.left} ranks"
+    said = f"{why}: the job goes on after {step} steps, from memory, with {count} of {width.whole}"
+    return Again(Attempt(attempt.number + 1, width=width), (then.said[0], said))
 
 
 def with_all(attempt: Attempt, step: int) -> Again:
@@ -76,8 +103,6 @@ def with_all(attempt: Attempt, step: int) -> Again:
 def _is_lost(attempt: Attempt, verdict: Verdict, rank: int, then: End | Again) -> bool:
     """Whether the place of the rank that failed first is given up."""
     width, before = attempt.width, attempt.failed
-    if width.fails_trial(rank, verdict.step):
-        return True
     if width.places and verdict.step is not None and verdict.step == width.since:
         return False  # the step fails on other places too
     ends = isinstance(then, End)

@@ -72,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
 
 #: Seconds between two looks for ranks that start when the job was asked to stop.
 _LOOK_SECONDS = 0.2
+#: A wait may not last for ever, nor for as long as a user says.
+_LONGEST_WAIT = 3600.0
 
 
 class Supervisor:
@@ -85,7 +87,7 @@ class Supervisor:
         self._stopped_by: int | None = None
         #: The last one, which the ranks get.
         self._signal = 0
-        #: When ranks are ended that were asked to stop and have not.
+        #: When ranks are ended that were asked to stop and have not; infinite for never.
         self._deadline: float | None = None
         #: When a job with fewer ranks is asked to end for the sake of all; infinite once it was.
         self._wider_at: float | None = None
@@ -125,8 +127,8 @@ class Supervisor:
             attempt, verdict, then, self._newest_kept, options.least, options.wider_after
         )
 
-    def _newest_kept(self, ranks: int) -> KeptRanks | None:
-        kept = extra("kept_state.layouts").newest_kept(self._local.kept, ranks)
+    def _newest_kept(self) -> KeptRanks | None:
+        kept = extra("kept_state.layouts").newest_kept(self._local.kept)
         return None if kept is None else KeptRanks(*kept)
 
     def _verdict(self) -> Verdict:
@@ -137,7 +139,7 @@ class Supervisor:
             if self._deadline is not None:
                 left = min(_LOOK_SECONDS, max(0.0, self._deadline - time.monotonic()))
             elif self._wider_at is not None:
-                left = max(0.0, self._wider_at - time.monotonic())
+                left = min(_LONGEST_WAIT, max(0.0, self._wider_at - time.monotonic()))
             ready, _, _ = select.select(waited, [], [], left)
             for number in self._signals.take() if self._signals in ready else ():
                 self._stop(number)
@@ -152,10 +154,13 @@ class Supervisor:
                 self._widen()
 
     def _widen(self) -> None:
-        """Asks fewer ranks to end for the sake of all, once they have done a step."""
+        """Asks fewer ranks to end for the sake of all, once they have done a step.
+
+        Nothing is late if that takes long: they train meanwhile.
+        """
         if self._local.has_done_a_step():
             self._wider_at = math.inf
-            self._ask(signal.SIGTERM)
+            self._ask(signal.SIGTERM, grace=math.inf)
         else:
             self._wider_at = time.monotonic() + _LOOK_SECONDS
 
@@ -168,14 +173,13 @@ class Supervisor:
         if number in BREAK_SIGNALS and again is not None:
             self._deadline = time.monotonic()
             return
-        if self._deadline is None and self._stopped_by in BREAK_SIGNALS:
+        if again is None and number in BREAK_SIGNALS:
             say("ends after this step, which is saved; Ctrl-C once more ends it at once")
-        self._ask(number)
+        self._ask(number, self._options.grace)
 
-    def _ask(self, number: int) -> None:
+    def _ask(self, number: int, grace: float) -> None:
         """Gives the ranks a signal to finish their step, save it and end."""
-        if self._deadline is None:
-            self._deadline = time.monotonic() + self._options.grace
+        self._deadline = min(self._deadline or math.inf, time.monotonic() + grace)
         self._signal = number
         self._local.stop(number)
 

@@ -46,7 +46,7 @@ class Width(NamedTuple):
         """Whether a rank on a place that is tried again has failed in its first step there."""
         return not self.places and rank in self.lost and step in (None, self.since)
 
-    def without(self, rank: int, ranks: int, left: int, step: int | None, usual: float) -> Width:
+    def without(self, rank: int, ranks: int, left: int, step: int | None, seconds: float) -> Width:
         """Returns the width without the place of a rank.
 
         Args:
@@ -54,14 +54,16 @@ class Width(NamedTuple):
             ranks: How many there are now.
             left: How many there are to be.
             step: The step in which it failed.
-            usual: After how many seconds a place is tried again for the first time.
+            seconds: After how long a place is tried again.
         """
         places = self.places or tuple(range(ranks))
         working = tuple(place for place in places if place != places[rank])
-        again = self.fails_trial(rank, step)
-        lost = self.lost if again else (*self.lost, places[rank])
-        seconds = 2 * self.seconds if again else usual
+        lost = (*self.lost, places[rank])
         return Width(working[:left], lost, max(self.whole, ranks), left, step, seconds)
+
+    def with_fewer(self, left: int) -> Width:
+        """Returns the width in which only so many of the places have a rank."""
+        return self._replace(places=self.places[:left], left=left)
 
     def with_all(self, step: int) -> Width:
         """Returns the width in which all places have a rank again after some steps."""

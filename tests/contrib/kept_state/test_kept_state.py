@@ -116,6 +116,20 @@ def test_the_newest_step_is_one_that_every_rank_has_whole(
     assert [kept_by(rank, tmp_path, training.objects).newest() for rank in range(3)] == [newest] * 3
 
 
+def test_states_of_other_ranks_stay_until_two_steps_in_a_row_are_kept(tmp_path: Path) -> None:
+    training = Training()
+    training.step()
+    alone = KeptState(tmp_path, training.objects, Ranks(SoleGroup()))
+    files = []
+    for step in (1, 2, 4, 5):
+        if step == 4:  # other ranks did the third
+            for rank in range(3):
+                kept_by(rank, tmp_path, training.objects).keep(3)
+        alone.keep(step)
+        files.append(len([*tmp_path.iterdir()]))
+    assert files == [1, 1, 4, 1]
+
+
 def test_what_a_part_of_the_ranks_or_another_model_kept_is_not_taken(tmp_path: Path) -> None:
     training = Training()
     kept_by(0, tmp_path, training.objects).keep(1)

@@ -97,35 +97,34 @@ def test_states_of_more_ranks_stay_until_two_steps_of_fewer_are_kept(
 ) -> None:
     home = tmp_path / "pp and dp kept"
     on_ranks(write, 4, tmp_path, ["pp and dp"])
-    assert newest_kept(home, 0) == (2, 4, 2)
-    assert newest_kept(home, 2) is None
+    assert newest_kept(home) == (2, 4, (2,))
     first, second = on_ranks(fewer, 2, home, [2, 3])
     assert first == [2, [["rank-0.1", "rank-0.2"], ["rank-0.2"]], 4, 4]
     assert second == [2, [["rank-1.1", "rank-1.2"], ["rank-1.2"]], 4, 4]
     assert sorted(file.name for file in home.iterdir()) == ["rank-0.2", "rank-1.2"]
     (kept,) = complete_layouts(home)
-    assert (kept.step, len(kept.segments), kept.ranks_of_fewer) == (4, 2, 1)
+    assert (kept.step, len(kept.segments), kept.smaller) == (4, 2, (1,))
 
 
 def test_a_state_that_a_rank_lacks_is_none(on_ranks: Call, tmp_path: Path) -> None:
     on_ranks(write, 2, tmp_path, ["pp"])
     (tmp_path / "pp kept" / "rank-1.1").unlink()
-    assert newest_kept(tmp_path / "pp kept", 0) is None
+    assert newest_kept(tmp_path / "pp kept") is None
 
 
 @pytest.mark.parametrize(
-    ("narrows", "degrees", "fewer"),
+    ("narrows", "degrees", "smaller"),
     [
-        (["pp"], {"pp": 4, "dp": 2}, 6),
-        (["pp"], {"pp": 1, "dp": 2}, 0),
-        (["dp", "pp"], {"pp": 2, "dp": 6}, 6),
-        (["dp", "pp"], {"pp": 2, "dp": 5}, 2),
-        (["dp", "pp"], {"pp": 3, "dp": 1}, 2),
-        (["dp"], {"pp": 3, "dp": 1}, 0),
+        (["pp"], {"pp": 4, "dp": 2}, (6, 4, 2)),
+        (["pp"], {"pp": 1, "dp": 2}, ()),
+        (["dp", "pp"], {"pp": 2, "dp": 6}, (6, 4, 2, 1)),
+        (["dp", "pp"], {"pp": 2, "dp": 5, "mp": 2}, (4, 2)),
+        (["dp", "pp"], {"pp": 3, "dp": 1}, (2, 1)),
+        (["dp"], {"pp": 3, "dp": 1}, ()),
     ],
 )
 def test_a_script_takes_as_many_ranks_as_its_samples_divide_by(
-    narrows: list[str], degrees: dict[str, int], fewer: int
+    narrows: list[str], degrees: dict[str, int], smaller: tuple[int, ...]
 ) -> None:
     segments = (SimpleNamespace(index={"narrows": narrows}),) * math.prod(degrees.values())
-    assert KeptLayout(degrees, 1, segments).ranks_of_fewer == fewer  # type: ignore[arg-type]
+    assert KeptLayout(degrees, 1, segments).smaller == smaller  # type: ignore[arg-type]

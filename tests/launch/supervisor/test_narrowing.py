@@ -18,13 +18,17 @@ def died(rank: int, step: int | None) -> Verdict:
     return Verdict(137, step=step, culprit=f"rank {rank} died", place=rank)
 
 
+#: All ranks refuse their number, as the layers do not divide by it.
+REFUSED = Verdict(1, culprit="rank 0 raised: PartitionError", raised=True, permanent=True)
+
+
 def raised(step: int) -> Verdict:
     return Verdict(1, step=step, culprit="rank 1 raised: ValueError: x", raised=True)
 
 
-def kept(ranks: int) -> KeptRanks:
-    """What a pipeline of one stage a rank keeps, of four where it is not said of how many."""
-    return KeptRanks(7, ranks or 4, (ranks or 4) - 1)
+def kept(ranks: int = 4) -> KeptRanks:
+    """What a pipeline of one stage a rank has kept."""
+    return KeptRanks(7, ranks, (*range(ranks - 1, 0, -1),))
 
 
 def followed(*verdicts: Verdict, least: int = 2, restarts: int = 3) -> tuple[End | Again, Attempt]:
@@ -46,6 +50,8 @@ def followed(*verdicts: Verdict, least: int = 2, restarts: int = 3) -> tuple[End
         ([died(2, 7), died(2, 8)], None),
         ([died(2, 7), died(1, 8)], None),
         ([died(2, 7), died(2, 7), died(2, 9), died(2, 9)], (0, 1)),
+        ([died(2, 7), died(2, 7), died(2, None), died(2, None)], (0, 1)),
+        ([died(2, 7), died(2, 7), REFUSED], (0, 1)),
         ([died(0, 7), died(0, 7), died(0, 9), died(0, 9)], (2, 3)),
     ],
 )
@@ -63,6 +69,7 @@ def test_a_place_is_given_up_when_its_rank_fails_twice_without_a_step_between(
     [
         ([raised(7), raised(7)], POISONED, "step 7 failed twice"),
         ([replace(died(1, 7), permanent=True)], 137, "no restart mends"),
+        ([died(2, 7), died(2, 7), REFUSED, REFUSED], 1, "no restart mends"),
         # The step fails on other places too.
         ([died(2, 7), died(2, 7), died(1, 7), died(1, 7)], POISONED, "step 7 failed twice"),
         ([died(1, 7), died(2, 7)], POISONED, "step 7 failed twice"),
@@ -87,24 +94,31 @@ def test_restarts_that_are_used_up_give_up_the_place_that_failed_last() -> None:
 def test_a_place_is_tried_again_after_twice_the_time() -> None:
     then, _ = followed(died(2, 7), died(2, 7))
     assert isinstance(then, Again)
+    assert then.said[-1].endswith("after 7 steps, from memory, with 3 ranks of 4")
     wider = with_all(then.attempt, 20).attempt
     assert (wider.number, wider.width.places, wider.width.lost) == (4, (), (2,))
     for number, seconds in ((2, 20.0), (1, 10.0)):
         verdict = died(number, 20)
-        again = with_fewer(wider, verdict, after(wider, verdict, 3), kept, 2, 10.0)
+        again = with_fewer(wider, verdict, after(wider, verdict, 3), lambda: kept(3), 2, 10.0)
         assert isinstance(again, Again)
         # Another rank's failure is one to start again after.
         assert again.attempt.width.places == ((0, 1, 3) if number == 2 else ())
         assert again.attempt.width.seconds == seconds
-    later = with_fewer(wider, died(2, 30), after(wider, died(2, 30), 3), kept, 2, 10.0)
-    assert isinstance(later, Again)
-    assert later.attempt.width == wider.width
+    for verdict in (died(2, 30), died(2, None)):
+        # All ranks have kept a step since: a later failure is one like any other.
+        later = with_fewer(wider, verdict, after(wider, verdict, 3), kept, 2, 10.0)
+        assert isinstance(later, Again)
+        assert later.attempt.width == wider.width
+    second = Attempt(6, 1, died(2, 30), wider.width)
+    again = with_fewer(second, died(2, None), after(second, verdict, 3), kept, 2, 10.0)
+    assert isinstance(again, Again)
+    assert again.attempt.width[:3] == ((0, 1, 3), (2, 2), 4)
 
 
 def test_nothing_is_given_up_before_a_step_was_kept() -> None:
     attempt = Attempt(2, 1, died(1, None))
     then = after(attempt, died(1, None), 3)
-    assert with_fewer(attempt, died(1, None), then, lambda _: None, 1, 10.0) is then
+    assert with_fewer(attempt, died(1, None), then, lambda: None, 1, 10.0) is then
 
 
 @pytest.mark.parametrize(

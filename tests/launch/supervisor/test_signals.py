@@ -13,6 +13,7 @@ import pytest
 from fleetpipe.job import attempt_files
 from fleetpipe.launch.supervisor.attempts import Attempt, Verdict
 from fleetpipe.launch.supervisor.local_ranks import Local
+from fleetpipe.launch.supervisor.narrowing import KeptRanks
 from fleetpipe.launch.supervisor.signals import catch_signals
 from fleetpipe.launch.supervisor.supervisor import Supervisor
 
@@ -59,12 +60,13 @@ class Ranks:
         self.killed += 1
 
 
-def supervise(ranks: Ranks, *numbers: int) -> int:
-    options = argparse.Namespace(max_restart=3, grace=60.0, least=None)
+def supervise(ranks: Ranks, *numbers: int, **options: float) -> int:
+    usual = {"max_restart": 3, "grace": 60.0, "least": None}
+    chosen = argparse.Namespace(**{**usual, **options})
     with catch_signals() as signals:
         for number in numbers:
             os.kill(os.getpid(), number)
-        return Supervisor(options, ranks, signals).run()  # type: ignore[arg-type]
+        return Supervisor(chosen, ranks, signals).run()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,34 @@ def test_a_signal_between_two_attempts_lets_no_other_begin() -> None:
     ranks = Failing(Verdict(1, step=3, culprit="rank 0 raised"))
     assert supervise(ranks) == 128 + signal.SIGTERM
     assert (ranks.started, ranks.stopped) == ([1], [])
+
+
+def test_fewer_ranks_that_end_for_the_sake_of_all_may_take_longer_than_a_job_that_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verdicts = [Verdict(137, step=3, culprit="rank 1 died", place=1), Verdict(0, 4), Verdict(0)]
+
+    class Narrowed(Ranks):
+        def start(self, attempt: Attempt) -> None:
+            super().start(attempt)
+            self.late = bool(attempt.width.places)
+            if attempt.number > 1:
+                self._ended, self._ends = os.pipe()
+            if not self.late:
+                os.write(self._ends, b"e")
+
+        def has_done_a_step(self) -> bool:
+            return True
+
+        def end(self) -> Verdict:
+            super().end()
+            return verdicts.pop(0)
+
+    monkeypatch.setattr(Supervisor, "_newest_kept", lambda _: KeptRanks(3, 2, (1,)))
+    ranks = Narrowed(Verdict(0))
+    assert supervise(ranks, grace=0.0, max_restart=0, least=1, wider_after=0.0) == 0
+    assert (ranks.started, ranks.killed) == ([1, 2, 3], 0)
+    assert ranks.stopped == [signal.SIGTERM] * 2
 
 
 def test_each_rank_gets_a_signal_once_whenever_it_starts(
