@@ -110,9 +110,15 @@ def _write(draft: Path, documents: Documents, tokenizer: Any, end: int) -> None:
 
 
 def _encodings(documents: Documents, tokenizer: Any) -> Iterator[Any]:
+    """Yields the tokens of whole documents, which a tokenizer may cut or pad for a model."""
+    from tokenizers import Tokenizer
+
+    whole = Tokenizer.from_str(tokenizer.to_str())
+    whole.no_truncation()
+    whole.no_padding()
     texts = documents.read()
     while some := [*islice(texts, _TOGETHER)]:
-        yield from tokenizer.encode_batch(some, add_special_tokens=False)
+        yield from whole.encode_batch(some, add_special_tokens=False)
 
 
 def _open(folder: Path) -> TokenFiles:

@@ -145,6 +145,11 @@ def test_a_tokenizer_of_the_users(folder: Path) -> None:
     assert documents_of(data) == documents_of(trained)
     with pytest.raises(ConfigError, match=r"no token '</s>'(?s:.*)end='<\|endoftext\|>'"):
         packed(folder, tokenizer=file, end="</s>")
+    cutting = tokenizers.Tokenizer.from_file(str(file))
+    cutting.enable_truncation(4)
+    cutting.enable_padding(length=9)
+    assert documents_of(packed(folder, tokenizer=cutting)) == documents_of(trained)
+    assert cutting.truncation
     words = {**{word: 70_000 + n for n, word in enumerate(WORDS)}, token_files.END: 2}
     far = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
     far.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
