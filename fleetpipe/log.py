@@ -41,7 +41,7 @@ def once(log: Callable[..., None], text: str, any_rank: bool = False) -> None:
         text: The notice.
         any_rank: Whether the notice is about this rank alone; else rank 0 logs it for all.
     """
-    if any_rank or _own_rank() == 0:
+    if any_rank or own_rank() == 0:
         log(text, stacklevel=2)
 
 
@@ -79,12 +79,13 @@ class _Unconfigured(logging.Handler):
             self.handleError(record)
 
 
-def _own_rank() -> int:
+def own_rank() -> int:
+    """Returns this process's rank in its job, as the launcher has it; 0 without a launcher."""
     return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
 
 def _add_rank(record: logging.LogRecord) -> bool:
-    record.rank = _own_rank()
+    record.rank = own_rank()
     return True
 
 

@@ -243,7 +243,7 @@ class Runtime:
         self.weights, self.units = weights, units
         self.data = RankData(self.job, schedule.placement, config)
         self.stage = DygraphStage.of(layers.owned_stages, schedule, config.fast_leaves)
-        #: Of the layers that the stage knows; none yet.
+        #: The version of the layers that the stage knows; none yet.
         self._version = -1
 
     def _connect(self) -> None:

@@ -118,7 +118,7 @@ class TrainingBatch:
         self.observed = self.observed._replace(optimizer=optimizer)
         self._prepare()
         if runtime.job.copies().ranks == 1:
-            # Copies add their losses up, which none of them is to wait for between actions.
+            # Several copies add their losses up, and no rank is to wait for that between actions.
             self._losses.complete = self._share_losses
         try:
             with runtime.running(self._batch) as run:

@@ -327,7 +327,7 @@ class Engine:
                 raise _add_location(error, walker) from error.__cause__
             raise
         finally:
-            # They hold on to the losses and to the optimizer.
+            # These functions hold on to the losses and to the optimizer.
             self._collectives = {}
 
     @property

@@ -25,12 +25,7 @@ Instruction = Callable[[], Blocked | None]
 
 
 class Played(Protocol):
-    """The view of one rank that observers get.
-
-    Attributes:
-        rank: The rank of the pipeline.
-        values: The values that the rank holds now, by the message that brings or takes them.
-    """
+    """The view of one rank that observers get."""
 
     @property
     def rank(self) -> int:

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from fleetpipe import atomic_file, systems
+from fleetpipe import atomic_file, log, systems
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.watching.failure import Failure
 
@@ -37,13 +37,14 @@ INTERRUPTED = 130
 #: Has the number of ranks that the job has where none is given up.
 WHOLE_SIZE = "FLEETPIPE_WHOLE_SIZE"
 
-_RANK = "PADDLE_TRAINER_ID"
 #: What a page holds: how many steps the rank has begun in all attempts.
 _COUNT = struct.Struct("<q")
 #: Bytes that the files of an attempt may need, at a page of memory or more each.
 _ATTEMPT_BYTES = 1 << 20
 #: The page of the number of steps that a rank did.
 DONE = "done"
+
+own_rank = log.own_rank
 
 
 class ReportedFailure(NamedTuple):
@@ -250,8 +251,3 @@ def _rows(file: Path) -> list[tuple[int, int]]:
         return []
     rows = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return [(int(first), int(second)) for first, second in rows]
-
-
-def own_rank() -> int:
-    """Returns the rank of this process, as its launcher has it."""
-    return int(os.environ.get(_RANK, "0"))

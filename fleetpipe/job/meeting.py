@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from fleetpipe import log
 from fleetpipe.errors import (
     ConfigError,
     FleetPipeError,
@@ -36,15 +37,12 @@ _LAST_SECONDS = 3.0
 #: Seconds in which whoever listens at rank 0's endpoint answers, if it is a store.
 _ANSWER_SECONDS = 2.0
 
+own_rank = log.own_rank
+
 
 def world_size() -> int:
     """Returns the number of processes that the launcher started; 1 without a launcher."""
     return int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-
-
-def own_rank() -> int:
-    """Returns this process's rank among those that the launcher started."""
-    return int(os.environ.get("PADDLE_TRAINER_ID", "0"))
 
 
 def come_together(number: int, timeout: float) -> JobStore:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ error = process_exit.error()
 attempt_files.tell_code(EXIT_CODE if code and isinstance(error, PeerFailed) else code)
 if code and error is not None:
     # Where there was a job its watch has told, or will: the first word counts.
-    attempt_files.tell_failure(Failure.of(int(os.environ.get("PADDLE_TRAINER_ID", "0")), error))
+    attempt_files.tell_failure(Failure.of(attempt_files.own_rank(), error))
 folder = attempt_files.folder()
 saved = folder is not None and attempt_files.preempted_at(folder) is not None
 # To the launcher any other code is a failure, for which it ends the other ranks.
