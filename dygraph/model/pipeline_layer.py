@@ -235,8 +235,7 @@ class PipelineLayer(FleetFace):
             ConfigError: The model has a ``forward`` of its own, or trains other parameters too.
         """
         refuse_own_forward(self, PipelineLayer.forward)
-        of_losses = [p for layer in self.loss_layers() for p in layer.parameters()]
-        refuse_unlisted(self.state.own_parameters(), of_losses)
+        refuse_unlisted(self.state.own_parameters(), self.loss_parameters())
 
     def hidden_uses(self) -> HiddenUses | None:
         """Returns a watch for uses of other ranks' parameters; None if there is one stage."""
@@ -255,9 +254,8 @@ class PipelineLayer(FleetFace):
             for layer in layers:
                 for parameter in layer.parameters() if isinstance(layer, paddle.nn.Layer) else ():
                     owners.setdefault(id(parameter), set()).add(rank)
-        for layer in self.loss_layers():
-            for parameter in layer.parameters():
-                owners.setdefault(id(parameter), set()).add(last)
+        for parameter in self.loss_parameters():
+            owners.setdefault(id(parameter), set()).add(last)
         names = {id(parameter): name for name, parameter in self.state.own_parameters().items()}
         here = {self.placement.rank_of(stage) for stage in self._owned}
         rank_of = self.placement.rank_of
@@ -306,8 +304,8 @@ class PipelineLayer(FleetFace):
         Raises:
             ConfigError: The uses of a parameter cannot be told apart.
         """
-        of_losses = [p for layer in self.loss_layers() for p in layer.parameters()]
-        return self.owned_stages.begin_uses(of_losses, self._shared_weights.parameters())
+        shared = self._shared_weights.parameters()
+        return self.owned_stages.begin_uses(self.loss_parameters(), shared)
 
     def forward(self, input: Nest, chunk_id: int | None = None) -> Nest:
         """Runs the layers of this process in order; in one process that is the whole model.
@@ -361,12 +359,15 @@ class PipelineLayer(FleetFace):
         functions = losses.functions_in(self._loss_fn)
         return [f for f in functions if isinstance(f, paddle.nn.Layer)]
 
+    def loss_parameters(self) -> list[Tensor]:
+        """Returns the parameters of :meth:`loss_layers`."""
+        return [parameter for layer in self.loss_layers() for parameter in layer.parameters()]
+
     def trained_parameters(self) -> list[Tensor]:
         """Returns the parameters of this process's stages and of the losses, each once."""
         # Layer's own method, as in ``state``.
         parameters = [parameter for _, parameter in paddle.nn.Layer.named_parameters(self)]
-        for layer in self.loss_layers():
-            parameters += layer.parameters()
+        parameters += self.loss_parameters()
         return list({id(parameter): parameter for parameter in parameters}.values())
 
     def stage_table(self) -> str:

@@ -190,11 +190,7 @@ def _total_by_tree(flat: Tensor, group: Group) -> Tensor:
 def _scatter(owned: Sequence[Sequence[Tensor]], group: Group, share: float, by_tree: bool) -> None:
     """Sums like :func:`_add_up`, but only the owner gets the sum; other gradients are freed.
 
-    Args:
-        owned: The parameters of a piece that each member owns, by member.
-        group: The members.
-        share: The factor of each gradient.
-        by_tree: Whether the sum is that of a tree over the members.
+    ``owned`` has the parameters of a piece that each member owns, by member.
     """
     first = next(parameter for part in owned for parameter in part)
     nothing = paddle.zeros([0], gradient_of(first).dtype)

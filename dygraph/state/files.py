@@ -45,12 +45,8 @@ def layers_to_write(
 ) -> dict[int, Layer]:
     """Returns the layers of this process that get a file, by number.
 
-    If every entry of a shared layer has a ``forward_func``, the first one gets the file.
-
-    Args:
-        functions: The layers and functions of this process, by their numbers in the list.
-        shared: The shared layers, by each of their numbers in the list.
-        entries: The whole list of layers.
+    If every entry of a shared layer has a ``forward_func``, the first one gets the file. The
+    arguments are those of :func:`files_of_list`.
     """
     layers = {}
     for index, function in functions.items():

@@ -1,7 +1,6 @@
-"""The groups of ranks that a process of a job is in: by what each rank holds of the model.
+"""The groups of ranks that a process of a job is in, by what each rank holds of the model.
 
-Every group is a view of the connections of the job: it costs nothing, and its creation is not
-collective.
+Each is a view of the job's connections: it costs nothing, and its creation is not collective.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ class Gathering(Protocol):
 class Group(Protocol):
     """The members of a collective operation; each of its methods is called by all of them.
 
+    What several ``begin`` methods have begun ends in the order in which it began.
+
     Attributes:
         rank: This member's number.
         ranks: Number of members.
@@ -46,10 +48,7 @@ class Group(Protocol):
         return self.begin_all_gather(value).values()
 
     def begin_all_gather(self, value: Value) -> Gathering:
-        """Sends ``value`` to all members without waiting for theirs. Collective.
-
-        Gatherings end in the order in which they began.
-        """
+        """Sends ``value`` to all members without waiting for theirs. Collective."""
 
     def all_reduce(self, tensors: Sequence[Any]) -> None:
         """Replaces each tensor by the sum over all members. Collective."""
@@ -71,10 +70,7 @@ class Group(Protocol):
         return self.begin_all_to_all(parts).values()
 
     def begin_all_to_all(self, parts: Sequence[Any]) -> Gathering:
-        """Sends each member its part without waiting for the others'. Collective.
-
-        It ends in the order of begin, as :meth:`begin_all_gather` does.
-        """
+        """Sends each member its part without waiting for the others'. Collective."""
 
     def reduce_scatter(self, parts: Sequence[Any]) -> Any:
         """Returns the sum of the parts that all members have for this one. Collective.
@@ -91,10 +87,7 @@ class Group(Protocol):
         return self.begin_reduce_scatter(parts).value()
 
     def begin_reduce_scatter(self, parts: Sequence[Any]) -> Reduction:
-        """Sends each member its part without waiting for the others'. Collective.
-
-        It ends in the order of begin, as :meth:`begin_all_gather` does.
-        """
+        """Sends each member its part without waiting for the others'. Collective."""
         return Reduction(self.begin_all_to_all(parts), self.rank)
 
 

@@ -307,7 +307,7 @@ def of_same_layers(pipe: PipelineLayer) -> Reference:
     Raises:
         UsageError: The loss has trained parameters: both sides would add to their gradients.
     """
-    if any(not p.stop_gradient for loss in pipe.loss_layers() for p in loss.parameters()):
+    if any(not parameter.stop_gradient for parameter in pipe.loss_parameters()):
         raise UsageError(
             "parity with the pipeline's own layers needs a loss without trained parameters",
             fix="put what is trained into the last layer, or pass a model and a loss_of of its own",
