@@ -188,13 +188,15 @@ def _end(task: Assignment) -> None:
     os.close(claim)
     records = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
     manifest = replace(task.manifest, tensors=_entries(task, records))
-    for path in (*reports, task.draft / _CLAIM):
+    for path in reports:
         path.unlink()
     run_folder.write_file(task.draft / MANIFEST, manifest.to_text())
     step, home = task.manifest.step, task.retention.home
     # Before this one can be seen: "latest" is never a step that the run has left.
     aside = run_folder.set_aside(home, step)
     run_folder.publish(task.draft, home, step)
+    # No sooner: a rank that has just seen all reports would take the draft as its own.
+    (run_folder.folder_of(home, step) / _CLAIM).unlink()
     _log.debug("step %d is saved in %s", step, home)
     if aside:
         names = ", ".join(path.name for path in aside.values())
