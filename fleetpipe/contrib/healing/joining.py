@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
 from typing import cast
 
+from fleetpipe import systems
 from fleetpipe.errors import PeerFailed
 from fleetpipe.job import generation, meeting
 from fleetpipe.job.generation import Generation
 from fleetpipe.job.groups import neighbours, paddle_groups
 from fleetpipe.job.job import Job
 from fleetpipe.job.start import connect_ranks
+from fleetpipe.job.watching.watch import Watch
 from fleetpipe.transport import View
+
+#: Seconds after a death in which a rank that connects Paddle's groups notices it, if ever.
+_STUCK_SECONDS = 5.0
 
 
 class Changed(PeerFailed):
@@ -63,9 +72,30 @@ def connect_again(job: Job, now: Generation, served_anew: bool) -> None:
     watch, used = connect_ranks(store, f"{namespace}/mesh", timeout)
     watch.patient = True
     job.connect_again(store, watch, used, namespace)
-    paddle_groups.connect(store, f"{namespace}/groups", now.number, timeout)
-    if job.neighbours:
-        [view] = job.connect_among(job.pipeline_ranks()).values()
-        where = store, f"{namespace}/neighbours", timeout
-        job.connect_neighbours(*neighbours.lanes(cast(View, view), job.neighbours, *where))
+    with killed_if_stuck(watch):
+        paddle_groups.connect(store, f"{namespace}/groups", now.number, timeout)
+        if job.neighbours:
+            [view] = job.connect_among(job.pipeline_ranks()).values()
+            where = store, f"{namespace}/neighbours", timeout
+            job.connect_neighbours(*neighbours.lanes(cast(View, view), job.neighbours, *where))
     store.check = watch.check
+
+
+@contextlib.contextmanager
+def killed_if_stuck(watch: Watch) -> Iterator[None]:
+    """While it is open, the death of a rank ends this process, too, if it does not notice it.
+
+    Gloo waits for a member that has died, and no exception ends that. Another process takes the
+    place of this one, which has kept its state.
+    """
+    done = threading.Event()
+
+    def kill() -> None:
+        if not done.wait(_STUCK_SECONDS):
+            os.kill(os.getpid(), systems.SIGKILL)
+
+    watch.on_failure(lambda: threading.Thread(target=kill, daemon=True).start())
+    try:
+        yield
+    finally:
+        done.set()
