@@ -264,15 +264,15 @@ class Job(MeshGroups):
                 group.alone = alone
 
     def share(
-        self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] = tuple
+        self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] | None = None
     ) -> Any:
         """Returns what ``act`` returns, which is the same on all ranks. Collective.
 
         Args:
             what: Says what it does, for messages.
             act: Meets the other ranks; it can be repeated.
-            pass_over: Does what else it does to this process, where the others have done it before
-                this process took the place of one of them.
+            pass_over: Draws and sets what ``act`` does in this process, where the others did it
+                before this process took the place of one of them; None if that is nothing.
         """
         return act() if self.healing is None else self.healing.share(what, act, pass_over)
 

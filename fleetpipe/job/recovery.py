@@ -44,7 +44,9 @@ class Recovery(Protocol):
             alone: Whether it can be told as a part of something else.
         """
 
-    def share(self, what: str, act: Callable[[], Any], pass_over: Callable[[], object]) -> Any:
+    def share(
+        self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] | None
+    ) -> Any:
         """Returns what ``act`` returns; repeats it after the death of another rank."""
 
     def heal(self, error: PeerFailed | PipelineTimeout) -> bool:

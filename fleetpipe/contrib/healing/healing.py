@@ -172,7 +172,9 @@ class Healing:
         with self._job.guarded(lambda: "ending the step on all ranks"):
             self._job.everyone().all_gather(None)
 
-    def share(self, what: str, act: Callable[[], Any], pass_over: Callable[[], object]) -> Any:
+    def share(
+        self, what: str, act: Callable[[], Any], pass_over: Callable[[], object] | None
+    ) -> Any:
         """Returns what ``act`` returns, after the death of a rank, too; see ``Job.share``.
 
         Raises:
@@ -182,7 +184,7 @@ class Healing:
         """
         if self._within or not self.counts:
             return act()
-        call, before = self._next(what), self._kept.collect()
+        call, before = self._next(what), self._kept.collect() if pass_over else None
         if self._job.alone:
             self.meet()
         while call not in self._results:
@@ -195,10 +197,12 @@ class Healing:
                 put_tensors_back = self._kept.copy()
                 self._heal_in_step(error)
                 put_tensors_back()
-                self._kept.put_back(before)
+                if before is not None:
+                    self._kept.put_back(before)
             finally:
                 self._within = False
-        pass_over()
+        if pass_over is not None:
+            pass_over()
         return self._results[call]
 
     def hinder(self, why: str, alone: bool = True) -> None:

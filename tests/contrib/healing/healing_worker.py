@@ -135,10 +135,11 @@ def main() -> None:
         loss = model.train_batch(data, optimizer)
         Deaths.come("after")
         for number in range(2 * (step % 2)):
-            loss = model.eval_batch(batch(2, seed=number), compute_loss=True)
-            sys.stdout.write(f"eval {step} {number}: {loss.numpy().tobytes().hex()}\n")
+            mean = model.eval_batch(batch(2, seed=number), compute_loss=True)
+            sys.stdout.write(f"eval {step} {number}: {mean.numpy().tobytes().hex()}\n")
         if "PREDICT" in words:
             model.eval_batch(batch(2, seed=1))
+            Deaths.come("behind")
         rate.step()
         sys.stdout.write(f"step {step} {loss.numpy().tobytes().hex()} {len([*data])}\n")
         sys.stdout.flush()

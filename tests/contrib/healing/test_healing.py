@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from typing import Any
 import paddle
 import pytest
 
-from fleetpipe.contrib.healing import records, replacement
+from fleetpipe.contrib.healing import joining, records, replacement
 from fleetpipe.contrib.healing.healing import Healing
 from fleetpipe.contrib.healing.replacing import Healer
 from fleetpipe.contrib.healing.taken import Taken
@@ -39,7 +41,7 @@ DEATHS = (
 
 def steps(log: str, word: str = "step") -> list[str]:
     """What a rank wrote of its steps, those that it did once more once."""
-    return list(dict.fromkeys(re.findall(f"{word} .*", log)))
+    return list(dict.fromkeys(re.findall(f"^{word} .*", log, re.MULTILINE)))
 
 
 def tensors(folder: Path) -> dict[int, Any]:
@@ -137,11 +139,12 @@ def test_evaluations_and_saves_in_which_ranks_die_are_those_of_an_undisturbed_ru
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("words", [["EVALUATE", "1.2=forward"], ["PREDICT", "1.2=behind"]])
 def test_what_cannot_heal_is_started_again_and_says_why(
-    launcher: Launch, launch: Launch, tmp_path: Path
+    launcher: Launch, launch: Launch, tmp_path: Path, words: list[str]
 ) -> None:
     alone = launch(WORKER, None, args=["4"]).logs[0]
-    arguments = ["4", "EVALUATE", "1.2=forward"]
+    arguments = ["4", *words]
     options = ["--heal", "--checkpoint_dir", "shared"]
     job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
     assert job.code == 0, job
@@ -317,6 +320,18 @@ def test_a_record_stays_beside_the_next(home: Path) -> None:
     for step in (3, 4, 5):
         records.write(home, step, [step, None, 0])
     assert records.read(home) == {0: {4: [4, None, 0], 5: [5, None, 0]}}
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_a_rank_that_is_stuck_in_connecting_is_killed(monkeypatch: Patch, stuck: bool) -> None:
+    killed, ended = threading.Event(), []
+    monkeypatch.setattr(joining, "_STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(os, "kill", lambda *whom: [ended.append(whom), killed.set()])
+    watch: Any = SimpleNamespace(on_failure=lambda act: act())
+    with joining.killed_if_stuck(watch):
+        killed.wait(5 * stuck)
+    assert killed.wait(0.2) == stuck
+    assert ended == [(os.getpid(), signal.SIGKILL)] * stuck
 
 
 def test_variables_that_come_too_late_are_refused(monkeypatch: Patch) -> None:
