@@ -176,25 +176,7 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
         # Of a collective within the loss, say: it is not what was passed.
         raise
     except Exception as error:
-        if gradients.is_refusal(error):
-            raise gradients.refusal(error, "the loss function", output) from error
-        if any(text in str(error) for text in _WITHOUT_MEMORY):
-            raise BoundaryError(
-                "the loss function uses a parameter that lies on another rank",
-                where="last stage",
-                cause="it is a method of the model, or refers to one of its layers",
-                fix="compute with the parameter in the model's forward, and return what the loss "
-                "takes; or make the loss a Layer with parameters of its own",
-            ) from error
-        head = "; behind a VocabularyHead, one that begins with vocabulary_cross_entropy"
-        raise BoundaryError(
-            "the loss function cannot take the model's output and the label",
-            where="last stage",
-            got=f"output {outline(output)}; label {outline(label)}",
-            cause=reason(error),
-            fix="give labels of the shape and dtype that loss_fn(output, label) takes, or another "
-            "loss_fn" + head * isinstance(output, tuple),
-        ) from error
+        raise _refusal(error, output, label) from error
     # Not loss.size: Paddle asks NumPy for that, which takes as long as the loss of a small model.
     if isinstance(loss, paddle.Tensor) and math.prod(loss.shape) == 1:
         half = loss.dtype == paddle.float16
@@ -211,4 +193,27 @@ def _loss(criterion: Criterion, output: Nest, label: Nest) -> Tensor:
         where="last stage",
         got=outline(loss) if isinstance(loss, paddle.Tensor) else type(loss).__name__,
         fix="reduce the loss, e.g. with paddle.mean",
+    )
+
+
+def _refusal(error: Exception, output: Nest, label: Nest) -> BoundaryError:
+    """Returns the error to raise instead of one of a loss function."""
+    if gradients.is_refusal(error):
+        return gradients.refusal(error, "the loss function", output)
+    if any(text in str(error) for text in _WITHOUT_MEMORY):
+        return BoundaryError(
+            "the loss function uses a parameter that lies on another rank",
+            where="last stage",
+            cause="it is a method of the model, or refers to one of its layers",
+            fix="compute with the parameter in the model's forward, and return what the loss "
+            "takes; or make the loss a Layer with parameters of its own",
+        )
+    head = "; behind a VocabularyHead, one that begins with vocabulary_cross_entropy"
+    return BoundaryError(
+        "the loss function cannot take the model's output and the label",
+        where="last stage",
+        got=f"output {outline(output)}; label {outline(label)}",
+        cause=reason(error),
+        fix="give labels of the shape and dtype that loss_fn(output, label) takes, or another "
+        "loss_fn" + head * isinstance(output, tuple),
     )
