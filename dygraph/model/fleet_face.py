@@ -70,18 +70,6 @@ def shared_comm(
     return groups
 
 
-def in_sequence(functions: Sequence[Callable[[Nest], Nest]]) -> Callable[..., Nest]:
-    """Returns a function that calls each of ``functions`` with the result of the one before."""
-
-    def run(*inputs: Nest) -> Nest:
-        value: Nest = inputs[0] if len(inputs) == 1 else inputs
-        for function in functions:
-            value = function(value)
-        return value
-
-    return run
-
-
 def require_chunk(number: int, chunks: int) -> None:
     """Refuses the number of a chunk that a process does not have.
 
@@ -100,14 +88,6 @@ def require_chunk(number: int, chunks: int) -> None:
             else "no chunk_id: each rank has one chunk",
             fix="pass the number of a chunk of this rank" if chunks else "leave chunk_id out",
         )
-
-
-def refuse_schedule_nodes(_model: Layer, *_arguments: Any) -> NoReturn:
-    """Refuses Fleet's schedule nodes, which exist for its own overlapped schedulers."""
-    raise ConfigError(
-        "fleetpipe's engine needs no schedule nodes",
-        fix="choose a schedule with pipeline_configs['schedule_mode'], DualPipeV for instance",
-    )
 
 
 class FleetFace(ModelOnRanks):
@@ -201,7 +181,15 @@ class FleetFace(ModelOnRanks):
             start: The place in ``run_function`` of the first layer of the part.
             end: The place behind the last layer of the part.
         """
-        return in_sequence(self.run_function[start:end])
+        functions = self.run_function[start:end]
+
+        def run(*inputs: Nest) -> Nest:
+            value: Nest = inputs[0] if len(inputs) == 1 else inputs
+            for function in functions:
+                value = function(value)
+            return value
+
+        return run
 
     def update_run_function(self, chunk_id: int | None) -> None:
         """Makes ``run_function`` list the layers of one chunk; None changes nothing.
@@ -214,5 +202,11 @@ class FleetFace(ModelOnRanks):
             require_chunk(chunk_id, len(self._model_chunks))
             self._show(self._model_chunks[chunk_id].get_run_function())
 
-    get_schedule_chunk = refuse_schedule_nodes
-    build_schedule_nodes = refuse_schedule_nodes
+    def get_schedule_chunk(self, *_arguments: Any) -> NoReturn:
+        """Refuses Fleet's schedule nodes, which exist for its own overlapped schedulers."""
+        raise ConfigError(
+            "fleetpipe's engine needs no schedule nodes",
+            fix="choose a schedule with pipeline_configs['schedule_mode'], DualPipeV for instance",
+        )
+
+    build_schedule_nodes = get_schedule_chunk
