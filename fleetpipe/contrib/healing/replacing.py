@@ -27,6 +27,7 @@ from fleetpipe.paddle_api.launcher import RankProcess
 _WAIT_SECONDS = 0.02
 #: Is loaded before a fork, and imports Paddle.
 _REPLACEMENT = "fleetpipe.contrib.healing.replacement"
+_ENDED = "rank {} has ended its work, and meets no other process"
 #: More than the launcher has open.
 _MOST_FILES = 1 << 16
 
@@ -136,10 +137,17 @@ class Healer:
             if code and not why_not:
                 self._replace(rank, code)
                 continue
+            if not code and self._waits_for(number):
+                why_not = _ENDED.format(number)
             if why_not and not self._generation.refused:
                 self._refuse(why_not, code)
             attempt_files.note_end(self._home, number, code)
             rank.code = code
+
+    def _waits_for(self, rank: int) -> bool:
+        """Whether a process that replaces another waits for a rank."""
+        now = self._generation.number
+        return bool(now) and rank not in generation.places(self._home, now)
 
     def _obstacle(self, rank: int, code: int) -> str:
         """Returns why the process of a rank cannot be replaced; empty if it can."""
@@ -153,6 +161,8 @@ class Healer:
         folder = Path(os.environ[kept_state.FOLDER])
         if not all(any(folder.glob(f"rank-{number}.*")) for number in ranks):
             return "not every rank has kept a step, as a script does that goes by fleetpipe.resume"
+        for ended in (held.started.rank for held in self._ranks if held.code == 0):
+            return _ENDED.format(ended)
         if attempt_files.preempted_at(self._home) is not None:
             return "the job was asked to stop"
         failures = [report.failure for report in attempt_files.failures(self._home)]

@@ -219,6 +219,20 @@ def test_the_launcher_says_why_it_replaces_no_process(
     assert attempt_files.ended_ranks(home) == [(1, -9)]
 
 
+def test_a_rank_that_has_ended_is_met_by_no_other_process(home: Path, capsys: Any) -> None:
+    healer = Healer(home, most=1)
+    healer.hold(RankProcess(0, Ended(0), (), {}, None))
+    held = healer.hold(RankProcess(1, Ended(-9), (), {}, None))
+    assert held.poll() == -9
+    why = "rank 0 has ended its work, and meets no other process"
+    assert capsys.readouterr().err == f"fleetpipe: the job does not heal: {why}\n"
+    later = Healer(home, most=1)
+    held = later.hold(RankProcess(0, Ended(0), (), {}, None))
+    later._generation = Generation(1, {1: 1})
+    assert held.poll() == 0
+    assert generation.current().refused == why
+
+
 def test_a_rank_that_ends_well_is_not_replaced(home: Path) -> None:
     held = Healer(home, most=1).hold(RankProcess(1, Ended(0), (), {}, None))
     assert held.poll() == held.wait(1) == 0
@@ -307,6 +321,8 @@ def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
         ({0: {6: [1], 7: [3]}, 1: {6: [1]}}, [3]),  # another had, and had the same before
         ({0: {6: [5], 7: [3]}, 1: {6: [1]}}, None),  # or another batch
         ({0: {5: [1], 7: [3]}, 1: {5: [1]}}, [3]),  # steps may count several batches
+        ({0: {6: [1, 2], 7: [3, 4]}, 1: {6: [None, 2]}}, [None, 4]),  # it had no inputs
+        ({0: {6: [1, 2], 7: [3, 4]}, 1: {6: [5, 2]}}, None),
         ({0: {7: [3]}, 1: {6: [1]}}, None),
         ({0: {7: [3]}}, None),
     ],
