@@ -56,7 +56,8 @@ def read(home: Path) -> Records:
 def find_record(earlier: Records, now: Mapping[int, Record], rank: int, step: int) -> Record | None:
     """Returns what a rank had in a step; None where that cannot be told.
 
-    Where it had not come to the step, it is what a rank has that had the same in the step before.
+    Where it had not come to the step, it is what ranks have that had the same in the step before:
+    the same inputs, labels, random states.
 
     Args:
         earlier: The records of all ranks.
@@ -68,8 +69,14 @@ def find_record(earlier: Records, now: Mapping[int, Record], rank: int, step: in
     before = _before(here, step)
     if step in here or before is None:
         return here.get(step)
-    alike = [one for one in now if earlier.get(one, {}).get(before) == here[before]]
-    return next((now[one] for one in alike), None)
+    fields: Record = []
+    for field, value in enumerate(here[before]):
+        then = ((one, earlier.get(one, {}).get(before)) for one in now)
+        alike = [now[one][field] for one, record in then if record and record[field] == value]
+        if value is not None and not alike:
+            return None
+        fields.append(None if value is None else alike[0])
+    return fields
 
 
 def _before(steps: Mapping[int, Record], step: int) -> int | None:
