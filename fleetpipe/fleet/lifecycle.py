@@ -268,8 +268,9 @@ def _begin(
     _log.debug("job %d of this process begins: %s", number, degrees)
     strategy = arguments[2]
     if degrees.asked_pp:
-        stages = degrees.pp, degrees.asked_pp
-        _log.info("%d ranks are left: the pipeline has %d stages, not %d", world_size, *stages)
+        stages = "1 stage" if degrees.pp == 1 else f"{degrees.pp} stages"
+        text = "%d ranks are left: the pipeline has %s, not %d"
+        _log.info(text, world_size, stages, degrees.asked_pp)
     mesh = Mesh.in_order(degrees, strategy.hybrid_parallel_order)
     if world_size == 1:
         begun = _begin_alone(degrees, arguments, config.timeout, number)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from fleetpipe import log
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.matching import plain_order
 from fleetpipe.checkpoint.contents.objects import Objects
@@ -30,6 +31,8 @@ from fleetpipe.contrib.kept_state.segment import Segment
 from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.parts import Held
 from fleetpipe.paddle_api.device import dynamic_mode
+
+_log = log.logger(__name__)
 
 #: Names the folder in memory; whoever starts a job again gives it.
 FOLDER = "FLEETPIPE_KEPT_STATE"
@@ -136,7 +139,15 @@ class KeptState:
             self._ranks.together(what, lambda: self._restore(step))
 
     def _step_of_others(self, step: int) -> KeptStep:
-        return KeptStep(next(one for one in complete_layouts(self.folder) if one.step == step))
+        kept = next(one for one in complete_layouts(self.folder) if one.step == step)
+        before, now = kept.segments[0].index["samples"], self._samples
+        if None not in (before, now) and before != now and not self._ranks.rank:
+            _log.warning(
+                "a step has %s samples now, not %s: accumulate_steps is to be worked out from the "
+                "number of ranks where it shall keep them",
+                *(now, before),
+            )
+        return KeptStep(kept)
 
     def _restore(self, step: int) -> None:
         text = self.put_tensors_back(step)
@@ -240,6 +251,7 @@ class KeptState:
                 **self._layout,
                 # A static program has its stages in itself.
                 "narrows": ["dp"] if static else [*self._ranks.axes_that_narrow],
+                "samples": self._samples,
                 "place": self._ranks.place.to_json(),
                 "order": [*model.order()],
                 "plain_order": [*plain_order(model.order(), model.plain_names)],
@@ -252,6 +264,14 @@ class KeptState:
         model = self._objects.required_model()
         optimizer = self._objects.optimizer_part(model)
         return {**model.held(), **({} if optimizer is None else optimizer.held())}
+
+    @property
+    def _samples(self) -> int | None:
+        """How many samples a step has on all replicas; None if the model does not say."""
+        names = "accumulate_steps", "micro_batch_size"
+        sizes = [getattr(self._objects.model, name, None) for name in names]
+        counts = [size for size in sizes if isinstance(size, int)]
+        return math.prod(counts) * self._ranks.place.replica.total if counts == sizes else None
 
     @property
     def _layout(self) -> Index:

@@ -130,6 +130,22 @@ def test_states_of_other_ranks_stay_until_two_steps_in_a_row_are_kept(tmp_path: 
     assert files == [1, 1, 4, 1]
 
 
+@pytest.mark.parametrize(("count", "said"), [(2, []), (3, ["a step has 6 samples now, not 4"])])
+def test_a_step_that_has_other_samples_with_other_ranks_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int, said: list[str]
+) -> None:
+    training = Training()
+    training.model.accumulate_steps = training.model.micro_batch_size = 2
+    for rank in range(3):
+        kept_by(rank, tmp_path, training.objects).keep(1)
+    training.model.accumulate_steps = count
+    alone = KeptState(tmp_path, training.objects, Ranks(SoleGroup()))
+    assert alone.newest() == 1
+    with caplog.at_level("WARNING", "fleetpipe"):
+        alone.restore(1)
+    assert [line.partition(":")[0] for line in caplog.messages] == said
+
+
 def test_what_a_part_of_the_ranks_or_another_model_kept_is_not_taken(tmp_path: Path) -> None:
     training = Training()
     kept_by(0, tmp_path, training.objects).keep(1)
