@@ -50,6 +50,7 @@ class Verdict:
         done: Number of steps that the pipeline did in the attempt; None if ``step`` is known.
         place: The rank that failed first, if what it runs on may be at fault: it died, or it alone
             raised before the first step.
+        died: The ranks whose last process a signal ended.
     """
 
     code: int
@@ -62,6 +63,7 @@ class Verdict:
     shown: bool = False
     done: int | None = None
     place: int | None = None
+    died: frozenset[int] = frozenset()
 
     def repeats(self, other: Verdict) -> bool:
         """Whether this failure is the same as ``other``.
@@ -107,9 +109,11 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
         return Verdict(code, culprit=f"Paddle's launcher ended with {code}")
     done = attempt_files.steps_done(home) if step is None else None
     who, code = f"rank {rank}", in_a_shell(failed) or code
+    last = dict(attempt_files.ended_ranks(home))  # a rank that was replaced has ended twice
+    died = frozenset(one for one, how in last.items() if how < 0)
     if failure is None:
         words = f"{who} {_in_words(failed)} without a word"
-        return Verdict(code, None, step, words, done=done, place=rank)
+        return Verdict(code, None, step, words, done=done, place=rank, died=died)
     signalled = f" ({_in_words(failed)})" if failed < 0 else ""
     words = f"{who} {failure.what}{signalled}: {failure.text}"
     details = "\n".join(failure.details.rstrip().splitlines()[-_MOST_LINES:])
@@ -127,6 +131,7 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
         shown=raised and rank == shown,
         done=done,
         place=rank if of_place else None,
+        died=died,
     )
 
 

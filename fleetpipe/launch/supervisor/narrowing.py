@@ -108,6 +108,6 @@ def _is_lost(attempt: Attempt, verdict: Verdict, rank: int, then: End | Again) -
     ends = isinstance(then, End)
     if before is None:
         return ends
-    if before.place == rank:
+    if before.place == rank or rank in before.died:  # two places may break at once
         return ends or verdict.step in (None, before.step)
     return ends and not verdict.repeats(before)

@@ -55,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--least is a smaller number of ranks than the job begins with",
             got=f"--least {options.least} and --nproc {options.nproc_per_node}",
-            fix=f"--least {max(options.nproc_per_node - 1, 1)}, or leave it out",
+            fix=f"--least {options.nproc_per_node - 1}, or leave it out"
+            if options.nproc_per_node > 1
+            else "leave it out",
         )
     require_folder("--log-dir", options.log_dir)
     checkpoints = options.checkpoint_dir or os.environ.get("FLEETPIPE_CHECKPOINT_DIR")

@@ -52,6 +52,7 @@ def followed(*verdicts: Verdict, least: int = 2, restarts: int = 3) -> tuple[End
         ([died(2, 7), died(2, 7), died(2, 9), died(2, 9)], (0, 1)),
         ([died(2, 7), died(2, 7), died(2, None), died(2, None)], (0, 1)),
         ([died(2, 7), died(2, 7), REFUSED], (0, 1)),
+        ([replace(died(3, 7), died=frozenset([2, 3])), died(2, 7)], (0, 1, 3)),
         ([died(0, 7), died(0, 7), died(0, 9), died(0, 9)], (2, 3)),
     ],
 )

@@ -55,8 +55,9 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_place_that_others_know(h
     home.rank(0, step=7, failure=DIED, code=70)
     home.rank(1, step=7)
     home.ended((1, -9), (0, 70))
+    words = f"rank 1 died (was ended by SIGKILL): {DIED.text}"
     assert judge(home.path, 137) == Verdict(
-        137, step=7, culprit=f"rank 1 died (was ended by SIGKILL): {DIED.text}", place=1
+        137, step=7, culprit=words, place=1, died=frozenset([1])
     )
 
 
