@@ -4,8 +4,7 @@ A place is ``forward`` or ``update``, within the step; ``before`` or ``after`` i
 which each second step has twice; ``kept``, while the state after it is written; or ``saved``, while
 that after so many steps is. Each death happens once; ``stop`` before a step is no death. Rank 0
 asks the job to stop in a step, and then not every step is saved. A word is ``EVALUATE``, before the
-first step, ``PREDICT``, in each step, or ``FIT``, for epochs in the place of steps, which a thread
-saves.
+first step, or ``FIT``, for epochs in the place of steps, which a thread saves.
 """
 
 from __future__ import annotations
@@ -137,9 +136,6 @@ def main() -> None:
         for number in range(2 * (step % 2)):
             mean = model.eval_batch(batch(2, seed=number), compute_loss=True)
             sys.stdout.write(f"eval {step} {number}: {mean.numpy().tobytes().hex()}\n")
-        if "PREDICT" in words:
-            model.eval_batch(batch(2, seed=1))
-            Deaths.come("behind")
         rate.step()
         sys.stdout.write(f"step {step} {loss.numpy().tobytes().hex()} {len([*data])}\n")
         sys.stdout.flush()

@@ -139,12 +139,11 @@ def test_evaluations_and_saves_in_which_ranks_die_are_those_of_an_undisturbed_ru
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("words", [["EVALUATE", "1.2=forward"], ["PREDICT", "1.2=behind"]])
 def test_what_cannot_heal_is_started_again_and_says_why(
-    launcher: Launch, launch: Launch, tmp_path: Path, words: list[str]
+    launcher: Launch, launch: Launch, tmp_path: Path
 ) -> None:
     alone = launch(WORKER, None, args=["4"]).logs[0]
-    arguments = ["4", *words]
+    arguments = ["4", "EVALUATE", "1.2=forward"]
     options = ["--heal", "--checkpoint_dir", "shared"]
     job = launched(launcher, WORKER, "launch", *options, arguments=arguments, folder=tmp_path)
     assert job.code == 0, job
@@ -304,6 +303,29 @@ def test_a_batch_that_cannot_be_done_once_more_is_not(
     assert (home / "unhealed.0").read_text() == "the script has begun a second training"
 
 
+@pytest.mark.parametrize(("step", "heals"), [(2, True), (3, False), (4, False)])
+def test_a_step_with_what_no_process_can_be_told_is_not_begun_anew(
+    home: Path, monkeypatch: Patch, step: int, heals: bool
+) -> None:
+    job, model = Job(Degrees(), None, 1.0), Model()
+    run = SimpleNamespace(step=step)
+    healing: Any = Healing(job, run, Kept(), home, model, None)  # type: ignore[arg-type]
+    healing.hinder("before the steps")
+    healing.counts = True
+    healing.hinder("outputs of some ranks")
+    monkeypatch.setattr(healing, "_await_generation", lambda: None)
+    monkeypatch.setattr(healing, "meet", lambda: (Generation(1, {1: 1}), 3))
+    failure = Failure(1, "died", "it ended")
+    job._watch = SimpleNamespace(failure=failure, silent=list)  # type: ignore[assignment]
+    run.step = 3
+    if heals:
+        assert healing.heal(PeerFailed("rank 1 died")) is False
+        return
+    with pytest.raises(PeerFailed, match="rank 1 died"):
+        healing.heal(PeerFailed("rank 1 died"))
+    assert (home / "unhealed.0").read_text() == "outputs of some ranks"
+
+
 def test_groups_that_cannot_be_made_anew_are_told_before_a_rank_dies(
     home: Path, monkeypatch: Patch
 ) -> None:
@@ -340,9 +362,15 @@ def test_a_record_stays_beside_the_next(home: Path) -> None:
 
 @pytest.mark.parametrize("stuck", [True, False])
 def test_a_rank_that_is_stuck_in_connecting_is_killed(monkeypatch: Patch, stuck: bool) -> None:
-    killed, ended = threading.Event(), []
+    killed = threading.Event()
+    ended: list[tuple[int, ...]] = []
     monkeypatch.setattr(joining, "_STUCK_SECONDS", 0.05)
-    monkeypatch.setattr(os, "kill", lambda *whom: [ended.append(whom), killed.set()])
+
+    def kill(*whom: int) -> None:
+        ended.append(whom)
+        killed.set()
+
+    monkeypatch.setattr(os, "kill", kill)
     watch: Any = SimpleNamespace(on_failure=lambda act: act())
     with joining.killed_if_stuck(watch):
         killed.wait(5 * stuck)
