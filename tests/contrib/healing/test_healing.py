@@ -259,7 +259,7 @@ def test_processes_that_replace_ranks_await_those_that_began_before_them(
         monkeypatch.setenv(generation.BEGAN, str(began))
         monkeypatch.setenv("PADDLE_TRAINER_ID", str(rank))
         with pytest.raises(FleetPipeError, match=outcome):
-            replacement.restore(kept, job, home)  # type: ignore[arg-type]
+            replacement.restore(kept, job, home)
 
 
 class Model:
