@@ -100,6 +100,17 @@ def with_all(attempt: Attempt, step: int) -> Again:
     return Again(Attempt(attempt.number + 1, attempt.restarts, width=width), (said,))
 
 
+def with_as_many(attempt: Attempt, then: End | Again) -> Again:
+    """Returns the attempt that follows where ranks failed as they ended for the sake of all.
+
+    A disk may be full: with what they keep in memory they go on, and are asked again later.
+    """
+    width = attempt.width._replace(seconds=2 * attempt.width.seconds)
+    said = f"as many ranks go on, and all of them are tried after {width.seconds:g} s"
+    following = Attempt(attempt.number + 1, attempt.restarts, width=width)
+    return Again(following, (then.said[0], said))
+
+
 def _is_lost(attempt: Attempt, verdict: Verdict, rank: int, then: End | Again) -> bool:
     """Whether the place of the rank that failed first is given up."""
     width, before = attempt.width, attempt.failed

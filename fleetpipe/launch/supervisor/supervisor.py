@@ -25,7 +25,7 @@ from fleetpipe.launch.supervisor.attempts import (
     with_interrupt,
 )
 from fleetpipe.launch.supervisor.local_ranks import Local
-from fleetpipe.launch.supervisor.narrowing import KeptRanks, with_all, with_fewer
+from fleetpipe.launch.supervisor.narrowing import KeptRanks, with_all, with_as_many, with_fewer
 from fleetpipe.launch.supervisor.pods import Pods
 from fleetpipe.launch.supervisor.signals import BREAK_SIGNALS, Signals, catch_signals
 
@@ -122,8 +122,10 @@ class Supervisor:
             return then
         if self._wider_at == math.inf and verdict.saved is not None:
             return with_all(attempt, verdict.saved)
-        if self._wider_at == math.inf or verdict.code == 0 or verdict.saved is not None:
+        if verdict.code == 0 or verdict.saved is not None:
             return then
+        if self._wider_at == math.inf:
+            return with_as_many(attempt, then)
         options = self._options
         return with_fewer(
             attempt, verdict, then, self._newest_kept, options.least, options.wider_after

@@ -110,10 +110,12 @@ def test_a_signal_between_two_attempts_lets_no_other_begin() -> None:
     assert (ranks.started, ranks.stopped) == ([1], [])
 
 
-def test_fewer_ranks_that_end_for_the_sake_of_all_may_take_longer_than_a_job_that_stops(
+def test_fewer_ranks_that_end_for_the_sake_of_all_may_take_their_time_or_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    verdicts = [Verdict(137, step=3, culprit="rank 1 died", place=1), Verdict(0, 4), Verdict(0)]
+    died = Verdict(137, step=3, culprit="rank 1 died", place=1)
+    full = Verdict(1, step=4, culprit="rank 0 raised: CheckpointError", raised=True)
+    verdicts = [died, full, Verdict(0, 5), Verdict(0)]
 
     class Narrowed(Ranks):
         def start(self, attempt: Attempt) -> None:
@@ -134,8 +136,8 @@ def test_fewer_ranks_that_end_for_the_sake_of_all_may_take_longer_than_a_job_tha
     monkeypatch.setattr(Supervisor, "_newest_kept", lambda _: KeptRanks(3, 2, (1,)))
     ranks = Narrowed(Verdict(0))
     assert supervise(ranks, grace=0.0, max_restart=0, least=1, wider_after=0.0) == 0
-    assert (ranks.started, ranks.killed) == ([1, 2, 3], 0)
-    assert ranks.stopped == [signal.SIGTERM] * 2
+    assert (ranks.started, ranks.killed) == ([1, 2, 3, 4], 0)
+    assert ranks.stopped == [signal.SIGTERM] * 4
 
 
 def test_each_rank_gets_a_signal_once_whenever_it_starts(
