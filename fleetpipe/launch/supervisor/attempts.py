@@ -49,7 +49,7 @@ class Verdict:
         shown: Whether the terminal has shown that error already.
         done: Number of steps that the pipeline did in the attempt; None if ``step`` is known.
         place: The rank that failed first, if what it runs on may be at fault: it died, or it alone
-            raised before the first step.
+            raised before the first step; or the one that hung, where others waited for it.
         died: The ranks whose last process a signal ended.
     """
 
@@ -120,6 +120,9 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
     raised = failure.what == "raised"
     raising = {report.failure.rank for report in attempt_files.failures(home)}
     of_place = failure.what == "died" or (raised and step is None and raising == {rank})
+    place = rank if of_place else None
+    if failure.what == "timed out" and len(died) == 1:
+        (place,) = died  # one that hangs does not even end
     return Verdict(
         code,
         None,
@@ -130,7 +133,7 @@ def judge(home: Path, code: int, shown: int | None = None) -> Verdict:
         failure.permanent,
         shown=raised and rank == shown,
         done=done,
-        place=rank if of_place else None,
+        place=place,
         died=died,
     )
 

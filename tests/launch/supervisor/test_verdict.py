@@ -154,3 +154,9 @@ def test_a_place_is_at_fault_where_its_rank_alone_fails_before_the_first_step(
     home.rank(1, failure=replace(RAISED, rank=int(others)))
     home.ended((0, 1), (1, 1))
     assert judge(home.path, 1).place == place
+
+
+def test_the_place_of_a_rank_that_hangs_is_at_fault_not_that_of_one_that_waited(home: Home) -> None:
+    home.rank(0, step=7, failure=replace(RAISED, rank=0, what="timed out"))
+    home.ended((0, 70), (1, -9))
+    assert judge(home.path, 1).place == 1
