@@ -102,6 +102,11 @@ def tell_preempted(step: int) -> None:
     _leave("preempted", str(step))
 
 
+def tell_unhealed(why: str) -> None:
+    """Writes why a death is not made good, for a launcher that replaces processes."""
+    _leave("unhealed", why)
+
+
 def tell_record(record: Path) -> None:
     """Writes the name of a folder that records this run; the launcher notes its end there."""
     home = folder()
@@ -238,7 +243,7 @@ def _reserve(descriptor: int, size: int, home: Path) -> None:
 def _leave(name: str, text: str) -> None:
     home = folder()
     if home is not None:
-        (home / f"{name}.{own_rank()}").write_text(text, encoding="ascii")
+        (home / f"{name}.{own_rank()}").write_text(text, encoding="utf-8")
 
 
 def _append(file: Path, *numbers: int) -> None:

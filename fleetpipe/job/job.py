@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING, Any
 
 from fleetpipe.errors import StateError
+from fleetpipe.job import attempt_files
 from fleetpipe.job.agreement import require_agreement
 from fleetpipe.job.mesh_groups import MeshGroups
 from fleetpipe.job.records import Heard
@@ -327,6 +328,7 @@ class Job(MeshGroups):
             StateError: This process replaces a rank, and has not trained a batch.
         """
         if self.alone:
+            attempt_files.tell_unhealed("the script meets the other ranks before its first batch")
             raise StateError(
                 "nothing but a training batch meets the other ranks",
                 cause=ALONE,

@@ -45,6 +45,8 @@ def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, n
     arrays = state_dict(program, scope)
     pipeline = pipeline_of(program)
     pipeline.job.require_others()
+    if pipeline.job.healing is not None:
+        pipeline.job.healing.hinder("the script gathers the state of all stages within its step")
     with dynamic_mode(), pipeline.job.guarded(lambda: "gathering the state of all stages"):
         tensors = {name: paddle.to_tensor(value) for name, value in arrays.items()}
         everyone = pipeline.job.group().all_gather(tensors)

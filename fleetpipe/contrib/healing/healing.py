@@ -103,10 +103,10 @@ class Healing:
         self._obstacle = kept.obstacle()
         if job.healing is not None:
             # A process that replaces a rank would begin with the first of them.
-            self._tell_unhealed("the script has begun a second training")
+            attempt_files.tell_unhealed("the script has begun a second training")
         elif not (meets_by_host() and has_gloo()):
             # Told before a rank dies: what connects such groups cannot be made anew.
-            self._tell_unhealed("the ranks' groups are not Gloo's")
+            attempt_files.tell_unhealed("the ranks' groups are not Gloo's")
         #: What the processes before had of their last batches, of one that replaces a rank.
         self._earlier, self._joins = records.read(home) if job.alone else {}, job.alone
         job.be_patient()
@@ -233,7 +233,7 @@ class Healing:
             everyone = self._job.everyone().all_gather([*call, record])
         if len({StepCall(*row) for *row, _ in everyone}) > 1:
             why = "a new process does something else in its step than the others"
-            self._tell_unhealed(why)
+            attempt_files.tell_unhealed(why)
             raise CheckpointError(why, got="; ".join(map(str, everyone)))
         return [record for *_, record in everyone]
 
@@ -255,7 +255,7 @@ class Healing:
             why = "a new process has another batch, random numbers or learning rate than its rank"
             if expected is None:
                 why = "it cannot be told which batch a rank had that died before its step"
-            self._tell_unhealed(why)
+            attempt_files.tell_unhealed(why)
             raise CheckpointError(why, where=f"step {step}")
 
     def _go_back(self, batch: _Batch) -> None:
@@ -284,7 +284,7 @@ class Healing:
         if failure is None or not (late or failure.what in ("died", "raised")):
             raise error
         if self._obstacle:
-            self._tell_unhealed(self._obstacle)
+            attempt_files.tell_unhealed(self._obstacle)
             raise error
         gone = f"rank {failure.rank} {failure.what}"
         if late:
@@ -296,10 +296,10 @@ class Healing:
                 self._await_generation()
                 now, step = self.meet()
             except (PeerFailed, PipelineTimeout) as obstacle:
-                self._tell_unhealed(str(obstacle).splitlines()[0])
+                attempt_files.tell_unhealed(str(obstacle).splitlines()[0])
                 raise error from obstacle
             if self._hindrance[0] >= step:
-                self._tell_unhealed(self._hindrance[1])
+                attempt_files.tell_unhealed(self._hindrance[1])
                 raise error
             done = self._last is not None and self._last.call.step == step
             if (done or step < self._run.step) and not self._repeats(step):
@@ -400,10 +400,6 @@ class Healing:
             if attempt_files.own_rank() == 0:
                 _log.info(f"saved step {step}, as the save of step {due} did not end")
         return least
-
-    def _tell_unhealed(self, why: str) -> None:
-        file = self._home / f"unhealed.{attempt_files.own_rank()}"
-        file.write_text(why, encoding="utf-8")
 
 
 def _changes(number: int) -> bool:

@@ -116,7 +116,7 @@ def restore(kept: KeptState, job: Job, home: Path) -> int:
     if step is None or len({step, *places.values()}) > 2 or step > min([step, *places.values()]):
         why = f"ranks are at other steps than {step}, the newest that all have kept"
     if step is None or why:
-        (home / f"unhealed.{attempt_files.own_rank()}").write_text(why, encoding="utf-8")
+        attempt_files.tell_unhealed(why)
         raise CheckpointError(why, got=str(places))
     kept.restore(step)
     kept.forget_after(step)

@@ -385,12 +385,17 @@ def test_variables_that_come_too_late_are_refused(monkeypatch: Patch) -> None:
     assert "OMP_NUM_THREADS" in str(caught.value)
 
 
-def test_what_meets_the_others_is_refused_in_a_process_that_has_not_joined_them() -> None:
+def test_what_meets_the_others_is_refused_in_a_process_that_has_not_joined_them(
+    home: Path,
+) -> None:
     job = Job(Degrees(), None, 1.0)
     job.require_others()
     job.begin_alone()
     with pytest.raises(StateError, match="nothing but a training batch meets the other ranks"):
         job.require_others()
+    assert (home / "unhealed.0").read_text() == (
+        "the script meets the other ranks before its first batch"
+    )
 
 
 def test_a_batch_is_taken_again_from_an_iterator_that_has_gone_on() -> None:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fleetpipe.job.job import current_job
+from fleetpipe.static import full_state_dict
 from tests.contrib.healing import program_worker
 from tests.contrib.healing.test_healing import steps
-from tests.fixtures import Launch
+from tests.fixtures import Launch, Patch
+from tests.jobs import begun
 from tests.launch.supervisor.commands import launched
-from tests.static.networks import static_mode
+from tests.static.networks import executor_of, mlp, static_mode, strategy_of
 
 WORKER = Path(program_worker.__file__)
 DEATHS = (
     *("1.1=forward", "0.3=update", "0.4=before", "1.5=after"),
     *("0.6=kept", "1.7=kept", "1.8=before", "0.9=update", "1.9=update"),
 )
+
+
+def test_what_no_other_process_can_be_told_hinders_healing(monkeypatch: Patch) -> None:
+    said: list[str] = []
+    with static_mode(), begun(strategy_of()):
+        executor_of(mlp(2)()[0], strategy_of())
+        monkeypatch.setattr(current_job(), "healing", SimpleNamespace(hinder=said.append))
+        full_state_dict()
+    assert said == ["the script gathers the state of all stages within its step"]
 
 
 @pytest.mark.processes
