@@ -1,3 +1,3 @@
 """Which fleetpipe this is."""
 
-__version__ = "1.0.0rc1"
+__version__ = "1.0.0"
