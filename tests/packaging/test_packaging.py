@@ -124,7 +124,7 @@ def test_the_page_of_the_package_has_no_links_into_the_repository(installed: Pat
     (metadata,) = installed.glob("*.dist-info/METADATA")
     page = metadata.read_text(encoding="utf-8").partition("\n\n")[2]
     assert re.findall(r"\]\((?!https?:)", page) == []
-    assert "while you change something" in page, "a link keeps its text"
+    assert "While you change something" in page, "a link keeps its text"
 
 
 def test_the_page_of_the_package_says_who_made_it_and_where_it_lives(installed: Path) -> None:

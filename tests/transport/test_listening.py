@@ -28,6 +28,6 @@ def test_nothing_else_listens() -> None:
     assert found == {
         ("fleetpipe/transport/joining/hosts.py", "listen"),
         ("fleetpipe/transport/joining/hosts.py", "Listener"),  # what it returns
-        ("fleetpipe/paddle_api/topology.py", "TCPStore"),
+        ("fleetpipe/paddle_api/gloo/stores.py", "TCPStore"),
         ("fleetpipe/contrib/watch/server.py", "start_server"),  # where it is asked for
     }

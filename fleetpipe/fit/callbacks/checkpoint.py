@@ -104,7 +104,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         """
         self._require_metric()
         home = Path(self._folder or save_dir or os.environ.get(FOLDER, _USUAL_FOLDER))
-        self._manager = StepManager(home, best=self._best, **self._options)
+        self._manager = self._manager_of(home)
         self._manager.every = self._steps
         self._manager.metrics = self._figures({})
         model, optimizer = self.model.pipeline, self.model.optimizer
@@ -130,6 +130,10 @@ class PipelineCheckpoint(rank_policy.Callback):
                 # One that is ignored is so until the process, which has saved, has ended.
                 if signal.getsignal(number) not in (handler, signal.SIG_IGN):
                     signal.signal(number, handler)
+
+    def _manager_of(self, home: Path) -> StepManager:
+        """Returns what saves; Ray's callback has another."""
+        return StepManager(home, best=self._best, **self._options)
 
     def step_done(self) -> None:
         """Saves if ``every_steps`` makes this step due. Collective.
