@@ -46,7 +46,11 @@ def complete_layouts(folder: Path) -> list[KeptLayout]:
     """Returns every layout of which all ranks have kept one step, the newest step first."""
     layouts: dict[str, list[list[Segment]]] = {}
     for file in sorted(folder.glob("rank-*")):
-        index = (segment := Segment(file)).index
+        try:
+            segment = Segment(file)
+        except FileNotFoundError:
+            continue  # a rank drops what another layout had kept
+        index = segment.index
         count, degrees = index["ranks"], index["degrees"]
         ranks = layouts.setdefault(f"{count} {degrees}", [[] for _ in range(count)])
         ranks[index["rank"]].append(segment)
