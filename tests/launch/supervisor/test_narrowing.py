@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fleetpipe.job.attempt_files import WHOLE_SIZE
+from fleetpipe.launch.supervisor import width
 from fleetpipe.launch.supervisor.attempts import POISONED, Again, Attempt, End, Verdict, after
 from fleetpipe.launch.supervisor.narrowing import KeptRanks, with_all, with_fewer
 from fleetpipe.launch.supervisor.width import Width
@@ -31,14 +32,14 @@ def kept(ranks: int = 4) -> KeptRanks:
     return KeptRanks(7, ranks, (*range(ranks - 1, 0, -1),))
 
 
-def followed(*verdicts: Verdict, least: int = 2, restarts: int = 3) -> tuple[End | Again, Attempt]:
-    """What follows the last of some attempts, and that attempt."""
-    attempt, then = Attempt(), None
+def followed(*verdicts: Verdict, least: int = 2, restarts: int = 3) -> End | Again:
+    """What follows the last of some attempts."""
+    then: End | Again = Again(Attempt(), ())
     for verdict in verdicts:
-        attempt = attempt if then is None else then.attempt
-        after_it = after(attempt, verdict, restarts)
-        then = with_fewer(attempt, verdict, after_it, kept, least, 10.0)
-    return then, attempt
+        assert isinstance(then, Again)
+        attempt = then.attempt
+        then = with_fewer(attempt, verdict, after(attempt, verdict, restarts), kept, least, 10.0)
+    return then
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def followed(*verdicts: Verdict, least: int = 2, restarts: int = 3) -> tuple[End
 def test_a_place_is_given_up_when_its_rank_fails_twice_without_a_step_between(
     verdicts: list[Verdict], places: tuple[int, ...] | None
 ) -> None:
-    then, _ = followed(*verdicts)
+    then = followed(*verdicts)
     assert isinstance(then, Again)
     assert then.attempt.width.places == (places or ())
     assert ("from memory" in then.said[-1]) is (places is not None)
@@ -80,20 +81,20 @@ def test_a_place_is_given_up_when_its_rank_fails_twice_without_a_step_between(
 def test_what_fails_on_any_place_ends_the_job(
     verdicts: list[Verdict], code: int, said: str
 ) -> None:
-    then, _ = followed(*verdicts)
+    then = followed(*verdicts)
     assert isinstance(then, End)
     assert then.code == code
     assert any(said in line for line in then.said)
 
 
 def test_restarts_that_are_used_up_give_up_the_place_that_failed_last() -> None:
-    then, _ = followed(died(0, 1), died(1, 2), died(2, 3), died(3, 4))
+    then = followed(died(0, 1), died(1, 2), died(2, 3), died(3, 4))
     assert isinstance(then, Again)
     assert then.attempt == Attempt(5, width=Width((0, 1, 2), (3,), 4, 3, 4, 10.0))
 
 
 def test_a_place_is_tried_again_after_twice_the_time() -> None:
-    then, _ = followed(died(2, 7), died(2, 7))
+    then = followed(died(2, 7), died(2, 7))
     assert isinstance(then, Again)
     assert then.said[-1].endswith("after 7 steps, from memory, with 3 ranks of 4")
     wider = with_all(then.attempt, 20).attempt
@@ -124,10 +125,18 @@ def test_nothing_is_given_up_before_a_step_was_kept() -> None:
 
 @pytest.mark.parametrize(
     ("here", "cards"),
-    [({}, None), ({CARDS: ""}, None), ({CARDS: "4,5,6,7"}, "4,7"), ({CARDS: "0"}, "0")],
+    [({CARDS: ""}, None), ({CARDS: "4,5,6,7"}, "4,7"), ({CARDS: "0"}, "0")],
 )
 def test_ranks_that_are_left_keep_their_cards(here: dict[str, str], cards: str | None) -> None:
     environment = Width((0, 3), (1,), 4).environment(here)
     assert environment.pop(CARDS, None) == cards
     assert environment == {WHOLE_SIZE: "4"}
     assert Width((), (1,), 4).environment(here) == {}
+
+
+@pytest.mark.parametrize(("driver", "cards"), [("/", "0,3"), ("/no driver", None)])
+def test_where_no_variable_names_cards_a_host_with_a_driver_has_one_for_each_place(
+    monkeypatch: pytest.MonkeyPatch, driver: str, cards: str | None
+) -> None:
+    monkeypatch.setattr(width, "_CARDS_DRIVER", driver)
+    assert Width((0, 3), (1,), 4).environment({}).get(CARDS) == cards
