@@ -80,6 +80,25 @@ def _slices(name: str, value: Any) -> int | tuple[int, ...]:
     )
 
 
+#: The borders that are closed: what is not in the table of one is refused, unless it is allowed.
+BORDERS = ("optimizer", "clip", "loss", "data", "state")
+
+
+def _allow(name: str, value: object) -> tuple[str, ...]:
+    """Checks what closed borders let pass: texts such as ``"optimizer:MySAM"``."""
+    entries = value if isinstance(value, (list, tuple)) else [value]
+    for entry in entries:
+        border, colon, thing = entry.partition(":") if isinstance(entry, str) else ("", "", "")
+        if border not in BORDERS or not colon or not thing.strip():
+            raise ConfigError(
+                f"fleetpipe_configs[{name!r}] is a list of texts BORDER:NAME",
+                expected=f"one of {', '.join(BORDERS)}, a colon, and the name that the error gave",
+                got=repr(entry),
+                fix=nearest(border, BORDERS) if border else "allow = ['optimizer:MySAM'], say",
+            )
+    return tuple(entries)
+
+
 def _guards(name: str, value: object) -> int:
     rule = "fleetpipe_configs['guards'] is a number of steps, or 0 for none"
     fix = "set strategy.fleetpipe_configs = {'guards': 100}"
@@ -162,6 +181,8 @@ class PipelineConfig:
     #: Canonical name of the schedule.
     schedule: str = "1F1B"
 
+    #: What closed borders let pass, as ``BORDER:NAME``.
+    allow: tuple[str, ...] = _option(_allow, ())
     loss_reduction: str = _option(_choice("mean", "sum", "tokens"), "mean")
     #: In chunk units; bytes where ``costs`` has the bytes of each stage.
     memory_cap: int | None = _option(_optional(_positive))

@@ -146,6 +146,7 @@ class Saver:
                 files=described_files(plan, texts),
                 metrics=training_state.plain(metrics, "metrics"),
                 script=everyone[0]["script"],
+                allowed=() if ranks.job is None else tuple(ranks.job.allow.used),
             )
         except CheckpointError:
             if ranks.rank == 0:

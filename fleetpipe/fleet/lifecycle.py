@@ -21,6 +21,7 @@ from fleetpipe.extras import extra
 from fleetpipe.fleet.static_graph import await_guard, static_graph
 from fleetpipe.fleet.strategy import DistributedStrategy
 from fleetpipe.job import agreement, attempt_files, job, meeting
+from fleetpipe.job.allow import Allow
 from fleetpipe.job.groups import topology as fleet_topology
 from fleetpipe.job.groups.workers import Workers
 from fleetpipe.job.job import Job, current_job
@@ -253,6 +254,7 @@ def _change_strategy(
     running.limit_waits(config.timeout)
     running.scatters_gradients = stage == 2
     running.sums_by_tree = config.sums == "tree"
+    running.allow = Allow(config.allow)
     topology.install_topology(running.hcg, copy.deepcopy(strategy))
     return _fleet
 
@@ -293,6 +295,7 @@ def _begin(
     begun.endings.append(_end_rehearsal)
     begun.scatters_gradients = stage == 2
     begun.sums_by_tree = config.sums == "tree"
+    begun.allow = Allow(config.allow)
     job.begin(begun)
     topology.lend_to_role_maker(Workers())
     _rehearse(config)

@@ -105,6 +105,8 @@ class DistributedStrategy(paddle_fleet.DistributedStrategy):
     def fleetpipe_configs(self) -> dict[str, Any]:
         """Options that Fleet does not have; setting some leaves the others as they are.
 
+        ``allow``: what passes although it is not known to be right, a list of texts such as
+            ``"optimizer:MySAM"``; the error that refuses a thing has its text (default none).
         ``loss_reduction``: ``"mean"`` (default) or ``"sum"`` over the micro-batches of a batch, or
             over its ``"tokens"``. ``timeout``: seconds that any wait for another rank may last;
             default ``FLEETPIPE_TIMEOUT`` in the environment, else 600. ``memory_cap``: the most

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fleetpipe.errors import StateError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.agreement import require_agreement
+from fleetpipe.job.allow import Allow
 from fleetpipe.job.mesh_groups import MeshGroups
 from fleetpipe.job.records import Heard
 from fleetpipe.job.run_progress import RunProgress
@@ -57,6 +58,7 @@ class Job(MeshGroups):
             of their own share only.
         healing: What makes good the death of another rank; None where that ends the job.
         alone: Whether this process replaces a rank, and is not connected yet.
+        allow: What the script lets pass at closed borders.
         sums_by_tree: Whether sums over micro-batches, ranks and shards are those of
             :mod:`fleetpipe.mesh.sums`' tree, whose bits depend on no degree.
     """
@@ -109,6 +111,7 @@ class Job(MeshGroups):
         #: Held by the thread that runs a batch.
         self.turn = threading.RLock()
         self.healing: Recovery | None = None
+        self.allow = Allow()
         self.alone = self.keeps_board = self.scatters_gradients = self.sums_by_tree = False
         self.progress: RunProgress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class Report:
     orders: list[str] = field(default_factory=list)
     spread: dict[str, float] = field(default_factory=dict)
     largest_spread: tuple[float, str] = (0.0, "")
+    allowed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -103,6 +104,7 @@ class Report:
             "first_difference": str(self.failures[0]) if self.failures else None,
             "first_layer": str(self.first_of_a_layer) if self.first_of_a_layer else None,
             "holds_for": self.holds_for,
+            "allowed": dict(self.allowed),
         }
 
     def verdict(self) -> str:
@@ -110,6 +112,7 @@ class Report:
         settings = ", ".join(f"{name}={value or 'unset'}" for name, value in self.holds_for.items())
         calls = f" and {self.evaluations} evaluations" if self.evaluations else ""
         lines = [f"parity: compared {self.steps} steps{calls} under {settings}"]
+        lines += [f"parity: allowed: {entry}: {rule}" for entry, rule in self.allowed.items()]
         if self.spread:
             size, place = self.largest_spread
             lines.append(

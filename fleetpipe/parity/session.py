@@ -14,7 +14,7 @@ from fleetpipe import dygraph, numerics
 from fleetpipe.aliases import Nest, Scaler, Scheduler, Tensor
 from fleetpipe.dygraph import Crossing, PipelineParallel, reordered
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.job.job import all_ranks
+from fleetpipe.job.job import all_ranks, current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.parity import edges
 from fleetpipe.parity.beside import Beside, as_the_next_batch
@@ -77,6 +77,8 @@ class Session:
         pipeline.observe(self._watch)
         numerics.repeat_bits()
         self.report = Report(numerics.settings(), tolerance=tolerance)
+        if (job := current_job()) is not None:
+            self.report.allowed = job.allow.used
         self._orders = Orders(pipeline, self.report)
         self._repetition = Repetition(reference, self.report)
         self._evaluations = Evaluations(pipeline, reference)

@@ -82,6 +82,7 @@ class Manifest:
         plain_order: As in :class:`Saved`.
         script: The name of the script that saved it and a digest of its arguments; empty if they
             are unknown, as in older checkpoints.
+        allowed: What closed borders let pass, as ``BORDER:NAME``.
     """
 
     step: int
@@ -94,6 +95,7 @@ class Manifest:
     versions: Mapping[str, str]
     plain_order: tuple[str, ...] = ()
     script: Mapping[str, str] = field(default_factory=dict)
+    allowed: tuple[str, ...] = ()
 
     @property
     def saved(self) -> Saved:
@@ -132,6 +134,7 @@ class Manifest:
             "versions": dict(self.versions),
             "plain_order": self.plain_order,
             **({"script": dict(self.script)} if self.script else {}),
+            **({"allowed": self.allowed} if self.allowed else {}),
         }
         return seal(contents)
 
@@ -183,6 +186,7 @@ def _parse_contents(content: JsonValue) -> Manifest:
     optimizer = content["optimizer"]
     # Older checkpoints lack these.
     plain_order, script = content.get("plain_order"), content.get("script")
+    allowed = content.get("allowed")
     return Manifest(
         step=content["step"].count(),
         files=files,
@@ -195,6 +199,7 @@ def _parse_contents(content: JsonValue) -> Manifest:
         versions={name: value.text() for name, value in content["versions"].fields().items()},
         plain_order=() if plain_order is None else plain_order.texts(),
         script={} if script is None else {k: v.text() for k, v in script.fields().items()},
+        allowed=() if allowed is None else allowed.texts(),
     )
 
 

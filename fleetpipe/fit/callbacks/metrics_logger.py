@@ -248,6 +248,7 @@ def write_about(
         "schedule": {"name": schedule.name, "text": str(schedule)},
         "stages": _stages(model),
         "config": dict(config),
+        "allowed": dict(job.allow.used),
     }
     text = json.dumps(about, indent=1, default=str, skipkeys=True)
     atomic_file.replace_text(folder / run_files.ABOUT, text + "\n")
