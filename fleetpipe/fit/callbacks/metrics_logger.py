@@ -244,11 +244,12 @@ def write_about(
             "optimizer": type(base_optimizer(model.optimizer)).__name__,
             "learning_rate": model.learning_rate,
             "metrics": list(params.get("metrics") or ()),
+            # What is let pass by it is met in the first batch.
+            "allow": list(job.allow.entries),
         },
         "schedule": {"name": schedule.name, "text": str(schedule)},
         "stages": _stages(model),
         "config": dict(config),
-        "allowed": dict(job.allow.used),
     }
     text = json.dumps(about, indent=1, default=str, skipkeys=True)
     atomic_file.replace_text(folder / run_files.ABOUT, text + "\n")
