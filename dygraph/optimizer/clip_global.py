@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.optimizer.own_clips import is_own, require_by_gradient
 from fleetpipe.dygraph.tensor_parallel.blocks import blocks_of, refuse_beside_trees, sum_over_blocks
 from fleetpipe.dygraph.tensor_parallel.groups import along, sums_by_tree, total
 from fleetpipe.dygraph.tensor_parallel.layer import shard_in
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
+from fleetpipe.job.optimizer_table import require_clip
 from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.parts import shard_axis
@@ -29,7 +29,6 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import (
     GLOBAL_NORM_CLIPS,
     clip_places,
-    optimized_parameters,
     squared_norm,
 )
 
@@ -184,21 +183,19 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
     and so does a script's own.
 
     Raises:
-        ConfigError: A script's own clip computes with the gradients of one rank, not of all.
+        ConfigError: Ranks hold parts of the model, and a clip is not known to be right there.
     """
     clips: dict[int, GlobalNormClip] = {}
     job = current_job()
     for place in clip_places(optimizer):
         stock = place.clip
-        if is_own(stock):
+        if not require_clip(stock, job):
             if job is not None and job.shard[1] > 1:
                 refuse_beside_trees(
                     f"{type(stock).__name__}, a clip of the script's own, at mp_degree above 1",
                     "it may compute with the gradient of a shard, not of the whole weight",
                     "a clip of paddle.nn's",
                 )
-            if job is not None and not job.local and job.degrees.split("pp", "mp", "sharding") > 1:
-                require_by_gradient(stock, optimized_parameters(optimizer))
         elif isinstance(stock, GLOBAL_NORM_CLIPS):
             if isinstance(stock, GlobalNormClip):
                 clips.setdefault(id(stock), stock)

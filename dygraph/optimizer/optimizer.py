@@ -24,6 +24,7 @@ from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.dygraph.tensor_parallel.blocks import refuse_beside_trees
 from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job, pipeline_group
+from fleetpipe.job.optimizer_table import require_optimizer
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.optimizer import (
@@ -95,7 +96,8 @@ class PipelineOptimizer(FleetsType):
             optimizer: Any Paddle optimizer, or Paddle's ``MixPrecisionOptimizer`` around one.
 
         Raises:
-            ConfigError: The optimizer cannot step once for each batch.
+            ConfigError: The optimizer cannot step once for each batch, or is not known to be right
+                where ranks hold parts of a model.
         """
         if optimizer is None:
             raise ConfigError(
@@ -119,6 +121,8 @@ class PipelineOptimizer(FleetsType):
                 "its steps depend on the norms of shards, not of whole weights",
                 "AdamW",
             )
+        if job is not None:
+            require_optimizer(optimizer, job)
         self._hcg = None if job is None else job.hcg
         if job is not None and job.sharding().ranks > 1:
             sharing = job.sharding(), job.expert_sharding()

@@ -49,6 +49,15 @@ def base_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def wrappers_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns what stands around the optimizer that does the arithmetic, the outermost first."""
+    wrappers = []
+    while "_inner_opt" in vars(optimizer):
+        wrappers.append(optimizer)
+        optimizer = optimizer._inner_opt
+    return wrappers
+
+
 def allow_no_parameters(applies: Callable[[], bool]) -> None:
     """Makes Paddle's optimizers accept empty lists of parameters, if ``applies()``.
 
@@ -152,10 +161,7 @@ def stepping_only(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Itera
     base = base_optimizer(optimizer)
     holders = [(base, "_param_groups")]
     # AdamW goes by another list than the others, and so does MixPrecisionOptimizer.
-    wrappers = [optimizer]
-    while wrappers[-1] is not base:
-        wrappers.append(wrappers[-1]._inner_opt)
-    for wrapper in wrappers:
+    for wrapper in (*wrappers_of(optimizer), base):
         listed = vars(wrapper).get("_parameter_list")
         if listed and not isinstance(listed[0], dict):
             holders.append((wrapper, "_parameter_list"))
@@ -236,11 +242,6 @@ def forget_state(optimizer: Optimizer, parameter: Tensor) -> None:
 def learning_rate_of(optimizer: Optimizer) -> float | Scheduler:
     """Returns the learning rate of an optimizer: a number, or the scheduler that gives it."""
     return base_optimizer(optimizer)._learning_rate
-
-
-def clip_methods(clip: Clip) -> tuple[Callable[..., Any], ...]:
-    """Returns the methods in which a class of clips does its computation."""
-    return type(clip).__call__, type(clip)._dygraph_clip
 
 
 def scheduler_of(optimizer: Optimizer) -> Scheduler:

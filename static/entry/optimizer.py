@@ -15,6 +15,7 @@ from fleetpipe.aliases import Op, Optimizer, Program, Strategy, Variable
 from fleetpipe.config import PipelineConfig, scale_strategy
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
+from fleetpipe.job.optimizer_table import require_optimizer
 from fleetpipe.mesh.axes import Degrees
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import dict_groups, optimized_parameters
@@ -160,6 +161,7 @@ class StaticOptimizer:
         if not is_pir(program):
             _refuse_split_backward(schedule)
         job = self._begin(degrees, self._config)
+        require_optimizer(self.wrapped, job)
         if self._config.loss_reduction == "tokens":
             raise ConfigError(
                 "a static pipeline does not count the tokens of a loss",

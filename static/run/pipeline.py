@@ -327,7 +327,7 @@ class StaticPipeline:
             for name in sorted({name for names in everyone for name in names})
         }
         clipped = [name for name in parameters if name not in self._reader.unclipped]
-        limit = reductions.global_norm(optimizer) if group.ranks > 1 else None
+        limit = reductions.global_norm(optimizer, self._job) if group.ranks > 1 else None
         if self._reader.unclipped.issuperset(users):
             limit = None
         update = None

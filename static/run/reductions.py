@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fleetpipe.aliases import Optimizer, Tensor
-from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job
+from fleetpipe.job.optimizer_table import require_clip
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import gradient_clip
@@ -42,20 +43,16 @@ def add_replicas(gradients: Mapping[str, Tensor], replicas: Group) -> None:
         replicas.all_reduce([gradients[name] for name in sorted(gradients)])
 
 
-def global_norm(optimizer: Optimizer) -> float | None:
+def global_norm(optimizer: Optimizer, job: Job) -> float | None:
     """Returns the limit of an optimizer's global-norm clip; None without such a clip.
 
     Raises:
-        ConfigError: It clips groups of parameters separately, which is not supported.
+        ConfigError: The clip is not known to be right over several processes.
     """
     clip = gradient_clip(optimizer)
-    if not isinstance(clip, paddle.nn.ClipGradByGlobalNorm):
+    tried = require_clip(clip, job)
+    if not tried or not isinstance(clip, paddle.nn.ClipGradByGlobalNorm):
         return None
-    if type(clip) is not paddle.nn.ClipGradByGlobalNorm:
-        raise ConfigError(
-            f"a static pipeline does not run {type(clip).__name__} over several processes",
-            fix="use ClipGradByGlobalNorm, ClipGradByNorm or ClipGradByValue",
-        )
     return float(clip.clip_norm)
 
 

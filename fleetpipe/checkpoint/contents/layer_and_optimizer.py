@@ -23,7 +23,8 @@ from fleetpipe.checkpoint.contents.parts import (
     TensorName,
 )
 from fleetpipe.errors import CheckpointError, listed
-from fleetpipe.job.job import mp_shard
+from fleetpipe.job.allow import Allow
+from fleetpipe.job.job import current_job, mp_shard
 from fleetpipe.mesh.parts import (
     Described,
     Held,
@@ -198,6 +199,7 @@ class OptimizerState(SavedPart):
         self._created: list[Tensor] = []
         self._unsaved: list[Tensor] = []
         self.kind = type(self._optimizer).__name__
+        _require_no_nested(self._optimizer)
 
     def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
         for path, parameter in self._parameters():
@@ -259,6 +261,24 @@ class OptimizerState(SavedPart):
         master = master_weight_of(self._optimizer, held.tensor.name)
         if master is not None:
             yield TensorName(MASTER_WEIGHTS, path), Held(master, held.cut)
+
+
+def _require_no_nested(optimizer: Optimizer) -> None:
+    """Refuses an optimizer around another, as LookAhead: it has state that is not here.
+
+    Raises:
+        ConfigError: The script does not allow it.
+    """
+    job, kind = current_job(), type(optimizer).__name__
+    inner = [v for v in vars(optimizer).values() if isinstance(v, paddle.optimizer.Optimizer)]
+    if inner:
+        (Allow() if job is None else job.allow).refuse(
+            "optimizer",
+            kind,
+            f"no checkpoint has the state of what {kind} wraps, nor what it counts by itself",
+            cause=f"it is around {type(inner[0]).__name__}, whose state is apart from its own",
+            fix="pass the optimizer inside of it to fleetpipe",
+        )
 
 
 def _require_kind(kind: str, saved: Saved) -> None:

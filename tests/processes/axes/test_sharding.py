@@ -97,8 +97,9 @@ def trained(case: Case, stage: int, report: bool = False) -> dict[str, Any]:
     options = {"micro_batches": case.micro_batches, "schedule": case.schedule}
     chunks = {"num_virtual_pipeline_stages": 2} if case.schedule == "ZBV" else {}
     scaling = half_precision() if case.scaled else nullcontext()
+    stages = {"guards": 1, "sharding_stage": stage}
     with (
-        job(**options, timeout=60, guards=1, sharding_stage=stage, **case.degrees) as running,
+        job(**options, timeout=60, allow=["optimizer:Muon"], **stages, **case.degrees) as running,
         scaling,
     ):
         paddle.seed(3)

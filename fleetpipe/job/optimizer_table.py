@@ -1,0 +1,127 @@
+"""The optimizers and clips that are known to be right on ranks that hold parts of a model.
+
+A row of ``OPTIMIZERS`` changes a weight by that weight, its gradient and its state alone; a row of
+``CLIPS`` scales each gradient by itself, or by a norm that fleetpipe takes over all ranks. A
+subclass of a row that replaces none of its methods is that row. All else may compute with what
+another rank holds, and is refused there. Where a rank has the whole model, everything is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from fleetpipe.aliases import Clip, Optimizer
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import Job
+from fleetpipe.paddle_api.optimizer import base_optimizer, wrappers_of
+
+#: Names of classes by the package that has them.
+Table = Mapping[str, Collection[str]]
+
+#: Those that change each number of a weight by itself.
+OF_NUMBERS: Table = {
+    "paddle.optimizer": (
+        *("SGD", "Momentum", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSProp"),
+        *("NAdam", "RAdam", "ASGD", "Rprop"),  # those of 3.x
+    ),
+    "paddlenlp.ops.optimizer": ("AdamWDL",),
+    "paddlenlp.utils.optimizer": ("AdamWCustom", "AdamW_16Bit"),
+    "paddleformers.utils.optimizer": ("AdamWCustom",),
+}
+#: Those that need a whole weight: its norm, or the mean square of its gradient.
+OF_WEIGHTS: Table = {
+    "paddle.optimizer": ("Lamb",),
+    "paddle.incubate.optimizer": ("LarsMomentumOptimizer",),
+    "paddlenlp.utils.optimizer": ("AdamWMini",),
+    "paddleformers.utils.optimizer": ("AdamWMini",),
+}
+#: What may stand around an optimizer: these hand a step on.
+WRAPPERS: Table = {
+    "paddle.distributed.fleet": (
+        *("MixPrecisionOptimizer", "HybridParallelOptimizer", "DygraphShardingOptimizer"),
+        "HybridParallelGradScaler",
+    ),
+    "fleetpipe": ("PipelineOptimizer",),
+}
+CLIPS: Table = {
+    "paddle.nn.clip": ("ClipGradByValue", "ClipGradByNorm", "ClipGradByGlobalNorm"),
+    "paddle.incubate.distributed.models.moe": ("ClipGradForMOEByGlobalNorm",),
+    "fleetpipe": ("GlobalNormClip", "SlicedNormClip"),
+}
+
+#: What a subclass may define of its row's methods: no step calls them.
+_OUTSIDE_A_STEP = {"__init__", "__repr__", "__str__", "get_lr"}
+_OUTSIDE_A_STEP |= {"set_dict", "set_state_dict", "state_dict"}
+
+
+def is_in(table: Table, value: object) -> bool:
+    """Whether the class of a value is a row of a table, or a subclass that changes nothing of it.
+
+    A method that is set on the value itself counts as one of a subclass.
+    """
+    defined = {name for name, one in vars(value).items() if callable(one)}
+    for kind in type(value).__mro__:
+        if any(
+            f"{kind.__module__}.".startswith(f"{package}.") and kind.__name__ in names
+            for package, names in table.items()
+        ):
+            methods = {name for name in defined if callable(getattr(kind, name, None))}
+            return not methods - _OUTSIDE_A_STEP
+        defined |= vars(kind).keys()
+    return False
+
+
+def require_optimizer(optimizer: Optimizer, job: Job) -> None:
+    """Refuses an optimizer that may compute with what another rank holds.
+
+    Raises:
+        ConfigError: It stands in no table, ranks hold parts of a model, and the script does not
+            allow it; or it is no optimizer of Paddle's.
+    """
+    base = base_optimizer(optimizer)
+    if not hasattr(base, "_param_groups") or not hasattr(base, "_default_dict"):
+        raise ConfigError(
+            "an optimizer has the parameters and groups of Paddle's",
+            got=type(base).__name__,
+            fix="pass one of paddle.optimizer, or a subclass",
+        )
+    unknown = [one for one in wrappers_of(optimizer) if not is_in(WRAPPERS, one)]
+    whole = job.degrees.mp == 1 and is_in(OF_WEIGHTS, base)
+    if not (whole or is_in(OF_NUMBERS, base)):
+        unknown.append(base)
+    for one in unknown if _has_parts(job) else ():
+        job.allow.refuse(
+            "optimizer",
+            type(one).__name__,
+            "an optimizer is not known to step right where ranks hold parts of a model",
+            expected="one of paddle.optimizer (Lamb and Lars without mp), or a subclass that "
+            "replaces no method of a step",
+            cause="it may compute with the weights or norms of all ranks, clip within what it "
+            "wraps by those of one, or keep state that no checkpoint has",
+            fix="pass the optimizer inside of it, or Paddle's own",
+        )
+
+
+def require_clip(clip: Clip, job: Job | None) -> bool:
+    """Returns whether a clip is a row of its table; refuses others where ranks hold parts.
+
+    Raises:
+        ConfigError: It is none, and the script does not allow it.
+    """
+    tried = clip is None or is_in(CLIPS, clip)
+    if not tried and job is not None and _has_parts(job):
+        job.allow.refuse(
+            "clip",
+            type(clip).__name__,
+            "a clip is not known to be right where ranks hold parts of a model",
+            expected="ClipGradByGlobalNorm, ClipGradByNorm or ClipGradByValue of paddle.nn, or a "
+            "subclass that replaces no method",
+            cause="it may compute with the gradients of one rank, not of all",
+            fix="clip with one of these; a clip's clip_norm may change between batches",
+        )
+    return tried
+
+
+def _has_parts(job: Job) -> bool:
+    """Whether a process holds, or steps, a part of a model alone."""
+    return not job.local and (job.degrees.split("pp", "mp", "ep") > 1 or job.sharding().ranks > 1)
