@@ -123,6 +123,8 @@ class PipelineOptimizer(FleetsType):
             )
         if job is not None:
             require_optimizer(optimizer, job)
+        #: By which a checkpoint tells what the script has set later from what it gave.
+        self.first_rate = learning_rate_of(base)
         self._hcg = None if job is None else job.hcg
         if job is not None and job.sharding().ranks > 1:
             sharing = job.sharding(), job.expert_sharding()

@@ -166,6 +166,7 @@ class DrawnBatches:
 
     def __init__(self, sampler: ResumableSampler, seed: int) -> None:
         self._sampler = sampler
+        vars(sampler)["read_ahead"] = True  # of a sampler of the script's own, too
         self._seed = seed
         self._ahead: deque[dict[str, Any]] = deque()
         self._state: dict[str, Any] | None = None

@@ -12,6 +12,7 @@ number of replicas::
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,12 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
 
     If the number of samples is a multiple of the number of replicas, the order is Paddle's.
     Otherwise Paddle repeats samples before it shuffles, so that its order depends on the replicas.
+
+    Attributes:
+        read_ahead: Whether a loader draws its batches, ahead of the training that takes them.
     """
+
+    read_ahead = False
 
     def __init__(
         self,
@@ -180,6 +186,9 @@ class DistributedBatchSampler(paddle.io.DistributedBatchSampler):
     def _batches(self, position: _Position) -> Iterator[list[int]]:
         order = self._order(position.epoch)
         together = self.batch_size * self.nranks
+        # Of Paddle's own loader nothing else tells that it reads this sampler.
+        reader = sys._getframe(1).f_globals.get("__name__", "")
+        self.read_ahead |= reader.startswith("paddle.io.")
         while position.consumed < len(order):
             begin, end = position.consumed, position.consumed + together
             last = len(order) - end < (together if self.drop_last else 1)

@@ -132,6 +132,9 @@ class Run:
                 ``fleetpipe launch``, which itself ends with 75 or 130.
         """
         self.step += 1
+        Objects(
+            **self._state
+        )  # what a first batch has shown of the data is told before a save is due
         if self._kept is not None:
             self._kept.keep(self.step)
         current, ended = job.current_job(), False

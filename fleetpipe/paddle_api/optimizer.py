@@ -16,6 +16,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 from paddle.base import framework as _framework
 from paddle.base.layer_helper import LayerHelper
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
@@ -242,6 +243,28 @@ def forget_state(optimizer: Optimizer, parameter: Tensor) -> None:
 def learning_rate_of(optimizer: Optimizer) -> float | Scheduler:
     """Returns the learning rate of an optimizer: a number, or the scheduler that gives it."""
     return base_optimizer(optimizer)._learning_rate
+
+
+def rate_of_steps(optimizer: Optimizer) -> float:
+    """Returns the constant learning rate that steps take, which is no other after ``set_lr``.
+
+    Paddle's ``ReduceLROnPlateau`` sets the number of the optimizer alone, as soon as it has
+    stepped: the steps go on with the rate of the first.
+    """
+    base = base_optimizer(optimizer)
+    rate = base._global_learning_rate()
+    return float(base.get_lr() if rate is None else rate)
+
+
+def put_rate(optimizer: Optimizer, rate: float, of_steps: float) -> None:
+    """Sets a constant learning rate, and the one that steps take."""
+    base = base_optimizer(optimizer)
+    base.set_lr(of_steps)
+    if np.float32(rate) != np.float32(of_steps):
+        if base.helper is None:
+            base.helper = LayerHelper(type(base).__name__)  # 2.6.2 makes it as it steps
+        base._create_global_learning_rate()
+    base._learning_rate = rate
 
 
 def scheduler_of(optimizer: Optimizer) -> Scheduler:

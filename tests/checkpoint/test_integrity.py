@@ -185,9 +185,8 @@ def test_a_model_that_does_not_fit_is_refused(saved: Path) -> None:
 def test_what_was_not_saved_is_told(saved: Path) -> None:
     manager = fleetpipe.CheckpointManager(saved.parent)
     model = Run(2).model
-    rate = paddle.optimizer.lr.StepDecay(0.1, 3)
-    with pytest.raises(CheckpointError, match="has no lr_scheduler"):
-        manager.restore(model=model, lr_scheduler=rate)
+    with pytest.raises(CheckpointError, match="has no scaler"):
+        manager.restore(model=model, scaler=paddle.amp.GradScaler())
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
         manager.restore(7, model=model)
     with pytest.raises(CheckpointError, match="no checkpoint in this folder"):
@@ -198,13 +197,15 @@ def test_what_was_not_saved_is_told(saved: Path) -> None:
         manager.restore(model=model, only=("modle",))
 
 
-def test_only_complete_steps_count(saved: Path) -> None:
+def test_only_complete_steps_count(saved: Path, caplog: Any) -> None:
     home = saved.parent
     (home / "step-00000009").mkdir()
     shutil.copytree(saved, home / ".draft-00000008-ab")
     (home / "step-7").mkdir()
     manager = fleetpipe.CheckpointManager(home)
     assert manager.steps() == [1]
+    lost = f"{home / 'step-00000009'} has no manifest.json any more: that step is passed over"
+    assert lost in caplog.text
     saved.rename(saved.with_name("step-00000001.old"))  # a crash as the step was replaced
     assert manager.steps() == [1]
     manager.save(1, **Run(5).objects)

@@ -12,8 +12,10 @@ import pytest
 from paddle import nn
 
 import fleetpipe
+from fleetpipe import fleet
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api.optimizer import create_state, state_of
+from tests.jobs import job
 from tests.scalers import enabled_scaler
 
 
@@ -260,3 +262,72 @@ def test_buffers_that_no_state_dict_has_come_back(tmp_path: Path) -> None:
     manager.restore(model=other)
     assert other.seen.tolist() == [3.0, 3.0]
     assert "seen" not in other.state_dict()
+
+
+Rate = paddle.optimizer.lr.StepDecay
+
+
+@pytest.mark.parametrize(
+    ("before", "set_in_the_run", "after", "expected", "said"),
+    [
+        (0.1, None, 0.1, 0.1, ""),
+        (0.1, 0.02, 0.1, 0.02, ""),
+        (0.1, None, 0.001, 0.001, "was 0.1 when it was saved, and is now 0.001"),
+        (0.1, 0.02, 0.001, 0.001, "was 0.02 when it was saved, and is now 0.001"),
+        (
+            0.1,
+            None,
+            Rate(0.5, 2),
+            0.5,
+            "was 0.1 when it was saved, and is now the script's StepDecay",
+        ),
+        (Rate(0.5, 2), None, 0.1, 0.1, "was a scheduler's when it was saved, and is now 0.1"),
+    ],
+)
+def test_the_rate_that_the_script_gives_counts_and_one_that_the_run_has_set_stays(
+    before: Any,
+    set_in_the_run: Any,
+    after: Any,
+    expected: float,
+    said: str,
+    tmp_path: Path,
+    caplog: Any,
+) -> None:
+    manager, made = fleetpipe.CheckpointManager(tmp_path), model()
+    parameters = [parameter for parameter in made.parameters() if not parameter.stop_gradient]
+
+    def optimizer(rate: Any) -> Any:
+        return fleet.distributed_optimizer(paddle.optimizer.SGD(rate, parameters=parameters))
+
+    with job(1):
+        first = optimizer(before)
+        if set_in_the_run is not None:
+            first.set_lr(set_in_the_run)
+        manager.save(1, model=made, optimizer=first)
+        again = optimizer(after)
+        manager.restore(model=made, optimizer=again)
+        assert again.get_lr() == expected
+    lines = [text for text in caplog.messages if "learning rate" in text]
+    assert lines == ([f"the learning rate {said}"] if said else [])
+
+
+def test_the_rate_that_steps_take_comes_back_where_the_optimizer_has_another(
+    tmp_path: Path,
+) -> None:
+    """As after Paddle's ``ReduceLROnPlateau``, which sets the number and no step's rate."""
+
+    def step(made: Any, optimizer: Any) -> bytes:
+        made(paddle.ones([2, 4])).sum().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+        return b"".join(bits.numpy().tobytes() for bits in made.parameters())
+
+    made = model()
+    sgd = paddle.optimizer.SGD(0.1, parameters=made.parameters())
+    step(made, sgd)
+    sgd._learning_rate = 0.05
+    fleetpipe.CheckpointManager(tmp_path).save(1, model=made, optimizer=sgd)
+    again = model()
+    other = paddle.optimizer.SGD(0.1, parameters=again.parameters())
+    fleetpipe.CheckpointManager(tmp_path).restore(model=again, optimizer=other)
+    assert (step(again, other), other.get_lr()) == (step(made, sgd), 0.05)

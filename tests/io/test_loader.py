@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.errors import CheckpointError, ConfigError, PipelineTimeout, StateError, UsageError
 from fleetpipe.io import DataLoader, DistributedBatchSampler, sample_generator
 from tests import jobs
@@ -298,3 +299,15 @@ def test_it_is_a_loader_of_paddles_with_what_was_given() -> None:
     assert loader.epoch == 4
     assert read(loader)[0][1]["sampler"]["epoch"] == 4
     assert len(list(loader())) == 10
+
+
+@pytest.mark.parametrize("reader", [DataLoader, paddle.io.DataLoader, None])
+def test_a_sampler_has_a_position_to_save_where_no_loader_draws_ahead_of_it(reader: Any) -> None:
+    data = paddle.io.TensorDataset([paddle.arange(20)])
+    sampler = DistributedBatchSampler(data, 4)
+    assert len([*(sampler if reader is None else reader(data, batch_sampler=sampler))]) == 5
+    if reader is None:
+        assert Objects(data=sampler).data is sampler
+        return
+    with pytest.raises(ConfigError, match="draws batches ahead of the training"):
+        Objects(data=sampler)

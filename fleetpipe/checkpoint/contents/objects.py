@@ -56,6 +56,12 @@ class Objects:
                 got=f"a {type(self.data).__name__}",
                 fix="pass the loader that is read, or leave data= out",
             )
+        if getattr(self.data, "read_ahead", False):
+            raise ConfigError(
+                "data= is a sampler of which a loader draws batches ahead of the training",
+                got=f"a {type(self.data).__name__}, whose position is that of the loader",
+                fix="pass data=loader, a fleetpipe.io.DataLoader with this batch_sampler",
+            )
 
     def only(self, names: Sequence[str] | None) -> Objects:
         """Returns the objects with these names alone; all of them for None.
@@ -156,4 +162,5 @@ class Objects:
         optimizer = None if self.optimizer is None else unwrap(self.optimizer)
         rate_of = optimizer if self.rate else None
         program = model.program if isinstance(model, ProgramState) else None
-        return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of, program)
+        first = getattr(self.optimizer, "first_rate", None)
+        return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of, program, first)

@@ -26,7 +26,12 @@ from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_id
-from fleetpipe.paddle_api.optimizer import learning_rate_of, scheduler_of
+from fleetpipe.paddle_api.optimizer import (
+    learning_rate_of,
+    put_rate,
+    rate_of_steps,
+    scheduler_of,
+)
 from fleetpipe.paddle_api.random import (
     generator_state,
     generator_states,
@@ -95,6 +100,7 @@ class TrainingState:
         data: SavedData | None = None,
         optimizer: Optimizer = None,
         program: ProgramSource | None = None,
+        first_rate: float | Scheduler = None,
     ) -> None:
         """Takes the objects.
 
@@ -104,8 +110,9 @@ class TrainingState:
             data: Holds the position in the data.
             optimizer: The optimizer whose learning rate a script may have set by hand.
             program: The model, if it is a static program, which has random streams of its own.
+            first_rate: The learning rate that the script gave the optimizer; None if it is unknown.
         """
-        self._scheduler = lr_scheduler
+        self._scheduler, self._first_rate = lr_scheduler, first_rate
         rate = None if optimizer is None else learning_rate_of(optimizer)
         if lr_scheduler is None and optimizer is not None:
             self._scheduler = scheduler_of(optimizer)
@@ -123,6 +130,8 @@ class TrainingState:
             state["restarts"] = [_restarts(scheduler) for scheduler in _chain(self._scheduler)]
         if self._optimizer is not None:
             state["learning_rate"] = self._optimizer.get_lr()
+            state["learning_rate_of_steps"] = rate_of_steps(self._optimizer)
+            state["first_learning_rate"] = self._first_rate
         if self._scaler is not None:
             state["scaler"] = plain(self._scaler.state_dict(), "the scaler's state")
         if self._data is not None:
@@ -132,9 +141,13 @@ class TrainingState:
         return state
 
     def require(self, state: Mapping[str, Json]) -> None:
-        """Checks that a saved state has an entry for each object that was passed."""
+        """Checks that a saved state has an entry for each object that was passed.
+
+        A scheduler may take the place of a constant learning rate, and then begins.
+        """
+        scheduler = None if "learning_rate" in state else self._scheduler
         for name, thing in (
-            ("lr_scheduler", self._scheduler),
+            ("lr_scheduler", scheduler),
             ("scaler", self._scaler),
             ("data", self._data),
         ):
@@ -144,8 +157,8 @@ class TrainingState:
                     got=", ".join(sorted(state)),
                     fix=f"leave {name}= out, or restore a checkpoint that was saved with it",
                 )
-        if self._scheduler is not None:
-            _require_keys("LR scheduler", self._scheduler.state_dict(), state["lr_scheduler"])
+        if scheduler is not None:
+            _require_keys("LR scheduler", scheduler.state_dict(), state["lr_scheduler"])
         if self._scaler is not None:
             _require_keys("scaler", self._scaler.state_dict(), state["scaler"])
 
@@ -156,16 +169,30 @@ class TrainingState:
             _log.info("sums were %r and are %r: the bits are others from here on", saved, _sums())
         if self._data is not None:
             self._data.set_state_dict(state["data"])
-        if self._scheduler is not None:
+        if self._scheduler is not None and "lr_scheduler" in state:
             with warnings.catch_warnings():  # of the part for the rate behind a warm-up
                 warnings.filterwarnings("ignore", "There are some unused values")
                 self._scheduler.set_state_dict(state["lr_scheduler"])
             for scheduler, counts in zip(_chain(self._scheduler), state.get("restarts", ())):
                 vars(scheduler).update(counts)
-        if self._optimizer is not None and "learning_rate" in state:
-            self._optimizer.set_lr(state["learning_rate"])
+        self._put_rate(state)
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
+
+    def _put_rate(self, state: Mapping[str, Json]) -> None:
+        """Restores a constant learning rate; what the script gives in its place counts."""
+        saved, first = state.get("learning_rate"), state.get("first_learning_rate")
+        here: Any = None if self._optimizer is None else self._optimizer.get_lr()
+        if here is not None and saved is not None and first in (None, self._first_rate):
+            put_rate(self._optimizer, saved, state.get("learning_rate_of_steps", saved))
+            if first is None and here != saved:
+                _log.info(
+                    "the learning rate is %s, as it was saved, not the script's %s", saved, here
+                )
+        elif here is not None or (saved is not None and self._scheduler is not None):
+            was = "a scheduler's" if saved is None else saved
+            here = f"the script's {type(self._scheduler).__name__}" if here is None else here
+            _log.info("the learning rate was %s when it was saved, and is now %s", was, here)
 
     def put_back_random(self, states: Json) -> None:
         """Restores the random states of one rank."""

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 
-from fleetpipe import atomic_file, systems
+from fleetpipe import atomic_file, log, systems
 from fleetpipe.checkpoint.files import manifest
 from fleetpipe.errors import CheckpointError, ConfigError, require_whole
+
+_log = log.logger(__name__)
 
 LATEST, BEST = "latest", "best"
 _MODES = ("min", "max")
@@ -52,6 +54,9 @@ def complete_steps(home: Path) -> dict[int, Path]:
         match = _STEP.fullmatch(path.name)
         if match and (path / manifest.MANIFEST).is_file():
             folders.setdefault(int(match[1]), path)
+        elif match and path.is_dir():
+            text = f"{path} has no {manifest.MANIFEST} any more: that step is passed over"
+            log.once(_log.warning, text)
     return dict(sorted(folders.items()))
 
 

@@ -143,6 +143,19 @@ class Healer:
                 self._refuse(why_not, code)
             attempt_files.note_end(self._home, number, code)
             rank.code = code
+        self._refuse_ended()
+
+    def _refuse_ended(self) -> None:
+        """Refuses to heal where a rank has ended with 0 in the midst of the job, by ``os._exit``.
+
+        The others have noticed a death, and wait for a process that no end with 0 starts.
+        """
+        ended = [rank.started.rank for rank in self._ranks if rank.code == 0]
+        if ended and not self._generation.refused:
+            failed = [one.failure for one in attempt_files.failures(self._home)]
+            for rank in (one.rank for one in failed if one.rank in ended and one.what == "died"):
+                self._refuse(_ENDED.format(rank), 0)
+                return
 
     def _waits_for(self, rank: int) -> bool:
         """Whether a process that replaces another waits for a rank."""

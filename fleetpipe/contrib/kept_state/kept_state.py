@@ -62,7 +62,7 @@ class KeptState:
         #: Whether the newest step was kept by the ranks of another layout.
         self._of_others = False
         self._index: Index = {}
-        self._tensors: list[tuple[TensorName, int]] = []
+        self._tensors: list[tuple[TensorName, int]] | None = None
         self.generators: Any = None
 
     @classmethod

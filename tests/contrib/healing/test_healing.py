@@ -232,6 +232,15 @@ def test_a_rank_that_has_ended_is_met_by_no_other_process(home: Path, capsys: An
     assert generation.current().refused == why
 
 
+def test_a_rank_that_has_ended_in_the_midst_of_the_job_is_awaited_by_nobody(home: Path) -> None:
+    held = Healer(home, most=1).hold(RankProcess(1, Ended(0), (), {}, None))
+    assert (held.poll(), generation.current().refused) == (0, "")
+    # os._exit(0) is no goodbye, and what the others have noticed is a death.
+    attempt_files.tell_failure(Failure(1, "died", "it ended without a goodbye"))
+    held.poll()
+    assert generation.current().refused == "rank 1 has ended its work, and meets no other process"
+
+
 def test_a_rank_that_ends_well_is_not_replaced(home: Path) -> None:
     held = Healer(home, most=1).hold(RankProcess(1, Ended(0), (), {}, None))
     assert held.poll() == held.wait(1) == 0

@@ -56,6 +56,19 @@ def test_a_state_comes_back_with_its_bits_into_objects_that_are_built_anew(tmp_p
     assert [again.step() for _ in range(3)] == later
 
 
+def test_a_stage_without_a_tensor_keeps_what_is_none(tmp_path: Path) -> None:
+    def opened() -> KeptState:
+        return KeptState(tmp_path, Objects(nn.Sequential(nn.Tanh())), Ranks(SoleGroup()))
+
+    kept = opened()
+    kept.keep(1)
+    drawn = np.random.random()
+    again = opened()
+    assert again.newest() == 1
+    again.restore(1)
+    assert np.random.random() == drawn
+
+
 def test_steps_behind_the_one_gone_back_to_are_done_and_kept_again(tmp_path: Path) -> None:
     training = Training()
     kept = KeptState(tmp_path, training.objects, Ranks(SoleGroup()))
