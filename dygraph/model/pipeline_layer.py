@@ -42,6 +42,7 @@ from fleetpipe.engine.observer import BatchObserver
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import current_job
 from fleetpipe.mesh.groups import Group, SoleGroup
+from fleetpipe.mesh.parts import ModelParts
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.paddle_api.meta_parallel import LOSS_FUNCTIONS_ARE_A_LIST
@@ -358,6 +359,13 @@ class PipelineLayer(FleetFace):
         """Returns the loss functions that are layers; these are in no stage."""
         functions = losses.functions_in(self._loss_fn)
         return [f for f in functions if isinstance(f, paddle.nn.Layer)]
+
+    def checkpoint_part(self) -> ModelParts:
+        """Returns what checkpoints save of this process's stages, and of the loss."""
+        loss = paddle.nn.Layer()
+        loss.loss = paddle.nn.LayerList(self.loss_layers())
+        owns = self.placement.stages - 1 in self.owned_stages.owned
+        return super().checkpoint_part()._replace(loss=loss, owns_loss=owns)
 
     def loss_parameters(self) -> list[Tensor]:
         """Returns the parameters of :meth:`loss_layers`."""

@@ -125,7 +125,6 @@ class CheckpointManager:
             return None
         self._retention.require(metrics)
         objects = Objects(model, optimizer, lr_scheduler, scaler, data, names=self._names)
-        objects.require_losses_without_state()
         job = current_job()
         with nullcontext() if job is None else job.progress.saving(int(step)):
             return self._saver.save(Ranks.of_job(), step, objects, metrics or {}, extra or {})

@@ -158,6 +158,8 @@ class ModelParts(NamedTuple):
         root: What has these at their names, and may take them: a restored model may lack them.
         plain_names: The lasting name of each name of the plain model that a list of layers was made
             of, in its order; a tied weight may have several. Empty where it was made of none.
+        loss: A layer that has the loss functions in it, as ``loss.0``; None if none has a state.
+        owns_loss: Whether this process computes them: what the loss of others holds is no state.
     """
 
     tensors: Mapping[str, Held]
@@ -166,6 +168,8 @@ class ModelParts(NamedTuple):
     late: Mapping[str, Held] = MappingProxyType({})
     root: Layer | None = None
     plain_names: Mapping[str, str] = MappingProxyType({})
+    loss: Layer | None = None
+    owns_loss: bool = True
 
 
 def attached_part(tensor: Tensor) -> PartOfWhole | None:

@@ -17,6 +17,7 @@ import pytest
 from paddle import nn
 
 import fleetpipe
+from fleetpipe import fleet
 from fleetpipe.arguments import new_file
 from fleetpipe.checkpoint.contents.parts import MODEL, TensorName
 from fleetpipe.checkpoint.files import host_memory, tensors, writer
@@ -27,7 +28,7 @@ from fleetpipe.mesh.parts import Held
 from fleetpipe.transport.wire import bridge
 from tests.fixtures import Call, LogCapture, Patch
 from tests.launching import ROOT, Finished
-from tests.pipelines import batch, bits, job, mlp_and_sgd, model_in_job, pipeline, sgd
+from tests.pipelines import CLASSES, batch, bits, job, mlp_and_sgd, model_in_job, pipeline, sgd
 
 
 def model(value: float = 0.0) -> Any:
@@ -460,19 +461,44 @@ def test_a_save_without_a_model_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_loss_that_is_trained_is_not_left_out_of_a_checkpoint(tmp_path: Path) -> None:
-    class Weighted(nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = self.create_parameter([1])
+class Centred(nn.Layer):
+    """A loss with a trained weight, a buffer, and one that its first batch makes."""
 
-        def forward(self, output: Any, label: Any) -> Any:
-            return nn.functional.cross_entropy(output, label) * self.weight
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.create_parameter([1])
+        self.register_buffer("centre", paddle.zeros([CLASSES]))
 
-    with model_in_job(2, loss_fn=Weighted()) as pipe:
-        manager = fleetpipe.CheckpointManager(tmp_path)
-        with pytest.raises(ConfigError, match="loss function has trained parameters"):
-            manager.save(1, model=pipe)
-        for loss in pipe.layers.loss_layers():
-            loss.weight.stop_gradient = True
-        manager.save(1, model=pipe)
+    def forward(self, output: Any, label: Any) -> Any:
+        if not hasattr(self, "calls"):
+            self.register_buffer("calls", paddle.zeros([1]), persistable=False)
+        with paddle.no_grad():
+            self.calls.set_value(self.calls + 1)
+            self.centre.set_value(0.9 * self.centre + 0.1 * output.mean(0))
+        by_row = nn.functional.cross_entropy(output - self.centre / self.calls, label)
+        return by_row * self.weight.exp()
+
+
+def _trained(folder: Path, steps: tuple[int, int]) -> list[bytes]:
+    """Trains some steps behind those that are saved, and saves; returns the losses and weight."""
+    with model_in_job(2, micro_batches=2, loss_fn=Centred()) as pipe:
+        loss = pipe.layers.loss_layers()[0]
+        loss.weight.set_value(paddle.full([1], 0.5))
+        adam = paddle.optimizer.Adam(0.1, parameters=pipe.parameters())
+        optimizer = fleet.distributed_optimizer(adam)
+        manager = fleetpipe.CheckpointManager(folder)
+        if manager.steps():
+            manager.restore(model=pipe, optimizer=optimizer)
+        losses = [pipe.train_batch(batch(2, seed=step), optimizer) for step in range(*steps)]
+        manager.save(steps[1], model=pipe, optimizer=optimizer)
+        return [value.numpy().tobytes() for value in (*losses, loss.weight)]
+
+
+def test_what_a_loss_has_learned_and_counted_is_restored(on_ranks: Call, tmp_path: Path) -> None:
+    whole = _trained(tmp_path / "whole", (0, 6))
+    _trained(tmp_path / "parts", (0, 3))
+    # The last rank alone computes the loss, and what it has is the state of all.
+    ranks = on_ranks(_trained, 2, tmp_path / "parts", (3, 6))
+    assert [losses[:3] for losses in ranks] == [whole[3:6]] * 2
+    assert ranks[1] == whole[3:]
+    assert _trained(tmp_path / "parts", (6, 6))[-1] == whole[-1]

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fleetpipe import log
 from fleetpipe.aliases import Layer, Optimizer, Tensor
 from fleetpipe.checkpoint.contents.matching import saved_names
 from fleetpipe.checkpoint.contents.parts import (
     BUFFERS,
     LATE_BUFFERS,
+    LOSS,
     MASTER_WEIGHTS,
     MODEL,
     OPTIMIZER,
@@ -44,6 +46,8 @@ from fleetpipe.paddle_api.optimizer import (
 )
 from fleetpipe.paddle_api.tensor import has_memory
 
+_log = log.logger(__name__)
+
 _FIRST = "_0"
 
 
@@ -57,8 +61,17 @@ class NamedTensors(SavedPart):
     def __init__(self, parts: ModelParts) -> None:
         self.plain_names = parts.plain_names
         self._parts = parts
-        #: What takes the place of buffers when they are filled.
+        #: What takes the place of buffers of the model and of the loss when they are filled.
         self._made: dict[str, Tensor] = {}
+        self._made_of_loss: dict[str, Tensor] = {}
+        held = {id(one.tensor) for one in parts.tensors.values()}
+        #: What the loss functions have beside the model, on every rank.
+        self._loss = {
+            name: held_of(tensor, mp_shard)
+            for named in ("parameters", "buffers")
+            for name, tensor in (getattr(parts.loss, f"named_{named}")() if parts.loss else ())
+            if id(tensor) not in held and has_memory(tensor)
+        }
 
     @classmethod
     def of_layer(cls, layer: Layer) -> NamedTensors:
@@ -108,7 +121,8 @@ class NamedTensors(SavedPart):
 
     def parameters(self) -> Mapping[str, Held]:
         """Returns this process's parameters by lasting name."""
-        return {n: held for n, held in self._parts.tensors.items() if _is_parameter(held.tensor)}
+        every = {**self._parts.tensors, **(self._loss if self._parts.owns_loss else {})}
+        return {n: held for n, held in every.items() if _is_parameter(held.tensor)}
 
     def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
         for name, held in self._parts.tensors.items():
@@ -116,6 +130,8 @@ class NamedTensors(SavedPart):
         for group, tensors in ((BUFFERS, self._parts.buffers), (LATE_BUFFERS, self._parts.late)):
             for name, held in tensors.items():
                 yield TensorName(group, name), held
+        for name, held in self._loss.items() if self._parts.owns_loss else ():
+            yield TensorName(LOSS, name), held
 
     def whole_name(self, name: str) -> str:
         """Returns the name of the whole tensor of which ``name`` is a part; mostly ``name``."""
@@ -131,6 +147,29 @@ class NamedTensors(SavedPart):
             if TensorName(BUFFERS, path) in saved.tensors:
                 yield TensorName(BUFFERS, path), held
         yield from late.items()
+        yield from self._targets_of_loss(saved)
+
+    def _targets_of_loss(self, saved: Saved) -> Iterator[tuple[TensorName, Held]]:
+        """Yields what the loss has, on every rank, and what a batch has given that of the run."""
+        names = {name: described for name, described in saved.tensors.items() if name.group == LOSS}
+        for name, described in names.items():
+            held = self._loss.get(name.name)
+            if (
+                held is None
+                and layer_at(self._parts.loss, name.name.rpartition(".")[0]) is not None
+            ):
+                dtype: Any = described.dtype
+                made = paddle.zeros(list(described.shape), dtype)
+                self._made_of_loss[name.name] = made
+                held = Held(made, differs=True)
+            if held is not None:
+                yield name, held
+        missing = [name for name in self._loss if TensorName(LOSS, name) not in names]
+        if missing:
+            text = (
+                f"the checkpoint has no {listed(missing)}: the loss begins as the script makes it"
+            )
+            log.once(_log.info, text)
 
     def _late(self, saved: Saved) -> dict[TensorName, Held]:
         """Returns targets for saved buffers that forwards create or resize."""
@@ -151,12 +190,17 @@ class NamedTensors(SavedPart):
     def settle(self) -> None:
         """Sets parts from the tensor that was filled for them, and replaces resized buffers."""
         super().settle()
-        for name, tensor in self._made.items():
-            put_buffer(self._parts.root, name, tensor)
+        for root, made in (
+            (self._parts.root, self._made),
+            (self._parts.loss, self._made_of_loss),
+        ):
+            for name, tensor in made.items():
+                put_buffer(root, name, tensor)
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
-        """Returns the name in the checkpoint of each tensor of the whole model."""
-        return saved_names(self._parts.outline, self.plain_names, saved)
+        """Returns the name in the checkpoint of each tensor of the whole model, and of the loss."""
+        names = saved_names(self._parts.outline, self.plain_names, saved)
+        return {**names, **dict(zip(self._loss, self._loss))}
 
 
 def _has_grown(held: Held | None, saved: Described) -> bool:

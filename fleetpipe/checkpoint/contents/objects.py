@@ -15,7 +15,7 @@ from fleetpipe.checkpoint.contents.layer_and_optimizer import (
 )
 from fleetpipe.checkpoint.contents.program import ProgramState
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
-from fleetpipe.errors import ConfigError, listed, nearest
+from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.paddle_api import paddle
 
 _NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data")
@@ -111,21 +111,6 @@ class Objects:
             )
         return NamedTensors.of_layer(model)
 
-    def require_losses_without_state(self) -> None:
-        """Refuses to save a model whose loss has trained parameters: no file would have them."""
-        model = self.model
-        if isinstance(model, paddle.nn.Layer):
-            model = without_wrappers(model)
-        losses = model.loss_layers() if hasattr(model, "loss_layers") else ()
-        trained = [p.name for loss in losses for p in loss.parameters() if not p.stop_gradient]
-        if trained:
-            raise ConfigError(
-                "the loss function has trained parameters, which no checkpoint of the model has",
-                got=listed(trained),
-                fix="make them parameters of the last layer of the list, and have that return what "
-                "the loss needs of them, as (output, self.temperature)",
-            )
-
     def required_model(self) -> NamedTensors:
         """Returns what :meth:`model_part` does; raises ``ConfigError`` without a model."""
         part = self.model_part()
@@ -152,7 +137,7 @@ class Objects:
 
     def groups(self) -> tuple[str, ...]:
         """Returns the groups of files to read, which are the same on every rank."""
-        groups = (parts.MODEL, parts.BUFFERS, parts.LATE_BUFFERS, parts.REPLICAS)
+        groups = (parts.MODEL, parts.BUFFERS, parts.LATE_BUFFERS, parts.LOSS, parts.REPLICAS)
         of_model = () if self.model is None else groups
         of_optimizer = () if self.optimizer is None else (parts.OPTIMIZER, parts.MASTER_WEIGHTS)
         return (*of_model, *of_optimizer)
