@@ -1,4 +1,4 @@
-"""The Python blocks of the pages on two ranks: as they stand, with what the page gives before them."""
+"""The Python blocks of the pages on two ranks, with what the page gives before them."""
 
 from __future__ import annotations
 
