@@ -26,7 +26,7 @@ from fleetpipe.mesh.parts import Described
 #: Shown however many ways they are split; the others where they are.
 _USUAL_AXES = ("dp", "mp", "pp", "sharding")
 #: Those of fleetpipe.contrib.formats.convert, which loads Paddle.
-FORMATS = ("fleetpipe", "fleet", "formers", "distributed", "unified", "huggingface")
+FORMATS = ("fleetpipe", "fleet", "formers", "distributed", "unified", "huggingface", "pretrained")
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 

@@ -262,6 +262,7 @@ class Saver:
             manifest = Manifest(
                 *(0, {}, {}, model.order(), optimizer, {}, ranks.layout, versions),
                 plain_order(model.order(), model.plain_names),
+                adapters=model.checkpoint_part().adapters,
             )
             self._plans = {key: _Prepared(plan, indexes(plan), manifest)}
         return self._plans[key]

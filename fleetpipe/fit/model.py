@@ -321,7 +321,9 @@ class Model(paddle.Model):
             left = None if num_iters is None else max(0, num_iters - position.taken)
             self._expect(position, epochs, source.steps, left, accumulate_grad_batches)
             if go_on and (position.epoch >= epochs or left == 0) and self.is_rank("first"):
-                rank_policy.say(f"all {epochs} epochs are trained: nothing is left to do")
+                whole = position.epoch >= epochs
+                done = f"all {epochs} epochs" if whole else f"num_iters={num_iters} batches"
+                rank_policy.say(f"{done} are trained: nothing is left to do")
             return Loop(self, runner, callback_list, left).train(
                 source,
                 position,
@@ -465,6 +467,7 @@ class Model(paddle.Model):
             ``total_params`` (with buffers) and ``trainable_params`` of the whole model.
         """
         lines = self.network.stage_table().splitlines()
+        lines[0] += "; parameters that are trained"
         if batch is not None:
             sizes = self._require_runner().measured_bytes(self._rows(*batch))
             column = ["bytes of activations", *(f"{size:,.0f}" for size in (*sizes, sum(sizes)))]

@@ -160,6 +160,8 @@ class ModelParts(NamedTuple):
             of, in its order; a tied weight may have several. Empty where it was made of none.
         loss: A layer that has the loss functions in it, as ``loss.0``; None if none has a state.
         owns_loss: Whether this process computes them: what the loss of others holds is no state.
+        adapters: What a model with adapters was adapted by, if these are all that is taken of it;
+            they are matched by name alone.
     """
 
     tensors: Mapping[str, Held]
@@ -170,6 +172,7 @@ class ModelParts(NamedTuple):
     plain_names: Mapping[str, str] = MappingProxyType({})
     loss: Layer | None = None
     owns_loss: bool = True
+    adapters: str = ""
 
 
 def attached_part(tensor: Tensor) -> PartOfWhole | None:

@@ -199,7 +199,7 @@ class NamedTensors(SavedPart):
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
         """Returns the name in the checkpoint of each tensor of the whole model, and of the loss."""
-        names = saved_names(self._parts.outline, self.plain_names, saved)
+        names = saved_names(self._parts, saved)
         return {**names, **dict(zip(self._loss, self._loss))}
 
 

@@ -6,21 +6,30 @@ from collections.abc import Callable, Mapping
 
 from fleetpipe.checkpoint.contents.parts import MODEL, Saved, TensorName
 from fleetpipe.errors import CheckpointError, listed
+from fleetpipe.mesh.parts import ModelParts
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
 
-def saved_names(outline: _Shapes, plain_names: Mapping[str, str], saved: Saved) -> dict[str, str]:
+def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
     """Returns the saved name of each tensor of a model: by name, by plain name, or by order.
 
     Args:
-        outline: The lasting names and whole shapes of the whole model, in its order.
-        plain_names: See :class:`ModelParts`.
+        parts: What this process holds of the model.
         saved: The description of the checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint has other tensors, or other names in an unknown order.
+        CheckpointError: The checkpoint has other tensors, other names in an unknown order, or
+            other adapters.
     """
+    outline, plain_names = parts.outline, parts.plain_names
+    if parts.adapters and saved.adapters not in ("", parts.adapters):
+        raise CheckpointError(
+            "the checkpoint has other adapters than the model",
+            expected=parts.adapters,
+            got=saved.adapters,
+            fix="call lora.adapt with the targets, the rank and the alpha of the checkpoint",
+        )
     if set(saved.order) == set(outline):
         return {name: name for name in outline}
     here = dict(zip(plain_order(tuple(outline), plain_names) or outline, outline))
@@ -28,6 +37,13 @@ def saved_names(outline: _Shapes, plain_names: Mapping[str, str], saved: Saved) 
     if here.keys() == there.keys():
         return {name: there[plain] for plain, name in here.items()}
     shapes = {plain: saved.tensors[TensorName(MODEL, name)].shape for plain, name in there.items()}
+    if parts.adapters:
+        raise CheckpointError(
+            "the checkpoint has adapters of other layers than the model",
+            expected=listed([name for name in here if name not in there]),
+            got=listed([name for name in there if name not in here]),
+            fix="call lora.adapt with the targets of the checkpoint",
+        )
     ordered = saved.plain_order != saved.order
     _require_same_shapes({n: outline[name] for n, name in here.items()}, shapes, ordered)
     return dict(zip(outline, saved.order))

@@ -45,6 +45,7 @@ class Saved(NamedTuple):
         replicas: How many replicas saved it.
         plain_order: The plain model's name of each of ``order``; empty if it is unknown, and
             ``order`` itself if ``order`` is not a model's, but sorted by name or by a map.
+        adapters: As in :class:`ModelParts`; empty in older checkpoints too.
     """
 
     tensors: Mapping[TensorName, Described]
@@ -52,6 +53,7 @@ class Saved(NamedTuple):
     optimizer: str | None
     replicas: int = 1
     plain_order: tuple[str, ...] = ()
+    adapters: str = ""
 
 
 class SavedPart:
@@ -94,11 +96,14 @@ class SavedPart:
 
 def _require_fit(name: TensorName, held: Held, saved: Described) -> None:
     if held.described != saved:
+        cast = held.described.shape == saved.shape and name.group == MODEL
+        statement = f"{name.name} -> {name.name}, dtype='{held.described.dtype}'"
         raise CheckpointError(
             f"{name} does not fit",
             expected=f"{held.described}, as here",
             got=f"{saved} in the checkpoint",
-            fix="build the model and the optimizer as they were, or restore another checkpoint",
+            fix="build the model and the optimizer as they were, or restore another checkpoint"
+            + f"; or cast in a map of names (names=, --names): {statement!r}" * cast,
         )
 
 

@@ -83,6 +83,7 @@ class Manifest:
         script: The name of the script that saved it and a digest of its arguments; empty if they
             are unknown, as in older checkpoints.
         allowed: What closed borders let pass, as ``BORDER:NAME``.
+        adapters: As in :class:`Saved`.
     """
 
     step: int
@@ -96,13 +97,15 @@ class Manifest:
     plain_order: tuple[str, ...] = ()
     script: Mapping[str, str] = field(default_factory=dict)
     allowed: tuple[str, ...] = ()
+    adapters: str = ""
 
     @property
     def saved(self) -> Saved:
         """The description for a :class:`SavedPart`."""
         described = {name: entry.tensor for name, entry in self.tensors.items()}
         replicas = math.prod(self.layout.get(axis, 1) for axis in COPIES)
-        return Saved(described, self.order, self.optimizer, replicas, self.plain_order)
+        order, plain_order = self.order, self.plain_order
+        return Saved(described, order, self.optimizer, replicas, plain_order, self.adapters)
 
     @property
     def model_hash(self) -> str:
@@ -135,6 +138,7 @@ class Manifest:
             "plain_order": self.plain_order,
             **({"script": dict(self.script)} if self.script else {}),
             **({"allowed": self.allowed} if self.allowed else {}),
+            **({"adapters": self.adapters} if self.adapters else {}),
         }
         return seal(contents)
 
@@ -186,7 +190,7 @@ def _parse_contents(content: JsonValue) -> Manifest:
     optimizer = content["optimizer"]
     # Older checkpoints lack these.
     plain_order, script = content.get("plain_order"), content.get("script")
-    allowed = content.get("allowed")
+    allowed, adapters = content.get("allowed"), content.get("adapters")
     return Manifest(
         step=content["step"].count(),
         files=files,
@@ -200,6 +204,7 @@ def _parse_contents(content: JsonValue) -> Manifest:
         plain_order=() if plain_order is None else plain_order.texts(),
         script={} if script is None else {k: v.text() for k, v in script.fields().items()},
         allowed=() if allowed is None else allowed.texts(),
+        adapters="" if adapters is None else adapters.text(),
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fleetpipe.dygraph.random_keys import key
-from fleetpipe.errors import BoundaryError, ConfigError, is_whole_number, require_whole
+from fleetpipe.errors import BoundaryError, ConfigError, require_whole
 
 
 class Sampling(NamedTuple):
@@ -61,10 +62,12 @@ class Sampling(NamedTuple):
             )
         if self.temperature == 0:
             return int(logits.argmax())
-        scaled = logits.astype(np.float64) / self.temperature
+        below = logits.astype(np.float64) - logits.max()
+        with np.errstate(over="ignore"):  # by a temperature near 0, which is the likeliest alone
+            scaled = below / self.temperature
         # The likeliest first; of equal ones the first.
         order = np.argsort(-scaled, kind="stable")[: self.top_k]
-        weights = np.exp(scaled[order] - scaled[order[0]])
+        weights = np.exp(scaled[order])
         reached = np.cumsum(weights)
         if self.top_p is not None:
             reached = reached[: int(np.searchsorted(reached, self.top_p * reached[-1])) + 1]
@@ -85,4 +88,4 @@ def names_of(prompts: list[list[int]]) -> list[tuple[int, int]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or is_whole_number(value, 0)
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -46,8 +46,8 @@ def adapt(
         The layer itself, or a list of other descriptions.
 
     Raises:
-        ConfigError: The model is cut already, a target is in no path, or a layer is of another
-            class.
+        ConfigError: The model is cut already, a target is in no path, or a layer computes something
+            else than a linear one. The model is as it was.
     """
     options = _Options(frozenset([targets] if isinstance(targets, str) else targets), rank, alpha)
     if isinstance(model, PipelineLayer):
@@ -59,16 +59,21 @@ def adapt(
             "..Pipe models of that library",
         )
     if isinstance(model, paddle.nn.Layer):
-        options.require_paths(path for path, _ in _adapters(options.put_into(model)))
-        return model
+        options.require_paths(path for path, _ in options.chosen(model))
+        return options.put_into(model)
     entries = [_entry(entry, options, index) for index, entry in enumerate(model)]
     paths: list[str] = []
     for index, layer in enumerate(Blueprints(entries)):
-        adapted = _adapters(layer, str(index)) if isinstance(layer, paddle.nn.Layer) else ()
-        paths += (path for path, _ in adapted)
+        if isinstance(layer, paddle.nn.Layer):
+            built = layer is entries[index]
+            chosen = options.chosen(layer, str(index)) if built else _adapters(layer, str(index))
+            paths += (path for path, _ in chosen)
         if is_shared(entries[index]) and paths and paths[-1].startswith(f"{index}."):
             raise _shared_weight(paths[-1])
     options.require_paths(paths)
+    for index, entry in enumerate(entries):
+        if isinstance(entry, paddle.nn.Layer):
+            options.put_into(entry, str(index))
     return entries
 
 
@@ -96,7 +101,7 @@ def merge(model: Layer) -> Layer:
         with paddle.no_grad():
             product = layer.lora_A.weight @ layer.lora_B.weight
             layer.weight.set_value(layer.weight + product * layer.lora_scale)
-        del layer.lora_A, layer.lora_B, layer.lora_scale
+        del layer.lora_A, layer.lora_B, layer.lora_scale, layer.lora_text
         _, layer.__class__ = type(layer).__bases__
     return model
 
@@ -107,24 +112,30 @@ class _Options:
     def __init__(self, targets: frozenset[str], rank: int, alpha: float) -> None:
         require_whole("rank", rank, rule="rank is a number of 1 or more", fix="give such a number")
         self._targets, self._rank, self._scale = targets, rank, alpha / rank
+        self._text = f"rank {rank}, alpha {alpha:g}, targets {', '.join(sorted(targets))}"
 
-    def put_into(self, model: Layer, path: str = "") -> Layer:
-        """Freezes a layer, and puts adapters into those linear layers within it that are named."""
+    def chosen(self, model: Layer, path: str = "") -> list[tuple[str, Any]]:
+        """Returns the linear layers within a layer that are named, by path, and refuses others."""
         for name, _ in _adapters(model, path):
             raise _adapted_before(name)
         layers = [*model.named_sublayers(prefix=path, include_self=True)]
         users = Counter(id(p) for _, one in layers for p in parameters_in(one).values())
-        for parameter in model.parameters():
-            parameter.stop_gradient = True
-        for name, layer in layers:
-            if not any(_ends(name, target) for target in self._targets):
-                continue
+        named = [(n, one) for n, one in layers if any(_ends(n, target) for target in self._targets)]
+        for name, layer in named:
             _require_linear(layer, name)
             if users[id(layer.weight)] > 1:
                 raise _shared_weight(name)
+        return named
+
+    def put_into(self, model: Layer, path: str = "") -> Layer:
+        """Freezes a layer, and puts adapters into those linear layers within it that are named."""
+        chosen = self.chosen(model, path)
+        for parameter in model.parameters():
+            parameter.stop_gradient = True
+        for _, layer in chosen:
             factors = _factors(layer, self._rank)
             layer.lora_A, layer.lora_B = (one.to(dtype=layer.weight.dtype) for one in factors)
-            layer.lora_scale = self._scale
+            layer.lora_scale, layer.lora_text = self._scale, self._text
             layer.__class__ = _above(_Adapter, layer.__class__)
         return model
 
@@ -162,7 +173,9 @@ class _Adapter(paddle.nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Adds the adapter's output to that of the frozen layer."""
-        return super().forward(x) + self.lora_B(self.lora_A(x)) * self.lora_scale
+        # Not super(), which calls itself where paddle.jit.to_static has changed the method.
+        linear: Any = type(self).__bases__[1]
+        return linear.forward(self, x) + self.lora_B(self.lora_A(x)) * self.lora_scale
 
 
 class _AdaptedEntry:
@@ -194,8 +207,6 @@ def _entry(entry: Entry, options: _Options, index: int) -> Entry:
         )
     if isinstance(entry, _AdaptedEntry):
         raise _adapted_before(str(index))
-    if isinstance(entry, paddle.nn.Layer):
-        return options.put_into(entry, str(index))
     if hasattr(entry, "build_layer"):
         entry = copy.copy(entry)
         entry.lora = options, str(index)
@@ -233,14 +244,24 @@ def _factors(layer: Any, rank: int) -> tuple[Layer, Layer]:
     return down, whole(rank, outputs, zeros)
 
 
+def adapted_by(model: Layer) -> str:
+    """Returns the rank, the alpha and the targets of a model's adapters; empty without any."""
+    return next((layer.lora_text for _, layer in _adapters(model)), "")
+
+
 def _require_linear(layer: Any, path: str) -> None:
-    """Refuses a layer that is no linear one, or another that an adapter does not fit."""
+    """Refuses a layer whose output is not that of its weight and bias, as merging needs."""
     kinds = (ColumnParallelLinear, RowParallelLinear)
-    if not isinstance(layer, paddle.nn.Linear) and type(layer) not in kinds:
+    forward = getattr(type(layer), "forward", None)
+    linear = type(layer) in kinds or forward is paddle.nn.Linear.forward
+    # weight_norm and spectral_norm compute the weight before each forward.
+    if not linear or "weight" not in parameters_in(layer):
         raise ConfigError(
             "this layer takes no adapter",
             where=path or None,
-            expected="a Linear, a ColumnParallelLinear or a RowParallelLinear",
-            got=f"a {type(layer).__name__}",
-            fix="name the linear layers alone in targets",
+            expected="a Linear, a ColumnParallelLinear or a RowParallelLinear, which computes with "
+            "its own weight",
+            got=f"a {type(layer).__name__}" + " with a computed weight" * linear,
+            fix="name the linear layers alone in targets; merge a norm of weights before, by "
+            "paddle.nn.utils.remove_weight_norm",
         )

@@ -6,6 +6,7 @@ from typing import Any
 
 from fleetpipe.aliases import Layer
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, without_wrappers
+from fleetpipe.contrib.lora.adapters import adapted_by
 from fleetpipe.dygraph import PipelineLayer
 from fleetpipe.mesh.parts import Held, ModelParts, whole_name
 from fleetpipe.representation import shows
@@ -18,6 +19,9 @@ class BasePart:
     So a model with adapters takes a checkpoint of the model without.
     """
 
+    #: What the adapters among the tensors were made by; they are matched by name alone.
+    _adapters = ""
+
     def __init__(self, model: Layer) -> None:
         """Takes a pipeline, or a layer that is whole on this process. Not collective."""
         self._model = without_wrappers(model)
@@ -28,6 +32,7 @@ class BasePart:
         of = layer if isinstance(layer, PipelineLayer) else NamedTensors.of_layer(layer)
         parts: ModelParts = of.checkpoint_part()
         return parts._replace(
+            adapters=self._adapters,
             tensors={
                 name: held
                 for name, held in parts.tensors.items()
@@ -53,9 +58,11 @@ class TrainedPart(BasePart):
         super().__init__(model)
         tensors = self.checkpoint_part().tensors
         names = [whole_name(n, held.tensor) for n, held in tensors.items() if _changes(n, held)]
-        self._names = {*names}
-        if isinstance(self._model, PipelineLayer):
-            self._names.update(*self._model.holders().all_gather(names))
+        here = names, adapted_by(self._model)
+        pipeline = isinstance(self._model, PipelineLayer)
+        parts = self._model.holders().all_gather(here) if pipeline else [here]
+        self._names = {name for part, _ in parts for name in part}
+        self._adapters = max(adapters for _, adapters in parts)
 
     def _has(self, name: str) -> bool:
         return self._names is None or name in self._names

@@ -69,7 +69,14 @@ def _is_text(path: Path, folder: Path) -> bool:
 def _read_texts(files: list[Path]) -> Iterator[str]:
     for path in files:
         with using("text", path, "a folder that has nothing but text"):
-            yield path.read_text(encoding="utf-8-sig")
+            text = path.read_text(encoding="utf-8-sig")
+            if "\0" in text:
+                raise ConfigError(
+                    f"text: cannot use {path}",
+                    cause="it has NUL bytes, as UTF-16 without a mark and files of numbers have",
+                    fix="give a folder that has nothing but text in UTF-8",
+                )
+            yield text
 
 
 def _read_dataset(folder: Path, files: list[Path], column: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -25,7 +26,10 @@ from fleetpipe.log import logger
 
 #: Documents that are made tokens together.
 _TOGETHER = 256
-_FORMAT = 1
+_FORMAT = 2
+#: Characters without a space that a tokenizer is trained on as one word: training takes a time that
+#: grows with the square of it.
+_LONGEST_WORD = 256
 #: The name of the token that ends a document, in a tokenizer that is trained here.
 END = "<|endoftext|>"
 
@@ -65,13 +69,15 @@ def _train_tokenizer(documents: Documents, vocabulary: int, end: str) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.encode_special_tokens = True  # a document may have the name of `end` as text
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[end],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents.read(), trainer)
+    longer = re.compile(rf"\S{{{_LONGEST_WORD}}}")
+    tokenizer.train_from_iterator((longer.sub(r"\g<0> ", d) for d in documents.read()), trainer)
     return tokenizer
 
 
@@ -92,9 +98,16 @@ def _write(draft: Path, documents: Documents, tokenizer: Any, end: int) -> None:
     dtype = np.dtype("uint16" if max(tokenizer.get_vocab().values()) < 1 << 16 else "uint32")
     text = tokenizer.to_str()
     (draft / "tokenizer.json").write_text(text, encoding="utf-8")
-    digest, ends, total = hashlib.sha256(text.encode()), [], 0
+    digest, ends, total = hashlib.sha256(f"{dtype.name} {end} {text}".encode()), [], 0
     with (draft / "tokens.bin").open("wb") as file:
         for encoding in _encodings(documents, tokenizer):
+            if end in encoding.ids:
+                raise ConfigError(
+                    "a document has the token that ends documents within it",
+                    got=tokenizer.decode(encoding.ids, skip_special_tokens=False)[:200],
+                    fix="remove that text, or take another end=: PackedText puts one behind each "
+                    "document",
+                )
             if encoding.ids:
                 data = np.array([*encoding.ids, end], dtype).tobytes()
                 digest.update(data)
@@ -116,6 +129,7 @@ def _encodings(documents: Documents, tokenizer: Any) -> Iterator[Any]:
     whole = Tokenizer.from_str(tokenizer.to_str())
     whole.no_truncation()
     whole.no_padding()
+    whole.encode_special_tokens = tokenizer.encode_special_tokens
     texts = documents.read()
     while some := [*islice(texts, _TOGETHER)]:
         yield from whole.encode_batch(some, add_special_tokens=False)
@@ -129,7 +143,7 @@ def _open(folder: Path) -> TokenFiles:
         tokens = np.memmap(folder / "tokens.bin", contents["dtype"], "r")
         ends = np.load(folder / "ends.npy")
         text = (folder / "tokenizer.json").read_bytes()
-        digest = hashlib.sha256(text)
+        digest = hashlib.sha256(f"{contents['dtype']} {contents['end']} ".encode() + text)
         digest.update(tokens.data)
         digest.update(ends.tobytes())
         if digest.hexdigest() != contents["sha256"]:

@@ -14,7 +14,7 @@ from paddle.nn import functional as F
 
 import fleetpipe
 from fleetpipe import fleet, lora
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.dygraph.models import WIDTH
 from tests.dygraph.models import FeedForward as Block
@@ -181,6 +181,49 @@ def _on_a_rank(folder: str) -> dict[str, bytes]:
         fleetpipe.CheckpointManager(folder + "/base").save(0, model=pipeline(described()))
         train(pipeline(layers()), range(2), folder + "/run")
         return train(pipeline(layers()), range(2, STEPS), folder + "/run", True)
+
+
+@pytest.mark.parametrize("other", [{"targets": ["up", "1.down"]}, {"alpha": ALPHA + 1}])
+def test_adapters_of_other_layers_or_of_another_scale_are_refused(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {"targets": ["up", "2.down"], "rank": RANK, "alpha": ALPHA}
+    net = lora.adapt(Net(), **options)
+    fleetpipe.CheckpointManager(tmp_path).save(1, model=lora.TrainedPart(net))
+    changed = lora.adapt(Net(), **{**options, **other})
+    before = bits(changed.state_dict())
+    with pytest.raises(CheckpointError, match=r"the checkpoint has (other )?adapters"):
+        fleetpipe.load_single(lora.TrainedPart(changed), tmp_path)
+    assert bits(changed.state_dict()) == before
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
+        lambda: nn.utils.spectral_norm(nn.Linear(3, 3)),
+        lambda: Doubled(3, 3),
+    ],
+)
+def test_a_refusal_leaves_the_model_as_it_was(last: Any) -> None:
+    for model in (nn.Sequential(nn.Linear(2, 3), last()), [nn.Linear(2, 3), last()]):
+        with pytest.raises(ConfigError, match="takes no adapter"):
+            lora.adapt(model, ["0", "1"])
+        assert all(not p.stop_gradient for layer in model for p in layer.parameters())
+        assert type(model[0]) is nn.Linear
+
+
+def test_an_adapted_model_becomes_a_program() -> None:
+    net = lora.adapt(Net(), ["up"], RANK)
+    x, _ = batch()
+    expected = net(x)
+    program = paddle.jit.to_static(net, full_graph=True)
+    np.testing.assert_allclose(program(x).numpy(), expected.numpy(), rtol=1e-6)
 
 
 def tied(net: Any) -> Any:

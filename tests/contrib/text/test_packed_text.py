@@ -166,13 +166,43 @@ def test_damaged_files_are_refused(folder: Path, name: str) -> None:
         packed(folder)
 
 
+@pytest.mark.parametrize("name", ["dtype", "end"])
+def test_other_facts_about_the_tokens_are_refused(folder: Path, name: str) -> None:
+    packed(folder)
+    (file,) = (folder.parent / "cache").glob("*/contents.json")
+    contents = json.loads(file.read_text())
+    file.write_text(json.dumps({**contents, name: {"dtype": "uint8", "end": 7}[name]}))
+    with pytest.raises(CheckpointError, match="damaged"):
+        packed(folder)
+
+
+def test_a_text_about_the_token_that_ends_documents(folder: Path) -> None:
+    (folder / "0.txt").write_text("it is <|endoftext|> that ends")
+    data = packed(folder)
+    assert documents_of(data)[0] == "it is <|endoftext|> that ends"
+    tokenizer = tokenizers.Tokenizer.from_str(data.tokenizer.to_str())  # as a user's own
+    with pytest.raises(ConfigError, match=r"(?s)within it.*that ends"):
+        packed(folder, folder.parent / "other", tokenizer=tokenizer)
+
+
+def test_a_text_without_a_space_trains_a_tokenizer(folder: Path) -> None:
+    letters = np.random.default_rng(1).integers(97, 123, 300_000).astype("uint8").tobytes()
+    (folder / "0.txt").write_bytes(letters)
+    data = packed(folder, vocabulary=1000)
+    assert documents_of(data)[0].encode() == letters
+
+
 def test_what_is_no_text_is_refused(folder: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    (wide / "a.txt").write_bytes("wide".encode("utf-16-le"))
     for change, text in (
         ({"folder": tmp_path / "nowhere"}, "nowhere(?s:.*)No such file"),
         ({"folder": folder / "0.txt"}, r"0\.txt(?s:.*)Not a directory"),
         ({"folder": empty}, "no text in this folder"),
+        ({"folder": wide}, "NUL bytes"),
         ({"cache": folder / "tokens"}, "no part of the text"),
         ({"length": 0}, "length"),
         ({"vocabulary": 10}, "vocabulary(?s:.*)such as 257"),
