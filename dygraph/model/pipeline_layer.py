@@ -22,6 +22,7 @@ from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers import entries, tied
 from fleetpipe.dygraph.layers.run_stage import checked_interval
+from fleetpipe.dygraph.model import modes
 from fleetpipe.dygraph.model.additions import refuse_own_forward, refuse_unlisted, refuse_untied
 from fleetpipe.dygraph.model.arrangement import (
     Arrangement,
@@ -78,8 +79,8 @@ class PipelineLayer(FleetFace):
     #: All layers and parameters that were met last.
     _tree: Sequence[Any] = ()
     version = 0
-    #: The layers that were in evaluation by themselves when the model was put there as a whole.
-    _evaluating: Sequence[Layer] = ()
+    #: Whether a batch has begun: the first calls ``train()`` in any case, as Fleet does.
+    _began = False
 
     def __init__(
         self,
@@ -269,24 +270,25 @@ class PipelineLayer(FleetFace):
     def begin(self, training: bool) -> None:
         """Switches the model to training or evaluation for a batch, with its present layers.
 
-        If the model is in that mode already, layers that a script has switched by themselves keep
-        their modes. After an evaluation each layer gets back the mode that it had in training.
+        Modes that a script has set stay or come back: see :mod:`fleetpipe.dygraph.model.modes`.
 
         Raises:
             ConfigError: See :meth:`follow`.
         """
         self.follow()
-        layers: list[Layer] = paddle.nn.Layer.sublayers(self.with_modes)
-        was_training = self.with_modes.training
-        evaluating = [layer for layer in layers if not layer.training]
-        if training and (not was_training or not evaluating):
-            self.train()
-            for layer in self._evaluating:
-                layer.training = False
-        elif not training and (was_training or len(evaluating) == len(layers)):
+        model = self.with_modes
+        if training and (not self._began or modes.needs_switch(model)):
+            modes.train(model, self.train)
+        elif not training and model.training:
             self.eval()
-        if training or was_training:
-            self._evaluating = () if training else evaluating
+        else:
+            modes.note(model)
+        self._began = True
+
+    def eval(self) -> Any:
+        """Puts all layers into evaluation, until a batch trains or a script switches them."""
+        modes.evaluate(self, super().eval)
+        return self
 
     @property
     def with_modes(self) -> Layer:
@@ -321,6 +323,7 @@ class PipelineLayer(FleetFace):
             ConfigError: There is no such chunk.
         """
         self.follow()
+        modes.note(self.with_modes)
         if chunk_id is not None:
             require_chunk(chunk_id, len(self._model_chunks))
         stages = self.owned_stages

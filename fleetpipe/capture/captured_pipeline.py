@@ -22,6 +22,7 @@ from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.value import Node
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.layers.run_stage import StageRunner
+from fleetpipe.dygraph.model import modes
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.layer_meter import first_uses
 from fleetpipe.dygraph.random_keys import Keys
@@ -177,7 +178,7 @@ class CapturedPipeline(PipelineLayer):
 
     def train(self, mode: bool = True) -> CapturedPipeline:
         """Switches the plain model to training, by its own ``train()``."""
-        self.plain.train() if mode else self.plain.eval()
+        self.plain.train() if mode else modes.evaluate(self.plain, self.plain.eval)
         return self._follow()
 
     def eval(self) -> CapturedPipeline:

@@ -26,6 +26,10 @@ MoEGather: Any = _moe_layer.MoEGather
 _paddle_moe = (_moe_layer, _moe_utils)
 
 
+#: A layer without a mode of its own is in evaluation: ``fleetpipe.dygraph.model.modes``.
+paddle.nn.Layer.training = False
+
+
 def forward_hooks(layer: Layer) -> list[dict[int, Any]]:
     """Returns the hooks that run before a layer's forward, and those that run after it."""
     attributes = vars(layer)

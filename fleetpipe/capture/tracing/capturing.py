@@ -179,7 +179,8 @@ def in_mode(model: Layer, training: bool) -> Iterator[None]:
     It also restores everything that the model's own ``train`` and ``eval`` change, such as merged
     adapters.
     """
-    modes = [(layer, layer.training) for layer in model.sublayers(include_self=True)]
+    layers = model.sublayers(include_self=True)
+    modes = [(layer, vars(layer).get("training")) for layer in layers]
     with ExitStack() as kept:
         if _has_own_switch(model):
             kept.enter_context(python_state_kept(model))
@@ -189,7 +190,9 @@ def in_mode(model: Layer, training: bool) -> Iterator[None]:
             yield
         finally:
             for layer, mode in modes:
-                layer.training = mode
+                vars(layer).pop("training", None)
+                if mode is not None:
+                    layer.training = mode
 
 
 def switch(model: Layer, training: bool) -> None:
