@@ -8,6 +8,7 @@ from typing import Any
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.layers.tied import SharedLayer, is_shared
 from fleetpipe.errors import ConfigError, listed
+from fleetpipe.paddle_api.layer import forward_hooks
 
 
 def refuse_untied(
@@ -62,6 +63,48 @@ def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
             got=f"{type(model).__name__}.forward",
             fix="make what it does a layer or a function of the list, and leave forward out",
         )
+
+
+def refuse_hooks(model: Layer) -> None:
+    """Refuses forward hooks on a whole model: a batch calls its layers, and never the whole.
+
+    Raises:
+        ConfigError: The model has such a hook.
+    """
+    hooks = [hook for of_one in forward_hooks(model) for hook in of_one.values()]
+    if hooks:
+        raise ConfigError(
+            "a batch runs the layers of the list, and no forward hook of the whole model",
+            got=listed([getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks]),
+            cause="register_forward_pre_hook or register_forward_post_hook of the model",
+            fix="make what it does a function of the list; or register it on a layer of the "
+            "list; remove() it where it is for direct calls alone",
+        )
+
+
+def refuse_apart(
+    layers: Mapping[int, tuple[int, int]], others: Mapping[int, tuple[int, int]]
+) -> None:
+    """Refuses built layers that another pipeline of the job has on other ranks.
+
+    Args:
+        layers: The number in the list and the rank of each built layer with parameters, by its id.
+        others: The same of the other pipeline.
+
+    Raises:
+        ConfigError: There are such layers.
+    """
+    for layer, (number, rank) in layers.items():
+        other, elsewhere = others.get(layer, (number, rank))
+        if elsewhere != rank:
+            raise ConfigError(
+                "a built layer stands in two pipelines, which have it on different ranks",
+                where=f"layer {number} of this list, layer {other} of the other",
+                got=f"rank {rank} here, rank {elsewhere} there",
+                cause="each rank has a layer of its own: one is trained, the other stays as it was",
+                fix="cut both lists with seg_method=[..] so that layers of both are on the same "
+                "ranks, or train them in one process",
+            )
 
 
 def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor]) -> None:

@@ -12,6 +12,7 @@ from fleetpipe.dygraph.batch.borders import Borders
 from fleetpipe.dygraph.layers import tied
 from fleetpipe.dygraph.layers.entries import Entry
 from fleetpipe.dygraph.layers.run_stage import Run, StageRunner
+from fleetpipe.dygraph.sums.refusals import refuse_shared_with_losses
 from fleetpipe.dygraph.sums.uses import Stages, Uses, parameters_of, slots_in
 from fleetpipe.paddle_api.tensor import has_memory
 from fleetpipe.partition import Partition
@@ -131,6 +132,7 @@ class OwnedStages:
         stages = {stage: {n: parameters[n] for n in range_of(stage)} for stage in self.owned}
         last = stages.get(len(boundaries) - 2)
         if last is not None:
+            refuse_shared_with_losses(last, of_losses)
             last[boundaries[-1]] = of_losses
         return stages
 

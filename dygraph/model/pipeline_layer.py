@@ -23,7 +23,12 @@ from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers import entries, tied
 from fleetpipe.dygraph.layers.run_stage import checked_interval
 from fleetpipe.dygraph.model import modes
-from fleetpipe.dygraph.model.additions import refuse_own_forward, refuse_unlisted, refuse_untied
+from fleetpipe.dygraph.model.additions import (
+    refuse_hooks,
+    refuse_own_forward,
+    refuse_unlisted,
+    refuse_untied,
+)
 from fleetpipe.dygraph.model.arrangement import (
     Arrangement,
     LayerPlan,
@@ -230,6 +235,16 @@ class PipelineLayer(FleetFace):
         # They are kept: no other object gets the address of one that is gone.
         self._tree, self.version = tree, self.version + 1
 
+    def built_layers(self) -> dict[int, tuple[int, int]]:
+        """Returns number and rank of each trained layer that the list was given built, by id."""
+        return {
+            id(layer): (number, self.get_stage_from_index(number))
+            for number, entry in enumerate(self._layers_desc)
+            if isinstance(entry, paddle.nn.Layer)
+            for layer in entry.sublayers(include_self=True)
+            if any(p is not None and not p.stop_gradient for p in parameters_in(layer).values())
+        }
+
     def require_listed(self) -> None:
         """Refuses what a subclass or a script has added beside the list of layers.
 
@@ -273,9 +288,10 @@ class PipelineLayer(FleetFace):
         Modes that a script has set stay or come back: see :mod:`fleetpipe.dygraph.model.modes`.
 
         Raises:
-            ConfigError: See :meth:`follow`.
+            ConfigError: The whole model has forward hooks; or see :meth:`follow`.
         """
         self.follow()
+        refuse_hooks(self)
         model = self.with_modes
         if training and (not self._began or modes.needs_switch(model)):
             modes.train(model, self.train)

@@ -25,7 +25,7 @@ from fleetpipe.dygraph.state.names import (
     wholes_of,
 )
 from fleetpipe.dygraph.tensor_parallel import whole_value
-from fleetpipe.errors import CheckpointError
+from fleetpipe.errors import CheckpointError, listed
 from fleetpipe.job.job import mp_shard
 from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.parts import Held, JoinedParts, ModelParts, held_of, parted
@@ -223,6 +223,14 @@ class ModelState:
             for name, tensor in part.items():
                 merged.setdefault(name, tensor)
         slots = sorted(self.slots(), key=lambda slot: not is_shared(slot.name))
+        if gone := [slot.name for slot in slots if slot.name not in merged]:
+            raise CheckpointError(
+                "the model lacks parameters or buffers that it had when it was built",
+                got=f"no {listed(gone)}",
+                cause="a layer was changed in its place, as by nn.utils.remove_weight_norm",
+                fix="leave the pipeline as it is, and change a copy: single = pipe.single_model(), "
+                "pipe.copy_to(single), then remove_weight_norm of the layers of single",
+            )
         parts = JoinedParts(
             (slot.whole.name, Held(merged[slot.name], slot.part and slot.part.cut))
             for slot in slots

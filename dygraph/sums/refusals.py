@@ -44,6 +44,30 @@ def refuse_beside_trees(
             )
 
 
+def refuse_shared_with_losses(
+    entries: Mapping[int, Sequence[Tensor]], of_losses: Sequence[Tensor]
+) -> None:
+    """Refuses a parameter that a layer of the list and a loss use: these would add in one sum.
+
+    Args:
+        entries: The parameters of the last stage's entries, by number.
+        of_losses: The parameters of the loss functions.
+
+    Raises:
+        ConfigError: There is such a parameter.
+    """
+    for number, parameters in entries.items():
+        for parameter in parameters:
+            if any(parameter is one for one in of_losses):
+                raise ConfigError(
+                    "sums by a tree do not go with a loss that uses a weight of the list",
+                    where=f"layer {number} of the list, parameter {parameter.name}",
+                    cause="the loss is a layer that has a layer of the list as a sublayer",
+                    fix="have that layer of the list return what the loss needs beside its output, "
+                    "or set fleetpipe_configs['sums'] = 'running'",
+                )
+
+
 def require_taken(parameters: Iterable[Tensor]) -> None:
     """Refuses a gradient that comes from none of the known uses of a parameter.
 

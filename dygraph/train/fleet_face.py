@@ -338,6 +338,19 @@ class PipelineFace(MetaParallelBase):
         """
         self.callbacks.register_hook(location, hook)
 
+    def refused_hook(self, *_hook: Any) -> NoReturn:
+        """Refuses forward hooks on the wrapper: no batch calls it as a whole.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "a batch runs the layers of the list, and no forward hook of the wrapped model",
+            fix="make what it does a function of the list, or register it on one of its layers",
+        )
+
+    register_forward_pre_hook = register_forward_post_hook = refused_hook
+
     def get_static_scheduler(self) -> str:
         """Returns the actions of this rank in a batch, in Fleet's spelling.
 

@@ -393,3 +393,22 @@ def test_a_captured_model_has_the_bits_of_one_stage() -> None:
 def test_nodes_of_one_stage_that_share_a_weight_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"(?s)two nodes of one stage.*'running'"):
         train_captured(1, tied=True)
+
+
+class WithHead(nn.Layer):
+    """A loss that shrinks the head, a layer of the list."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, output: Any, label: Any) -> Any:
+        return nn.functional.cross_entropy(output, label) + (self.head.weight**2).sum()
+
+
+def test_a_loss_that_uses_a_weight_of_the_list_is_refused_by_its_layer() -> None:
+    head = nn.Linear(FEATURES, CLASSES)
+    with job(2, 2, **TREE):
+        model = pipeline([LayerDesc(nn.Linear, FEATURES, FEATURES), head], loss_fn=WithHead(head))
+        with pytest.raises(ConfigError, match=r"layer 1 of the list, parameter .*"):
+            model.train_batch(batch(2), sgd(model))
