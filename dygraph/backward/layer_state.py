@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from fleetpipe.dygraph.nest import leaf_like
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.layer import buffers_in, forward_hooks, parameters_in, state_slots
+from fleetpipe.paddle_api.operations import set_data
 from fleetpipe.paddle_api.tensor import copy_of, tensor_bytes
 from fleetpipe.transport.wire import bridge
 
@@ -108,6 +109,25 @@ def model_kept(
         drop_gradients(parameters)
         for parameter, gradient in gradients:
             set_gradient(parameter, gradient)
+
+
+@paddle.no_grad()
+def buffers_kept(layers: Iterable[Layer]) -> Callable[[], None]:
+    """Copies the buffers and statistics of layers; returns a function that puts them back."""
+    parts = (part for layer in layers for part in layer.sublayers(include_self=True))
+    slots = [
+        (_Slot(table, name, copy_of(table[name])), table[name])
+        for part in parts
+        for table, name in state_slots(part)
+        if not _is_computed(table[name])
+    ]
+
+    def put_back() -> None:
+        for slot, tensor in slots:
+            set_data(tensor, slot.copy)
+            slot.table[slot.name] = tensor
+
+    return put_back
 
 
 def _copy(table: dict[str, Any], name: str, copies: Copies) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import random_keys
@@ -170,6 +170,8 @@ class DygraphStage:
         self._hooks: StageHooks | None = None
         self._trees: GradientTrees | None = None
         self._first_micro_batch = 0
+        #: Whether a loss had a gradient so far, and how many of this batch have none.
+        self._trains, self._constant = False, 0
         self._units = WHOLE.states()
         self._crossings: dict[int, Crossing] | None = None
         #: Called before each action; None if nothing need be watched.
@@ -219,6 +221,7 @@ class DygraphStage:
         self._units = units.states()
         self._hooks = hooks
         self._first_micro_batch = first_micro_batch
+        self._constant = 0
         self.micro_batch_id = 0
 
     def end(self) -> None:
@@ -286,13 +289,12 @@ class DygraphStage:
             outputs = [tensor for edge in edges for tensor in handed[edge]]
             self._run_backward(stage, micro_batch, *_roots(outputs, arrived))
         elif output.stop_gradient:
-            raise BoundaryError(
-                "the loss does not depend on any parameter that is trained",
-                where="last stage",
-                cause="loss_fn detached its argument, or every parameter has stop_gradient=True",
-                fix="compute the loss from the output as it is, and train at least one parameter",
-            )
+            # One micro-batch may have a constant loss, as where all its labels are masked.
+            self._constant += 1
+            if not self._trains and self._constant == len(self._batch.data.labels or ()):
+                _refuse_constant()
         else:
+            self._trains = True
             self._run_backward(stage, micro_batch, [output], [None])
         if WeightGradStore.cache:
             # A schedule of Paddle's would add them later; in the same order, so with these bits.
@@ -379,6 +381,17 @@ class DygraphStage:
         random_keys.enter_loss()
         share = batch.losses.take(index, output, copy_tensors(batch.data.labels[index]))
         return share if batch.scale is None else batch.scale(share)
+
+
+def _refuse_constant() -> NoReturn:
+    raise BoundaryError(
+        "the loss does not depend on any parameter that is trained",
+        where="last stage, in all micro-batches of the first batch",
+        cause="loss_fn detached its argument, or every parameter has stop_gradient=True; or all "
+        "labels of the batch are masked, and loss_fn returns a constant for them",
+        fix="compute the loss from the output as it is, as output.sum() * 0 where nothing counts, "
+        "and train at least one parameter",
+    )
 
 
 def _as_leaves(value: Nest) -> Nest:

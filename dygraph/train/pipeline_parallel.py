@@ -40,8 +40,9 @@ class PipelineParallel(PipelineFace):
     """Runs the batches of a ``PipelineLayer`` through the stages of all ranks.
 
     Every method below that takes a batch is collective: each rank of the pipeline calls it the same
-    number of times, in the same order. A batch that raises an error leaves no gradients and nothing
-    else behind; where one process plays all ranks, the next may follow.
+    number of times, in the same order. A batch that raises an error leaves no gradients.
+    Where one process plays all ranks, buffers and running statistics are put back too, and the next
+    may follow; what layers count in other attributes stays.
     """
 
     #: What the parts of a step hand on to the last of them.

@@ -10,10 +10,12 @@ from contextlib import contextmanager, nullcontext
 
 from fleetpipe.aliases import Strategy
 from fleetpipe.config import PipelineConfig, scale_strategy
+from fleetpipe.dygraph.backward.layer_state import buffers_kept
 from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.rank_data import RankData
 from fleetpipe.dygraph.batch.units import WHOLE, Units, units_of
 from fleetpipe.dygraph.batch.weights import MicroBatchWeights
+from fleetpipe.dygraph.model.additions import refuse_apart
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.sums.refusals import refuse_beside_trees
@@ -90,6 +92,9 @@ class Runtime:
         self._arrange(PipelineConfig.from_strategy(strategy))
         self.keys = BatchKeys(layers, job, self.config.rng)
         self.engines = Engines(job)
+        for other in () if job.local else job.pipelines:
+            if (earlier := other()) is not None:
+                refuse_apart(layers.built_layers(), earlier.built_layers())
         job.pipelines.append(weakref.ref(layers))
         with job.guarded(lambda: "wrapping the model"):
             self._connect()
@@ -170,7 +175,7 @@ class Runtime:
     def running(
         self, batch: Batch, evaluated: int | None = None, units: Units = WHOLE
     ) -> Iterator[Run]:
-        """While it is open, a batch can run; a failed one leaves no gradients.
+        """While it is open, a batch can run; a failed one leaves gradients and buffers as before.
 
         A failure elsewhere ends this rank's waits within it, and one here reaches all others.
 
@@ -197,6 +202,9 @@ class Runtime:
             trees = self.reductions.begin_trees(self.config.micro_batches) if training else None
             self.stage.begin(batch, first, hooks, units, trees)
             self.reductions.losses = batch.losses if self.data.owns_last else None
+            # Elsewhere the job ends with the batch.
+            kept = training and self.job.local
+            put_back = buffers_kept([self.layers, *self.layers.loss_layers()] if kept else ())
             try:
                 with (
                     self.job.guarded(engine.where),
@@ -210,6 +218,7 @@ class Runtime:
             except BaseException:
                 if training:
                     self.reductions.drop_gradients()
+                    put_back()
                 raise
             finally:
                 self.stage.end()

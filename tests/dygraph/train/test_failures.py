@@ -54,6 +54,48 @@ def layers() -> list[Any]:
     ]
 
 
+class Counts(nn.Layer):
+    """Counts its forwards in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", paddle.zeros([1]))
+
+    def forward(self, x: Any) -> Any:
+        self.count += 1
+        return x
+
+
+class Centred(Counts):
+    """A loss with a buffer, which may fail after it has changed that."""
+
+    fails = False
+
+    def forward(self, output: Any, label: Any) -> Any:
+        super().forward(output)
+        self.count = self.count * 2
+        if self.fails:
+            raise ValueError("bad rows")
+        return nn.functional.cross_entropy(output, label)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "ZBH1"])
+def test_buffers_are_as_before_a_batch_that_fails(schedule: str) -> None:
+    loss, norm = Centred(), LayerDesc(nn.BatchNorm1D, 8)
+    listed = [LayerDesc(nn.Linear, FEATURES, 8), norm, LayerDesc(Counts), norm]
+    with job(2, 4, schedule):
+        model = pipeline([*listed, LayerDesc(nn.Linear, 8, CLASSES)], loss_fn=loss)
+        model.train_batch(batch(), sgd(model))
+        before = bits(model.layers.state_dict()), bits(loss.state_dict())
+        loss.fails = True
+        with pytest.raises(BoundaryError, match="bad rows"):
+            model.train_batch(batch(seed=1), sgd(model))
+        assert (bits(model.layers.state_dict()), bits(loss.state_dict())) == before
+        loss.fails = False
+        model.train_batch(batch(seed=1), sgd(model))
+        assert float(model.layers.state_dict()["2.count"][0]) == 8
+
+
 def trained(ranks: int, schedule: str, error: BaseException | None, **options: Any) -> Any:
     """Trains on two batches, of which the first may fail; gives the second's loss and the model."""
     Fails.error, Fails.call = None, 0

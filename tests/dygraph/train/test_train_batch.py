@@ -146,6 +146,62 @@ def test_a_loss_that_trains_nothing_is_refused() -> None:
         model.train_batch(batch(), sgd(model))
 
 
+def mean_of_labelled(output: Any, label: Any) -> Any:
+    rows = (label >= 0).flatten()
+    if not bool(rows.any()):
+        return paddle.zeros([])
+    return nn.functional.cross_entropy(output[rows], label[rows])
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "Interleaved1F1B"])
+@pytest.mark.parametrize("masked", [[1], [0, 3], [0, 1, 2]])
+def test_a_constant_loss_of_micro_batches_adds_no_gradient(
+    masked: list[int], schedule: str
+) -> None:
+    inputs, labels = batch(4)
+    for number in masked:
+        labels[2 * number : 2 * number + 2] = -1
+    with model_in_job(2, 4, schedule, loss_fn=mean_of_labelled) as model:
+        plain = model.layers.single_model()
+        model.layers.copy_to(plain)
+        loss = model.forward_backward_pipeline([inputs, labels])
+        expected = 0.0
+        for rows in (slice(k, k + 2) for k in range(0, 8, 2)):
+            share = mean_of_labelled(plain(inputs[rows]), labels[rows]) / 4
+            expected += float(share)
+            if not share.stop_gradient:
+                share.backward()
+        gradients = [p.grad.numpy() for p in plain.parameters()]
+        assert float(loss) == pytest.approx(expected, rel=1e-6)
+        assert all((p.grad.numpy() == g).all() for p, g in zip(model.parameters(), gradients))
+        optimizer = sgd(model)
+        optimizer.clear_grad()
+        # Once a loss has had a gradient, a batch may have none at all.
+        before = bits(model.layers.state_dict())
+        model.train_batch([inputs, paddle.full_like(labels, -1)], optimizer)
+        assert bits(model.layers.state_dict()) == before
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+@pytest.mark.parametrize("of", ["pipe", "wrapper"])
+def test_forward_hooks_of_the_whole_are_refused(of: str, kind: str) -> None:
+    with model_in_job(2) as model:
+        whole = model if of == "wrapper" else model.layers
+        register = getattr(whole, f"register_forward_{kind}_hook")
+        refused = pytest.raises(ConfigError, match="no forward hook of")
+        if of == "wrapper":
+            with refused:
+                register(print)
+        else:
+            handle = register(print)
+            with refused:
+                model.train_batch(batch(), sgd(model))
+            with pytest.raises(ConfigError, match="got: print"):
+                model.predict_batch(batch()[0])
+            handle.remove()
+        model.train_batch(batch(), sgd(model))
+
+
 def test_a_bare_optimizer_trains_where_there_is_no_pipeline() -> None:
     with model_in_job(1) as model:
         before = bits(model.layers.state_dict())
