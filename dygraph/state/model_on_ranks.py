@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.dygraph.sums.uses import Uses
 from fleetpipe.errors import listed
 from fleetpipe.job.job import Job
+from fleetpipe.mesh.groups import Group
 from fleetpipe.mesh.parts import ModelParts
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class ModelOnRanks(ModelWithParts):
         super().__init__()
         #: How often each folder was written: as often on every rank.
         self._saves: Counter[str] = Counter()
+
+    @abstractmethod
+    def holders(self) -> Group:
+        """Returns the ranks that together hold the model."""
 
     @abstractmethod
     def _layer_files(self) -> LayerFiles:
@@ -78,6 +83,26 @@ class ModelOnRanks(ModelWithParts):
             text = f"full_state_dict leaves out {listed([*late])}, which a forward has registered"
             log.once(_log.warning, text, any_rank=True)
         return self.state.gather()
+
+    def whole_parameters(self, measure: Callable[[Tensor], Any] | None = None) -> dict[str, Any]:
+        """Returns a value of each parameter of the whole model, by its name, on every rank.
+
+        ``parameters()`` has those of this process. Collective over the pipeline.
+
+        Args:
+            measure: Called with each parameter on a rank that has it; of a tensor-parallel one with
+                this rank's shard. Returns what ranks can send, as a number. None gives the shapes.
+
+        Returns:
+            The values by name, in the same order on any ranks.
+        """
+        of_one = measure or (lambda parameter: list(parameter.shape))
+        here = {name: of_one(p) for name, p in self.state.own_parameters().items()}
+        merged: dict[str, Any] = {}
+        for part in self.holders().all_gather(here):
+            merged = {**part, **merged}
+        ordered = dict.fromkeys([*(slot.name for slot in self.state.slots()), *merged])
+        return {name: merged[name] for name in ordered if name in merged}
 
     def copy_to(self, model: Layer) -> None:
         """Puts the whole pipeline's parameters and buffers into a single-device model.

@@ -105,6 +105,18 @@ class Reductions:
         return shared[0] if len(shared) == 1 else shared
 
     @paddle.no_grad()
+    def share_loss_state(self, owner: int) -> None:
+        """Gives each rank the state of the loss layers, which the last stage's owner has changed.
+
+        Collective over the pipeline if there is such state.
+        """
+        states = (layer.state_dict().values() for layer in self._layers.loss_layers())
+        tensors = [tensor for state in states for tensor in state]
+        group = self._job.group()
+        if tensors and group.ranks > 1:
+            group.broadcast_each([(tensor, owner) for tensor in tensors])
+
+    @paddle.no_grad()
     def set_aside_gradients(self) -> None:
         """Sets gradients of earlier batches aside, if a reduction would count them once more.
 

@@ -174,6 +174,7 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
         divide_gradients(runtime.layers.trained_parameters(), runtime.weights.divisor)
     update = functools.partial(_update, optimizer, scaler)
     runtime.engines.observers.step(update, optimizer, scaled=scaler is not None)
+    runtime.reductions.share_loss_state(runtime.data.last_owner)
     if runtime.switches.release_gradients:
         optimizer.clear_grad(set_to_zero=False)
     else:

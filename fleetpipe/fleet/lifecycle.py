@@ -334,7 +334,11 @@ def _begin_alone(degrees: Degrees, arguments: tuple[Any, ...], timeout: float, n
     hcg = topology.LocalTopology(degrees.pp)
     topology.install_topology(hcg, copy.deepcopy(strategy))
     if degrees.pp > 1:
-        _log.info("this one process plays all %d ranks of the pipeline", degrees.pp)
+        _log.info(
+            "this one process plays all %d ranks of the pipeline: parameters() has the whole model "
+            "here, and on ranks a stage",
+            degrees.pp,
+        )
     return Job(degrees, hcg, timeout, number)
 
 
