@@ -48,6 +48,7 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
     """
     numerics.repeat_bits()  # before the script uses cuBLAS
     sessions: dict[int, Session] = {}
+    stepped = PipelineOptimizer.step
     originals = Calls(*(getattr(PipelineParallel, name) for name in Calls._fields))
 
     def session_of(pipeline: PipelineParallel) -> Session:
@@ -85,9 +86,16 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
     def predict_batch(pipeline: PipelineParallel, *arguments: Any, **named: Any) -> Nest:
         return session_of(pipeline).predict_batch(*arguments, **named)
 
+    def step(optimizer: PipelineOptimizer) -> None:
+        stepped(optimizer)
+        for session in sessions.values():
+            if session.steps_with(optimizer):
+                session.step_again()
+
     # No observer: what is compared first is how the pipeline cuts the script's own data.
     calls = Calls(train_batch, eval_batch, predict_batch)._asdict().items()
-    methods = ((PipelineParallel, name, method) for name, method in calls)
+    methods = [(PipelineParallel, name, method) for name, method in calls]
+    methods.append((PipelineOptimizer, "step", step))
     try:
         with replaced(*methods), in_place_of_paddles():
             script.execute(file, arguments)

@@ -62,6 +62,7 @@ class Session:
         """
         self._pipeline = pipeline
         self._reference = reference
+        self._runs = False
         self._beside = Beside(pipeline, reference)
         # One reference is enough.
         pipeline.accompany(None)
@@ -136,7 +137,11 @@ class Session:
             # A function of the user's own takes no more than the four.
             options = {"return_micro_batch_loss": return_micro_batch_loss, "weights": weights}
             more: dict[str, Any] = {name: value for name, value in options.items() if value}
-            loss = self._calls.train_batch(batch.again(), watched, lr_scheduler, scaler, **more)
+            self._runs = True
+            try:
+                loss = self._calls.train_batch(batch.again(), watched, lr_scheduler, scaler, **more)
+            finally:
+                self._runs = False
         differences += batch.differences(step) + watched.differences
         differences += compare_outputs(outputs, expected, step, self._replicas.rank)
         alone = self._replicas.ranks == self._pipeline.sequence.ranks == 1
@@ -148,6 +153,15 @@ class Session:
         self.report.single_loss.append(float(_first(single).sum()))
         self.report.pipeline_loss.append(float(_first(loss).sum()))
         return single, loss
+
+    def steps_with(self, optimizer: dygraph.PipelineOptimizer) -> bool:
+        """Whether the script steps this optimizer by itself, between two of its batches."""
+        return getattr(self, "_optimizer", None) is optimizer and not self._runs
+
+    def step_again(self) -> None:
+        """Steps the reference as the script has stepped the pipeline, at its rate. Collective."""
+        Rates(self._optimizer, self._reference.optimizer, None, self._reference.takes_rate)
+        self._reference.step()
 
     def eval_batch(
         self,

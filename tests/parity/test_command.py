@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleetpipe.cli import main
-from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.dygraph.train import pipeline_parallel
 from tests.fixtures import Capture, Patch
 from tests.launching import ROOT
@@ -17,16 +17,19 @@ SCRIPT = """
 import sys
 import paddle
 from fleetpipe import fleet
-from tests.pipelines import batch, job, pipeline, sgd
+from tests.pipelines import batch, job, momentum, pipeline, sgd
 
 with job(2):
     model = pipeline()
     if "--wrong" in sys.argv:
         model.layers.state_dict()["4.weight"].register_hook(lambda grad: grad * 2)
     scheduler = paddle.optimizer.lr.StepDecay(0.1, 1)
-    optimizer = sgd(model, scheduler)
+    optimizer = (momentum if "--again" in sys.argv else sgd)(model, scheduler)
     for seed in range(3):
         print(float(model.train_batch(batch(seed=seed), optimizer, scheduler)))
+        if "--again" in sys.argv:
+            optimizer.step()
+            optimizer.clear_grad()
 """
 
 
@@ -37,6 +40,15 @@ def script(tmp_path: Path, monkeypatch: Patch) -> Path:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
+
+
+def test_a_step_that_the_script_takes_by_itself_is_taken_beside_it(
+    script: Path, capsys: Capture
+) -> None:
+    step = PipelineOptimizer.step
+    assert main(["parity", str(script), "--again"]) == 0
+    assert PipelineOptimizer.step is step
+    assert "parity: bit-exact" in capsys.readouterr().out
 
 
 def test_a_right_script_passes(script: Path, capsys: Capture) -> None:
