@@ -232,9 +232,9 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def lock_for_process(descriptor: int) -> bool:
-    """Locks a file for this process alone: unlike :func:`lock`, forks do not keep the lock.
+    """Locks a file until this descriptor and its copies in forks are closed; not on Windows.
 
-    It lasts until the process closes any descriptor of the file, or ends. On Windows it does not.
+    Whoever else opens the file and closes it, as a copy of its folder does, leaves the lock.
 
     Returns:
         False if another process has the lock.
@@ -242,14 +242,16 @@ def lock_for_process(descriptor: int) -> bool:
     Raises:
         OSError: The file system has no locks.
     """
-    if sys.platform != "win32":
-        import fcntl
+    return sys.platform == "win32" or lock(descriptor, wait=False)
 
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-    return True
+
+def open_in_place(path: Path, flags: int) -> int:
+    """Opens a file as ``os.open`` does; one that it makes has the mode that the umask allows.
+
+    Raises:
+        OSError: It cannot be opened, or is a link.
+    """
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def sync_folder(path: Path) -> None:

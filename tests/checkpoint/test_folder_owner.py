@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import systems
+from fleetpipe.checkpoint.files.folder_owner import FolderOwner
 from fleetpipe.errors import CheckpointError
 
 REFUSED = "another job saves into this folder"
@@ -109,3 +111,70 @@ def test_without_locks_the_last_writer_of_another_host_is_the_one(
     manager.release()
     assert json.loads(file.read_text()) == elsewhere
     save(tmp_path, 3)
+
+
+@pytest.mark.parametrize("kind", ["link", "second_name", "folder"])
+def test_what_is_no_file_of_a_writer_is_refused_and_stays(tmp_path: Path, kind: str) -> None:
+    thesis, writer = tmp_path / "thesis.tex", tmp_path / "run" / ".writer"
+    thesis.write_text("years of work\n")
+    writer.parent.mkdir()
+    if kind == "link":
+        writer.symlink_to(thesis)
+    elif kind == "second_name":
+        writer.hardlink_to(thesis)
+    else:
+        writer.mkdir()
+    with pytest.raises(CheckpointError, match=r"(?s)names the writer.*\.writer.*remove it"):
+        save(tmp_path / "run", 1)
+    assert thesis.read_text() == "years of work\n"
+
+
+def test_a_copy_of_the_folder_and_a_fork_that_stays_leave_the_lock_as_it_is(
+    tmp_path: Path, holder: Callable[[], int]
+) -> None:
+    manager = save(tmp_path / "mine", 1)
+    shutil.copytree(tmp_path / "mine", tmp_path / "backup")
+    other = multiprocessing.get_context("spawn").Process(target=save, args=(tmp_path / "mine", 2))
+    other.start()
+    other.join()
+    assert other.exitcode == 1
+    assert manager.steps() == [1]
+    # As a worker of a loader that outlives the process that was killed.
+    fork = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    fork.start()
+    owner = FolderOwner.of(tmp_path / "mine")
+    os.close(owner._lock.descriptor)
+    owner._lock.process = 0
+    beside = multiprocessing.get_context("spawn").Process(target=save, args=(tmp_path / "mine", 2))
+    beside.start()
+    beside.join()
+    fork.kill()
+    fork.join()
+    assert beside.exitcode == 0
+    assert manager.steps() == [1, 2]
+
+
+def test_a_colleague_goes_on_where_another_user_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: Callable[[], int]
+) -> None:
+    opened = systems.open_in_place
+
+    def refuse(path: Path, flags: int) -> int:
+        if flags & os.O_RDWR and path.exists():
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, flags)
+
+    process = holder()
+    monkeypatch.setattr(systems, "open_in_place", refuse)
+    with pytest.raises(CheckpointError, match=f"{REFUSED}(?s:.*)process {process} on "):
+        save(tmp_path, 2)
+    end(process)
+    umask = os.umask(0o002)
+    try:
+        manager = save(tmp_path, 2)
+        assert manager.steps() == [1, 2]
+        # All of the group may write: 0666 but for the umask.
+        files = (tmp_path / ".writer", *(tmp_path / "step-00000002").iterdir())
+        assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o664"}
+    finally:
+        os.umask(umask)

@@ -1,7 +1,8 @@
 """The one job that writes into a folder of checkpoints.
 
 ``.writer`` in the folder says which it is, and its process has a lock on that file. The lock ends
-with the process, so what a dead one leaves is taken over. File systems that hosts share have such
+with the process, so what a dead one leaves is taken over, also from another user of the folder. A
+fork closes its copy of the file, or it would keep the lock. File systems that hosts share have such
 locks as well, but for those that are mounted without: there the last one to come is the writer, and
 the one before is refused at its next save, as the file has another text.
 """
@@ -12,6 +13,7 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import time
 import weakref
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from fleetpipe.errors import CheckpointError
 
 _FILE = ".writer"
 _MOST_BYTES = 4096
+#: How the text of a writer begins.
+_BEGIN = b'{"host": '
 
 
 @dataclass
@@ -78,11 +82,15 @@ class FolderOwner:
         self.release()
         self._home.mkdir(parents=True, exist_ok=True)
         file = self._lock.file
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            text = _read(descriptor)
-            if not _try_lock(descriptor, text) or not _in_place(descriptor, file):
-                raise self._refusal(text)
+            descriptor = systems.open_in_place(file, os.O_RDWR | os.O_CREAT)
+        except PermissionError:
+            self._remove_of_other_user()
+            descriptor = systems.open_in_place(file, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise self._no_file_of_writer(str(error)) from None
+        try:
+            self._lock_or_refuse(descriptor)
             mine = _description()
             os.ftruncate(descriptor, 0)
             os.lseek(descriptor, 0, os.SEEK_SET)
@@ -95,6 +103,39 @@ class FolderOwner:
     def release(self) -> None:
         """Lets another process be the writer."""
         self._lock.release()
+
+    def leave_to_parent(self) -> None:
+        """Closes the file in a fork, whose copy would keep the lock when the writer has ended."""
+        if self._lock.process:
+            os.close(self._lock.descriptor)
+            self._lock.process = 0
+
+    def _lock_or_refuse(self, descriptor: int) -> None:
+        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        text = _read(descriptor) if regular else b""
+        if not regular or (text and not text.startswith(_BEGIN)):
+            raise self._no_file_of_writer(f"{text[:40]!r}" if regular else "no regular file")
+        if not _try_lock(descriptor, text) or not _in_place(descriptor, self._lock.file):
+            raise self._refusal(text)
+
+    def _remove_of_other_user(self) -> None:
+        """Removes a file that this user may only read, if its writer has ended."""
+        descriptor = systems.open_in_place(self._lock.file, os.O_RDONLY)
+        try:
+            self._lock_or_refuse(descriptor)
+            self._lock.file.unlink()
+        finally:
+            os.close(descriptor)
+
+    def _no_file_of_writer(self, got: str) -> CheckpointError:
+        return CheckpointError(
+            "the file that names the writer of a folder of checkpoints is something else",
+            where=str(self._lock.file),
+            expected="no such file, or one that a job of fleetpipe's has left",
+            got=got,
+            fix="see what it is, and remove it",
+            permanent=True,
+        )
 
     def _refusal(self, text: bytes) -> CheckpointError:
         about = _parse(text)
@@ -113,6 +154,14 @@ class FolderOwner:
 _owners: weakref.WeakValueDictionary[Path, FolderOwner] = weakref.WeakValueDictionary()
 
 
+def _leave_all_to_parent() -> None:
+    for owner in [*_owners.values()]:
+        owner.leave_to_parent()
+
+
+systems.call_in_forked_child(_leave_all_to_parent)
+
+
 def _read(descriptor: int) -> bytes:
     os.lseek(descriptor, 0, os.SEEK_SET)
     return os.read(descriptor, _MOST_BYTES)
@@ -121,7 +170,7 @@ def _read(descriptor: int) -> bytes:
 def _in_place(descriptor: int, file: Path) -> bool:
     """Whether a path still leads to the file that is open."""
     try:
-        return os.path.samestat(os.fstat(descriptor), file.stat())
+        return os.path.samestat(os.fstat(descriptor), file.lstat())
     except FileNotFoundError:
         return False
 
