@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import json
 import sys
@@ -9,6 +11,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from fleetpipe import log
@@ -26,7 +29,10 @@ from fleetpipe.checkpoint.files.run_folder import Retention
 from fleetpipe.checkpoint.files.writer import Assignment, Writing, bytes_in, described_files
 from fleetpipe.checkpoint.ranks import Place, Ranks
 from fleetpipe.errors import CheckpointError
-from fleetpipe.job.job import Job
+from fleetpipe.job import attempt_files
+from fleetpipe.job.job import Job, end
+from fleetpipe.job.watching import process_exit
+from fleetpipe.job.watching.failure import Failure
 from fleetpipe.mesh.parts import Held
 from fleetpipe.paddle_api import VERSION
 from fleetpipe.paddle_api.device import dynamic_mode
@@ -62,8 +68,14 @@ def current_script() -> dict[str, str]:
     """Returns the name of the script that runs, and a digest of its arguments.
 
     Empty where no script of the user's was started: in a notebook, under ``-c``, in a worker of
-    another program, as Ray's.
+    another program, as Ray's. A script that changes its arguments later has those of the first
+    call.
     """
+    return dict(_script_of(sys.modules["__main__"]))
+
+
+@functools.cache
+def _script_of(_main: ModuleType) -> dict[str, str]:
     file, *arguments = sys.argv or [""]
     path = Path(file).absolute()
     if path.suffix != ".py" or not path.is_file() or Path(sys.prefix) in path.parents:
@@ -83,6 +95,42 @@ class _Prepared(NamedTuple):
     manifest: Manifest
 
 
+class _Unsettled(NamedTuple):
+    """A save that is written in the background, until all ranks know how that ended."""
+
+    ranks: Ranks
+    writing: Writing
+    #: Which lasts as long: no other job may write into the folder meanwhile.
+    owner: FolderOwner | None
+
+
+#: By folder, as several managers of this process may save there, one after the other.
+_unsettled: dict[Path, _Unsettled] = {}
+
+
+def _end_with_process() -> None:
+    """Waits for what is being written when the process ends, which fails if a step is lost."""
+    for home, (_, writing, _) in _unsettled.items():
+        try:
+            writing.end()
+        except BaseException as error:  # Ctrl-C, too, loses the step
+            step, reason = writing.task.manifest.step, str(error) or type(error).__name__
+            if process_exit.error() is not None:
+                _log.error("step %d was not saved in %s: %s", step, home, reason)
+                continue
+            lost = CheckpointError(
+                f"step {step} was not saved: {reason}",
+                where=str(home),
+                fix="make what it names possible, and start again: the run goes on from the step "
+                "that was saved before",
+            )
+            attempt_files.tell_failure(Failure.of(attempt_files.own_rank(), lost))
+            try:
+                end(lost)
+            finally:  # Python itself would end with status 0
+                process_exit.end_with(lost)
+
+
 class Saver:
     """Saves steps of a run, of which at most one is being written."""
 
@@ -94,11 +142,11 @@ class Saver:
             in_background: Whether a thread writes copies.
         """
         self._retention = retention
-        self._home = retention.home
+        self._home, self._key = retention.home, retention.home.resolve()
         self._in_background = in_background
         self._plans: dict[tuple[Job | str | None, ...], _Prepared] = {}
         self._snapshot = Snapshot()
-        self._writing: tuple[Ranks, Writing] | None = None
+        current_script()
         self._cleaned = False
         #: None for a folder that no other job can have.
         self.owner: FolderOwner | None = FolderOwner.of(retention.home)
@@ -166,20 +214,20 @@ class Saver:
         Raises:
             CheckpointError: A rank could not write; every rank raises.
         """
-        if self._writing is None:
+        if self._key not in _unsettled:
             return
-        ranks, writing = self._writing
+        ranks, writing, _ = _unsettled[self._key]
         what = f"saving step {writing.task.manifest.step}"
         if not wait and any(ranks.together(what, lambda: writing.running)):
             return
         try:
             ranks.together(what, writing.end)
         except CheckpointError:
-            self._writing = None
+            del _unsettled[self._key]
             if ranks.rank == 0:
                 run_folder.remove_draft(writing.task.draft)
             raise
-        self._writing = None
+        del _unsettled[self._key]
 
     def claim(self, ranks: Ranks) -> None:
         """Makes rank 0 the writer of the folder. Collective over ``ranks``.
@@ -196,7 +244,7 @@ class Saver:
 
     def release(self) -> None:
         """Lets another job write into the folder, unless this one is writing."""
-        if self._writing is None and self.owner is not None:
+        if self._key not in _unsettled and self.owner is not None:
             self.owner.release()
 
     def begin_anew(self) -> int:
@@ -206,19 +254,21 @@ class Saver:
             The step of that save, which has ended if no rank's part is missing; 0 for none.
         """
         self.finish()
-        step = 0 if self._writing is None else self._writing[1].task.manifest.step
-        self._writing, self._seen = None, None
+        lost = _unsettled.pop(self._key, None)
+        step = 0 if lost is None else lost.writing.task.manifest.step
+        self._seen = None
         self._plans.clear()
         self._cleaned = False  # the next save removes the draft
         return step
 
     def finish(self) -> None:
         """Waits for this rank's own writing alone; a failure is only logged."""
-        if self._writing is not None:
+        if self._key in _unsettled:
+            writing = _unsettled[self._key].writing
             try:
-                self._writing[1].end()
+                writing.end()
             except Exception as error:
-                step = self._writing[1].task.manifest.step
+                step = writing.task.manifest.step
                 _log.warning("step %d was not saved by this rank: %s", step, error)
 
     def _facts(
@@ -272,12 +322,15 @@ class Saver:
         if self._in_background and not elsewhere:
             parts = {name: held[name] for name, _, _ in task.plan.parts_of(task.rank)}
             writing = Writing(task, self._snapshot.take(parts).__getitem__)
+            atexit.unregister(_end_with_process)
+            atexit.register(_end_with_process)  # before the end of a job that has begun since
+            process_exit.note_exits()
+            _unsettled[self._key] = _Unsettled(ranks, writing, self.owner)
             writing.start()
-            self._writing = (ranks, writing)
             return
         writing = Writing(task, bytes_in(held))
         writing.run_with(ranks, elsewhere)
-        self._writing = (ranks, writing)
+        _unsettled[self._key] = _Unsettled(ranks, writing, self.owner)
         self.settle(wait=True)
 
     def _ranks_elsewhere(self, ranks: Ranks, task: Assignment) -> list[int]:

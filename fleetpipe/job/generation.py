@@ -20,6 +20,8 @@ from fleetpipe.job import attempt_files
 HEAL = "FLEETPIPE_HEAL"
 #: Has the generation in which this process began in the place of another.
 BEGAN = "FLEETPIPE_GENERATION"
+#: The signals that asked this process to stop before its script handled them.
+early_signals: list[int] = []
 _FILE, _ENDED = "generation", "ended_by_supervisor"
 
 
@@ -41,6 +43,11 @@ def write(home: Path, generation: Generation) -> None:
     """Writes the generation that begins into the folder of an attempt."""
     with atomic_file.draft_of(home / _FILE) as draft:
         draft.write_text(json.dumps(generation), encoding="utf-8")
+
+
+def note_signal(number: int, _frame: object) -> None:
+    """Handles a signal in a process that replaces a rank, until its script does."""
+    early_signals.append(number)
 
 
 def refuse(home: Path) -> None:

@@ -37,7 +37,7 @@ _USUAL_FOLDER = "checkpoints"
 _USUAL_INTERVAL = 100
 _USUAL_NUMBER = 2
 #: Signals that ask for the end after a step that is saved, and what they do otherwise.
-STOP_SIGNALS = {
+STOP_SIGNALS: dict[signal.Signals, Any] = {
     **dict.fromkeys(systems.STOP_SIGNALS, signal.SIG_DFL),
     signal.SIGINT: signal.default_int_handler,
 }
@@ -113,11 +113,13 @@ class Run:
                 self.done()
             if current is not None and healing is not None and current.alone:
                 healing.meet()  # the others end their last step
+            self._manager.wait()
         finally:
             self._manager.release()
-            # Behind the loop, in a notebook say, Ctrl-C is what it was.
-            if signal.getsignal(signal.SIGINT) == self._on_signal:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+            # Behind the loop, in an evaluation or a notebook say, they are what they were.
+            for number, usual in STOP_SIGNALS.items():
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, usual)
 
     def done(self) -> None:
         """Ends a step: saves if it is due, and ends a job that was asked to stop. Collective.
@@ -181,8 +183,10 @@ class Run:
         keep_workers_from_signals()
         for number, usual in STOP_SIGNALS.items():
             # A handler of the script's own stays, and may call stop().
-            if signal.getsignal(number) is usual:
+            if signal.getsignal(number) in (usual, generation.note_signal):
                 signal.signal(number, self._on_signal)
+        if generation.early_signals:
+            self.stop()
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT:

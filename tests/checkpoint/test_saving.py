@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -265,6 +267,88 @@ def test_a_with_waits_for_what_is_saved_and_hides_no_error(
         save_and_fail(4)
     assert manager.steps() == [1, 2]
     assert [text[:35] for text in caplog.messages] == ["step 4 was not saved by this rank: "]
+    with pytest.raises(CheckpointError, match="saving step 4 failed"):
+        manager.wait()
+
+
+#: Trains nothing, and saves into the folder of its first argument.
+LAST_WORDS = """
+import errno, sys
+import fleetpipe
+from fleetpipe.checkpoint.files import tensors
+from paddle import nn
+
+made, write_at = nn.Linear(300, 300), tensors.write_at
+
+def full(*arguments):
+    if "full" in sys.argv and not full.left:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    full.left -= 1
+    write_at(*arguments)
+
+full.left = 4
+tensors.write_at = full
+
+def save(step):
+    fleetpipe.CheckpointManager(sys.argv[1], async_save=True).save(step, model=made)
+
+save(1)
+save(2)
+if "fails" in sys.argv:
+    sys.exit(3)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "code", "steps"), [((), 0, [1, 2]), (("full",), 70, [1]), (("full", "fails"), 3, [1])]
+)
+def test_a_process_does_not_end_well_over_a_save_that_is_lost(
+    tmp_path: Path, words: tuple[str, ...], code: int, steps: list[int]
+) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", LAST_WORDS, str(run), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert fleetpipe.CheckpointManager(run).steps() == steps
+    if code:
+        assert "step 2 was not saved" in ended.stderr
+        assert "No space left" in ended.stderr
+        assert str(run) in ended.stderr
+
+
+def test_what_cannot_go_is_no_part_of_a_save(
+    tmp_path: Path, monkeypatch: Patch, caplog: LogCapture
+) -> None:
+    made = model(1.0)
+
+    def save(step: int) -> None:
+        manager = fleetpipe.CheckpointManager(tmp_path / "run", max_to_keep=2)
+        manager.save(step, model=made)
+        manager.release()
+
+    save(1)
+    save(2)
+    # Of a link, what it leads to stays.
+    (tmp_path / "run" / "step-00000001").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "step-00000001").symlink_to(tmp_path / "elsewhere")
+    save(3)
+    assert value_at(tmp_path / "run") == 1.0
+    assert (tmp_path / "elsewhere" / "manifest.json").is_file()
+    assert not caplog.messages
+
+    def not_mine(path: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr("fleetpipe.checkpoint.files.run_folder.shutil.rmtree", not_mine)
+    save(4)
+    save(5)
+    manager = fleetpipe.CheckpointManager(tmp_path / "run")
+    assert manager.steps() == [4, 5]
+    # What stays is named once, however many jobs pass it over.
+    left = [path.name for path in (tmp_path / "run").glob(".draft-*")]
+    assert len(left) == 2
+    assert [sum(name in text for text in caplog.messages) for name in left] == [1, 1]
 
 
 def test_a_full_disk_is_told_at_the_next_step_and_training_may_go_on(

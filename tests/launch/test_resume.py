@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from paddle import nn
 import fleetpipe
 from fleetpipe.checkpoint.files import tensors, writer
 from fleetpipe.errors import CheckpointError
+from fleetpipe.job import generation
 from fleetpipe.job.attempt_files import INTERRUPTED, PREEMPTED
 from tests.fixtures import Launch, Patch
 from tests.launch.supervisor.commands import launched
@@ -185,6 +187,22 @@ def test_a_signal_while_a_save_is_being_written_ends_behind_it_and_one_more(
     assert again.step == last
 
 
+@pytest.mark.usefixtures("_own_signals")
+def test_behind_its_steps_a_process_ends_by_a_signal_as_before(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    assert train_and_save(tmp_path, 2) == [0, 1]
+    assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    # What came before the script of a process that replaces a rank went by resume counts.
+    signal.signal(signal.SIGTERM, generation.note_signal)
+    monkeypatch.setattr(generation, "early_signals", [])
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        train_and_save(tmp_path / "replaced", 9)
+    assert end.value.code == PREEMPTED
+    assert fleetpipe.CheckpointManager(tmp_path / "replaced").steps()[-1] <= 2
+
+
 def interrupted_in_a_save(folder: Path, monkeypatch: Patch, end: str) -> None:
     """Trains until a write of step 6 ends this process, or finds a full disk, as of now."""
     write = writer.write
@@ -254,6 +272,7 @@ def test_a_run_of_another_script_or_of_other_arguments_is_not_done(
     def train(script: str, *arguments: str, until: int) -> list[int]:
         (tmp_path / script).touch()
         monkeypatch.setattr(sys, "argv", [str(tmp_path / script), *arguments])
+        monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
         return train_and_save(tmp_path / "run", until)
 
     assert train("first.py", "--rate", "1", until=3) == [0, 1, 2]

@@ -11,6 +11,7 @@ step until the new one is there. ``step-00000500.aside`` is no step of the run a
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 import uuid
@@ -85,7 +86,7 @@ def publish(draft: Path, home: Path, step: int) -> None:
     systems.sync_folder(draft)
     final = folder_of(home, step)
     replaced = final.with_name(f"{final.name}.old")
-    if final.exists():
+    if os.path.lexists(final):
         remove(replaced)
         final.rename(replaced)
     draft.rename(final)
@@ -134,20 +135,32 @@ def remove_step(home: Path, step: int) -> None:
 def remove(path: Path) -> None:
     """Removes a folder if it exists; a crash on the way leaves a draft, never half a step.
 
+    So does what cannot be removed. Of a link, what it leads to stays.
+
     Raises:
-        OSError: It cannot be removed.
+        OSError: It cannot be renamed.
     """
-    if path.exists():
+    if os.path.lexists(path):
         draft = path.with_name(f"{_DRAFT}{path.name}-{uuid.uuid4().hex[:8]}")
         path.rename(draft)
-        shutil.rmtree(draft)
+        _remove_left(draft)
 
 
 def remove_drafts(home: Path) -> None:
-    """Removes drafts that earlier attempts left."""
+    """Removes drafts that earlier attempts left, and passes over those that cannot be removed."""
     for path in home.iterdir():
         if path.name.startswith(_DRAFT):
+            _remove_left(path)
+
+
+def _remove_left(path: Path) -> None:
+    try:
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        log.once(_log.warning, f"{path}, which nothing reads, cannot be removed: {error}", True)
 
 
 def remove_draft(draft: Path) -> None:

@@ -89,6 +89,8 @@ class Writing:
         """Writes at low priority, while the training leaves processor time."""
         systems.lower_priority(_NICE)
         self.run()
+        # The copies may go, however long nobody asks for the end.
+        self._bytes_of = dict[TensorName, memoryview]().__getitem__
 
     def run(self) -> None:
         """Writes, and stores an error for :meth:`end`."""
@@ -149,7 +151,7 @@ def write(task: Assignment, bytes_of: BytesOf) -> None:
         def file_of(name: str) -> FileIO:
             if name not in opened:
                 path = task.draft / name
-                path.touch(0o644)  # another rank may have begun to write it
+                path.touch()  # another rank may have begun to write it
                 opened[name] = files.enter_context(path.open("r+b", buffering=0))
             return opened[name]
 
@@ -204,7 +206,10 @@ def _end(task: Assignment) -> None:
             f"step {step} is saved; the run had gone on to step {max(aside)} before: "
             f"what is later is set aside in {home} as {names}"
         )
-    task.retention.apply()
+    try:
+        task.retention.apply()
+    except OSError as error:
+        _log.warning(f"step {step} is saved in {home}; one that is due to go stays: {error}")
 
 
 def _entries(

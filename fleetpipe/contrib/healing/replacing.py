@@ -277,8 +277,9 @@ def _leave_the_launcher(started: RankProcess) -> None:
     """Gives this fork a session, signals and files of its own."""
     os.setsid()  # type: ignore[attr-defined,unused-ignore]
     signal.set_wakeup_fd(-1)
-    for number in (*systems.STOP_SIGNALS, signal.SIGABRT):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    for number in systems.STOP_SIGNALS:  # until the script goes by fleetpipe.resume
+        signal.signal(number, generation.note_signal)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # type: ignore[attr-defined,unused-ignore]
     nothing = os.open(os.devnull, os.O_RDONLY)
