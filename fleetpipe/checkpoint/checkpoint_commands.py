@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,22 +150,27 @@ def _verify(arguments: argparse.Namespace) -> int:
         folders = [run_folder.step_in(arguments.path, arguments.step)]
     worst = 0
     for folder in folders:
-        errors = list(_damage(folder))
-        for error in errors:
-            say(error)
-        of_model = "" if errors else manifest.read(folder).model_hash[:SHORT]
-        say(f"{folder.name}: {'damaged' if errors else 'whole'}{', ' * bool(of_model)}{of_model}")
+        before, of_model = _file_number(folder), ""
+        try:
+            reader = StepReader(folder)
+            reader.check_texts()
+            errors = reader.find_damage()
+            of_model = f", {reader.manifest.model_hash[:SHORT]}".removesuffix(", ")
+        except CheckpointError as error:
+            errors = [error]
+        if errors and _file_number(folder) != before:
+            say(f"{folder.name}: removed or replaced meanwhile, as a job does that saves here")
+            continue
+        for one in errors:
+            say(one)
+        say(f"{folder.name}: {'damaged' if errors else f'whole{of_model}'}")
         worst = max(worst, int(bool(errors)))
     return worst
 
 
-def _damage(folder: Path) -> Iterator[CheckpointError]:
-    try:
-        reader = StepReader(folder)
-        reader.check_texts()
-        yield from reader.find_damage()
-    except CheckpointError as error:
-        yield error
+def _file_number(folder: Path) -> int:
+    """Returns the number that the file system has for a folder; 0 if there is none."""
+    return folder.stat().st_ino if folder.is_dir() else 0
 
 
 def _diff(arguments: argparse.Namespace) -> int:

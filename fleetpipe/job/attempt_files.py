@@ -243,7 +243,8 @@ def _reserve(descriptor: int, size: int, home: Path) -> None:
 def _leave(name: str, text: str) -> None:
     home = folder()
     if home is not None:
-        (home / f"{name}.{own_rank()}").write_text(text, encoding="utf-8")
+        # Whole: others read it at any time.
+        atomic_file.replace_text(home / f"{name}.{own_rank()}", text)
 
 
 def _append(file: Path, *numbers: int) -> None:

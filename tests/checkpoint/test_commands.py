@@ -12,7 +12,8 @@ from paddle import nn
 from safetensors.numpy import load_file
 
 import fleetpipe
-from fleetpipe.checkpoint.files import manifest
+from fleetpipe.checkpoint.files import manifest, run_folder
+from fleetpipe.checkpoint.files.reader import StepReader
 from fleetpipe.cli import main
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.fixtures import Capture
@@ -89,6 +90,21 @@ def test_values_of_other_kinds_with_a_right_checksum_are_damage(
         output = capsys.readouterr()
         assert "\x1b" not in output.out + output.err
         assert len(output.err.splitlines()) <= 8
+
+
+def test_verify_calls_nothing_damaged_that_a_job_removes_meanwhile(
+    home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_texts = StepReader.check_texts
+
+    def after_it_is_gone(reader: StepReader) -> None:
+        run_folder.remove_step(home, 1)
+        check_texts(reader)
+
+    monkeypatch.setattr(StepReader, "check_texts", after_it_is_gone)
+    told = said(capsys, "verify", home).splitlines()
+    assert told[0].startswith("step-00000001: removed or replaced meanwhile")
+    assert told[1].startswith("step-00000002: whole")
 
 
 def test_verify_names_what_is_damaged(home: Path, capsys: Capture) -> None:

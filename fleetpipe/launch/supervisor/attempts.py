@@ -157,7 +157,8 @@ def _first(home: Path) -> tuple[int | None, int, Failure | None]:
     else:
         return None, 0, None
     report = [failure for failure in failures if failure.rank == rank]
-    return rank, dict(ended).get(rank, 0), report[0] if report else None
+    # Of one that was replaced the first: the launcher may have ended the last for the other ranks.
+    return rank, dict(reversed(failed)).get(rank, 0), report[0] if report else None
 
 
 def _in_words(code: int) -> str:

@@ -61,6 +61,15 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_place_that_others_know(h
     )
 
 
+def test_the_code_is_that_of_the_error_and_not_of_how_the_launcher_ended_the_next(
+    home: Home,
+) -> None:
+    home.rank(1, step=3, failure=replace(RAISED, rank=1), code=0)
+    # It was replaced; a full disk is so for the next process too.
+    home.ended((1, 1), (0, 70), (1, -15))
+    assert judge(home.path, 143).code == 1
+
+
 def test_a_rank_that_raised_is_named_with_the_end_of_its_traceback(home: Home) -> None:
     home.rank(0, step=3, failure=RAISED, code=1)
     home.rank(1, step=4, failure=RAISED, code=70)
