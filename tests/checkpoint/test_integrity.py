@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import paddle
 import pytest
 from paddle import nn
+from paddle.optimizer.lr import CosineAnnealingWarmRestarts
 
 import fleetpipe
 from fleetpipe.checkpoint.files import manifest, run_folder
@@ -222,3 +224,40 @@ def test_what_a_step_has_replaced_does_not_come_back(saved: Path) -> None:
     manager = fleetpipe.CheckpointManager(saved.parent, max_to_keep=1)
     manager.save(2, **Run(2).objects)
     assert {path.name for path in saved.parent.iterdir()} == {"step-00000002", ".writer"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", {"lr": 1}),
+        ("learning_rate", "0.1"),
+        ("random", 7),
+        ("random", {"places": [], "of_rank": [0], "states": [{}]}),
+        ("lr_scheduler", {"last_epoch": "3", "last_lr": 0.5}),
+        ("lr_scheduler", [3, 0.5]),
+        ("restarts", [{"T_cur": "3", "T_i": 4}]),
+        ("restarts", {"T_cur": 3}),
+    ],
+)
+def test_a_state_of_another_form_is_refused_before_anything_changes(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    schedules = name in ("lr_scheduler", "restarts")
+
+    def run(seed: int) -> Run:
+        made = Run(seed)
+        if schedules:
+            made.objects["lr_scheduler"] = CosineAnnealingWarmRestarts(0.5, T_0=4)
+        return made
+
+    fleetpipe.CheckpointManager(tmp_path).save(1, **run(1).objects)
+    step = tmp_path / "step-00000001"
+    text = json.dumps({**json.loads((step / "state.json").read_text()), name: value})
+    (step / "state.json").write_text(text)
+    contents = json.loads((step / "manifest.json").read_text())
+    del contents["crc32"]
+    contents["files"]["state.json"] = {"size": len(text), "crc32": zlib.crc32(text.encode())}
+    (step / "manifest.json").write_text(manifest.seal(contents))
+    assert f"'{name}' of state.json" in refused(tmp_path, run(2)).replace(
+        "the saved state of the LR scheduler", "'lr_scheduler' of state.json"
+    )

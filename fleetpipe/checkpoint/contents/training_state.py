@@ -145,7 +145,8 @@ class TrainingState:
 
         A scheduler may take the place of a constant learning rate, and then begins.
         """
-        scheduler = None if "learning_rate" in state else self._scheduler
+        begins = "learning_rate" in state and "lr_scheduler" not in state
+        scheduler = None if begins else self._scheduler
         for name, thing in (
             ("lr_scheduler", scheduler),
             ("scaler", self._scaler),
@@ -161,6 +162,28 @@ class TrainingState:
             _require_keys("LR scheduler", scheduler.state_dict(), state["lr_scheduler"])
         if self._scaler is not None:
             _require_keys("scaler", self._scaler.state_dict(), state["scaler"])
+        self._require_forms(state, scheduler)
+
+    def _require_forms(self, state: Mapping[str, Json], scheduler: Scheduler) -> None:
+        """Checks that each entry is such a value as is saved, since the model changes first."""
+        here = random_states()
+        of_rank = {**here, "paddle": type(here["paddle"])(), "streams": {}}
+        forms: dict[str, Json] = {
+            "random": {"places": [Place().to_json()], "of_rank": [0], "states": [of_rank]}
+        }
+        forms.update({"learning_rate": 0.0, "learning_rate_of_steps": 0.0})
+        if scheduler is not None:
+            forms["lr_scheduler"] = plain(scheduler.state_dict(), "the LR scheduler's state")
+            forms["restarts"] = [_restarts(one) for one in _chain(scheduler)]
+        if self._scaler is not None:
+            forms["scaler"] = plain(self._scaler.state_dict(), "the scaler's state")
+        for name, form in forms.items():
+            if not _fits(state.get(name), form):
+                raise CheckpointError(
+                    f"{name!r} of {FILE} is no such value as is saved there",
+                    got=f"{state[name]!r}"[:200],
+                    fix="restore another step; the file has been edited",
+                )
 
     def put_back(self, state: Mapping[str, Json]) -> None:
         """Restores the states of all objects; says if the job adds up otherwise than the saved."""
@@ -174,7 +197,7 @@ class TrainingState:
                 warnings.filterwarnings("ignore", "There are some unused values")
                 self._scheduler.set_state_dict(state["lr_scheduler"])
             for scheduler, counts in zip(_chain(self._scheduler), state.get("restarts", ())):
-                vars(scheduler).update(counts)
+                vars(scheduler).update({name: counts[name] for name in _restarts(scheduler)})
         self._put_rate(state)
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
@@ -226,12 +249,32 @@ def _restarts(scheduler: Scheduler) -> dict[str, Json]:
     return {name: vars(scheduler)[name] for name in ("T_cur", "T_i") if name in vars(scheduler)}
 
 
+def _fits(saved: Json, form: Json) -> bool:
+    """Whether a saved value has the form of a present one; None stands for any."""
+    if isinstance(saved, list) and len(saved) == 1 and not isinstance(form, list):
+        (saved,) = saved  # a number that was a tensor
+    if saved is None or form is None:
+        return True
+    if isinstance(form, list):
+        last = len(form) - 1
+        return (
+            isinstance(saved, list)
+            and len(saved) >= len(form)
+            and (not form or all(_fits(one, form[min(n, last)]) for n, one in enumerate(saved)))
+        )
+    if isinstance(form, dict):
+        whole = saved.keys() >= form.keys() if isinstance(saved, dict) else False
+        return whole and all(_fits(saved[name], one) for name, one in form.items())
+    kinds = (int, float) if isinstance(form, (int, float)) else str
+    return isinstance(saved, kinds)
+
+
 def _require_keys(what: str, state: Mapping[str, Any], saved: Mapping[str, Json]) -> None:
-    if set(state) != set(saved):
+    if not isinstance(saved, dict) or set(state) != set(saved):
         raise CheckpointError(
             f"the saved state of the {what} is of another type of it",
             expected=", ".join(state) or "nothing",
-            got=", ".join(saved) or "nothing",
+            got=", ".join(map(str, saved if isinstance(saved, dict) else [saved])) or "nothing",
             fix="build the one that was saved, or leave it out",
         )
 
