@@ -76,7 +76,7 @@ class Cluster:
         Raises:
             ConfigError: It cannot be read, or a figure is missing, unknown or impossible.
         """
-        return read(path, _SOURCE, lambda content: content.record(cls, _rate, **_READERS))
+        return read(path, _SOURCE, _cluster)
 
     def with_flops(self, factor: float) -> Cluster:
         """Returns this cluster with products that run ``factor`` times as fast."""
@@ -160,6 +160,14 @@ def _interpolate(curve: Curve, size: float) -> float:
             share = math.log(size / low) / math.log(high / low)
             return float(first * (second / first) ** share)
     return curve[-1][1]
+
+
+def _cluster(content: JsonValue) -> Cluster:
+    cluster = content.record(Cluster, _rate, **_READERS)
+    fastest = max(speed for curve in cluster.flops.values() for _, speed in curve)
+    if cluster.peak < fastest:
+        raise content["peak"].refused(f"{fastest:g} or more, as products sustain that")
+    return cluster
 
 
 def _curves(value: JsonValue) -> dict[str, Curve]:

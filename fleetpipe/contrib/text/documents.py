@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fleetpipe.arguments import using
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, is_file_name
 from fleetpipe.extras import needed_for
 
 #: What of the standard library is no text about it.
@@ -41,9 +41,16 @@ def documents_in(folder: Path | None, column: str) -> Documents:
     if folder is None:
         return Documents(f"standard library {sys.version}", _standard_library)
     with using("text", folder, "a folder of text, or one that datasets has saved"):
-        if (folder / "state.json").is_file():
-            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            files = [folder / each["filename"] for each in state["_data_files"]]
+        names = _files_of_dataset(folder / "state.json")
+        if not all(map(is_file_name, names)):
+            raise ConfigError(
+                "a dataset names files outside of its folder",
+                where=str(folder / "state.json"),
+                got=", ".join(names)[:200],
+                fix="save it again with datasets' save_to_disk; a document needs another name",
+            )
+        if names:
+            files = [folder / name for name in names]
             read = partial(_read_dataset, folder, files, column)
         else:
             next(folder.iterdir(), None)  # rglob says nothing of one that is none
@@ -59,6 +66,15 @@ def documents_in(folder: Path | None, column: str) -> Documents:
         )
     identity = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in facts]
     return Documents(json.dumps([column, identity]), read)
+
+
+def _files_of_dataset(state: Path) -> list[str]:
+    """Returns the files that a dataset lists; none for a document that has its name."""
+    try:
+        content = json.loads(state.read_text(encoding="utf-8"))
+        return [str(each["filename"]) for each in content["_data_files"]]
+    except (FileNotFoundError, ValueError, LookupError, TypeError, RecursionError):
+        return []
 
 
 def _is_text(path: Path, folder: Path) -> bool:

@@ -20,6 +20,8 @@ from fleetpipe.json_value import JsonValue, Source, parse, read
 FILE = "watch.json"
 #: A rank that was not heard for so long is called stopped.
 SILENT_SECONDS = 0.6
+#: A job that was not heard for so many steps has no rate.
+_STEPS_OF_SILENCE = 3
 #: From this moment on the hour of an end means nothing, and much later ones have none.
 _FAR = 1e11
 #: Seconds from one board to the next.
@@ -85,7 +87,9 @@ class JobBoard:
         """Seconds to the end of the run; None if unknown."""
         if self.steps is None or not self.step_time:
             return None
-        return max(0, self.steps - self.step) * self.step_time
+        left = max(0, self.steps - self.step)
+        over = bool(self.ranks) and all(rank.state == "ended" for rank in self.ranks)
+        return None if left and over else left * self.step_time
 
     def content(self) -> dict[str, Any]:
         """Returns the board without its history as a value of JSON."""
@@ -135,11 +139,13 @@ class JobBoard:
             )
             for rank in self.ranks
         )
-        saved = self.last_checkpoint
+        saved, over = self.last_checkpoint, all(rank.state == "ended" for rank in ranks)
         aged = None if saved is None else replace(saved, age=saved.age + silence)
-        over = not ranks or all(rank.state == "ended" for rank in ranks)
         news = self.news if over else f"nothing was heard of the job for {seconds(silence)}"
-        return replace(self, ranks=ranks, last_checkpoint=aged, news=news)
+        now_done = replace(self, ranks=ranks, last_checkpoint=aged, news=news)
+        if over or silence < _STEPS_OF_SILENCE * self.step_time:
+            return now_done
+        return replace(now_done, step_time=0.0, samples_per_second=0.0)
 
 
 def end_of(board: JobBoard, now: float) -> str:

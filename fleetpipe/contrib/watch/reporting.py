@@ -58,8 +58,12 @@ class Reporter:
         self._thread.join(_LONGEST)
         if self._thread.is_alive():  # on a disk that hangs: it would write over the last one
             return
-        ranks = tuple(replace(rank, state="ended") for rank in self.board.ranks)
-        self.board = replace(self.board, at=time.time(), ranks=ranks, news="the job has ended")
+        # The last step may be younger than what was heard last; it is that of all ranks.
+        step = max(self.board.step, self._job.progress.step)
+        ranks = tuple(replace(rank, state="ended", step=step) for rank in self.board.ranks)
+        self.board = replace(
+            self.board, at=time.time(), step=step, ranks=ranks, news="the job has ended"
+        )
         self._note(self.board)
         self._history_due = 0.0
         self._write(self.board)

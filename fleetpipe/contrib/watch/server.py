@@ -18,7 +18,7 @@ from email.message import Message
 from email.parser import Parser
 from http import HTTPStatus
 from typing import cast
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 from fleetpipe.arguments import using
 from fleetpipe.contrib.report.chart import Chart, Curve, chart, with_mean
@@ -83,7 +83,7 @@ class Server:
             self._loop.close()
             raise
         port = self._server.sockets[0].getsockname()[1]
-        token = f"/?token={self._token}" if self._token else "/"
+        token = f"/?token={quote(self._token, safe='')}" if self._token else "/"
         # All addresses of this host are none that a browser takes.
         host = socket.gethostname() if address.host in ("0.0.0.0", "::") else address.host
         self.url = f"http://{Address(host, port)}{token}"

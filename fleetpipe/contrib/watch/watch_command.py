@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from fleetpipe.contrib.report.numbers import seconds, short, size
@@ -127,7 +127,10 @@ def render(board: JobBoard) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for name in _COLUMNS:
         words = name in ("state", "busy")
-        table.add_column(name, justify="left" if words else "right", overflow="ellipsis")
+        # Of a narrow terminal others get less.
+        whole = words or name == "step"
+        justify: Literal["left", "right"] = "left" if words else "right"
+        table.add_column(name, justify=justify, overflow="ellipsis", no_wrap=whole)
     for rank in board.ranks:
         limit = "" if rank.memory_limit is None else f" of {size(rank.memory_limit)}"
         table.add_row(
@@ -174,8 +177,9 @@ def _spark(values: Sequence[float]) -> str:
 
 def _headline(board: JobBoard) -> Iterator[str]:
     yield f"step {board.step}" + ("" if board.steps is None else f" of {board.steps}")
-    yield f"{seconds(board.step_time)}/step"
-    yield f"{short(board.samples_per_second)} samples/s"
+    if board.step_time:
+        yield f"{seconds(board.step_time)}/step"
+        yield f"{short(board.samples_per_second)} samples/s"
     if board.eta_seconds is not None:
         yield f"remaining {end_of(board, time.time())}"
     if board.gradient_norm is not None:

@@ -62,7 +62,6 @@ def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, flo
     ranks = {one.rank for step in steps for one in step.operations}
     rows: defaultdict[str, list[float]] = defaultdict(list)
     for number, step in enumerate(steps):
-        span = max(one.end for one in step.operations) - step.operations[0].start
         limited = (*machine.limited, *[0.0] * len(steps))[number]
         stolen = (*machine.stolen, *[0.0] * len(steps))[number]
         for rank in ranks:
@@ -77,7 +76,7 @@ def account_of(steps: Sequence[ReplayedStep], machine: Machine) -> dict[str, flo
             rows[QUEUEING].append(in_all - by_limit)
             rows[LIMITED].append(by_limit)
             rows[STOLEN].append(by_others)
-            rows[OUTSIDE].append(span - all_of_it)
+            rows[OUTSIDE].append(step.span - all_of_it)
     return {name: fmean(seconds) for name, seconds in rows.items()}
 
 

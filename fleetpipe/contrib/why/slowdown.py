@@ -218,10 +218,7 @@ def slowdown_of(steps: Sequence[ReplayedStep]) -> Slowdown:
         float(whole / best) if best else 1.0,
         share(taken["last", 0]),
         share(_times(steps, ideal, [lambda one: one.rank in slowest]).mean()),
-        tuple(
-            (max(one.end for one in step.operations) - step.operations[0].start, row[0], row[1])
-            for step, row in zip(steps, times.tolist())
-        ),
+        tuple((step.span, row[0], row[1]) for step, row in zip(steps, times.tolist())),
         scores,
         share(taken["links", 0]),
         tuple(

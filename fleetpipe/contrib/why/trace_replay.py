@@ -13,6 +13,7 @@ wait for its receive.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
@@ -33,6 +34,7 @@ class ReplayedStep:
         operations: The operations, in the order of the trace.
         transfer_times: [operations]; seconds of each without waits: a communication counts from the
             begin of the last of its group to its own end.
+        span: Seconds from the end of the step before, or the begin of the first one, to its end.
     """
 
     def __init__(self, operations: Iterable[TracedOperation], one_thread: bool = False) -> None:
@@ -67,6 +69,7 @@ class ReplayedStep:
                 cause="the clocks of the ranks differ, or two operations have one name",
                 fix="give starts on one clock, and each operation once",
             ) from error
+        self.span = max(one.end for one in self.operations) - self.operations[0].start
         self.transfer_times = np.array([one.duration for one in self.operations])
         for index, group in together.items():
             begun = max(self.operations[member].start for member in group)
@@ -102,7 +105,12 @@ def steps_of(operations: Iterable[TracedOperation], one_thread: bool = False) ->
     by_step: defaultdict[int, list[TracedOperation]] = defaultdict(list)
     for operation in operations:
         by_step[operation.step].append(operation)
-    return [ReplayedStep(by_step[number], one_thread) for number in sorted(by_step)]
+    steps = [ReplayedStep(by_step[number], one_thread) for number in sorted(by_step)]
+    for before, step in itertools.pairwise(steps):
+        first = step.operations[0]
+        if one_thread and first.step == before.operations[0].step + 1:
+            step.span += max(0.0, first.start - max(one.end for one in before.operations))
+    return steps
 
 
 def _groups(operations: Sequence[TracedOperation]) -> list[list[int]]:

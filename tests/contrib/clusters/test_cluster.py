@@ -77,6 +77,7 @@ def test_exchanges_use_the_links_that_they_cross(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hosts": 0}, "hosts"),
+        ({"peak": 1.5e14}, r"(?s)peak.*2e\+14 or more"),
         ({"memory": "lots"}, "80GB"),
         ({"flops": {}}, "at least one dtype"),
         ({"flops": {"float32": [[2, 1], [1, 1]]}}, "sizes rising"),

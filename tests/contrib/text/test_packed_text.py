@@ -137,6 +137,12 @@ def test_a_dataset_of_hugging_face(folder: Path, monkeypatch: Patch) -> None:
         packed(saved, vocabulary=275)
 
 
+@pytest.mark.parametrize("text", ['{"player": "Ann", "level": 3}', "[1, 2]", "{"])
+def test_a_document_may_be_called_as_the_list_of_a_dataset(folder: Path, text: str) -> None:
+    (folder / "state.json").write_text(text)
+    assert text in documents_of(packed(folder))
+
+
 def test_a_tokenizer_of_the_users(folder: Path) -> None:
     trained = packed(folder)
     file = folder.parent / "tokenizer.json"
@@ -214,6 +220,10 @@ def test_what_is_no_text_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "picture.png").write_bytes(b"\x89PNG\xff")
     with pytest.raises(ConfigError, match=r"picture\.png(?s:.*)no text in UTF-8"):
         packed(folder)
+    (empty / "state.json").write_text('{"_data_files": [{"filename": "/data/part-0.arrow"}]}')
+    with pytest.raises(ConfigError, match=r"files outside of its folder(?s:.*)part-0\.arrow"):
+        packed(empty)
+    (empty / "state.json").unlink()
     (empty / "blank.txt").touch()
     with pytest.raises(ConfigError, match="no document that is not empty"):
         packed(empty)

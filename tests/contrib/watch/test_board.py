@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,9 @@ def test_a_board_of_which_nothing_more_is_heard_ages() -> None:
     assert late.news == "nothing was heard of the job for 8.0 s"
     assert late.last_checkpoint is not None
     assert late.last_checkpoint.age == pytest.approx(11.5)
+    # What is not heard of has neither a rate nor an end.
+    assert whole.eta_seconds is not None
+    assert (late.eta_seconds, late.samples_per_second) == (None, 0.0)
+    ended = replace(whole, ranks=tuple(replace(rank, state="ended") for rank in whole.ranks))
+    assert ended.eta_seconds is None
+    assert replace(ended, step=100).seen_at(now + 8).eta_seconds == 0.0

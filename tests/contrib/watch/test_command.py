@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -49,6 +50,9 @@ def test_a_folder_in_the_terminal(
     assert "operation F0.1" in text
     assert main(["watch", str(tmp_path), "--once", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["restarts"] == 2
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert len(re.findall(r" \d+%", capsys.readouterr().out)) == 2
 
 
 def test_texts_of_a_job_are_no_commands_to_the_terminal(

@@ -103,6 +103,10 @@ def test_elsewhere_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Address.parse("127.0.0.1:80").token()
     assert len(Address.parse("0.0.0.0:80").token()) > 20
     assert Address.parse("[::1]:80") == ("::1", 80)
+    monkeypatch.setenv(TOKEN, "+a/b&c#d%20=")
+    with served() as url:
+        assert get(url).status == 200
+        assert source_of(url)().steps == 100
     monkeypatch.setenv(TOKEN, "secret")
     with served() as url:
         url, _, _ = url.partition("?")

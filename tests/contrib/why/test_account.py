@@ -46,6 +46,17 @@ def test_the_rows_add_up_to_the_step(tmp_path: Path) -> None:
     assert sum(account.values()) == 10.0
 
 
+def test_the_time_from_one_step_to_the_next_is_outside_of_operations(tmp_path: Path) -> None:
+    later = [one._replace(start=one.start + 25.0, end=one.end + 25.0) for one in STEP]
+    tracks = {"measured": [*STEP, *later], "predicted": STEP}
+    scale = dict.fromkeys(tracks, 1e6)
+    write_trace(tmp_path / "trace.json", tracks, Placement("loop", 2), microseconds=scale)
+    account = account_of(steps_of(read_trace(tmp_path / "trace.json"), one_thread=True), Machine())
+    # A step takes 10 s; before the second one the ranks did something else for 15.
+    assert sum(account.values()) == pytest.approx((10.0 + 25.0) / 2)
+    assert account["outside of operations"] == pytest.approx(5.0 / 2 + 15.0 / 2)
+
+
 @pytest.mark.parametrize(
     ("ranks", "processors", "sentence"),
     [
