@@ -129,8 +129,8 @@ def dependencies(graph: Graph, numbers: Iterable[int], replicated: Collection[in
     return sorted(replicas_needed)
 
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))
-_FOREIGN = (os.path.dirname(paddle.__file__), _PACKAGE, os.path.dirname(_PACKAGE) + "/fleetpipe/")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_FOREIGN = (os.path.dirname(paddle.__file__), _PACKAGE + os.sep)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _IMPORTLIB = "<frozen "
 

@@ -20,6 +20,8 @@ _EXPORTED = "save_infer_model/"
 _mains: weakref.WeakSet[Program] = weakref.WeakSet()
 #: What a program takes, noted on it.
 _TAKEN = "_fleetpipe_taken"
+#: The class of an average of parameters that a program has, noted on it.
+_AVERAGE = "_fleetpipe_average"
 _pipelines: weakref.WeakSet[StaticPipeline] = weakref.WeakSet()
 
 
@@ -50,14 +52,37 @@ def refuse_second(program: Program) -> None:
     """Refuses to minimize a program twice: the second pipeline would replace the first.
 
     Raises:
-        ConfigError: The program has a pipeline already.
+        ConfigError: The program has a pipeline already, or an average of its parameters.
     """
+    _refuse_average(getattr(program, _AVERAGE, None))
     pipeline, is_main = of_main(program)
     if pipeline is not None and is_main and pipeline.job is current_job():
         raise ConfigError(
             "the program was minimized before: a static pipeline has one loss and one optimizer",
             fix="minimize the sum of the losses; or build each in a program and startup of its "
             "own, whose layers have the same names where they share parameters",
+        )
+
+
+def note_average(program: Program, name: str) -> None:
+    """Notes on a program that an average of its parameters is made of it.
+
+    Raises:
+        ConfigError: It is a pipeline's.
+    """
+    setattr(program, _AVERAGE, name)
+    if of_main(program)[0] is not None:
+        _refuse_average(name)
+
+
+def _refuse_average(name: str | None) -> None:
+    if name is not None:
+        raise ConfigError(
+            f"a static pipeline does not run {name}",
+            cause="its operations belong behind the optimizer's step, which is in no program here",
+            fix="after exe.run: for name, value in fleetpipe.static.state_dict().items(): "
+            "average[name] = 0.999 * average[name] + 0.001 * value; to evaluate with it, "
+            "fleetpipe.static.load_state_dict(average)",
         )
 
 

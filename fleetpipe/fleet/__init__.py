@@ -29,6 +29,12 @@ from fleetpipe.fleet.lifecycle import (  # noqa: E402
     init,
     shutdown,
 )
+from fleetpipe.fleet.static_graph import (  # noqa: E402
+    init_worker,
+    save_inference_model,
+    save_persistables,
+    stop_worker,
+)
 from fleetpipe.fleet.strategy import DistributedStrategy  # noqa: E402
 from fleetpipe.fleet.wrapping import (  # noqa: E402
     distributed_model,
@@ -46,9 +52,13 @@ __all__ = [
     "distributed_scaler",
     "get_hybrid_communicate_group",
     "init",
+    "init_worker",
     "layers",
     "meta_parallel",
+    "save_inference_model",
+    "save_persistables",
     "shutdown",
+    "stop_worker",
 ]
 __all__ += [name for name in paddle_fleet.__all__ if name not in __all__]
 
@@ -71,7 +81,7 @@ if TYPE_CHECKING:
         elastic as elastic, fleet as fleet, get_fl_client as get_fl_client,
         get_log_level_code as get_log_level_code, get_log_level_name as get_log_level_name,
         init_coordinator as init_coordinator, init_server as init_server,
-        init_worker as init_worker, is_coordinator as is_coordinator,
+        is_coordinator as is_coordinator,
         is_first_worker as is_first_worker, is_server as is_server, is_worker as is_worker,
         launch as launch, launch_utils as launch_utils,
         load_inference_model as load_inference_model, load_model as load_model,
@@ -83,11 +93,10 @@ if TYPE_CHECKING:
         rank_in_node as rank_in_node, recompute as recompute, run_server as run_server,
         runtime as runtime, save_cache_model as save_cache_model,
         save_cache_table as save_cache_table, save_dense_params as save_dense_params,
-        save_inference_model as save_inference_model, save_one_table as save_one_table,
-        save_persistables as save_persistables, scaler as scaler,
+        save_one_table as save_one_table, scaler as scaler,
         server_endpoints as server_endpoints, server_index as server_index,
         server_num as server_num, set_date as set_date, set_log_level as set_log_level,
-        shrink as shrink, stop_worker as stop_worker, util as util, utils as utils,
+        shrink as shrink, util as util, utils as utils,
         worker_endpoints as worker_endpoints, worker_index as worker_index,
         worker_num as worker_num, world_device_ids as world_device_ids, world_size as world_size,
     )

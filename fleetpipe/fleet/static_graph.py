@@ -1,10 +1,18 @@
-"""Loads static graph at a script's first ``device_guard``, or by ``fleet.init``."""
+"""Loads static graph at a script's first ``device_guard``, or by ``fleet.init``.
+
+Of Fleet's names for parameter servers, some stand in many static scripts: here they are answered.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
+from fleetpipe.errors import ConfigError
+from fleetpipe.job.job import current_job
+from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.static import swap_switch_device, switch_device
 
 
@@ -37,3 +45,31 @@ def await_guard() -> None:
     if _guard is None:
         _guard = _FirstGuard()
     _guard.awaited = True
+
+
+def _answer_for(name: str, fix: str | None = None) -> Callable[..., Any]:
+    """Returns a function of Fleet's that in a static job does nothing, or is refused with a fix."""
+    original: Callable[..., Any] = getattr(paddle_fleet, name)
+
+    @functools.wraps(original)
+    def answer(*arguments: Any, **named: Any) -> Any:
+        if paddle.in_dynamic_mode() or current_job() is None:
+            return original(*arguments, **named)
+        if fix is not None:
+            raise ConfigError(
+                f"fleet.{name} saves from parameter servers, of which a pipeline has none", fix=fix
+            )
+        return None
+
+    return answer
+
+
+init_worker = _answer_for("init_worker")
+stop_worker = _answer_for("stop_worker")
+save_persistables = _answer_for(
+    "save_persistables", "paddle.static.save(program, path) on every rank"
+)
+save_inference_model = _answer_for(
+    "save_inference_model",
+    "fleetpipe.static.save_inference_model(prefix, feed_vars, fetch_vars, exe) on every rank",
+)

@@ -55,6 +55,28 @@ def track_streams(stream_of: Callable[[str], AbstractContextManager[None] | None
     tracker.rng_state = rng_state
 
 
+_seedings = 0
+
+
+def seedings() -> int:
+    """Returns how often the script has called ``paddle.seed`` since :func:`count_seedings`."""
+    return _seedings
+
+
+def count_seedings() -> Callable[[], None]:
+    """Counts the calls of ``paddle.seed``; returns what ends that."""
+    original = paddle.seed
+
+    @functools.wraps(original)
+    def seed(seed: int) -> Any:
+        global _seedings
+        _seedings += 1
+        return original(seed)
+
+    paddle.seed = seed
+    return functools.partial(setattr, paddle, "seed", original)
+
+
 def drawn_on_host(below: int) -> int:
     """Draws a whole number below ``below`` from the CPU's generator, as an operation would.
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import paddle.distributed.io as _distributed_io
 from paddle.base import core as _core
 from paddle.base import framework as _framework
 from paddle.base import reader as _reader
@@ -51,8 +52,29 @@ DENSE = getattr(_TYPES, "DENSE_TENSOR", None) or _TYPES.LOD_TENSOR
 SELECTED_ROWS = _TYPES.SELECTED_ROWS
 #: The class of an older Program.
 OlderProgram: Any = _any_framework.Program
+#: Paddle's functions that take the state of a whole program, each with its place.
+WHOLE_PROGRAM_STATE: tuple[tuple[Any, str], ...] = (
+    *(
+        (place, name)
+        for place in (static, static_io)
+        for name in ("save_vars", "load_vars", "serialize_persistables", "deserialize_persistables")
+    ),
+    *((_distributed_io, name) for name in ("save_persistables", "load_persistables")),
+)
+#: Classes that add an average of the parameters to a program.
+AVERAGES: tuple[Any, ...] = (static.ExponentialMovingAverage, _incubate.ModelAverage)
 #: The class of ``DataLoader.from_generator(iterable=False)``: the older Program alone has it.
 GeneratorLoader: Any = _reader.GeneratorLoader
+
+
+def program_classes() -> list[Any]:
+    """Returns the classes of programs of either IR that this Paddle has."""
+    newer = getattr(pir, "Program", None)
+    return (
+        [OlderProgram]
+        if newer is None or not hasattr(newer, "state_dict")
+        else [OlderProgram, newer]
+    )
 
 
 def is_pir(program: Program) -> bool:
@@ -81,6 +103,12 @@ def found_tensor(scope: Scope, name: str) -> ScopeTensor | None:
     variable = scope.find_var(name)
     tensor = None if variable is None else variable.get_tensor()
     return tensor if tensor is not None and tensor._is_initialized() else None
+
+
+def lengths_of(tensor: Any) -> list[list[int]]:
+    """Returns the lengths of the sequences in a dense tensor of 2.6.2, by level; else nothing."""
+    lengths = getattr(tensor, "recursive_sequence_lengths", list)
+    return list(lengths())
 
 
 def is_initialized(tensor: ScopeTensor) -> bool:

@@ -149,7 +149,8 @@ def _over_stages(op: Operation, got: str) -> BoundaryError:
         where=str(op),
         expected="a cond or while_loop, all of it within one device_guard",
         got=got,
-        fix="put the guard around the whole of it, and none inside",
+        fix="put the guard around the whole of it, and none inside, and keep gradients out of it "
+        "with stop_gradient; or write it without (paddle.where chooses by value)",
     )
 
 

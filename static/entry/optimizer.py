@@ -94,11 +94,7 @@ class StaticOptimizer:
                 fix=f"set strategy.{switched_on[0]} = False",
             )
         if is_decorated(self.wrapped):
-            raise ConfigError(
-                "this version does not run paddle.static.amp.decorate in a static pipeline",
-                fix="pass the optimizer that it was given; build layers under "
-                "paddle.amp.auto_cast(dtype='bfloat16')",
-            )
+            raise amp_refusal()
         if has_step_of_its_own(self.wrapped):
             raise ConfigError(
                 f"a static pipeline does not run {type(self.wrapped).__name__}, which does more "
@@ -113,6 +109,7 @@ class StaticOptimizer:
         startup_program: Program | None = None,
         parameters: Iterable[Variable | str] | None = None,
         no_grad_set: object = None,
+        parameter_list: Iterable[Variable | str] | None = None,
     ) -> tuple[list[Op], list[Variable]]:
         """Cuts the loss's program into stages. Collective over the job.
 
@@ -122,6 +119,7 @@ class StaticOptimizer:
             parameters: The parameters to train, or their names; None for those of the optimizer,
                 which by default has all that need a gradient.
             no_grad_set: Must be empty or None.
+            parameter_list: ``parameters``, as Fleet's own ``minimize`` calls it.
 
         Returns:
             Two empty lists instead of Paddle's operations and gradients: the program stays forward
@@ -148,7 +146,7 @@ class StaticOptimizer:
         startup = startup_program or paddle.static.default_startup_program()
         reader = readers.read(program)
         number = reader.number(loss)
-        trained = _names_to_train(self.wrapped, parameters)
+        trained = _names_to_train(self.wrapped, parameters or parameter_list)
         cut = mark(replace(split(reader.graph), trained=trained), reader, self._checkpoints)
         if number is None or cut.stage_of_value[number] is None:
             raise ConfigError(
@@ -223,6 +221,15 @@ def refuse_stages(program: Program) -> None:
             where=f"{tagged[max(tagged)]} is of stage {max(tagged)}",
             fix="strategy.pipeline = True, and fleet.distributed_optimizer(optimizer, strategy)",
         )
+
+
+def amp_refusal() -> ConfigError:
+    """Returns the refusal of an optimizer that scales losses, inside of a pipeline's or around."""
+    return ConfigError(
+        "this version does not run paddle.static.amp.decorate in a static pipeline",
+        fix="give distributed_optimizer the optimizer itself; build layers under "
+        "paddle.amp.auto_cast(dtype='bfloat16')",
+    )
 
 
 def _refuse_slices(schedule: Schedule) -> None:

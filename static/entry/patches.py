@@ -1,34 +1,34 @@
 """The hooks that ``import fleetpipe.fleet`` puts into Paddle for static graph, and removes.
 
-``Executor.run``, ``save`` and ``load`` check whether a program is a pipeline's. Under PIR, where
-``device_guard`` marks nothing, a guard also marks every operation with its stage. Everything else
-is unchanged.
-
-Paddle's ``save`` and ``load`` need the parameters of the whole program, of which a rank has a part,
-and the optimizer's state in the program, where a pipeline has none.
+``Executor.run``, and what reads or writes a program's state (``program_state.py``), check whether a
+program is a pipeline's. Under PIR, where ``device_guard`` marks nothing, a guard also marks every
+operation with its stage. Everything else is unchanged.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from fleetpipe.aliases import Program, Scope, Variable
 from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.random import count_seedings
 from fleetpipe.paddle_api.static import (
     Executor,
     OlderProgram,
+    found_tensor,
     static,
-    static_io,
     swap_switch_device,
     within,
 )
+from fleetpipe.static.entry import program_state
 from fleetpipe.static.entry.data_loader import items_for
+from fleetpipe.static.entry.optimizer import StaticOptimizer, amp_refusal
 from fleetpipe.static.graph import stage_of_device
 from fleetpipe.static.pipeline_programs import (
     is_attached,
@@ -39,8 +39,6 @@ from fleetpipe.static.pipeline_programs import (
     refuse_appended,
     refuse_foreign,
 )
-from fleetpipe.static.save import files
-from fleetpipe.static.save.state import assign, fitting
 
 _restore: list[Callable[[], None]] = []
 
@@ -64,9 +62,10 @@ def install() -> None:
     _put(OlderProgram, "clone", _noting_clones(OlderProgram.clone))
     parse = _noting_parsed(OlderProgram.parse_from_string)
     _put(OlderProgram, "parse_from_string", staticmethod(parse))
-    for ours in (save, load, save_inference_model, set_program_state):
-        for place in (paddle.static, static_io):
-            _hook_saving(place, ours)
+    for place, name, replacement in program_state.replacements():
+        _put(place, name, replacement)
+    _restore.append(count_seedings())
+    _put(static.amp, "decorate", _refusing_pipelines(static.amp.decorate))
     _restore.extend(extra("program_ir.program_loader").note_starts())
     stamp = _stamp()
     if stamp is not None:
@@ -96,11 +95,14 @@ def _run(
     variables = scope if scope is not None else paddle.static.global_scope()
     owner = of_startup(program)
     if owner is not None:
-        return owner.start(functools.partial(original, scope=variables), program, variables)
+        owner.start(functools.partial(original, scope=variables), program, variables)
+        fetched = [] if fetch_list is None else [*_flat(fetch_list)]
+        values = [found_tensor(variables, getattr(one, "name", one)) for one in fetched]
+        return [one if one is None or not return_numpy else np.array(one) for one in values] or None
     pipeline, is_main = of_main(program)
     if pipeline is not None and is_main:
         refuse_appended(program, pipeline)
-        wanted = list(_flat(fetch_list))
+        wanted = [] if fetch_list is None else list(_flat(fetch_list))
         items = items_for(program, feed)
         if items is None and not feed:
             loader = extra("program_ir.program_loader")
@@ -137,6 +139,16 @@ def _refusing_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
     return train_from_dataset
 
 
+def _refusing_pipelines(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def decorate(optimizer: Any, *more: Any, **named: Any) -> Any:
+        if isinstance(optimizer, StaticOptimizer):
+            raise amp_refusal()
+        return original(optimizer, *more, **named)
+
+    return decorate
+
+
 def _noting_clones(original: Callable[..., Program]) -> Callable[..., Program]:
     @functools.wraps(original)
     def clone(self: Program, for_test: bool = False) -> Program:
@@ -169,14 +181,8 @@ def _flat(fetches: object) -> Iterator[Variable | str]:
     if isinstance(fetches, (list, tuple)):
         for one in fetches:
             yield from _flat(one)
-    elif fetches is not None:
+    else:
         yield fetches
-
-
-def _hook_saving(module: ModuleType, ours: Callable[..., Any]) -> None:
-    """Makes a function of Paddle's call ours of the same name."""
-    original = getattr(module, ours.__name__)
-    _put(module, ours.__name__, functools.wraps(original)(functools.partial(ours, original)))
 
 
 def _stamp() -> Callable[[int | None], None] | None:
@@ -200,81 +206,3 @@ def _hook_guard(stamp: Callable[[int | None], None]) -> Callable[[], None]:
         stamp(None)
 
     return restore
-
-
-def save(
-    original: Callable[..., object],
-    program: Program,
-    model_path: str | os.PathLike[str],
-    protocol: int = 4,
-    **configs: object,
-) -> None:
-    """Saves this process's part of a pipeline.
-
-    The files are those of Paddle; a process with all stages adds the network's description.
-    """
-    pipeline, _ = of_main(program)
-    if pipeline is None:
-        original(program, model_path, protocol, **configs)
-        return
-
-    def describe(path: str) -> None:
-        original(program, path, protocol, **configs)
-
-    files.save(model_path, program, protocol, describe if pipeline.local else None)
-
-
-def load(
-    original: Callable[..., object],
-    program: Program,
-    model_path: str | os.PathLike[str],
-    executor: object = None,
-    var_list: Sequence[Variable] | None = None,
-) -> None:
-    """Loads files of :func:`save`, on the same number of ranks or from a process with all stages.
-
-    Raises:
-        CheckpointError: The file is missing, not one of Paddle's, or has other stages; nothing was
-            changed.
-    """
-    if of_main(program)[0] is None:
-        original(program, model_path, executor, var_list)
-    else:
-        files.load(model_path, program)
-
-
-def set_program_state(
-    original: Callable[..., object], program: Program, state_dict: Mapping[str, Any]
-) -> None:
-    """Sets this process's part of a state; Paddle's own needs the parameters of all stages."""
-    pipeline, _ = of_main(program)
-    if pipeline is None:
-        original(program, state_dict)
-        return
-    owned = [*pipeline.persistable, *pipeline.optimizer_variables]
-    names = [name for name in owned if name in state_dict]
-    assign(fitting(state_dict, names, static.global_scope()))
-
-
-def save_inference_model(
-    original: Callable[..., Any],
-    path_prefix: str | os.PathLike[str],
-    feed_vars: Sequence[Variable],
-    fetch_vars: Sequence[Variable],
-    executor: object,
-    **named: Any,
-) -> Any:
-    """Refuses on several ranks, as none of them has the whole network.
-
-    Raises:
-        ConfigError: The program is a pipeline's, and this process has a part of its stages.
-    """
-    program = named.get("program") or static.default_main_program()
-    pipeline, _ = of_main(program)
-    if pipeline is not None and not pipeline.local:
-        raise ConfigError(
-            "paddle.static.save_inference_model of a pipeline needs the parameters of all ranks",
-            fix="call fleetpipe.static.save_inference_model(prefix, feed_vars, fetch_vars, exe) on "
-            "every rank: it gathers them, and one rank writes",
-        )
-    return original(path_prefix, feed_vars, fetch_vars, executor, **named)

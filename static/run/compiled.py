@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fleetpipe.aliases import Optimizer, Place, Scope
+from fleetpipe.aliases import Optimizer, Place, Scope, ScopeTensor
 from fleetpipe.engine.engine import Engine
 from fleetpipe.engine.observer import Observer, Observers
 from fleetpipe.engine.step_meter import StepMeter
@@ -17,7 +17,7 @@ from fleetpipe.errors import ConfigError
 from fleetpipe.extras import extra
 from fleetpipe.job import meeting
 from fleetpipe.job.job import Job
-from fleetpipe.paddle_api.optimizer import learning_rate_of
+from fleetpipe.paddle_api.optimizer import current_rate
 from fleetpipe.paddle_api.static import dynamic, found_tensor, job_executor, share, tensor_of
 from fleetpipe.schedules import Action, Fused, Plan
 from fleetpipe.schedules.action import parts
@@ -105,6 +105,8 @@ class Compiled:
         self._recipe = recipe
         for name in recipe.parameters:
             self._zero(name)
+        for name in () if recipe.update is None else recipe.update.variables:
+            self._require(name, "optimizer's variable")
         runners = {
             stage: ProgramRunner(
                 program,
@@ -159,22 +161,26 @@ class Compiled:
         update = self._recipe.update
         if update is None or self._run_step is None:
             return
-        # Also one that is no scheduler: set_lr may have changed it.
-        rate = learning_rate_of(self._recipe.optimizer)
+        # Also of one that has no scheduler: set_lr may have changed it.
         tensor = tensor_of(self.scope, update.rate_name)
-        numbers = np.full_like(np.array(tensor), rate if isinstance(rate, float) else rate())
+        numbers = np.full_like(np.array(tensor), current_rate(self._recipe.optimizer))
         tensor.set(numbers, self.place)
         self._run_step([], False)
 
     def _zero(self, parameter: str) -> None:
         """Creates a parameter's accumulator, filled with 0."""
-        tensor = found_tensor(self.scope, parameter)
-        if tensor is None:
-            raise ConfigError(
-                f"the parameter {parameter!r} has no value",
-                cause="the startup program has not run in this scope",
-                fix="exe.run(paddle.static.default_startup_program()) before the first batch",
-            )
-        zeros = np.zeros_like(np.array(tensor))
+        zeros = np.zeros_like(np.array(self._require(parameter, "parameter")))
         accumulator = self._recipe.split.names.accumulator(parameter)
         tensor_of(self.scope, accumulator).set(zeros, self.place)
+
+    def _require(self, name: str, kind: str) -> ScopeTensor:
+        """Returns the tensor of a variable that the startup program creates."""
+        tensor = found_tensor(self.scope, name)
+        if tensor is None:
+            raise ConfigError(
+                f"the {kind} {name!r} has no value",
+                cause="the startup program has not run in this scope since minimize",
+                fix="exe.run(paddle.static.default_startup_program()) after minimize, before the "
+                "first batch",
+            )
+        return tensor

@@ -15,7 +15,7 @@ import numpy as np
 from fleetpipe.aliases import Optimizer, Place, ScopeTensor, Variable
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.static import DenseTensor
+from fleetpipe.paddle_api.static import DenseTensor, lengths_of
 from fleetpipe.static.cut.contract import GraphReader
 from fleetpipe.static.cut.split import Split
 from fleetpipe.static.graph import Declared, Item
@@ -144,6 +144,12 @@ def _as_dict(feed: object) -> Mapping[str, Any]:
 def _array(name: str, value: object, declared: Declared) -> np.ndarray:
     """Returns a feed as an array of the declared dtype; only Python numbers are converted."""
     if isinstance(value, (paddle.Tensor, DenseTensor)):
+        if lengths_of(value):
+            raise UsageError(
+                f"the feed {name!r} has sequences of several lengths in one tensor",
+                got=f"a LoDTensor of lengths {lengths_of(value)}",
+                fix="pad them to one length, and feed the lengths or a mask beside them",
+            )
         array = np.array(value)
     elif isinstance(value, np.ndarray):
         array = value
@@ -199,7 +205,10 @@ def _cut(
 def draw(items: Iterator[Item | Sequence[Item]], count: int) -> Item | None:
     """Takes ``count`` micro-batches and joins them; None if there are too few.
 
-    A micro-batch with fewer rows than the earlier ones also ends the data.
+    A micro-batch with fewer rows than the earlier ones is an incomplete last one.
+
+    Raises:
+        ConfigError: Others follow one with fewer rows, or they have other shapes.
     """
     drawn: list[dict[str, np.ndarray]] = []
     while len(drawn) < count:
@@ -211,12 +220,26 @@ def draw(items: Iterator[Item | Sequence[Item]], count: int) -> Item | None:
         parts = merge([item]) if isinstance(item, Mapping) else merge(item)
         drawn.append({name: np.asarray(value) for name, value in parts.items()})
         if _rows(drawn[-1]) < _rows(drawn[0]):
-            return None
-    return {name: np.concatenate([one[name] for one in drawn]) for name in drawn[0]}
+            if next(items, None) is None:
+                return None
+            raise _unlike(drawn, "drop those with other rows, or fill them up")
+    try:
+        return {name: np.concatenate([one[name] for one in drawn]) for name in drawn[0]}
+    except (KeyError, ValueError) as error:
+        raise _unlike(drawn, "pad all micro-batches of a run to one length") from error
 
 
 def _rows(item: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
     return [item[name].shape[:1] for name in sorted(item)]
+
+
+def _unlike(drawn: Sequence[Mapping[str, np.ndarray]], fix: str) -> ConfigError:
+    shapes = [{name: list(value.shape) for name, value in item.items()} for item in drawn]
+    return ConfigError(
+        "the micro-batches of a run have the same shapes",
+        got="; ".join(str(one) for one in shapes),
+        fix=f"{fix}; a last one with fewer rows ends the data",
+    )
 
 
 def merge(parts: object) -> Item:

@@ -19,6 +19,7 @@ from fleetpipe.job import agreement
 from fleetpipe.job.job import Job, current_job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import dynamic_mode
+from fleetpipe.paddle_api.optimizer import current_rate
 from fleetpipe.paddle_api.static import EOFException, dynamic, found_tensor
 from fleetpipe.representation import shows
 from fleetpipe.schedules import Schedule
@@ -63,7 +64,9 @@ class StaticPipeline:
         self._reader, self._job, self._config = reader, job, config
         with job.guarded(lambda: "building the static pipeline"):
             self._stages = self._own_stages()
-            job.require_agreement(self._facts(*loss))
+            facts = self._facts(*loss)
+            self._digest = facts["program"][:8]
+            job.require_agreement(facts)
             self._recipe = self._make(optimizer, loss)
         self._compiled: Compiled | None = None
         self._streams: Streams | None = None
@@ -208,7 +211,9 @@ class StaticPipeline:
                 needed = {name for stage in self._recipe.stages.values() for name in stage.feeds}
                 fed.require(needed)
             self._compile(wanted, scope, place)
-        train = functools.partial(self._train, wanted, fed, reads, scope, place)
+        if self._streams is not None:
+            self._streams.follow_seed()
+        train = functools.partial(self._train, wanted, fed, scope, place)
         batch = ProgramBatch(fed, train)
         if healing is None:
             batch.train()
@@ -220,7 +225,7 @@ class StaticPipeline:
             return [None if one is None else paddle.to_tensor(one) for one in batch.results]
 
     def _train(
-        self, wanted: Sequence[Fetch], fed: FedBatch | None, reads: bool, scope: Scope, place: Place
+        self, wanted: Sequence[Fetch], fed: FedBatch | None, scope: Scope, place: Place
     ) -> list[np.ndarray | None]:
         """Trains on a mini-batch and returns what is fetched; all ranks have one, or none does it.
 
@@ -229,10 +234,7 @@ class StaticPipeline:
         # The last one: a batch may run again after one that has fetched more.
         job, compiled = self._job, self._compile(wanted, scope, place)
         with dynamic_mode(), job.guarded(self._where):
-            ends = fed is None
-            if reads:
-                here = all(job.group().all_gather(not ends))
-                ends = not all(job.replicas().all_gather(here))
+            ends = self._meet(fed is None)
         if fed is None or ends:
             raise EOFException("there is no data: the epoch ends on every rank")
         with dynamic_mode(), job.guarded(self._where):
@@ -250,6 +252,30 @@ class StaticPipeline:
             if self._config.fetch_broadcast:
                 return [self._everywhere(*pair) for pair in zip(wanted, results)]
             return results
+
+    def _meet(self, ends: bool) -> bool:
+        """Returns whether the data of some rank has ended. Collective over the job.
+
+        Raises:
+            StateError: Ranks run other programs, or with other learning rates; all of them raise.
+        """
+        rate = current_rate(self.optimizer)
+        mine = (f"the program {self._digest} with the learning rate {rate!r}", ends)
+        for group in (self._job.group(), self._job.replicas()):
+            everyone = group.all_gather(mine)
+            for rank, (runs, _) in enumerate(everyone):
+                if runs != everyone[0][0]:
+                    raise StateError(
+                        "the ranks of a pipeline do not run the same",
+                        expected=f"as on rank 0: {everyone[0][0]}",
+                        got=f"on rank {rank}: {runs}",
+                        cause="each rank runs the same programs in one order, and steps its "
+                        "scheduler alike; a loss that is fetched is None on all ranks but one",
+                        fix="strategy.fleetpipe_configs = {'fetch_broadcast': True}, for "
+                        "scheduler.step(loss) on every rank",
+                    )
+            mine = (mine[0], any(end for _, end in everyone))
+        return mine[1]
 
     @contextmanager
     def _telling(self, where: Callable[[], str]) -> Iterator[None]:

@@ -69,10 +69,7 @@ def load(prefix: str | os.PathLike[str], program: Program = None) -> None:
         CheckpointError: The file is missing, not one of Paddle's, or has other stages; nothing was
             changed.
     """
-    pipeline = pipeline_of(program)
-    prefix = os.fspath(prefix)
-    for suffix in _SUFFIXES:
-        prefix = prefix.removesuffix(suffix)
+    pipeline, prefix = pipeline_of(program), prefix_of(prefix)
     base = _base(prefix, pipeline)
     if not os.path.exists(f"{base}.pdparams"):
         base = prefix
@@ -92,8 +89,21 @@ def load(prefix: str | os.PathLike[str], program: Program = None) -> None:
     assign(pairs)
 
 
+def prefix_of(path: str | os.PathLike[str]) -> str:
+    """Returns the beginning of the files' paths from itself or the path of one of them."""
+    prefix = os.fspath(path)
+    for suffix in _SUFFIXES:
+        prefix = prefix.removesuffix(suffix)
+    return prefix
+
+
+def of_rank(prefix: str, rank: int) -> str:
+    """Returns the beginning of the paths of a rank's files."""
+    return f"{prefix}.rank{rank}"
+
+
 def _base(prefix: str, pipeline: StaticPipeline) -> str:
-    return prefix if pipeline.local else f"{prefix}.rank{pipeline.rank}"
+    return prefix if pipeline.local else of_rank(prefix, pipeline.rank)
 
 
 def _read(path: str, prefix: str, pipeline: StaticPipeline) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from fleetpipe.aliases import Block, Op, Optimizer, Program, Variable
+from fleetpipe.aliases import Block, Clip, Op, Optimizer, Program, Variable
 from fleetpipe.contrib.program_ir.program_loader import belongs_to_loader
 from fleetpipe.contrib.program_ir.program_ops import (
     create_variable,
@@ -19,7 +19,8 @@ from fleetpipe.contrib.program_ir.program_ops import (
     temporary,
 )
 from fleetpipe.contrib.program_ir.program_stage import ProgramStage
-from fleetpipe.paddle_api.optimizer import rate_variable
+from fleetpipe.errors import ConfigError
+from fleetpipe.paddle_api.optimizer import gradient_clip, rate_variable
 from fleetpipe.paddle_api.static import (
     dtype_name,
     remove_operations,
@@ -98,7 +99,12 @@ class ProgramReader:
         parameters: Sequence[str],
         clipped: Collection[str],
     ) -> Update:
-        """Builds the program in which the optimizer steps over the named parameters."""
+        """Builds the program in which the optimizer steps over the named parameters.
+
+        Raises:
+            ConfigError: The program has clips of its own, by names that 2.6.2 keeps.
+        """
+        _refuse_own_clips(self._block, gradient_clip(optimizer))
         step, startup = self._program.clone(), static.Program()
         block = step.global_block()
         remove_operations(step, range(len(block.ops)))
@@ -189,6 +195,18 @@ def _sources(program: Program) -> list[str]:
                 sources[name] = None
         made.update(op.output_arg_names)
     return list(sources)
+
+
+def _refuse_own_clips(block: Block, clip: Clip) -> None:
+    clips = ("error_clip",) if clip is not None else ("error_clip", "gradient_clip_attr")
+    for name, variable in block.vars.items():
+        for attribute in clips:
+            if getattr(variable, attribute, None) is not None:
+                raise ConfigError(
+                    f"a static pipeline does not read the {attribute} of {name!r}",
+                    cause="paddle.nn.clip.set_gradient_clip and _set_error_clip set it",
+                    fix="clip by the optimizer: grad_clip=paddle.nn.ClipGradByGlobalNorm(1.0)",
+                )
 
 
 def _describe(

@@ -91,7 +91,7 @@ def last(count: int) -> list[Any]:
     return sorted(parameters, key=lambda one: str(one.name))[-count:]
 
 
-@pytest.mark.parametrize("by", ["optimizer", "minimize", "names"])
+@pytest.mark.parametrize("by", ["optimizer", "minimize", "names", "parameter_list"])
 def test_parameters_that_the_optimizer_lacks_are_not_trained(by: str) -> None:
     with static_mode(), begun(strategy_of()):
         loss = mlp(2)()[0]
@@ -99,7 +99,10 @@ def test_parameters_that_the_optimizer_lacks_are_not_trained(by: str) -> None:
         rate = paddle.optimizer.Momentum(0.1, 0.9, parameters=head if by == "optimizer" else None)
         chosen = {"minimize": head, "names": [one.name for one in head]}.get(by)
         optimizer = fleet.distributed_optimizer(rate, strategy_of())
-        optimizer.minimize(loss, parameters=chosen, no_grad_set=set())
+        if by == "parameter_list":
+            optimizer.minimize(loss, parameter_list=head)
+        else:
+            optimizer.minimize(loss, parameters=chosen, no_grad_set=set())
         exe = executor_of()
         before = state_dict()
         exe.run(feed=batches(1)[0])

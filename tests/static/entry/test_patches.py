@@ -158,8 +158,12 @@ def test_an_optimizer_decorated_for_mixed_precision_is_refused() -> None:
         strategy = strategy_of()
         fleet.init(is_collective=True, strategy=strategy)
         optimizer = paddle.static.amp.decorate(paddle.optimizer.SGD(0.1))
-        with pytest.raises(ConfigError, match=r"static\.amp\.decorate in a static pipeline"):
+        refused = r"static\.amp\.decorate in a static pipeline"
+        with pytest.raises(ConfigError, match=refused):
             fleet.distributed_optimizer(optimizer, strategy)
+        ours = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy)
+        with pytest.raises(ConfigError, match=refused):
+            paddle.static.amp.decorate(ours)
 
 
 @pytest.mark.parametrize("name", ["backward", "apply_gradients", "apply_optimize", "step"])
@@ -189,6 +193,23 @@ def test_clipping_by_value_that_paddle_lacks_is_refused() -> None:
         optimizer = paddle.optimizer.SGD(0.1, grad_clip=clip)
         with pytest.raises(ConfigError, match="no ClipGradByValue for PIR"):
             fleet.distributed_optimizer(optimizer, strategy_of()).minimize(mlp(2)()[0])
+
+
+@pytest.mark.parametrize("attribute", ["gradient_clip_attr", "error_clip"])
+def test_clips_of_the_programs_own_are_refused(attribute: str) -> None:
+    with static_mode():
+        main = paddle.static.default_main_program()
+        if is_pir(main):
+            pytest.skip("PIR has none")
+        fleet.init(is_collective=True)
+        loss = mlp(2)()[0]
+        if attribute == "error_clip":
+            main.global_block().var("linear_0.w_0").error_clip = object()
+        else:
+            paddle.nn.clip.set_gradient_clip(nn.ClipGradByNorm(0.1))
+        optimizer = fleet.distributed_optimizer(paddle.optimizer.SGD(0.1), strategy_of())
+        with pytest.raises(ConfigError, match=rf"does not read the {attribute} of 'linear_0"):
+            optimizer.minimize(loss)
 
 
 def test_guards_of_the_layers_and_init_come_first() -> None:

@@ -15,7 +15,7 @@ from paddle.static import device_guard
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.paddle_api.static import EOFException, is_pir
-from fleetpipe.static import DataLoader, pipeline_of
+from fleetpipe.static import DataLoader, pipeline_of, state_dict
 from tests.jobs import begun
 from tests.static.networks import (
     FEATURES,
@@ -161,14 +161,35 @@ def test_labels_of_one_micro_batch_are_not_those_of_each() -> None:
 
 
 def test_what_cannot_be_fetched() -> None:
-    with running() as (exe, _):
+    with running() as (exe, fetches):
         with pytest.raises(ConfigError, match="had no such value"):
             exe.run(feed=batches(1)[0], fetch_list=["nothing"])
         with pytest.raises(ConfigError, match="fed or constant"):
             exe.run(feed=batches(1)[0], fetch_list=["x"])
-        for foreign in (3, np.zeros(2)):
+        for foreign in (3, np.zeros(2), None):
             with pytest.raises(UsageError, match="only values of the program can be fetched"):
-                exe.run(feed=batches(1)[0], fetch_list=[foreign])
+                exe.run(feed=batches(1)[0], fetch_list=[foreign, fetches[0]])
+
+
+def test_the_startup_program_returns_what_is_fetched() -> None:
+    with running() as (exe, _):
+        startup = paddle.static.default_startup_program()
+        values = exe.run(startup, fetch_list=["linear_1.b_0", "linear_0.w_0"])
+        assert [value.shape for value in values] == [(8,), (FEATURES, 8)]
+        assert np.array_equal(values[1], state_dict()["linear_0.w_0"])
+
+
+def test_the_startup_program_runs_after_minimize() -> None:
+    with static_mode():
+        strategy = strategy_of()
+        with begun(strategy):
+            fetches = mlp(2)()
+            exe = executor_of()
+            optimizer = paddle.optimizer.Adam(0.1)
+            fleet.distributed_optimizer(optimizer, strategy).minimize(fetches[0])
+            words = "the optimizer's variable(?s:.*)after minimize"
+            with pytest.raises(ConfigError, match=words):
+                exe.run(feed=batches(1)[0])
 
 
 def test_the_startup_program_comes_first() -> None:
@@ -213,6 +234,19 @@ def test_an_iterator_gives_a_group_of_micro_batches_to_each_run() -> None:
         with pytest.raises(EOFException):
             exe.run(feed=items, fetch_list=[fetches[0]])
     assert got == expected
+
+
+def test_micro_batches_of_an_iterator_that_do_not_fit_together() -> None:
+    parts = [*micro_batches(batches(1)[0])]
+    shorter = {name: value[:-1] for name, value in parts[0].items()}
+    wider = {**parts[0], "x": np.ones((ROWS, FEATURES + 1), "float32")}
+    nameless = {"y": parts[0]["y"]}
+    with running() as (exe, _):
+        for unlike in (shorter, wider, nameless):
+            with pytest.raises(ConfigError, match="have the same shapes"):
+                exe.run(feed=iter([*parts[:2], unlike, *parts]))
+        with pytest.raises(EOFException):
+            exe.run(feed=iter([*parts[:3], shorter]))
 
 
 def test_a_loader_feeds_its_program_and_drops_an_incomplete_group() -> None:

@@ -12,6 +12,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet
+from fleetpipe.errors import StateError
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.static import full_state_dict, state_dict
@@ -124,6 +125,55 @@ def dying() -> None:
         if step == 2 and os.environ["PADDLE_TRAINER_ID"] == "1":
             os._exit(9)
         exe.run(feed=feed, fetch_list=[loss])
+
+
+def _by_the_loss(broadcast: bool) -> str:
+    """Steps a scheduler where the loss is; returns the error, or the rate."""
+    paddle.enable_static()
+    paddle.seed(7)
+    fleet.init(is_collective=True)
+    rate = paddle.optimizer.lr.ReduceOnPlateau(0.5, patience=0, threshold=10.0)
+    (loss, _), strategy = mlp(2)(), strategy_of(fetch_broadcast=broadcast, timeout=40)
+    exe = executor_of(loss, strategy, paddle.optimizer.SGD(rate))
+    try:
+        for batch in batches(3):
+            (value,) = exe.run(feed=batch, fetch_list=[loss])
+            if value is not None:
+                rate.step(value)
+    except StateError as error:
+        return str(error)
+    return f"rate {rate():.3f}"
+
+
+def test_ranks_with_other_learning_rates_end(on_ranks: Call) -> None:
+    for words in on_ranks(partial(_by_the_loss, False), 2):
+        assert "the learning rate 0.5" in words
+        assert "the learning rate 0.05" in words
+        assert "'fetch_broadcast': True" in words
+    assert on_ranks(partial(_by_the_loss, True), 2) == ["rate 0.005"] * 2
+
+
+def _another_program() -> str:
+    """Rank 1 runs its programs in the other order."""
+    paddle.enable_static()
+    fleet.init(is_collective=True)
+    programs = []
+    for hidden in (8, 9):
+        main, startup = paddle.static.Program(), paddle.static.Program()
+        with paddle.static.program_guard(main, startup):
+            exe = executor_of(mlp(2, hidden)()[0], strategy_of(timeout=40))
+        programs.append(main)
+    try:
+        exe.run(programs[int(os.environ["PADDLE_TRAINER_ID"])], feed=batches(1)[0])
+    except StateError as error:
+        return str(error)
+    return "both ran"
+
+
+def test_ranks_that_run_other_programs_end(on_ranks: Call) -> None:
+    first, second = on_ranks(_another_program, 2)
+    assert first == second
+    assert "do not run the same" in first
 
 
 def test_a_rank_that_dies_ends_the_other(on_ranks: Call) -> None:

@@ -17,6 +17,7 @@ from fleetpipe.paddle_api.static import is_pir
 from fleetpipe.schedules import build
 from tests.engine.test_trace import actions
 from tests.fixtures import LogCapture
+from tests.jobs import begun
 from tests.static.networks import (
     CLASSES,
     FEATURES,
@@ -305,6 +306,29 @@ def test_dropout_in_several_stages_does_not_depend_on_the_schedule() -> None:
     for losses, state in others:
         assert [one[0].tobytes() for one in losses] == [one[0].tobytes() for one in first[0]]
         assert_same(state, first[1])
+
+
+def test_each_call_of_seed_begins_the_streams_of_all_stages_again() -> None:
+    def build() -> Any:
+        with device_guard("gpu:0"):
+            ones = paddle.ones_like(paddle.static.data("x", [-1, FEATURES]))
+            first = nn.functional.dropout(ones, 0.5)
+        with device_guard("gpu:1"):
+            second = nn.functional.dropout(ones, 0.5)
+            return [paddle.mean(nn.Linear(FEATURES, 1)(first + second)), first, second]
+
+    with static_mode(), begun(strategy_of()):
+        fetches = build()
+        exe = executor_of(fetches[0], strategy_of(), paddle.optimizer.SGD(0.0))
+        masks = []
+        for seed in (33, 33, None, 34):
+            if seed is not None:
+                paddle.seed(seed)
+            masks.append(exe.run(feed={"x": batches(1)[0]["x"]}, fetch_list=fetches[1:]))
+    for stage in (0, 1):
+        assert np.array_equal(masks[0][stage], masks[1][stage])
+        assert not np.array_equal(masks[1][stage], masks[2][stage])
+        assert not np.array_equal(masks[0][stage], masks[3][stage])
 
 
 def test_a_trace_has_the_actions_of_the_schedule(tmp_path: Path, caplog: LogCapture) -> None:
