@@ -83,24 +83,24 @@ def refuse_hooks(model: Layer) -> None:
 
 
 def refuse_apart(
-    layers: Mapping[int, tuple[int, int]], others: Mapping[int, tuple[int, int]]
+    layers: Mapping[int, tuple[int, int]], elsewhere: Mapping[int, tuple[int, int]]
 ) -> None:
     """Refuses built layers that another pipeline of the job has on other ranks.
 
     Args:
         layers: The number in the list and the rank of each built layer with parameters, by its id.
-        others: The same of the other pipeline.
+        elsewhere: The same of the other pipeline.
 
     Raises:
         ConfigError: There are such layers.
     """
     for layer, (number, rank) in layers.items():
-        other, elsewhere = others.get(layer, (number, rank))
-        if elsewhere != rank:
+        other, other_rank = elsewhere.get(layer, (number, rank))
+        if other_rank != rank:
             raise ConfigError(
                 "a built layer stands in two pipelines, which have it on different ranks",
                 where=f"layer {number} of this list, layer {other} of the other",
-                got=f"rank {rank} here, rank {elsewhere} there",
+                got=f"rank {rank} here, rank {other_rank} there",
                 cause="each rank has a layer of its own: one is trained, the other stays as it was",
                 fix="cut both lists with seg_method=[..] so that layers of both are on the same "
                 "ranks, or train them in one process",

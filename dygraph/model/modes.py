@@ -78,4 +78,4 @@ def _leave(layers: Iterable[Layer]) -> None:
     """Takes the mode of their own from layers that are in evaluation."""
     for layer in layers:
         if not layer.training:
-            vars(layer).pop("training", None)
+            layer.__dict__.pop("training", None)

@@ -338,7 +338,7 @@ class PipelineFace(MetaParallelBase):
         """
         self.callbacks.register_hook(location, hook)
 
-    def refused_hook(self, *_hook: Any) -> NoReturn:
+    def refused_hook(self, *_arguments: Any, **_options: Any) -> NoReturn:
         """Refuses forward hooks on the wrapper: no batch calls it as a whole.
 
         Raises:

@@ -94,10 +94,9 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
 
     # No observer: what is compared first is how the pipeline cuts the script's own data.
     calls = Calls(train_batch, eval_batch, predict_batch)._asdict().items()
-    methods = [(PipelineParallel, name, method) for name, method in calls]
-    methods.append((PipelineOptimizer, "step", step))
+    methods = ((PipelineParallel, name, method) for name, method in calls)
     try:
-        with replaced(*methods), in_place_of_paddles():
+        with replaced(*methods, (PipelineOptimizer, "step", step)), in_place_of_paddles():
             script.execute(file, arguments)
     except SystemExit as stop:
         if stop.code:
