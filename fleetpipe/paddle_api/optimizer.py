@@ -252,8 +252,9 @@ def rate_of_steps(optimizer: Optimizer) -> float:
     stepped: the steps go on with the rate of the first.
     """
     base = base_optimizer(optimizer)
-    rate = base._global_learning_rate()
-    return float(base.get_lr() if rate is None else rate)
+    rate, number = base._global_learning_rate(), float(base.get_lr())
+    # In float32 it is the number, as before the first step.
+    return number if rate is None or float(rate) == np.float32(number) else float(rate)
 
 
 def put_rate(optimizer: Optimizer, rate: float, of_steps: float) -> None:
@@ -265,12 +266,6 @@ def put_rate(optimizer: Optimizer, rate: float, of_steps: float) -> None:
             base.helper = LayerHelper(type(base).__name__)  # 2.6.2 makes it as it steps
         base._create_global_learning_rate()
     base._learning_rate = rate
-
-
-def current_rate(optimizer: Optimizer) -> float:
-    """Returns the learning rate of an optimizer's next step."""
-    rate = learning_rate_of(optimizer)
-    return float(rate() if callable(rate) else rate)
 
 
 def scheduler_of(optimizer: Optimizer) -> Scheduler:
