@@ -268,6 +268,12 @@ def put_rate(optimizer: Optimizer, rate: float, of_steps: float) -> None:
     base._learning_rate = rate
 
 
+def current_rate(optimizer: Optimizer) -> float:
+    """Returns the learning rate of an optimizer's next step."""
+    rate = learning_rate_of(optimizer)
+    return float(rate() if callable(rate) else rate)
+
+
 def scheduler_of(optimizer: Optimizer) -> Scheduler:
     """Returns the scheduler of an optimizer's learning rate; None if the rate is a number."""
     rate = learning_rate_of(optimizer)
