@@ -76,24 +76,26 @@ class RankData:
                 "labels, [inputs, [None] * accumulate_steps]",
             )
 
-    def compare(self, batches: MicroBatches, count: int = 0) -> int:
+    def compare(self, batches: MicroBatches, count: int = 0, rate: float | None = None) -> int:
         """Makes sure that this replica's ranks have rows of one batch. Collective.
 
         Args:
             batches: The micro-batches of this rank.
             count: A number that the owner of the first stage sends to the other ranks.
+            rate: The learning rate of the step that follows; None without one.
 
         Returns:
             The count on that owner.
 
         Raises:
-            ConfigError: The ranks have different rows.
+            ConfigError: The ranks have different rows, or different learning rates.
         """
         return self._comparison.compare(
             batches if self._config.compare_rows else None,
             count,
             self.first_owner,
             (self.owns_first, self.owns_last),
+            rate,
         )
 
     def share_batch(self, data: Nest) -> tuple[MicroBatches, MicroBatches]:
@@ -113,6 +115,7 @@ class RankData:
 
         Sequences that are split along sep and cp are whole in the result.
         """
+        self._job.call("shares a batch with its reference")
         self.compare(batches)
         group = self._job.group()
         inputs = group.broadcast(batches.inputs, self.first_owner)

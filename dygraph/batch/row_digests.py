@@ -7,25 +7,23 @@ example, have augmented the same samples by itself.
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from fleetpipe import log
-from fleetpipe.aliases import Nest, Tensor
+from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import ConfigError
 from fleetpipe.job import generation
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
+from fleetpipe.transport.wire.bridge import checksum
 
 _log = log.logger(__name__)
 
-#: Micro-batches, and elements of a piece of a tensor, that are looked at.
-_MOST_MICRO_BATCHES = 8
-_MOST_ELEMENTS = 2048
 #: Stands for a digest that there is not.
 _NONE = -1
 
@@ -77,10 +75,15 @@ class RowComparison:
     def __init__(self, job: Job) -> None:
         self._job = job
         # A process that replaces one of the job's begins where the others have done that.
-        self._replicas_compared = generation.began() > 0
+        self._first_compared = generation.began() > 0
 
     def compare(
-        self, batches: MicroBatches | None, count: int, source: int, owns: tuple[bool, bool]
+        self,
+        batches: MicroBatches | None,
+        count: int,
+        source: int,
+        owns: tuple[bool, bool],
+        rate: float | None = None,
     ) -> int:
         """Compares a batch. Collective over the pipeline, and over the ranks along mp.
 
@@ -89,27 +92,35 @@ class RowComparison:
             count: A number that the owner of the first stage sends to all others.
             source: The rank in the pipeline of the first stage's owner.
             owns: Whether this process owns the first stage, and the last one.
+            rate: The learning rate of the step that follows; None without one.
 
         Returns:
             The count on the owner of the first stage.
 
         Raises:
-            ConfigError: The rows differ.
+            ConfigError: The rows differ, or the learning rates do.
         """
         here = RowDigests(None, None) if batches is None else digests_of(batches)
-        row = np.array([count, *(_NONE if one is None else one for one in here)], "int64")
+        # In halves: assign takes numbers of 64 bits for floats.
+        halves = np.array([np.nan if rate is None else rate]).view("uint32")
+        row = np.array([count, *halves, *(_NONE if one is None else one for one in here)], "int64")
         # One message, which the owner of the first stage does not wait for. A tensor: other numbers
         # are no other form of it. And by assign: to_tensor of 3.3.1 leaves a list behind.
-        count, *first = self._job.group().broadcast(paddle.assign(row), source).tolist()
+        count, low, high, *first = self._job.group().broadcast(paddle.assign(row), source).tolist()
+        if rate is not None:
+            require_one_rate(
+                self._job, [*np.array([low, high], "uint32").view("float64").tolist(), rate]
+            )
         if batches is not None:
             if owns[1]:
                 require_one_batch(
                     here, RowDigests(*(None if one == _NONE else one for one in first))
                 )
             self._require_alike_along_mp([one if needs else None for one, needs in zip(here, owns)])
-            if owns[0] and not self._replicas_compared:
-                self._replicas_compared = True
+            if owns[0] and not self._first_compared:
+                self._first_compared = True
                 self._tell_of_same_replicas(here)
+                self._require_parts_of_sequences(here)
         return count
 
     def _require_alike_along_mp(self, needed: list[int | None]) -> None:
@@ -120,6 +131,18 @@ class RowComparison:
                 where="before the batch runs",
                 expected="the same rows on all ranks along mp",
                 fix=_FIX,
+            )
+
+    def _require_parts_of_sequences(self, here: RowDigests) -> None:
+        group = self._job.along("sep", "cp")
+        if group.ranks > 1 and here.inputs in group.all_gather(here.inputs)[: group.rank]:
+            self._job.allow.refuse(
+                "data",
+                "equal_parts",
+                "ranks along sep or cp were given the same inputs: each is to have a part of them",
+                got="equal inputs",
+                cause="own_part was not called, so that each has whole sequences",
+                fix="pass own_part(inputs) and own_part(labels), of fleetpipe.dygraph.sequences",
             )
 
     def _tell_of_same_replicas(self, here: RowDigests) -> None:
@@ -133,22 +156,28 @@ class RowComparison:
             )
 
 
+def require_one_rate(job: Job, rates: Sequence[float]) -> None:
+    """Refuses ranks that would step with different learning rates.
+
+    Raises:
+        ConfigError: The rates differ, and the script does not allow it.
+    """
+    if len({*rates}) > 1:
+        job.allow.refuse(
+            "optimizer",
+            "learning_rates",
+            "the ranks step with different learning rates",
+            got=" and ".join(map(str, dict.fromkeys(rates))),
+            cause="a scheduler is stepped on some ranks alone, or by a loss that only one has",
+            fix="step it on every rank alike, by the loss that train_batch returns on all of them",
+        )
+
+
 def _digest(part: list[Nest] | None) -> int | None:
-    """Returns a digest of the tensors of a batch's inputs or labels; None if it has no tensor."""
+    """Returns a checksum of all tensors of a batch's inputs or labels; None if it has no tensor."""
     digest = None
-    for value in (part or [])[:: -(-len(part or "1") // _MOST_MICRO_BATCHES)]:
+    for value in part or []:
         for tensor in tensors_of(value):
             if 0 not in tensor.shape:
-                digest = zlib.crc32(_sample(tensor), digest or 0)
+                digest = checksum(tensor, digest or 0)
     return digest
-
-
-def _sample(tensor: Tensor) -> bytes:
-    """Returns the bytes of a tensor; of a large one, pieces of its begin, middle and end."""
-    size, flat = int(tensor.size), tensor.detach().reshape([-1])
-    pieces = [flat]
-    if size > 3 * _MOST_ELEMENTS:
-        starts = (0, (size - _MOST_ELEMENTS) // 2, size - _MOST_ELEMENTS)
-        pieces = [flat[start : start + _MOST_ELEMENTS] for start in starts]
-    # Copied first: numpy() of a view takes all that the view is of.
-    return b"".join(piece.clone().numpy().tobytes() for piece in pieces)

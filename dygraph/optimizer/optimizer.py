@@ -27,6 +27,7 @@ from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.job.optimizer_table import require_optimizer
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
+from fleetpipe.paddle_api.layer import left_unaveraged
 from fleetpipe.paddle_api.optimizer import (
     BY_NORMS,
     HybridParallelOptimizer,
@@ -199,7 +200,7 @@ class PipelineOptimizer(FleetsType):
         """Compares this optimizer with the layers and with those of other ranks. Collective."""
         job = current_job()
         if job is not None:
-            with job.guarded(lambda: "comparing the optimizers"):
+            with job.calling("compares the optimizers"):
                 trains = _trains(layers, optimized_parameters(self._inner_opt))
                 ranks = job.everyone().all_gather((trains, keys_of(self._inner_opt)))
                 if any(trains is False for trains, _ in ranks) and not any(t for t, _ in ranks):
@@ -330,10 +331,13 @@ class PipelineOptimizer(FleetsType):
 
         Gradients are added up along sep, since each of its ranks has a part of a loss, and averaged
         over the other copies. A pipeline has done this at the end of its batch, and Paddle's
-        ``DataParallel`` in backward.
+        ``DataParallel`` in backward, unless ``no_sync`` was on: what it has averaged already is the
+        same afterwards.
         """
         job = current_job()
-        if job is None or job.copies().ranks == 1 or in_data_parallel_mode(job.hcg):
+        if job is None or job.copies().ranks == 1:
+            return
+        if in_data_parallel_mode(job.hcg) and not left_unaveraged(parameters):
             return
         if self._layers is None and not job.trains(parameters):
             reduce_all(parameters, job, job.degrees.sep / job.copies().ranks, self._shards)
@@ -386,8 +390,8 @@ def _refuse_parameters(layers: Layer, got: str) -> NoReturn:
         got=got,
         cause="it was built on another model, on the layers before PipelineLayer built its own, or "
         "on a parameter of no layer in the list",
-        fix="build it on the parameters() of the PipelineLayer or of what distributed_model "
-        "returned",
+        fix="build it on model.parameters() of the fleetpipe.Model or PipelineLayer, or of what "
+        "distributed_model returned",
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -111,19 +113,14 @@ def reduce_gradients(
             _scatter(owned, group, share, by_tree)
 
 
-def mean_loss(loss: Tensor, group: Group, by_tree: bool = False) -> Tensor:
-    """Returns the mean of the replicas' losses, the same bits on each. Collective over them.
+def mean_losses(losses: Sequence[Sequence[Tensor]], by_tree: bool = False) -> list[Tensor]:
+    """Returns the mean of the replicas' losses by each function, the same bits on each of them.
 
     By a tree it is their sum: they were weighed for that.
     """
-    if group.ranks == 1:
-        return loss
-    if by_tree:
-        return tree(group.all_gather(loss), add)
-    first, *rest = group.all_gather(loss)
-    for other in rest:
-        first = first + other
-    return first / group.ranks
+    if len(losses) == 1 or by_tree:
+        return [tree(of_one, add) for of_one in zip(*losses)]
+    return [functools.reduce(operator.add, of_one) / len(losses) for of_one in zip(*losses)]
 
 
 def share_in_mean(counted: int, group: Group) -> Fraction:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,8 @@ class ModelOnRanks(ModelWithParts):
         if late:
             text = f"full_state_dict leaves out {listed([*late])}, which a forward has registered"
             log.once(_log.warning, text, any_rank=True)
-        return self.state.gather()
+        with self._gathering("full_state_dict"):
+            return self.state.gather()
 
     def whole_parameters(self, measure: Callable[[Tensor], Any] | None = None) -> dict[str, Any]:
         """Returns a value of each parameter of the whole model, by its name, on every rank.
@@ -99,8 +101,9 @@ class ModelOnRanks(ModelWithParts):
         of_one = measure or (lambda parameter: list(parameter.shape))
         here = {name: of_one(p) for name, p in self.state.own_parameters().items()}
         merged: dict[str, Any] = {}
-        for part in self.holders().all_gather(here):
-            merged = {**part, **merged}
+        with self._gathering("whole_parameters"):
+            for part in self.holders().all_gather(here):
+                merged = {**part, **merged}
         ordered = dict.fromkeys([*(slot.name for slot in self.state.slots()), *merged])
         return {name: merged[name] for name in ordered if name in merged}
 
@@ -115,7 +118,12 @@ class ModelOnRanks(ModelWithParts):
         Raises:
             CheckpointError: The model does not fit; nothing was changed.
         """
-        self.state.copy_to(model)
+        with self._gathering("copy_to"):
+            self.state.copy_to(model)
+
+    def _gathering(self, method: str) -> AbstractContextManager[None]:
+        words = f"gathers the state, by {method}"
+        return nullcontext() if self._job is None else self._job.calling(words, replicas=False)
 
     def save_state_dict(self, path: str | Path) -> None:
         """Writes each layer of this process to a file of its own, named as Fleet names them.

@@ -222,7 +222,8 @@ class PipelineParallel(PipelineFace):
         labels = data[1] if compute_loss and isinstance(data, (list, tuple)) else None
 
         def evaluate() -> Nest:
-            with run_forwards(runtime, batches, functions, labels) as batch:
+            words = "evaluates a batch"
+            with run_forwards(runtime, batches, functions, labels, words=words) as batch:
                 if functions is None:
                     outputs = batch.ordered_outputs()
                     return [on_host(one) for one in outputs] if return_host_tensor else outputs
@@ -248,7 +249,7 @@ class PipelineParallel(PipelineFace):
         """
         cut = self._runtime.data.cut(any_rows=True)
         batches = MicroBatches(split_value(inputs, cut, "inputs"), None)
-        with run_forwards(self._runtime, batches) as batch:
+        with run_forwards(self._runtime, batches, words="predicts") as batch:
             outputs = batch.ordered_outputs()
             output = join_outputs(outputs) if outputs else None
             if not broadcast:
@@ -272,7 +273,12 @@ class PipelineParallel(PipelineFace):
         """
         batches = MicroBatches(inputs, None)
         return run_forwards(
-            self._runtime, batches, result_of=result_of, units=units, compares=False
+            self._runtime,
+            batches,
+            result_of=result_of,
+            units=units,
+            compares=False,
+            words="generates",
         )
 
     def profile(self, data: Batch, path: str | Path | None = None) -> Profile:
@@ -293,7 +299,7 @@ class PipelineParallel(PipelineFace):
         """
         self._runtime.require_running()
         batches, job, keys = self.micro_batches(data), self._runtime.job, self._runtime.keys
-        with job.guarded(lambda: "profiling"), keys.keyed(keys.peek()):
+        with job.calling("profiles a batch"), keys.keyed(keys.peek()):
             measure = pkgutil.resolve_name("fleetpipe.dygraph.observe.profile:measure")
             measured: Profile = measure(self.layers, job, batches, self.weights, self.units)
         if path is not None and job.leads():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
 
 from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph import layer_kinds, tensor_parallel
 from fleetpipe.dygraph.batch.losses import Losses, weighted
+from fleetpipe.dygraph.batch.row_digests import require_one_rate
 from fleetpipe.dygraph.broadcast import broadcast_copies, is_spread
 from fleetpipe.dygraph.gradients import drop_gradients, gradient_of, set_gradient
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -17,9 +21,13 @@ from fleetpipe.dygraph.optimizer.shards import Shards
 from fleetpipe.dygraph.sums.gradient_trees import GradientTrees
 from fleetpipe.dygraph.sums.refusals import require_taken
 from fleetpipe.errors import StateError
+from fleetpipe.job import generation
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.optimizer import squared_norm
+
+#: By how much losses of the same outputs may differ, relative to them, in any precision.
+_ROUNDING = 1e-2
 
 
 class Reductions:
@@ -47,6 +55,8 @@ class Reductions:
         self.shards: Shards | None = None
         self.last_shards: Shards | None = None
         self._held: list[tuple[Tensor, Tensor]] = []
+        # A process that replaces one of the job's begins where the others have compared them.
+        self._alike_along_mp = generation.began() > 0
 
     def require_cleared(self) -> None:
         """Refuses gradients left by ZeRO stage 2: each rank has only a part of their sums."""
@@ -76,7 +86,11 @@ class Reductions:
         return left
 
     def share_losses(
-        self, owner: int, by_micro_batch: bool = False, counted: int | None = None
+        self,
+        owner: int,
+        by_micro_batch: bool = False,
+        counted: int | None = None,
+        rate: float | None = None,
     ) -> Nest:
         """Returns, on every rank, the mean losses over the copies of the last stage. Collective.
 
@@ -85,9 +99,13 @@ class Reductions:
             by_micro_batch: Whether to return the losses of the micro-batches, not their sum.
             counted: The number of rows that the loss of this replica is the mean of; None if all
                 replicas count alike.
+            rate: The learning rate of the step that follows; None without one.
 
         Returns:
             One loss, or a list if there are several loss functions.
+
+        Raises:
+            ConfigError: Ranks along mp have different losses, or replicas different rates.
         """
         with self._timing("broadcast_final_loss"):
             total, losses = None, self.losses
@@ -97,12 +115,33 @@ class Reductions:
                     share = replicas.share_in_mean(counted, self._job.copies())
                     total = [weighted(loss, share) for loss in total]
                 if not self.sole:
-                    total = [
-                        replicas.mean_loss(loss, self._job.copies(), self._by_tree)
-                        for loss in total
-                    ]
+                    self._require_alike_along_mp(total)
+                    everyone = self._job.copies().all_gather((total, rate))
+                    if rate is not None:
+                        require_one_rate(self._job, [one for _, one in everyone])
+                    total = replicas.mean_losses([one for one, _ in everyone], self._by_tree)
             shared: list[Tensor] = self._job.group().broadcast(total, owner)
         return shared[0] if len(shared) == 1 else shared
+
+    def _require_alike_along_mp(self, losses: list[Tensor]) -> None:
+        """Refuses, in the first batch, shards of the last stage that have losses of their own."""
+        group, known = self._job.model_parallel(), self._alike_along_mp
+        self._alike_along_mp = True
+        if known or group.ranks == 1:
+            return
+        values = [loss.astype("float32").numpy() for loss in losses]
+        alike = functools.partial(np.allclose, rtol=_ROUNDING, equal_nan=True)
+        for other in group.all_gather([value.tolist() for value in values]):
+            if not all(map(alike, values, other)):
+                self._job.allow.refuse(
+                    "loss",
+                    "losses_of_shards",
+                    "the ranks that hold shards of the last stage have different losses",
+                    got=f"{values} and {other}",
+                    cause="the head leaves each rank its columns of the output, and the loss is "
+                    "one of whole outputs",
+                    fix="build the head with gather_output=True, or use ParallelCrossEntropy",
+                )
 
     @paddle.no_grad()
     def share_loss_state(self, owner: int) -> None:

@@ -115,6 +115,8 @@ class TrainingBatch:
             PipelineTimeout: A message did not come within the limit.
         """
         runtime = self._runtime
+        # Here, for what this rank alone refuses is no call of others.
+        runtime.job.call("trains a batch")
         self.observed = self.observed._replace(optimizer=optimizer)
         self._prepare()
         if runtime.job.copies().ranks == 1:
@@ -136,9 +138,14 @@ class TrainingBatch:
         runtime.layers.begin(training=True)
         if runtime.config.compare_rows:
             with runtime.job.guarded(lambda: "comparing the rows that ranks were given"):
-                runtime.data.compare(self.observed.data)
+                runtime.data.compare(self.observed.data, rate=self._rate)
         runtime.engines.observers.begin(self.observed)
         runtime.reductions.set_aside_gradients()
+
+    @property
+    def _rate(self) -> float | None:
+        optimizer = self.observed.optimizer
+        return None if optimizer is None else float(optimizer.get_lr())
 
     def _share_losses(self) -> None:
         """Broadcasts the losses. Collective over the pipeline.
@@ -149,7 +156,7 @@ class TrainingBatch:
         if not self._shared:
             runtime = self._runtime
             self.loss = runtime.reductions.share_losses(
-                runtime.data.last_owner, self._by_micro_batch
+                runtime.data.last_owner, self._by_micro_batch, rate=self._rate
             )
             self._shared = True
 
@@ -223,6 +230,7 @@ def run_forwards(
     result_of: Callable[[Nest], Nest] = lambda output: output,
     units: Units = WHOLE,
     compares: bool = True,
+    words: str = "runs a batch forward",
 ) -> Iterator[Batch]:
     """Runs forwards, and yields their results; errors within it still reach all ranks. Collective.
 
@@ -234,6 +242,7 @@ def run_forwards(
         result_of: Returns what is stored of an output.
         units: The state of the layers, if they keep some from one run to the next.
         compares: Whether ranks may have other micro-batches, or none.
+        words: What this call is, for the message of ranks that make different ones.
 
     Yields:
         The batch, with its losses or outputs if this process owns the last stage.
@@ -248,6 +257,7 @@ def run_forwards(
     runtime.require_running()
     runtime.job.require_others()
     runtime.data.require(batches, labelled=functions is not None)
+    runtime.job.call(words, replicas=functions is not None)
     keys = runtime.pass_over_forwards()
     if runtime.job.healing is not None:
         # Without keys, layers may draw what is not drawn where the result is told.

@@ -120,6 +120,9 @@ class Ranks:
         if self.job is not None and self.job.healing is not None:
             self.job.healing.hinder("the script saves or restores within its step")
         guard = nullcontext() if self.job is None else self.job.guarded(lambda: what)
+        if self.job is not None:
+            # Paths, and what a rank has saved before, may differ.
+            self.job.call(f"is {what}", kind=what.partition(" ")[0])
         with guard:
             value, failure, cause = _try(act)
             answers = self._group.all_gather((failure, value))

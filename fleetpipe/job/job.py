@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from fleetpipe import log
 from fleetpipe.errors import StateError
 from fleetpipe.job import attempt_files
 from fleetpipe.job.agreement import require_agreement
@@ -26,11 +27,13 @@ from fleetpipe.job.mesh_groups import MeshGroups
 from fleetpipe.job.records import Heard
 from fleetpipe.job.run_progress import RunProgress
 from fleetpipe.job.watching.watch import Watch
-from fleetpipe.mesh.axes import Degrees, Mesh
+from fleetpipe.mesh.axes import DENSE, REPLICA, Degrees, Mesh
 from fleetpipe.mesh.gloo_group import GlooGroup
 from fleetpipe.mesh.groups import DirectGroup, Group, SoleGroup
 from fleetpipe.paddle_api.device import device_kind, memory_limit, process_bytes, synchronize
 from fleetpipe.transport import Store, Transport, View
+
+_log = log.logger(__name__)
 
 #: What a process is that replaces a rank, before its first batch.
 ALONE = "this process replaces a rank that died, and meets the others at its first batch"
@@ -59,6 +62,7 @@ class Job(MeshGroups):
         healing: What makes good the death of another rank; None where that ends the job.
         alone: Whether this process replaces a rank, and is not connected yet.
         allow: What the script lets pass at closed borders.
+        has_pipeline: Whether a pipeline has connected its ranks.
         sums_by_tree: Whether sums over micro-batches, ranks and shards are those of
             :mod:`fleetpipe.mesh.sums`' tree, whose bits depend on no degree.
     """
@@ -112,6 +116,7 @@ class Job(MeshGroups):
         self.turn = threading.RLock()
         self.healing: Recovery | None = None
         self.allow = Allow()
+        self.has_pipeline = False
         self.alone = self.keeps_board = self.scatters_gradients = self.sums_by_tree = False
         self.progress: RunProgress = RunProgress() if watch is None else watch.progress
         self.progress.memory, self.progress.memory_limit = process_bytes, memory_limit()
@@ -150,6 +155,7 @@ class Job(MeshGroups):
         In a launched job that is a view of the connections to all ranks, or goes over Paddle's
         groups; only the engine sends messages of kind F and B over it.
         """
+        self.has_pipeline = True
         if not self._transports:
             self._transports = self.connect_among(self.pipeline_ranks())
         return self._transports
@@ -204,6 +210,29 @@ class Job(MeshGroups):
         wanted = {id(parameter) for parameter in parameters}
         models = [model for reference in self.pipelines if (model := reference()) is not None]
         return any(id(parameter) in wanted for m in models for parameter in m.trained_parameters())
+
+    def call(self, words: str, kind: str = "", replicas: bool = True) -> None:
+        """Begins a collective call, in which all ranks must be before one takes a message of it.
+
+        Ranks that begin another one instead end, with both lines of the script.
+
+        Args:
+            words: What this rank does, as ``trains a batch``.
+            kind: What its words are on all ranks; by default the words.
+            replicas: Whether all replicas begin it, not the ranks of this one alone.
+        """
+        # Where the job heals, a rank repeats calls, and the ranks compare what they do by itself.
+        if self._connections is not None and self.healing is None:
+            calls = self.progress.calls
+            self._connections.call = calls.begin(words, kind, replicas)
+            if not calls.replica:
+                axes = [axis for axis in DENSE if axis not in REPLICA]
+                calls.replica = self._connections.in_step = frozenset(self._along(axes))
+
+    def calling(self, words: str, replicas: bool = True) -> AbstractContextManager[None]:
+        """Begins a collective call, and has what stands in the context :meth:`guarded`."""
+        self.call(words, replicas=replicas)
+        return self.guarded(lambda: words)
 
     def guarded(self, where: Callable[[], str]) -> AbstractContextManager[None]:
         """While it is open, failures elsewhere end this rank's waits, and its own reach all.
@@ -284,7 +313,7 @@ class Job(MeshGroups):
         """Does the same as :meth:`share`, and has ``act`` :meth:`guarded`."""
 
         def guarded() -> Any:
-            with self.guarded(lambda: what):
+            with self.calling(what):
                 return act()
 
         return self.share(what, guarded)
@@ -340,8 +369,9 @@ class Job(MeshGroups):
 
     def be_patient(self) -> None:
         """Lets this process notice the failure of another one late, since the job may heal."""
-        if self._watch is not None:
+        if self._watch is not None and self._connections is not None:
             self._watch.patient = True
+            self._connections.call, self._connections.in_step = 0, frozenset()
 
     def silent_ranks(self) -> list[int]:
         """Returns the ranks that are stopped or cut off, as far as this process knows."""
@@ -362,6 +392,12 @@ class Job(MeshGroups):
             PeerFailed: Another rank has failed, and this one has not raised that yet.
             PipelineTimeout: Another rank did not take its messages within the limit.
         """
+        if error is None and self.degrees.pp > 1 and not self.has_pipeline:
+            _log.warning(
+                f"pp_degree is {self.degrees.pp}, and no pipeline ran in this job: what the script "
+                "has trained, each rank has trained whole, by itself; fleet.distributed_model and "
+                "fleetpipe.Model make pipelines, paddle.Model does not"
+            )
         try:
             if error is None and self._watch is not None and not self._watch.noticed:
                 with self.guarded(lambda: "ending the job"):

@@ -13,6 +13,7 @@ from typing import Any
 
 from fleetpipe.job import attempt_files
 from fleetpipe.job.records import MOST_ROWS, RankRecord, StepRow
+from fleetpipe.job.watching.calls import Calls
 from fleetpipe.systems import ProcessorQueue
 
 #: Steps whose mean is the time of a step.
@@ -41,6 +42,7 @@ class RunProgress:
         gradient_norm: Returns the gradient norm of the last step; None if it is not known.
         figures: Gets each step with its figures by name; None where nobody takes them away.
         folders: The folders in which the run is recorded.
+        calls: The collective calls that it has begun.
         stages, replica, shard, samples, held, held_cap, step, steps: See :class:`RankRecord`.
     """
 
@@ -57,6 +59,7 @@ class RunProgress:
         self._losses: dict[str, float] = {}
         self._due: dict[str, float] = {}
         self.folders: list[Path] = []
+        self.calls = Calls()
         self.stages: tuple[int, ...] = ()
         self.replica = self.shard = self.samples = self.held = self.step = 0
         self.steps: int | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,15 +131,26 @@ def replace_in_moe(**functions: Any) -> None:
             setattr(module, name, functions[name])
 
 
+#: The models that are wrapped by it.
+_DATA_PARALLEL: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 class RecomputingDataParallel(paddle.DataParallel):
     """Recomputes by hooks of saved tensors, which is ``use_reentrant=False``.
 
     A PyLayer runs a backward within the backward. DataParallel mistakes its end for the end of all:
     later gradients are never averaged, and the weights of replicas diverge.
+
+    Attributes:
+        synchronizes: Whether the last pass that can go backward averages gradients then.
     """
+
+    synchronizes = True
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Calls the wrapped layers."""
+        if paddle.is_grad_enabled():
+            self.synchronizes = self.grad_need_sync
         module = importlib.import_module("paddle.distributed.fleet.recompute.recompute")
         by_hooks = module._recompute_without_reentrant
 
@@ -158,4 +170,12 @@ def without_reentrance(model: Layer) -> Layer:
     """Makes recompute within a model correct under ``DataParallel``, if it is wrapped in one."""
     if type(model) is paddle.DataParallel:
         model.__class__ = RecomputingDataParallel
+        _DATA_PARALLEL.add(model)
     return model
+
+
+def left_unaveraged(parameters: Sequence[Any]) -> bool:
+    """Whether ``DataParallel`` leaves gradients of parameters unaveraged: ``no_sync`` was on."""
+    wanted = {id(parameter) for parameter in parameters}
+    models = [model for model in _DATA_PARALLEL if not model.synchronizes]
+    return any(id(parameter) in wanted for model in models for parameter in model.parameters())

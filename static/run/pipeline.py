@@ -233,6 +233,7 @@ class StaticPipeline:
         """
         # The last one: a batch may run again after one that has fetched more.
         job, compiled = self._job, self._compile(wanted, scope, place)
+        job.call("runs the program")
         with dynamic_mode(), job.guarded(self._where):
             ends = self._meet(fed is None)
         if fed is None or ends:

@@ -47,7 +47,7 @@ def full_state_dict(program: Program = None, scope: Scope = None) -> dict[str, n
     pipeline.job.require_others()
     if pipeline.job.healing is not None:
         pipeline.job.healing.hinder("the script gathers the state of all stages within its step")
-    with dynamic_mode(), pipeline.job.guarded(lambda: "gathering the state of all stages"):
+    with dynamic_mode(), pipeline.job.calling("gathers the state of all stages", replicas=False):
         tensors = {name: paddle.to_tensor(value) for name, value in arrays.items()}
         everyone = pipeline.job.group().all_gather(tensors)
         whole = {name: np.array(value) for by_name in everyone for name, value in by_name.items()}

@@ -330,3 +330,12 @@ def test_a_loss_that_cannot_be_called_is_refused_when_the_model_is_built(
 ) -> None:
     with job(2), pytest.raises(ConfigError, match=f"loss_fn is called[\\s\\S]*{found}"):
         pipeline(loss_fn=loss)
+
+
+def test_a_job_without_a_pipeline_says_so_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    with job(2):
+        pipeline()
+    assert "no pipeline ran" not in caplog.text
+    with job(2):
+        paddle.Model(nn.Linear(2, 2))
+    assert "pp_degree is 2, and no pipeline ran in this job" in caplog.text

@@ -147,7 +147,7 @@ class _Decoding:
         self._shards, self._names, self._cache = job.model_parallel(), names_of(prompts), cache
         self._inputs, replicas = inputs, pipeline.replicas
         exchanges = any(kind.exchanges for kind in kinds_in(pipeline.layers.state.own_parameters()))
-        with job.guarded(lambda: "beginning to generate"):
+        with job.calling("begins to generate"):
             # Experts of one replica wait for the tokens of the others: each runs all prompts.
             together = any(job.everyone().all_gather(exchanges))
         self._part = slice(None) if together else slice(replicas.rank, None, replicas.ranks)

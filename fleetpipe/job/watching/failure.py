@@ -10,6 +10,7 @@ from fleetpipe.errors import (
     FleetPipeError,
     PeerFailed,
     PipelineTimeout,
+    StateError,
     TransportError,
     is_permanent,
 )
@@ -23,6 +24,7 @@ KINDS: dict[str, type[FleetPipeError]] = {
     "raised": PeerFailed,
     "timed out": PipelineTimeout,
     "sent bytes that are no message": TransportError,
+    "makes another call": StateError,
 }
 _LONGEST_LINE = 200
 
@@ -67,14 +69,19 @@ class Failure:
             next_step = (
                 "give all ranks as many batches, of loaders of one length, and end all alike"
             )
+        cause = "its script was done, without an error: it had fewer batches, or skips a call"
+        if self.what == "makes another call":
+            next_step = "have every rank make the same collective calls, in the same order"
+            cause = (
+                "what one rank does alone, as `if rank == 0:`, an error that one rank caught, or "
+                "another number of batches"
+            )
         quoted = textwrap.indent(self.details.rstrip(), "    | ", lambda line: True)
         error = KINDS[self.what](
             f"rank {self.rank} {self.what}: {self.text}",
             where=where,
             got=f"from rank {self.rank}:\n{quoted}" if self.details else None,
-            cause="its script was done, without an error: it had fewer batches, or skips a call"
-            if left
-            else None,
+            cause=cause if left or self.what == "makes another call" else None,
             fix=next_step,
         )
         if self.what == "raised" and isinstance(error, PeerFailed):

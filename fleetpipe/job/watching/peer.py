@@ -19,6 +19,7 @@ from typing import Any
 from fleetpipe import log, systems
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import MOST_ROWS, RankRecord, StepRow
+from fleetpipe.job.watching.calls import Call
 from fleetpipe.job.watching.failure import KINDS, Failure
 from fleetpipe.transport.wire.parsing import parse
 from fleetpipe.transport.wire.seal import SEAL_BYTES, Seal, Seals
@@ -26,10 +27,10 @@ from fleetpipe.transport.wire.seal import SEAL_BYTES, Seal, Seals
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 20
 #: Lists and objects of a message within each other, and in all: those of a record with its rows.
-_DEEPEST, _MOST_PARTS = 5, 4 + 3 * MOST_ROWS
-_MOST_STRINGS = 32
+_DEEPEST, _MOST_PARTS = 5, 5 + 3 * MOST_ROWS
+_MOST_STRINGS = 40
 _FIELDS: dict[str, dict[str, type]] = {
-    "status": {"record": dict},
+    "status": {"record": dict, "call": list},
     "goodbye": {},
     "failure": {"rank": int, "what": str, "text": str, "details": str, "permanent": bool},
 }
@@ -76,10 +77,11 @@ def _check(message: Any) -> dict[str, Any]:
     if kind == "failure" and message["what"] not in KINDS:
         raise ValueError(f"a failure of another kind: {message['what'][:40]!r}")
     if kind == "status":
+        call = Call.of(message["call"])
         try:
-            return {"kind": kind, "record": RankRecord.of(message["record"])}
+            return {"kind": kind, "record": RankRecord.of(message["record"]), "call": call}
         except ConfigError as error:
-            return {"kind": kind, "record": error}
+            return {"kind": kind, "record": error, "call": call}
     return message
 
 
@@ -97,6 +99,7 @@ class Peer:
         rank: Its rank in the job.
         sock: The connection to it.
         record: Its last record.
+        call: The last collective call that it has begun.
         rows: Its steps that have not been read yet.
         heard: Time of its last message (``time.monotonic()``).
         left: Whether it said goodbye; no more messages come from it.
@@ -110,6 +113,7 @@ class Peer:
         self.rank = rank
         self.sock = sock
         self.record = RankRecord(rank, "nothing heard yet")
+        self.call = Call()
         self.rows: deque[StepRow] = deque(maxlen=4 * MOST_ROWS)
         self.heard = time.monotonic()
         self.left = False
@@ -156,6 +160,7 @@ class Peer:
             kind = message.pop("kind")
             if kind == "status":
                 self._note(message["record"])
+                self.call = message["call"]
                 continue
             # It leaves because of the failure, where it tells of one; its own end is no news.
             self.left = True

@@ -287,9 +287,11 @@ class Watch:
         """Sends this rank's record; its steps only to the first rank, which keeps the board."""
         record = self._record(with_rows=self.rank != 0)
         content, lean = record.content(), record.lean.content()
+        call = [*self.progress.calls.last]
         with self._lock:
             for peer in self._peers.values():
-                peer.tell({"kind": "status", "record": lean if peer.rank else content})
+                fields = lean if peer.rank else content
+                peer.tell({"kind": "status", "record": fields, "call": call})
                 if peer.unsent:
                     peer.send()
 
@@ -323,11 +325,21 @@ class Watch:
         if now >= self._status_at:
             self._status_at = now + STATUS_SECONDS
             self._tell_record()
+            self._compare_calls()
         self._give_up_if_late()
         self._end_if_unnoticed()
         for key, _ in self._selector.select(max(0.0, min(self._status_at, self._end_at) - now)):
             if key.data is not None and not self._closed:
                 self._read(key.data)
+
+    def _compare_calls(self) -> None:
+        """Ends the job if the last call of some rank is of another kind than this rank's was."""
+        calls = self.progress.calls
+        for peer in () if self.patient else self._peers.values():
+            call = calls.instead_of(peer.call, peer.rank in calls.replica)
+            if call is not None:
+                text = f"it {peer.call.words} where rank {self.rank} {call.words}"
+                self._fail(Failure(peer.rank, "makes another call", text, permanent=True))
 
     def _wake_up(self, now: float) -> None:
         """Restarts all timers after a time in which this process was stopped."""

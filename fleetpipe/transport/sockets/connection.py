@@ -42,14 +42,16 @@ class _Channel:
         self.announced = 0
         self.structure: Structure | None = None
 
-    def header(self, key: message.MessageKey, structure: Structure, announcement: bytes) -> bytes:
+    def header(
+        self, key: message.MessageKey, structure: Structure, announcement: bytes, call: int
+    ) -> bytes:
         """Returns the header of a message and the announcement, and remembers the latter."""
         if announcement:
             self.structure = structure
             self.announced += 1
         variable = (self.announced, key.micro_batch, len(announcement), structure.nbytes)
         try:
-            return message.pack_header(self.fixed + variable) + announcement
+            return message.pack_header(self.fixed + variable, call) + announcement
         except (struct.error, TypeError):
             message.check_key(key)
             raise
@@ -91,8 +93,8 @@ class Connection:
         self._seal = None if seals is None else seals.outgoing
         self._channels: dict[tuple[Any, ...], _Channel] = {}
 
-    def send(self, key: message.MessageKey, value: Value) -> tuple[int, bool]:
-        """Sends a value without waiting.
+    def send(self, key: message.MessageKey, value: Value, call: int = 0) -> tuple[int, bool]:
+        """Sends a value without waiting; ``call`` is that of its header.
 
         Returns:
             The bytes of tensor data, and whether the structure had to be announced.
@@ -118,7 +120,7 @@ class Connection:
             )
         tensors = bridge.plain(tensors)
         memories = bridge.memories(tensors, structure.leaves)
-        head = channel.header(key, structure, announcement)
+        head = channel.header(key, structure, announcement, call)
         try:
             self._put(head, memories, len(head) + structure.nbytes, tensors)
         except OSError as error:

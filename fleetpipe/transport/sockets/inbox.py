@@ -40,6 +40,7 @@ class _Frame:
 
     Attributes:
         header: The header.
+        call: The number of its sender's call.
         sent: When it was sent, in nanoseconds of the sender's clock.
         key: The message's key, ``_UNKNOWN`` until the channel is known.
         structure: The structure of the value, ``NOTHING`` until it is known.
@@ -51,6 +52,7 @@ class _Frame:
 
     __slots__ = (
         "announcement",
+        "call",
         "header",
         "key",
         "sealed",
@@ -60,8 +62,9 @@ class _Frame:
         "tensors",
     )
 
-    def __init__(self, header: Header, sent: int) -> None:
+    def __init__(self, header: Header, call: int, sent: int) -> None:
         self.header = header
+        self.call = call
         self.sent = sent
         self.key = _UNKNOWN
         self.structure = NOTHING
@@ -146,7 +149,7 @@ class Inbox:
         self._frame: _Frame | None = None
         self._channels: dict[int, _Channel] = {}
         self._by_key: dict[tuple[Any, ...], _Channel] = {}
-        self._kept: dict[MessageKey, deque[tuple[Any, int]]] = {}
+        self._kept: dict[MessageKey, deque[tuple[Any, int, int]]] = {}
         self._quickest: tuple[bool, int, float] | None = None
 
     @property
@@ -167,25 +170,25 @@ class Inbox:
         quickest, self._quickest = self._quickest, None
         return None if quickest is None else quickest[2]
 
-    def take(self, key: MessageKey) -> tuple[bool, Any]:
-        """Returns (True, value) of the oldest message of ``key``, after reading what has arrived.
+    def take(self, key: MessageKey) -> tuple[bool, Any, int]:
+        """Returns (True, value, call) of the oldest message of ``key``; reads what has arrived.
 
         Raises:
             TransportError: The stream is damaged.
         """
         kept = self._kept.get(key)
         if kept is not None:
-            value, nbytes = kept.popleft()
+            value, nbytes, call = kept.popleft()
             self.nbytes -= nbytes
             if not kept:
                 del self._kept[key]
-            return True, value
+            return True, value, call
         while True:
             frame = self._next()
             if frame is None:
-                return False, None
+                return False, None, 0
             if frame.key == key:
-                return True, _value(frame)
+                return True, _value(frame), frame.call
             self._keep(frame)
 
     def has(self, key: MessageKey) -> bool:
@@ -221,7 +224,7 @@ class Inbox:
 
     def _keep(self, frame: _Frame) -> None:
         nbytes = frame.header.payload
-        self._kept.setdefault(frame.key, deque()).append((_value(frame), nbytes))
+        self._kept.setdefault(frame.key, deque()).append((_value(frame), nbytes, frame.call))
         self.nbytes += nbytes
 
     def _next(self) -> _Frame | None:

@@ -85,7 +85,12 @@ class SocketTransport:
     Attributes:
         awaited: The peer for whose message :meth:`receive` waits at this moment, or None.
         timeout: Seconds that ``send`` waits for a slow peer.
+        call: The kind of this rank's present collective call, as a number.
+        in_step: The peers that are at the same call when a message of theirs is taken.
     """
+
+    call = 0
+    in_step: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -152,7 +157,7 @@ class SocketTransport:
         connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
         if connection.outbox.backlog >= self._backlog:
             self._make_room(connection, key)
-        nbytes, announced = connection.send(key, value)
+        nbytes, announced = connection.send(key, value, self.call)
         self.messages += 1
         self.announcements += announced
         self.bytes_sent += nbytes
@@ -164,7 +169,13 @@ class SocketTransport:
             TransportError: The peer's stream is damaged.
         """
         connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
-        arrived, value = connection.inbox.take(key)
+        arrived, value, call = connection.inbox.take(key)
+        if arrived and call != self.call and peer in self.in_step:
+            raise PeerFailed(
+                f"rank {peer} is at another collective call than rank {self.rank}",
+                where=str(Route(key, peer, self.rank)),
+                fix="have every rank make the same calls in the same order",
+            )
         if not arrived and connection.inbox.ended:
             raise connection.failure(Route(key, peer, self.rank))
         return arrived, value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -103,6 +104,23 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     # In parts: NumPy makes an array of the size of what it compares.
     parts = (slice(start, start + _LARGE) for start in range(0, first.size, _LARGE))
     return all(np.array_equal(first[part], second[part]) for part in parts)
+
+
+@_in_dynamic_mode
+def checksum(tensor: Tensor, start: int = 0) -> int:
+    """Returns a number of 32 bits that all bytes of a tensor with data make.
+
+    Args:
+        tensor: The tensor; of one on a card, sums are computed there.
+        start: The checksum of what comes before.
+    """
+    if not tensor.place.is_cpu_place():
+        (flat,) = flat_bytes([tensor])
+        words = (flat if flat.shape[0] % 4 else flat.view("int32")).astype("int64")
+        places = paddle.arange(1, words.shape[0] + 1, dtype="int64")
+        tensor = paddle.stack([words.sum(), (words * places).sum()]).cpu()
+    (kept,) = plain([tensor])
+    return zlib.crc32(_memory(kept, tensor_bytes(kept)), start)
 
 
 def memories(tensors: list[Tensor], leaves: Iterable[_Sized]) -> list[memoryview]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fleetpipe.errors import TransportError
 
 MAGIC = b"FLTP"
-VERSION = 4
+VERSION = 5
 KINDS = b"FBCH"
 #: The kinds that no edge of stages has.
 CONTROL = ("C", "H")
@@ -23,8 +23,9 @@ LARGEST_PAYLOAD = 1 << 36
 _FIELDS = struct.Struct("<4sBBBxIIIIIIQ")
 _CHECKSUM = struct.Struct("<I")
 _WHOLE = struct.Struct(_FIELDS.format + "I")
-_MOMENT = struct.Struct("<Q")
-HEADER_BYTES = _WHOLE.size + _MOMENT.size
+# The call, and the moment.
+_LAST = struct.Struct("<IQ")
+HEADER_BYTES = _WHOLE.size + _LAST.size
 # Every step has the headers of the one before. To make or check one takes 7 us between a backward
 # and a forward, where neither code nor data are in the caches; to look it up takes 1 us.
 _KNOWN_HEADERS = 4096
@@ -134,21 +135,26 @@ class Header(NamedTuple):
     payload: int
 
 
-def pack_header(header: Header | tuple[int, ...]) -> bytes:
-    """Returns the ``HEADER_BYTES`` bytes of a header, with a checksum and the current time."""
-    return _pack(header) + _MOMENT.pack(time.monotonic_ns())
+def pack_header(header: Header | tuple[int, ...], call: int = 0) -> bytes:
+    """Returns the ``HEADER_BYTES`` bytes of a header, with a checksum and the current time.
+
+    Args:
+        header: The header.
+        call: The kind of the collective call in which it is sent, as a number; 0 for none.
+    """
+    return _pack(header) + _LAST.pack(call, time.monotonic_ns())
 
 
-def unpack_header(data: bytes) -> tuple[Header, int]:
+def unpack_header(data: bytes) -> tuple[Header, int, int]:
     """Reads a header.
 
     Returns:
-        The header, and when it was packed, in nanoseconds of its sender's clock.
+        The header, its sender's call, and when it was packed, in nanoseconds of its clock.
 
     Raises:
         TransportError: The bytes are no header of this version, or are damaged.
     """
-    return _unpack(data[: _WHOLE.size]), _MOMENT.unpack_from(data, _WHOLE.size)[0]
+    return (_unpack(data[: _WHOLE.size]), *_LAST.unpack_from(data, _WHOLE.size))
 
 
 @functools.lru_cache(_KNOWN_HEADERS)

@@ -41,6 +41,14 @@ PAIRS: dict[str, tuple[Any, Any, bool]] = {
 }
 
 
+#: A batch of 16 micro-batches, of which every other one is another, and one of large tensors.
+MANY = [paddle.full([2, 8], index, "float32") for index in range(16)]
+OTHERS = [part + index % 2 for index, part in enumerate(MANY)]
+LARGE = np.zeros((2, 3, 64, 64), "float32")
+CHANGED = LARGE.copy()
+CHANGED[0, 1, 20, 20] = 1.0
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_batches_are_told_apart(pair: str) -> None:
     first, last, right = PAIRS[pair]
@@ -52,12 +60,16 @@ def test_batches_are_told_apart(pair: str) -> None:
             require_one_batch(*digests)
 
 
-def test_nests_labels_of_no_tensors_and_large_tensors_have_digests() -> None:
-    large = np.zeros((2, 3, 64, 64), "float32")
-    parts = [paddle.to_tensor(large), paddle.to_tensor(np.roll(large + np.arange(64), 1))]
+def test_all_micro_batches_and_all_of_their_numbers_are_compared() -> None:
+    with pytest.raises(ConfigError, match="given different rows"):
+        require_one_batch(*(digests_of(MicroBatches(part, part)) for part in (MANY, OTHERS)))
+    parts = [paddle.to_tensor(LARGE), paddle.to_tensor(CHANGED)]
     one, other = (digests_of(MicroBatches([{"x": (part, None)}], [None])) for part in parts)
     assert one.labels is other.labels is None is not one.inputs
     assert one.inputs != other.inputs
+    # A view of a whole batch has the bytes of its own rows alone.
+    rows = paddle.concat([parts[1], parts[0]])
+    assert digests_of(MicroBatches([{"x": (rows[2:], None)}], [None])).inputs == one.inputs
 
 
 def trained(call: str, mp: int, compares: bool) -> tuple[str, bool]:

@@ -542,6 +542,10 @@ def without_a_pipeline() -> tuple[list[float], int, bytes]:
     optimizer = sgd(wrapped)
     cross_entropy(wrapped(inputs), labels).backward()
     optimizer.step()
+    optimizer.clear_grad()
+    with wrapped.no_sync():
+        cross_entropy(wrapped(inputs), labels).backward()
+    optimizer.step()
     fleet.shutdown()
     return losses, len(outputs), plain.weight.numpy().tobytes()
 

@@ -26,7 +26,8 @@ from fleetpipe.transport.wire.message import (
 
 pytestmark = pytest.mark.no_paddle
 
-MOMENT_BYTES = 8
+#: Those of the call and of the moment, which no checksum covers.
+LAST_BYTES = 12
 NUMBER = st.integers(0, 2**32 - 1)
 HEADERS = st.builds(
     Header,
@@ -57,17 +58,17 @@ def test_key_in_words(key: MessageKey, words: str) -> None:
     assert str(Route(key, 4, 5)) == f"{words} from rank 4 to rank 5"
 
 
-@given(HEADERS)
-def test_header_round_trip(header: Header) -> None:
+@given(HEADERS, NUMBER)
+def test_header_round_trip(header: Header, call: int) -> None:
     before = time.monotonic_ns()
-    data = pack_header(header)
+    data = pack_header(header, call)
     assert len(data) == HEADER_BYTES
-    read, moment = unpack_header(data)
-    assert read == header
+    read, of_sender, moment = unpack_header(data)
+    assert (read, of_sender) == (header, call)
     assert before <= moment <= time.monotonic_ns()
 
 
-@pytest.mark.parametrize("position", range(HEADER_BYTES - MOMENT_BYTES))
+@pytest.mark.parametrize("position", range(HEADER_BYTES - LAST_BYTES))
 def test_a_damaged_byte_is_noticed(position: int) -> None:
     data = bytearray(pack_header(PLAIN))
     data[position] ^= 0x10
@@ -92,10 +93,10 @@ def test_a_sound_header_with_absurd_content_is_refused(
 
 
 def test_another_version_is_named() -> None:
-    fields = bytearray(pack_header(PLAIN)[: -MOMENT_BYTES - 4])
+    fields = bytearray(pack_header(PLAIN)[: -LAST_BYTES - 4])
     fields[4] = 77
     with pytest.raises(TransportError, match="version 77"):
-        unpack_header(bytes(fields) + struct.pack("<IQ", zlib.crc32(fields), 0))
+        unpack_header(bytes(fields) + struct.pack("<IIQ", zlib.crc32(fields), 0, 0))
 
 
 @pytest.mark.parametrize(

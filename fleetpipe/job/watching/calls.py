@@ -1,0 +1,109 @@
+"""The collective calls that a rank has begun, which all ranks begin alike and in one order.
+
+The kind of the last one is in the header of each message, and its number and line are in the status
+that a rank sends to all others five times a second: no message is sent for them alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections import deque
+from typing import Any, NamedTuple
+
+#: Calls of its past that a rank can be compared with; another rank is not further ahead.
+_MOST_CALLS = 512
+#: Packages whose frames are not the script's.
+_NOT_THE_SCRIPTS = {"fleetpipe", "paddle", "contextlib", "decorator", "functools"}
+
+
+class Call(NamedTuple):
+    """A collective call.
+
+    Attributes:
+        number: Its number among those of one replica, from 1.
+        of_job: Its number among those that all replicas begin; 0 if it is none of them.
+        kind: What all ranks that begin it have in common.
+        words: What the rank does, and the line of the script.
+    """
+
+    number: int = 0
+    of_job: int = 0
+    kind: str = ""
+    words: str = ""
+
+    @classmethod
+    def of(cls, fields: list[Any]) -> Call:
+        """Returns the call that another rank has sent.
+
+        Raises:
+            ValueError: It is none.
+        """
+        if [type(field) for field in fields] != [int, int, str, str]:
+            raise ValueError(f"no call: {fields}"[:200])
+        return cls(*fields)
+
+
+class Calls:
+    """The last calls of this process; the main thread begins them, another one compares them.
+
+    Attributes:
+        replica: The ranks of this process's replica.
+    """
+
+    def __init__(self) -> None:
+        self.replica: frozenset[int] = frozenset()
+        # All, and those that all replicas begin: each without a gap in the numbers that count.
+        self._calls = deque([Call()], _MOST_CALLS), deque([Call()], _MOST_CALLS)
+
+    @property
+    def last(self) -> Call:
+        """The last call that has begun; one without a kind before the first."""
+        return self._calls[0][-1]
+
+    def begin(self, words: str, kind: str = "", replicas: bool = True) -> int:
+        """Begins a call.
+
+        Args:
+            words: What this rank does, as ``trains a batch``.
+            kind: What its words are on all ranks; by default the words.
+            replicas: Whether all replicas begin it.
+
+        Returns:
+            A number of its kind, for the headers of messages.
+        """
+        calls, of_job = self._calls
+        number = of_job[-1].of_job + 1 if replicas else 0
+        words, kind = f"{words} ({_line_of_the_script()})", kind or words
+        call = Call(calls[-1].number + 1, number, kind, words)
+        for log in self._calls if replicas else (calls,):
+            log.append(call)
+        return zlib.crc32(kind.encode())
+
+    def instead_of(self, other: Call, same_replica: bool) -> Call | None:
+        """Returns the call of this process that is of another kind than another rank's is.
+
+        Args:
+            other: The last call of the other rank.
+            same_replica: Whether that rank is of this one's replica.
+        """
+
+        def number_of(call: Call) -> int:
+            return call.number if same_replica else call.of_job
+
+        calls = self._calls[not same_replica]
+        index = number_of(other) - number_of(calls[0])
+        call = calls[index] if 0 <= index < len(calls) else Call()
+        # The main thread may have moved them meanwhile.
+        same = number_of(call) == number_of(other) > 0
+        return call if same and call.kind != other.kind else None
+
+
+def _line_of_the_script() -> str:
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in _NOT_THE_SCRIPTS:
+            break
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
