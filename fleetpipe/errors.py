@@ -235,10 +235,11 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 def reason(error: Exception) -> str:
     """Returns the type of an error and the most telling line of its message.
 
-    For an error of Paddle's this is the last line that does not only name the kernel.
+    For an error of Paddle's this is the last line that neither only names the kernel nor only
+    repeats the condition that does not hold.
     """
     lines = [line.strip() for line in str(error).splitlines()]
-    telling = [line for line in lines if line and not line.startswith("[operator <")]
+    telling = [line for line in lines if line and not line.startswith(("[operator <", "[Hint:"))]
     return f"{type(error).__name__}: {(telling or [''])[-1]}"
 
 

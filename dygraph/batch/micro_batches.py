@@ -234,7 +234,10 @@ def _not_a_tensor(value: Nest, path: str) -> BoundaryError:
         f"{path} is not a Tensor",
         expected="a Tensor, a list with one value per micro-batch, a tuple or dict of those, None",
         got=type(value).__name__,
-        fix="convert it with paddle.to_tensor before train_batch",
+        fix="leave it out, or give None in its place: a captured model takes the plain values of "
+        "its example_inputs; paddle.to_tensor(..) if it differs from batch to batch"
+        if isinstance(value, (bool, int, float, str))
+        else "convert it with paddle.to_tensor before train_batch",
     )
 
 

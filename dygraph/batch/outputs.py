@@ -63,11 +63,11 @@ def on_host(value: Nest) -> Nest:
 def join_outputs(values: Sequence[Nest]) -> Nest:
     """Joins the outputs of micro-batches along axis 0; containers keep their form.
 
-    Tensors without dimensions are stacked. Values that are no tensors must be equal in all outputs,
-    and appear once.
+    Tensors without dimensions are stacked. Texts, flags and None must be equal in all outputs, and
+    appear once.
 
     Raises:
-        UsageError: The outputs do not have the same form.
+        UsageError: The outputs do not have the same form, or have numbers that are no tensors.
     """
     return nest.join(_join, values)
 
@@ -76,6 +76,13 @@ def _join(parts: Sequence[Nest]) -> Nest:
     first = parts[0]
     if isinstance(first, paddle.Tensor):
         return paddle.concat(list(parts)) if first.ndim else paddle.stack(list(parts))
+    if type(first) in (int, float) and len(parts) > 1:
+        raise UsageError(
+            "a number in an output is that of one micro-batch, and there are several",
+            got=", ".join(map(str, parts)),
+            fix="return a tensor, whose values are stacked; or take outputs one by one, from "
+            "eval_batch",
+        )
     unlike = any(type(part) is not type(first) for part in parts)
     if unlike or isinstance(first, (tuple, list, dict)) or any(part != first for part in parts):
         raise _different(parts)

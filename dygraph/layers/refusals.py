@@ -11,10 +11,25 @@ from typing import NamedTuple
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph import gradients
 from fleetpipe.dygraph.nest import outline
-from fleetpipe.errors import BoundaryError, FleetPipeError, reason
+from fleetpipe.errors import BoundaryError, FleetPipeError, StateError, reason
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.partition import Partition
+
+
+def require_dynamic_graph(what: str) -> None:
+    """Refuses what needs dynamic graph, where static graph is on.
+
+    Raises:
+        StateError: Static graph is on.
+    """
+    if not paddle.in_dynamic_mode():
+        raise StateError(
+            f"static graph is on, and {what} needs dynamic graph",
+            cause="paddle.enable_static() was called, by the script or by a library",
+            fix="call paddle.disable_static() before; in static graph use device_guard and "
+            "fleet.distributed_optimizer(..).minimize(loss)",
+        )
 
 
 def is_refusal(error: Exception, value: Nest, caller: str) -> bool:

@@ -21,6 +21,7 @@ from fleetpipe.dygraph.backward.recompute import layers_in
 from fleetpipe.dygraph.batch import losses
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.layers import entries, tied
+from fleetpipe.dygraph.layers.refusals import require_dynamic_graph
 from fleetpipe.dygraph.layers.run_stage import checked_interval
 from fleetpipe.dygraph.model import modes
 from fleetpipe.dygraph.model.additions import (
@@ -134,6 +135,7 @@ class PipelineLayer(FleetFace):
             PartitionError: The layers cannot be cut as asked.
         """
         super().__init__()
+        require_dynamic_graph("a PipelineLayer")
         job = current_job()
         self._num_stages = number_of_stages(num_stages, topology, job)
         described = entries.check_entries(layers)

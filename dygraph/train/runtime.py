@@ -15,6 +15,7 @@ from fleetpipe.dygraph.batch.dygraph_stage import Batch, DygraphStage
 from fleetpipe.dygraph.batch.rank_data import RankData
 from fleetpipe.dygraph.batch.units import WHOLE, Units, units_of
 from fleetpipe.dygraph.batch.weights import MicroBatchWeights
+from fleetpipe.dygraph.layers.refusals import require_dynamic_graph
 from fleetpipe.dygraph.model.additions import refuse_apart
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.random_keys import Keys
@@ -129,8 +130,10 @@ class Runtime:
         """Returns the job; refuses a batch after it has ended: its connections are closed.
 
         Raises:
-            StateError: The job in which the model was wrapped is not the one that runs.
+            StateError: The job in which the model was wrapped is not the one that runs, or static
+                graph is on.
         """
+        require_dynamic_graph("a batch of a PipelineLayer")
         now = current_job()
         if now is not self.job:
             raise StateError(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from fleetpipe.aliases import Layer
 from fleetpipe.capture.tracing.signature import whole_at
+from fleetpipe.dygraph.layers.refusals import require_dynamic_graph
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.errors import ConfigError, UsageError, nearest
 from fleetpipe.job.job import Job
@@ -76,8 +77,10 @@ def plain_model(model: Layer) -> Layer:
     """Checks that a model may become a pipeline, and returns it.
 
     Raises:
+        StateError: Static graph is on.
         UsageError: ``model`` is no built layer, or a pipeline already.
     """
+    require_dynamic_graph("fleetpipe.pipeline")
     if isinstance(model, PipelineLayer) or hasattr(type(model), "train_batch"):
         raise UsageError(
             f"a {type(model).__name__} is a pipeline already",

@@ -60,7 +60,8 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
     """Reads one item of a loader.
 
     Args:
-        item: Tensors or arrays, in any nest of lists and tuples; inputs first, then labels.
+        item: Tensors or arrays, in any nest of lists, tuples and dicts; inputs first, then labels.
+            Entries of a dict come in the order of their keys, as in ``paddle.Model``.
         inputs: Number of its first columns that are inputs.
         replica: Number of this replica.
         replicas: Number of replicas. Each has an item of this size; the dataset has the items' rows
@@ -71,7 +72,7 @@ def rows_of(item: Nest, inputs: int, replica: int, replicas: int, left: int | No
     Raises:
         ConfigError: The item has fewer columns, or they differ in their number of rows.
     """
-    columns = [as_tensor(column) for _, column in leaves(item)]
+    columns = [as_tensor(column) for _, column in sorted(leaves(item), key=lambda leaf: leaf[0])]
     counts = {column.shape[0] if column.ndim else -1 for column in columns}
     if len(columns) < inputs or len(counts) != 1 or -1 in counts:
         raise ConfigError(

@@ -55,7 +55,7 @@ class BatchSource:
                 position is already behind them; others yield them once more, and they are dropped.
 
         Raises:
-            ConfigError: Some ranks have more batches than others.
+            ConfigError: Some ranks have more batches than others, or there is none any more.
         """
         self._begin()
         if self.job.healing is not None:
@@ -73,6 +73,14 @@ class BatchSource:
                 rows = None if item is None else self._rows_of(item, left)
                 if not (positioned and self.steps):
                     rows = self._in_step(rows, taken + number)
+                if rows is None and not (number or taken):
+                    raise ConfigError(
+                        "the data has no batch left for this pass over it",
+                        got=f"an empty {type(self.loader).__name__}",
+                        cause="a generator or an iterator is used up by one pass",
+                        fix="pass a Dataset, a DataLoader or a list, or what makes a new iterator "
+                        "for each pass; or epochs=1",
+                    )
                 if rows is None:
                     return
                 if left is not None:

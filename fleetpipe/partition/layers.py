@@ -159,7 +159,8 @@ def segment(
         parts: Number of stages: ranks times chunks.
         method: ``"uniform"``: as many layers in each stage; ``"layer:Regex"``: as many layers whose
             class name matches; a list: the first layer of each stage; these three cut as Fleet
-            does. ``"balanced"``: the heaviest stage has as few parameters as possible.
+            does. ``"balanced"``: the heaviest stage has as few parameters as possible. DeepSpeed's
+            ``"parameters"`` and ``"type:Regex"`` are other names of two of them.
 
     Returns:
         The partition, in which every layer is in one stage and no stage is empty.
@@ -184,10 +185,10 @@ def _boundaries(
         return explicit(len(layers), parts, method)
     if method == "uniform":
         return uniform(len(layers), parts)
-    if method == "balanced":
+    if method in ("balanced", "parameters"):
         return balanced([layer.parameters for layer in layers], parts)
     kind, colon, regex = method.partition(":")
-    if kind == "layer" and colon:
+    if kind in ("layer", "type") and colon:
         return by_class([layer.name for layer in layers], parts, regex)
     raise PartitionError(
         f"unknown seg_method {method!r}",

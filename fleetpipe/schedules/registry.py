@@ -33,12 +33,15 @@ def names() -> tuple[str, ...]:
 def canonical_name(name: str) -> str:
     """Returns the name in the table for ``name``: case, ``-``, ``_`` and spaces do not count.
 
+    Nor does the word "Schedule" before it, as in torch's ``Schedule1F1B``.
+
     Raises:
         ConfigError: No such schedule; the message names the nearest ones.
     """
     names_by_spelling = {_plain(spelling): canonical for spelling, canonical in _spellings()}
     try:
-        return names_by_spelling[_plain(name)]
+        plain = _plain(name)
+        return names_by_spelling.get(plain) or names_by_spelling[plain.removeprefix("schedule")]
     except KeyError:
         raise ConfigError(
             f"there is no schedule {name!r}",

@@ -12,6 +12,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe.errors import ConfigError
+from fleetpipe.fit.feeding import rows_of
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests import jobs
 from tests.fit.test_model import BATCH, ROWS, STEPS, Digits, Losses, layers, prepared
@@ -48,6 +49,7 @@ MISUSE: list[tuple[Callable[[Model], Any], str]] = [
     (fitted(data=5), "got: int"),
     (fitted(data=Digits(0, 0)), "0 rows and batch_size=32"),
     (fitted(data=[]), "an empty list"),
+    (fitted(data=iter([Digits(0, BATCH)[:]]), epochs=2), "used up by one pass"),
     (fitted(data=Digits(0, 5), drop_last=True), "drop_last=False"),
     (fitted(batch_size=None), "batch_size=None"),
     (fitted(batch_size=(8, 8, 8)), "a pair for training and evaluation"),
@@ -137,3 +139,10 @@ def test_batches_of_one_step_are_told_as_paddle_tells_them(group: int) -> None:
         for mine, other in zip(state, network.state_dict().values()):
             assert np.array_equal(mine.numpy(), other.numpy())
         assert model.learning_rate == pytest.approx(0.1 * 0.1**5)
+
+
+def test_entries_of_a_dict_come_in_the_order_that_paddle_gives_them() -> None:
+    sample = {"label": np.zeros((2, 1), "int64"), "image": np.ones((2, 3), "float32")}
+    expected = [list(column.shape) for column in paddle.utils.flatten(sample)]
+    rows = rows_of(sample, 1, 0, 1, None)
+    assert [column.shape for column in (*rows.inputs, *rows.labels)] == expected == [[2, 3], [2, 1]]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fleetpipe.errors import ConfigError, is_file_name, is_shape, require_whole
+from fleetpipe.errors import ConfigError, is_file_name, is_shape, reason, require_whole
 
 
 @pytest.mark.parametrize("value", [1, 4, np.int64(4)])
@@ -47,3 +47,9 @@ def test_sizes_that_no_tensor_has_are_not_multiplied(sizes: Any, possible: bool)
 def test_what_is_no_name_of_a_file(name: str) -> None:
     assert not is_file_name(name)
     assert is_file_name("model-00001.safetensors")
+
+
+def test_the_reason_of_a_missing_kernel_is_not_the_condition_that_does_not_hold() -> None:
+    kernel = "(NotFound) The kernel with key (CPU, NCHW, float16) of `conv2d` is not registered."
+    rest = "  [Hint: Expected one != two.] (at a.cc:1)\n  [operator < conv2d > error]"
+    assert reason(RuntimeError(f"{kernel}\n{rest}")) == f"RuntimeError: {kernel}"

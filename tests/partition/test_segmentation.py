@@ -25,6 +25,8 @@ LAYERS = [LayerInfo("Conv2D", 80), LayerInfo("ReLU"), LayerInfo("Linear", 330)]
         ("uniform", (0, 1, 3)),
         ("layer:conv2d|relu", (0, 1, 3)),
         ("balanced", (0, 2, 3)),
+        ("parameters", (0, 2, 3)),
+        ("type:conv2d|relu", (0, 1, 3)),
         ([0, 2], (0, 2, 3)),
         ((0, 2, 3), (0, 2, 3)),
     ],

@@ -82,6 +82,9 @@ def test_whole_backwards_end_together(name: str, m: int) -> None:
         ("ZBVPP", "ZBV"),
         ("v-min", "VMin"),
         ("Dual Pipe V", "DualPipeV"),
+        ("Schedule1F1B", "1F1B"),
+        ("ScheduleGPipe", "FThenB"),
+        ("ScheduleZBVZeroBubble", "ZBV"),
     ],
 )
 def test_spelling_does_not_count(spelling: str, name: str) -> None:

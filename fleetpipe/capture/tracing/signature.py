@@ -127,10 +127,12 @@ def complete(inputs: Nest, example: Nest) -> Nest:
     in the example's order.
 
     Raises:
-        CaptureError: There is no place for the plain values.
+        CaptureError: There is no place for the plain values, or a container is another one.
     """
     if isinstance(example, (tuple, list)) and isinstance(inputs, paddle.Tensor):
         inputs = (inputs,)
+    if isinstance(inputs, (tuple, list)) and isinstance(example, paddle.Tensor):
+        example = (example,)
     return _complete(inputs, example)
 
 
@@ -154,6 +156,15 @@ def _complete(inputs: Nest, example: Nest) -> Nest:
         return rebuild(inputs, [*pairs, *inputs[len(example) :]])
     if inputs is not None and not isinstance(example, paddle.Tensor) and _has_plain(example):
         raise _no_place(inputs, example)
+    kinds = (paddle.Tensor, dict, (tuple, list))
+    if inputs is not None and any(isinstance(inputs, k) != isinstance(example, k) for k in kinds):
+        raise CaptureError(
+            "a batch has another container than example_inputs",
+            expected=f"in each micro-batch inputs like {signature_of(example)}",
+            got=signature_of(inputs),
+            cause="a list in a batch has one value for each micro-batch",
+            fix="give a tuple in the place of a list: ((a, b, c),) for ([a, b, c],)",
+        )
     return inputs
 
 

@@ -68,7 +68,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "ZBH1": Family("zero_bubble:zb_h1", ("InterleavedZeroBubble",), most_chunks=None),
     "ZBH2": Family("zero_bubble:zb_h2"),
-    "ZBV": Family("zbv:zb_v", ("ZBVPP",), "vee", 2, 2),
+    "ZBV": Family("zbv:zb_v", ("ZBVPP", "ZBVZeroBubble"), "vee", 2, 2),
     "VHalf": Family("controllable_memory:v_half", (), "vee", 2, 2),
     "VMin": Family("controllable_memory:v_min", (), "vee", 2, 2),
     "DualPipeV": Family("dualpipev:dual_pipe_v", (), "vee", 2, 2),

@@ -13,7 +13,7 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
-from fleetpipe.errors import ConfigError, PartitionError, UsageError
+from fleetpipe.errors import CaptureError, ConfigError, PartitionError, StateError, UsageError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from tests.jobs import job
 from tests.pipelines import sgd
@@ -158,3 +158,46 @@ def test_a_capture_records_its_own_thread() -> None:
     assert np.isfinite(LOADED).all()
     assert LOADED
     assert model.last.weight.grad.numpy().any()
+
+
+class Sum(nn.Layer):  # type: ignore[misc]
+    """Takes a list of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, values: Any) -> Any:
+        return self.second(self.first(sum(values)))
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+def test_a_list_as_one_input_is_given_as_a_tuple(container: type) -> None:
+    """As many tensors as micro-batches: a list has one value for each of these."""
+    values = [X[:6], 2 * X[:6], 3 * X[:6]]
+    model = Sum()
+    expected = float((model(values) ** 2).mean())
+    with job(2, micro_batches=3, rows=2):
+        pipe = fleetpipe.pipeline(
+            model, ([value[:2] for value in values],), lambda o, _: (o**2).mean()
+        )
+        pipe = fleet.distributed_model(pipe)
+        data = [(container(values),), [None] * 3]
+        if container is list:
+            with pytest.raises(CaptureError, match="another container than example_inputs"):
+                pipe.eval_batch(data, compute_loss=True)
+        else:
+            loss = float(pipe.eval_batch(data, compute_loss=True))
+            assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_static_graph_is_named_where_it_is_on() -> None:
+    model, example = Net(), X[:2]
+    paddle.enable_static()
+    try:
+        with pytest.raises(StateError, match="static graph is on"):
+            PipelineLayer([model.first], num_stages=1)
+        with pytest.raises(StateError, match="static graph is on"):
+            fleetpipe.pipeline(model, example)
+    finally:
+        paddle.disable_static()

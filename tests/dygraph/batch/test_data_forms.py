@@ -11,7 +11,8 @@ import pytest
 
 from fleetpipe import fleet, parity
 from fleetpipe.dygraph.batch.micro_batches import MicroBatchCut, ragged_weights, split
-from fleetpipe.errors import BoundaryError, ConfigError
+from fleetpipe.dygraph.batch.outputs import join_outputs
+from fleetpipe.errors import BoundaryError, ConfigError, UsageError
 from fleetpipe.fleet.meta_parallel import PipelineDatasetPreprocessor
 from fleetpipe.fleet.meta_parallel.pipeline_parallel import FakeMicroDataset
 from tests import jobs
@@ -254,3 +255,18 @@ def test_replicas_count_by_their_rows(on_ranks: Callable[..., Any], reduction: s
     for got, mean, verdict in on_ranks(evaluated, 4, reduction):
         assert got == pytest.approx(mean, rel=1e-5) or reduction == "sum"
         assert "FAILED" not in verdict
+
+
+def test_a_number_in_an_output_is_that_of_one_micro_batch() -> None:
+    assert join_outputs([{"rows": 2, "name": "a", "none": None}]) == {
+        "rows": 2,
+        "name": "a",
+        "none": None,
+    }
+    with pytest.raises(UsageError, match="that of one micro-batch"):
+        join_outputs([{"rows": 2}, {"rows": 2}])
+
+
+def test_a_plain_value_in_a_batch_is_told_to_be_left_out() -> None:
+    with pytest.raises(BoundaryError, match="leave it out, or give None"):
+        split([(INPUTS, True), LABELS], CUT)

@@ -152,7 +152,7 @@ def test_outputs_may_be_moved_to_the_host() -> None:
 
 class Both(nn.Layer):
     def forward(self, x: Any) -> Any:
-        return {"logits": x, "parts": (x.sum(), [x[:, 0], 3]), "none": None}
+        return {"logits": x, "parts": (x.sum(), [x[:, 0], "first"]), "none": None}
 
 
 def test_a_prediction_keeps_the_containers_of_the_output() -> None:
@@ -160,10 +160,10 @@ def test_a_prediction_keeps_the_containers_of_the_output() -> None:
         result = model.predict_batch(rows_of(5)[0])
         logits = result["logits"]
         assert logits.shape == [5, CLASSES]
-        sums, (column, number) = result["parts"]
+        sums, (column, text) = result["parts"]
         assert (sums.shape, column.shape) == ([3], [5])
         assert (column.numpy() == logits[:, 0].numpy()).all()
-        assert (number, result["none"]) == (3, None)
+        assert (text, result["none"]) == ("first", None)
 
 
 def test_a_prediction_takes_tuples_dicts_and_lists() -> None:
