@@ -125,9 +125,9 @@ class Reductions:
 
     def _require_alike_along_mp(self, losses: list[Tensor]) -> None:
         """Refuses, in the first batch, shards of the last stage that have losses of their own."""
-        group, known = self._job.model_parallel(), self._alike_along_mp
+        group, compared = self._job.model_parallel(), self._alike_along_mp
         self._alike_along_mp = True
-        if known or group.ranks == 1:
+        if compared or group.ranks == 1:
             return
         values = [loss.astype("float32").numpy() for loss in losses]
         alike = functools.partial(np.allclose, rtol=_ROUNDING, equal_nan=True)
