@@ -21,7 +21,7 @@ import numpy as np
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.dygraph.backward.layer_state import Copies, LayerStates
 from fleetpipe.dygraph.backward.own_state import changes
-from fleetpipe.dygraph.nest import copy_tensors, leaf_like, replace, tensors_of
+from fleetpipe.dygraph.nest import leaf_like, replace, tensors_of
 from fleetpipe.dygraph.random_keys import RandomStates, random_states_kept
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
@@ -29,8 +29,12 @@ from fleetpipe.paddle_api.amp import automatic_casts
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.tensor import (
     SavedBy,
+    contiguous,
+    copy_of,
+    in_layout,
     is_for_pylayer,
     is_parameter,
+    layout_of,
     same_memory,
     switch_gradients_on,
     to_host,
@@ -131,7 +135,7 @@ def call(piece: RecomputedPiece, run: Run, value: Nest, held: HeldInputs) -> Nes
     global _failure
     # One that nobody asked for, of a backward of the user's own.
     _failure = None
-    rerun = _Rerun(piece, run, replace(value, {id(t): held.of(t) for t in tensors_of(value)}))
+    rerun = _Rerun(piece, run, value, held)
     try:
         with _saving_by(rerun.pack, rerun.unpack):
             output = run(value)
@@ -144,19 +148,24 @@ def call(piece: RecomputedPiece, run: Run, value: Nest, held: HeldInputs) -> Nes
 class _Ticket:
     """Replaces a saved tensor in the graph."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "layout", "tensor")
 
-    def __init__(self) -> None:
+    def __init__(self, saved: Tensor) -> None:
+        #: The graph reads by the layout of what it saved, whatever it is handed in backward.
+        self.layout = layout_of(saved)
         self.tensor: Tensor = None
 
 
 class _Rerun:
     """Stores what is needed to run a piece again, and the tickets to fill then."""
 
-    def __init__(self, piece: RecomputedPiece, run: Run, value: Nest) -> None:
+    def __init__(self, piece: RecomputedPiece, run: Run, value: Nest, inputs: HeldInputs) -> None:
         self._piece = piece
         self._run = run
-        self._value = value
+        held = {id(tensor): inputs.of(tensor) for tensor in tensors_of(value)}
+        self._value = replace(value, held)
+        # A reshaped input is a view of it in one layout, and a copy in another.
+        self._layouts = [(held[id(tensor)], layout_of(tensor)) for tensor in tensors_of(value)]
         self._states = piece.states()
         self._bits: list[int | np.ndarray] | None = None
         self._random = RandomStates()
@@ -167,7 +176,7 @@ class _Rerun:
     def pack(self, tensor: Tensor) -> Tensor | _Ticket:
         if _stays(tensor):
             return tensor
-        ticket = _Ticket()
+        ticket = _Ticket(tensor)
         if self._piece.differentiates is not False:
             ticket.tensor = tensor if is_for_pylayer() else same_memory(tensor)
         self._tickets.append(weakref.ref(ticket))
@@ -222,7 +231,9 @@ class _Rerun:
                 return tensor
             ticket = next(tickets, _no_ticket)()
             if ticket is not None:
-                ticket.tensor = same_memory(tensor)
+                laid_out = in_layout(tensor.detach(), ticket.layout)
+                ticket.tensor = same_memory(laid_out)
+                ticket.tensor.stop_gradient = tensor.stop_gradient
                 filled.append((tensor, tensor.inplace_version))
             if not self._piece.differentiates:
                 return None
@@ -232,10 +243,12 @@ class _Rerun:
         try:
             states = self._states.put_back(self._piece.functions)
             with random_states_kept(), states, paddle.enable_grad(), self._casts():
+                # Not leaves of the graph: Paddle lets nobody write into one.
+                copies = {id(one): in_layout(copy_of(one), of) for one, of in self._layouts}
+                inputs = replace(self._value, copies)
                 self._random.put_back()
                 with _saving_by(fill, _keep if self._piece.differentiates else _refuse):
-                    # Not leaves of the graph: Paddle lets nobody write into one.
-                    output = self._run(copy_tensors(self._value))
+                    output = self._run(inputs)
         finally:
             _here.rerunning = before
         self._check(filled, next(tickets, None) is None, output)
@@ -285,7 +298,7 @@ def _bits(value: Nest) -> list[int | np.ndarray]:
     tensors = [tensor.detach() for tensor in tensors_of(value) if 0 not in tensor.shape]
     if device_kind() != "cpu":
         return [to_host(one.flatten()[:_NUMBERS].astype("float32")).numpy() for one in tensors]
-    return [zlib.crc32(tensor.contiguous().numpy()) for tensor in tensors]
+    return [zlib.crc32(contiguous(tensor).numpy()) for tensor in tensors]
 
 
 def _alike(first: Sequence[int | np.ndarray], again: Sequence[int | np.ndarray]) -> bool:

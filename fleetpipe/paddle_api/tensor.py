@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle import _C_ops
 from paddle.base import core
@@ -21,6 +21,7 @@ from paddle.base import framework as _framework
 
 from fleetpipe.aliases import DType, Tensor
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.amp import uncast
 from fleetpipe.paddle_api.device import expected_place, synchronize
 
 _Tensor: Any = core.eager.Tensor
@@ -100,6 +101,48 @@ def copy_of(tensor: Tensor) -> Tensor:
         return paddle.scale(tensor, 1.0)
     # Paddle 2.6.2 clones none without elements, into which nobody writes.
     return tensor if 0 in tensor.shape else tensor.clone()
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """Returns a tensor itself if it is contiguous, else a copy.
+
+    ``tensor.contiguous()`` changes the tensor, and those detached from it: they are views no more.
+    """
+    return tensor if tensor.is_contiguous() else copy_of(tensor)
+
+
+class Layout(NamedTuple):
+    """Where the numbers of a tensor lie in its memory: views lie otherwise than new tensors.
+
+    Attributes:
+        strides: For each axis, the distance of neighbours, in numbers.
+        offset: The bytes before the first number.
+    """
+
+    strides: tuple[int, ...]
+    offset: int
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Returns the layout of a tensor."""
+    return Layout(tuple(tensor.strides), tensor.offset)
+
+
+def in_layout(tensor: Tensor, layout: Layout) -> Tensor:
+    """Returns a tensor itself if it has a layout, else a copy of its numbers that has it.
+
+    A copy is cut from the graph but, unlike a leaf, may be written into.
+    """
+    if 0 in tensor.shape or layout_of(tensor) == layout:
+        return tensor
+    with uncast():
+        ends = [(size - 1) * stride for size, stride in zip(tensor.shape, layout.strides)]
+        numbers = layout.offset // tensor.element_size() + sum(max(end, 0) for end in ends) + 1
+        memory = paddle.empty([numbers], tensor.dtype)
+        place = (tensor.shape, layout.strides, layout.offset)
+        paddle.assign(tensor.detach(), paddle.as_strided(memory, *place))
+        memory.stop_gradient = tensor.stop_gradient
+        return paddle.as_strided(memory, *place)
 
 
 def release_memory(tensor: Tensor) -> None:

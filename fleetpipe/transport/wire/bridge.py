@@ -17,7 +17,13 @@ from paddle.utils import dlpack
 
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind, dynamic_mode
-from fleetpipe.paddle_api.tensor import empty_on_host, tensor_bytes, to_device, to_host
+from fleetpipe.paddle_api.tensor import (
+    contiguous,
+    empty_on_host,
+    tensor_bytes,
+    to_device,
+    to_host,
+)
 from fleetpipe.transport.wire.structure import SIZES, TensorLeaf
 
 # 2.6.2 has "uint16" as another name of bfloat16, and neither float8 nor the larger uints.
@@ -141,7 +147,7 @@ def allocate(leaves: Sequence[TensorLeaf]) -> tuple[list[Tensor], list[memoryvie
 @_in_dynamic_mode
 def flat_bytes(tensors: list[Tensor]) -> list[Tensor]:
     """Returns for each tensor that has data a one-dimensional view of its bytes, on its device."""
-    whole = [tensor.detach().contiguous() for tensor in tensors if 0 not in tensor.shape]
+    whole = [contiguous(tensor.detach()) for tensor in tensors if 0 not in tensor.shape]
     # Seen as bytes, a part of a tensor would begin elsewhere: Paddle multiplies its offset too.
     whole = [tensor.clone() if tensor.offset else tensor for tensor in whole]
     return [tensor.reshape([-1]).view("uint8") for tensor in whole]
@@ -192,7 +198,7 @@ def carriers(tensors: list[Tensor]) -> list[Tensor]:
 def _on_card(tensor: Tensor) -> Tensor:
     """Returns a contiguous tensor on the computing device; the same one if it is so already."""
     by_host = tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place()
-    return (to_device(tensor) if by_host and device_kind() != "cpu" else tensor).contiguous()
+    return contiguous(to_device(tensor) if by_host and device_kind() != "cpu" else tensor)
 
 
 @_in_dynamic_mode
@@ -219,7 +225,7 @@ def _is_plain(tensor: Tensor) -> bool:
 @_in_dynamic_mode
 def _made_plain(tensor: Tensor) -> Tensor:
     kept = tensor.detach()
-    return (kept if kept.place.is_cpu_place() else to_host(kept)).contiguous()
+    return contiguous(kept if kept.place.is_cpu_place() else to_host(kept))
 
 
 def _new(leaf: TensorLeaf) -> Tensor:
