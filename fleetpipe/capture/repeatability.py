@@ -6,18 +6,18 @@ time. Runs on other numbers show such places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
-from fleetpipe.aliases import Tensor
 from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import attributes_running_on
 from fleetpipe.capture.tracing.place import forward_place, raised_at
-from fleetpipe.capture.tracing.signature import PLAIN, with_numbers
+from fleetpipe.capture.tracing.signature import PLAIN
 from fleetpipe.capture.tracing.value import Capture, Mode, Node, Owned, Ref, parts
+from fleetpipe.capture.variations import MIXED, ROLLED, Variation, varied
 from fleetpipe.errors import CaptureError, reason
 from fleetpipe.paddle_api import paddle
 
@@ -97,24 +97,11 @@ def _modes_after(first: Capture, again: Capture) -> tuple[Mode, ...]:
     return tuple(modes.get(id(mode.layer), mode) for mode in first.switched)
 
 
-def roll(tensor: Tensor) -> Tensor:
-    """Returns numbers of the same kind, with rows and columns in another order."""
-    share = 0.75 if tensor.is_floating_point() else 1
-    return with_numbers(tensor, lambda numbers: np.roll(numbers, 1) * share)
-
-
-def negate(tensor: Tensor) -> Tensor:
-    """Returns numbers of the same kind, with other signs."""
-    if not tensor.is_floating_point():
-        return roll(roll(tensor))
-    return with_numbers(tensor, lambda numbers: -1.5 * numbers)
-
-
 def _difference(capturing: Capturing) -> _Difference | None:
     """Returns the first place where runs on other numbers differ from the run on the example."""
     look = capturing.look
     # Numbers that a forward reads are refused: it takes little to find what comes from elsewhere.
-    for training, change in ((True, roll), (False, negate)):
+    for training, change in ((True, ROLLED), (False, MIXED)):
         while True:
             first = capturing(look, training)
             changes = capturing.unopened.changes
@@ -135,14 +122,14 @@ def _difference(capturing: Capturing) -> _Difference | None:
     return None
 
 
-def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: bool) -> Capture:
+def _run(capturing: Capturing, change: Variation, training: bool) -> Capture:
     """Runs the forward on changed numbers; on less changed ones if it fails on these."""
     try:
-        return capturing.with_numbers(capturing.vary(change), training)
+        return capturing.with_numbers(varied(capturing, change), training)
     except CaptureError as error:
         if not isinstance(error.__cause__, Exception):
             raise
-        if change is roll:
+        if change is ROLLED:
             raise CaptureError(
                 f"the forward runs on the example, and fails on other numbers: "
                 f"{reason(error.__cause__)}",
@@ -151,7 +138,7 @@ def _run(capturing: Capturing, change: Callable[[Tensor], Tensor], training: boo
                 fix="name the small input of whole numbers that says sizes in shape_inputs; or set "
                 "verify=False",
             ) from error
-        return capturing.with_numbers(capturing.vary(roll), training)
+        return capturing.with_numbers(varied(capturing, ROLLED), training)
 
 
 def _selecting(first: Capture, second: Capture) -> Iterator[str]:

@@ -15,7 +15,7 @@ from fleetpipe import schedules
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.capture.proof import verdict
 from fleetpipe.capture.proof.comparison import Comparison, Digests, undo_training
-from fleetpipe.capture.proof.data import Trial, variants, with_another_row
+from fleetpipe.capture.proof.data import Trial
 from fleetpipe.capture.proof.hook_calls import Calls, count_hook_calls
 from fleetpipe.capture.proof.models import CapturedRun, PlainLoop, copy_inputs
 from fleetpipe.capture.proof.summation_order import reordered_sums
@@ -24,6 +24,7 @@ from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.place import raised_at
 from fleetpipe.capture.tracing.walk import arguments_of
+from fleetpipe.capture.variations import ALL, varied, with_another_row
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError, reason
@@ -123,9 +124,9 @@ def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Cour
     """Yields courses to train: on varied numbers and rows, then on less in case a model fails."""
     trial = Trial(capturing.model)
     example = capturing.example
-    inputs = [numbers for numbers in variants(capturing) if trial.accepts(numbers)]
+    inputs = [numbers for one in ALL if trial.accepts(numbers := varied(capturing, one))]
     rows = [example, with_another_row(capturing)]
-    evaluations = [numbers for numbers in rows if trial.accepts(numbers, training=False)]
+    evaluations = [x for x in rows if x is not None and trial.accepts(x, training=False)]
     steps = _steps(inputs or [example], planned)
     yield Course(steps, evaluations)
     # After a step a model may fail on what it took before it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -19,8 +19,6 @@ from fleetpipe.paddle_api.layer import TABLES, buffers_in, parameters_in
 from fleetpipe.paddle_api.operations import renew, set_data
 from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 from fleetpipe.transport.wire import bridge
-
-#: Where a layer has what it has; a tensor that is set leaves the attributes and comes here.
 
 #: The models whose attributes are put back later.
 _waiting: set[int] = set()
@@ -69,12 +67,22 @@ def state_kept(model: Layer) -> Iterator[set[int]]:
         finally:
             for holder, held in places:
                 changed.update(id(t) for name, t in held.items() if holder.get(name) is not t)
+            regrown = {id(holder) for holder, held in places if _has_regrown(holder, held)}
             for restore in holders:
                 restore()
-            for now, before in attributes:
+            for layer, (now, before) in zip(layers, attributes):
+                if id(buffers_in(layer)) in regrown:
+                    # A table that a longer input makes longer, and the length that it has.
+                    now.update(before)
                 # It was None, and its place was taken by a tensor.
                 now.update((name, before[name]) for name in before.keys() - now.keys())
             changed.update(key for key, kept in tensors.items() if _restore(kept))
+
+
+def _has_regrown(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> bool:
+    """Whether a tensor of another shape took the place of one of a layer's."""
+    kept = ((now.get(name), tensor) for name, tensor in before.items() if tensor is not None)
+    return any(other is not None and other.shape != tensor.shape for other, tensor in kept)
 
 
 def _copy(tensor: Tensor) -> _Kept:
