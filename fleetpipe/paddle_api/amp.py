@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -67,6 +67,28 @@ def automatic_casts() -> Callable[[], AbstractContextManager[object]]:
     level, dtype, white, black = casts
     auto_cast: Callable[..., AbstractContextManager[object]] = paddle.amp.auto_cast
     return lambda: auto_cast(True, set(white), set(black), level, dtype)
+
+
+@contextmanager
+def casts_visible(dtype: str) -> Iterator[Casts | None]:
+    """While it is open, there are automatic casts, so that a context without any shows.
+
+    Yields those of now. If there are none, casts are on that no operation is in the lists of.
+
+    Args:
+        dtype: The dtype of half precision, of which operations may have all operands.
+    """
+    framework: ModuleType = paddle.framework
+    tracer = framework._dygraph_tracer()
+    level, half, lists = tracer._amp_level, tracer._amp_dtype, tracer._get_amp_op_list()
+    if not casts_automatically():
+        tracer._amp_level, tracer._amp_dtype = type(level).O1, dtype
+        tracer._set_amp_op_list(set(), set())
+    try:
+        yield casts_of_now()
+    finally:
+        tracer._amp_level, tracer._amp_dtype = level, half
+        tracer._set_amp_op_list(*lists)
 
 
 def checked_amp(

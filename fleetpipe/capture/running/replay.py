@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from fleetpipe.aliases import Nest
@@ -105,7 +106,8 @@ class _Call:
             (name_of(old), name_of(new)) for old, new in node.written if name_of(new) in needed
         ]
         self._needed = needed
-        self._grad = node.grad
+        self._has_context = node.casts is not None or not node.grad
+        self._grad, self._casts = node.grad, node.casts or nullcontext
         self._modes = modes
 
     def __call__(self, *arguments: Any) -> Nest:
@@ -114,11 +116,11 @@ class _Call:
             mode.put_back()
         args = [fill(values) for fill in self._args]
         named = {name: fill(values) for name, fill in self._named.items()}
-        if self._grad:
-            output = self._function(*args, **named)
-        else:
-            with paddle.no_grad():
+        if self._has_context:
+            with nullcontext() if self._grad else paddle.no_grad(), self._casts():
                 output = self._function(*args, **named)
+        else:
+            output = self._function(*args, **named)
         left = {name: value for name, value in values.items() if name in self._needed}
         for name, tensor in zip(self._outputs, tensors_of(output)):
             if name is not None:

@@ -47,6 +47,7 @@ from fleetpipe.dygraph.batch.kept_for_loss import kept_for
 from fleetpipe.dygraph.nest import leaves, map_tensors, tensors_of
 from fleetpipe.errors import CaptureError
 from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.amp import Casts, automatic_casts, casts_of_now, casts_visible
 from fleetpipe.paddle_api.layer import TABLES, buffers_in, sublayers_in
 from fleetpipe.paddle_api.operations import (
     Function,
@@ -141,6 +142,8 @@ class _Tracer(Walk):
         self._lengths: list[dict[str, int]] = []
         self._sizes = Sizes()
         self._draws: Draws | None = None
+        #: The automatic casts around the forward.
+        self._casts: Casts | None = None
         #: The classes of layers that no nodes can be made of, and why.
         self.closed: dict[type, str] = {}
 
@@ -164,7 +167,10 @@ class _Tracer(Walk):
             self._number(tensor)
         self._sizes.fix(whole_at(inputs, self._shape_inputs))
         noted = self._with_placeholders(inputs)
-        with intercepting(self), noting(self.mark), draws.watching() if draws else nullcontext():
+        halves = {str(p.dtype).rpartition(".")[2] for p in self._model.parameters()}
+        half = "bfloat16" if "bfloat16" in halves else "float16"
+        watching = draws.watching() if draws else nullcontext()
+        with intercepting(self), noting(self.mark), watching, casts_visible(half) as self._casts:
             output = self._model(*args, **named)
         _require_tensors(self._model, output)
         nodes, marks = at_makers(self._nodes, self._marks)
@@ -364,6 +370,7 @@ class _Tracer(Walk):
             paddle.is_grad_enabled(),
             state,
             modes,
+            automatic_casts() if casts_of_now() != self._casts else None,
         )
         self._nodes.append(node)
         if self._unopened.selecting and node.name in self._unopened.selecting:

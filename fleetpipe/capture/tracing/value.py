@@ -7,6 +7,7 @@ which they ran, which is the order of every later run. A value is a tensor of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -108,6 +109,8 @@ class Node:
         state: The names of the model's parameters and buffers that it has, takes, or uses through
             shared memory; one name for each tensor.
         modes: The layers in it, each with its mode.
+        casts: Makes the context of automatic casts that the forward has opened around it; None if
+            it has those of the batch.
     """
 
     function: Callable[..., Any]
@@ -120,6 +123,7 @@ class Node:
     grad: bool = True
     state: frozenset[str] = frozenset()
     modes: tuple[Mode, ...] = ()
+    casts: Callable[[], AbstractContextManager[object]] | None = None
 
     @property
     def is_layer(self) -> bool:
