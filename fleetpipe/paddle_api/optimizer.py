@@ -359,25 +359,17 @@ def twin_optimizer(
     memo = {id(parameter): frozen for parameter in optimized_parameters(optimizer)}
     memo.update((id(parameter), twins[name]) for name, parameter in parameters.items())
     for name, parameter in parameters.items():
+        # By which Paddle keeps state, and functions of the script choose what decays.
+        twins[name].name = parameter.name
         # Where a parameter group has its learning rate and its decay.
         twins[name].optimize_attr = dict(parameter.optimize_attr)
         twins[name].regularizer = parameter.regularizer
     base = base_optimizer(optimizer)
     # A Program cannot be copied: the one that the state was made in, and those of rates.
     memo.update((id(one), one) for one in (base.helper, *base._learning_rate_map))
-    # Paddle keeps state by the names of parameters, or of master weights, which are as they were.
-    names = {parameter.name: twins[name].name for name, parameter in parameters.items()}
+    names = {parameter.name for parameter in parameters.values()}
+    # State is by the names of parameters, or of master weights.
     kept = {*names, *(base._master_weights[n].name for n in names if n in base._master_weights)}
     for holder in (base._master_weights, *base._accumulators.values()):
         memo.update((id(one), one) for name, one in holder.items() if name not in kept)
-    twin = copy.deepcopy(optimizer, memo)
-    for holder in (
-        base_optimizer(twin)._master_weights,
-        *base_optimizer(twin)._accumulators.values(),
-    ):
-        for name in names.keys() & holder.keys():
-            holder[names[name]] = holder.pop(name)
-    for created in ("_already_create_accumulator", "_already_create_accumulater"):  # 2.6.2's
-        made: set[str] = getattr(base_optimizer(twin), created, set())
-        made.update({names[name] for name in names.keys() & made})
-    return twin
+    return copy.deepcopy(optimizer, memo)

@@ -110,6 +110,14 @@ def _with_method(base: type, name: str) -> list[type]:
     return [kind for kind in {*kinds} if name in kind.__dict__]
 
 
+def _kept_by_dropout(x: Tensor, output: Tensor) -> Tensor:
+    """Returns which numbers a dropout has kept; of zeros its gradient alone shows that."""
+    if output.stop_gradient:
+        return (output != 0) | (x == 0)
+    (factors,) = paddle.grad(output, x, paddle.ones_like(output), retain_graph=True)
+    return factors != 0
+
+
 def _without_recompute(call: Around, *arguments: Any, **named: Any) -> None:
     call(*arguments, **{**named, "recompute_interval": 0})
 
@@ -164,8 +172,7 @@ class _Hooks(BatchObserver):
             self._recorder.put(
                 place._replace(part=DROPPED), numbers_of(x.detach().reshape([-1])[:32])
             )
-            # Where it takes a zero, what it draws does not matter.
-            self._recorder.put(place, numbers_of((output != 0) | (x == 0)))
+            self._recorder.put(place, numbers_of(_kept_by_dropout(x, output)))
             return output
         mask = self._feed.mask(place, tuple(output.shape), self._recorder.recorded)
         if mask is None:
