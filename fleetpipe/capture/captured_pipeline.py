@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting.auto import Choice
@@ -30,9 +30,11 @@ from fleetpipe.dygraph.state.files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, equal_copies
 from fleetpipe.engine.observer import BatchObserver
+from fleetpipe.errors import StateError
 from fleetpipe.extras import extra
 from fleetpipe.mesh.groups import SoleGroup
 from fleetpipe.paddle_api.layer import share_tables
+from fleetpipe.paddle_api.tensor import is_parameter, note_elsewhere
 from fleetpipe.partition import LayerInfo
 from fleetpipe.profiling import PipelinePlan
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -149,7 +151,10 @@ class CapturedPipeline(PipelineLayer):
         self.__dict__["_shared_weights"] = equal_copies(weights, tensors, self._stage_id, self._job)
         if self._job is not None and not self._job.local:
             kept = {id(tensor) for tensor in (*tensors.values(), *self.forms.numbers)}
-            release(t for t in self.plain.state_dict().values() if id(t) not in kept)
+            elsewhere = [t for t in self.plain.state_dict().values() if id(t) not in kept]
+            release(elsewhere)
+            for parameter in filter(is_parameter, elsewhere):
+                note_elsewhere(parameter)
 
     def _hold(self, users: dict[str, tuple[int, ...]]) -> None:
         """Registers the sublayers of this process's stages under the model's names."""
@@ -220,6 +225,20 @@ class CapturedPipeline(PipelineLayer):
             if id(layer) not in layers:
                 layer.training = modes.get(path, self.plain.training)
         return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuses to copy or pickle the pipeline, whose captured calls belong to this process.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            "a captured pipeline is neither copied nor pickled",
+            cause="its stages repeat calls of the plain model's own layers and functions",
+            fix="for a teacher or an average, copy.deepcopy the plain model before "
+            "fleetpipe.pipeline, or take pipe.single_model() where one process has all stages; to "
+            "store weights, use pipe.full_state_dict()",
+        )
 
     def graphviz(self) -> str:
         """Returns the graph of nodes in Graphviz's language, coloured by stage, on any rank.

@@ -20,6 +20,7 @@ from paddle.base import core
 from paddle.base import framework as _framework
 
 from fleetpipe.aliases import DType, Tensor
+from fleetpipe.errors import StateError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.amp import uncast
 from fleetpipe.paddle_api.device import expected_place, synchronize
@@ -228,6 +229,38 @@ def stand_in(parameter: Tensor) -> Tensor:
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a Parameter object, with all its attributes."""
     return isinstance(tensor, _framework.EagerParamBase)
+
+
+class ElsewhereParameter(_framework.EagerParamBase):  # type: ignore[misc]
+    """A parameter whose numbers another rank has; Paddle would read none, without a word."""
+
+    def numpy(self, *args: object) -> Any:
+        """Returns the numbers while there are any.
+
+        Raises:
+            StateError: This rank has none.
+        """
+        self._require_numbers()
+        return super().numpy(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._require_numbers()
+        return super().__deepcopy__(memo)
+
+    def _require_numbers(self) -> None:
+        if not has_memory(self):
+            raise StateError(
+                "the numbers of this weight are on another rank, and on this one there are none",
+                where=f"parameter {self.name!r}, of shape {list(self.shape)}",
+                cause="fleetpipe.pipeline leaves each rank of a pipeline the weights of its stages",
+                fix="read pipe.full_state_dict(), which every rank calls; to copy the model, copy "
+                "it before fleetpipe.pipeline",
+            )
+
+
+def note_elsewhere(parameter: Tensor) -> None:
+    """Makes reading the numbers of a parameter an error while it has none."""
+    parameter.__class__ = ElsewhereParameter
 
 
 def run_backward(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

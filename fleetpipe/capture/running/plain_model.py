@@ -90,7 +90,9 @@ class Untouched(ModelWithParts):
         """Calls the model."""
         keys = random_keys.current()
         micro_batch = _FIRST if keys is None else keys.micro_batch
-        inputs = complete(inputs, self._example)
+        if paddle.in_dynamic_mode():
+            # In a static graph, as jit.save makes it, the example would be one of the weights.
+            inputs = complete(inputs, self._example)
         output = call_keyed(self._model, inputs, self._unopened, keys, micro_batch)
         return loss_input(self._model, output)
 

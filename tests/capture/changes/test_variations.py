@@ -111,11 +111,12 @@ def test_a_table_that_grows_in_a_sublayer(verify: bool | str) -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_captured_pipeline_says_what_to_copy_instead(copied: Any, tmp_path: Any) -> None:
     with job(2):
-        pipe = fleetpipe.pipeline(Turned(), paddle.randn([2, 5, 4]), nn.CrossEntropyLoss())
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        pipe = fleetpipe.pipeline(net, paddle.randn([2, 6]), nn.CrossEntropyLoss())
         with pytest.raises(StateError, match="neither copied nor pickled"):
             copied(pipe)
         single = pipe.single_model()
-        x = paddle.randn([3, 5, 4])
-        paddle.jit.save(single, str(tmp_path / "net"), [paddle.static.InputSpec([None, 5, 4])])
+        x = paddle.randn([3, 6])
+        paddle.jit.save(single, str(tmp_path / "net"), [paddle.static.InputSpec([None, 6])])
         loaded = paddle.jit.load(str(tmp_path / "net"))(x)
         assert np.allclose(loaded.numpy(), single(x).numpy(), atol=1e-6)
