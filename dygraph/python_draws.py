@@ -18,28 +18,41 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from fleetpipe.aliases import Layer, Nest
+from fleetpipe.aliases import Nest
 from fleetpipe.dygraph.code_names import codes_in, held_by, is_of_library, names_in, variables_of
 from fleetpipe.paddle_api import paddle
 
 _GENERATORS = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
 _MODULES: tuple[types.ModuleType, ...] = (random, np.random)
 
-_of_layers: WeakKeyDictionary[Layer, bool] = WeakKeyDictionary()
+_of_objects: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def draws_python(function: Callable[[Nest], Nest]) -> bool:
-    """Whether the code of a function, or of a layer or its sublayers, names such a generator."""
-    if not isinstance(function, paddle.nn.Layer):
-        return any(_in_code(code) for code in _functions(function))
-    if function not in _of_layers:
-        kinds: set[Any] = {type(layer) for layer in function.sublayers(include_self=True)}
-        _of_layers[function] = any(_of_class(kind) for kind in kinds)
-    return _of_layers[function]
+    """Whether code that a function or a layer runs, as far as it is known, names a generator."""
+    codes = [*_functions(function)]
+    if codes:
+        return any(map(_in_code, codes))
+    if type(function).__weakrefoffset__ == 0:
+        return _of_object(function, set())
+    if function not in _of_objects:
+        _of_objects[function] = _of_object(function, set())
+    return _of_objects[function]
 
 
-@functools.cache
-def _of_class(kind: type) -> bool:
+def _of_object(thing: Any, seen: set[Any]) -> bool:
+    """Whether methods of an object or its sublayers draw, or callables that these hold."""
+    parts = thing.sublayers(include_self=True) if isinstance(thing, paddle.nn.Layer) else [thing]
+    held = [v for part in parts for v in getattr(part, "__dict__", {}).values() if callable(v)]
+    return any(_of_class(type(one), seen) for one in (*parts, *held)) or any(
+        _draws(function, seen) for one in held for function in _functions(one)
+    )
+
+
+def _of_class(kind: type, seen: set[Any]) -> bool:
+    if kind in seen:
+        return False
+    seen.add(kind)
     members = [
         member
         for base in kind.__mro__
@@ -47,7 +60,7 @@ def _of_class(kind: type) -> bool:
         for name, member in vars(base).items()
         if name != "__init__"
     ]
-    return any(_in_code(function) for member in members for function in _functions(member))
+    return any(_draws(function, seen) for member in members for function in _functions(member))
 
 
 def _functions(value: Any) -> Iterator[types.FunctionType]:
@@ -65,7 +78,7 @@ def _in_code(function: types.FunctionType) -> bool:
     return _draws(function, set())
 
 
-def _draws(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
+def _draws(function: types.FunctionType, seen: set[Any]) -> bool:
     if function.__code__ in seen or is_of_library(function):
         return False
     codes = codes_in(function.__code__)
@@ -78,9 +91,10 @@ def _draws(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
     return any(_is_drawn(value, names, seen) for value in values)
 
 
-def _is_drawn(value: Any, names: frozenset[str], seen: set[types.CodeType]) -> bool:
+def _is_drawn(value: Any, names: frozenset[str], seen: set[Any]) -> bool:
     if isinstance(value, types.ModuleType):
         return value in _MODULES or (value is np and "random" in names)
     if any(getattr(value, "__self__", None) is generator for generator in _GENERATORS):
         return True
-    return any(_draws(function, seen) for function in _functions(value))
+    codes = [*_functions(value)]
+    return any(_draws(code, seen) for code in codes) if codes else _of_object(value, seen)

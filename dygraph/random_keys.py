@@ -1,32 +1,42 @@
-"""Random streams whose seeds depend on the batch, layer and micro-batch, not on where they run.
+"""Random streams whose seeds depend on the batch, micro-batch and place, not on where they run.
 
-At the start of a batch one number is drawn from Paddle's CPU generator. Before each call of a layer
-the generators are seeded with a mixture of that number, the layer's number in the whole list and
-the global micro-batch. So a dropout has the same mask on every rank, in any order and however often
-(recompute) it runs, and users' own draws between batches are as if no layer had drawn anything.
-Python's and NumPy's generators are seeded only for layers that draw from them, since threads that
-load data draw from them, too. If one process plays all ranks, layers draw from these two as in a
-hand-written loop.
+At the start of a training batch one number is drawn from Paddle's CPU generator. Before each call
+of a layer the generators are seeded with a mixture of that number, the layer's number in the whole
+list and the global micro-batch. So a dropout has the same mask on every rank, in any order and
+however often (recompute) it runs, and users' own draws between batches are as if no layer had drawn
+anything. A hook on a gradient, the backward of a ``PyLayer``, the losses and the optimizer's step
+are places with seeds of their own. An evaluation draws no number: it has the one that the next
+training batch would draw, mixed with how many evaluations there have been since the user's seed.
+
+Python's and NumPy's generators are seeded only for code that draws from them, since threads that
+load data draw from them, too.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
-from fleetpipe.aliases import Nest
+from fleetpipe.aliases import Nest, Tensor
 from fleetpipe.dygraph.python_draws import draws_python
 from fleetpipe.mesh.groups import Group
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.layer import is_patched
-from fleetpipe.paddle_api.random import drawn_on_host, generators, stream_seeds, track_streams
+from fleetpipe.paddle_api.random import (
+    count_pass,
+    drawn_on_host,
+    generators,
+    stream_seeds,
+    track_streams,
+)
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 #: The values of ``fleetpipe_configs["rng"]``.
@@ -35,8 +45,12 @@ KEYED, FLEET = MODES = ("keyed", "fleet")
 #: The streams of Paddle's tracker from which shards draw; each rank is to have its own.
 OF_SHARDS = frozenset({"model_parallel_rng", "local_seed"})
 
-#: Stands for a layer's number where the loss functions run.
-_LOSS = -1
+#: Stand for a layer's number where the loss functions run, in the step, and in ``apply``.
+LOSS, STEP, APPLY = -1, -2, -3
+#: Follows the call in whose forward a hook or a ``PyLayer`` was made, or a parameter.
+BACKWARD = -4
+#: Follows the number of a batch that is evaluated.
+_EVALUATION = -5
 
 _WORD = 2**64 - 1
 
@@ -158,13 +172,13 @@ class Keys:
         common_streams: The used streams that are the same on all ranks along mp.
     """
 
-    def __init__(self, draw: int, python: bool | None = False) -> None:
+    def __init__(self, draw: int, python: bool = False) -> None:
         """Starts with the number drawn for the batch.
 
         Args:
             draw: That number.
-            python: Whether Python's and NumPy's own generators are seeded for each call as well;
-                None to seed them only for layers that draw from them.
+            python: Whether Python's and NumPy's own generators are seeded for each call; else they
+                are for code that draws from them.
         """
         self.micro_batch = GlobalMicroBatch(0)
         self.python = python
@@ -172,7 +186,10 @@ class Keys:
         self._draw = draw
         self._slice = 0
         self._common: frozenset[str] = frozenset()
-        self._call: tuple[int, GlobalMicroBatch] | None = None
+        self._call: tuple[int, ...] | None = None
+        self._made = 0
+        #: Returns the parameters of this process by their names in the whole model.
+        self.parameters: Callable[[], Mapping[str, Tensor]] = dict
         self._streams: dict[str, GeneratorStates] = {}
         self._generators: list[Any] = []
         self._outside: PythonStates | None = None
@@ -191,15 +208,47 @@ class Keys:
             name for name, seed in first.items() if all(s.get(name) == seed for _, s in everyone)
         )
 
-    def enter(self, layer: int, function: Callable[[Nest], Nest] | None = None) -> None:
-        """Seeds all generators for a call of ``function``, layer ``layer`` of the whole list."""
-        self._call = (layer, self.micro_batch)
+    def enter(self, layer: int, *functions: Callable[..., Any]) -> None:
+        """Seeds all generators for a call of layer ``layer`` of the whole list.
+
+        Args:
+            layer: Its number, or that of another place.
+            functions: What is called; none if it may be anything.
+        """
+        self._enter((layer, self.micro_batch), functions)
+
+    def _enter(self, call: tuple[int, ...], functions: Sequence[Callable[..., Any]]) -> None:
+        self._call, self._made = call, 0
         self._streams.clear()
         self.leave()
-        if function is None or not draws_nothing(function):
-            if self.python is None and function is not None and draws_python(function):
+        if not functions or not all(map(draws_nothing, functions)):
+            if not self.python and any(map(draws_python, functions)):
                 self._outside = PythonStates()
-            self._seed_generators(key(self._draw, layer, self.micro_batch))
+            self._seed_generators(key(self._draw, *call))
+
+    @contextmanager
+    def within(self, place: tuple[int, ...], *functions: Callable[..., Any]) -> Iterator[None]:
+        """While it is open, the generators are those of a place; they are restored at the end."""
+        resume, states = self.suspend(), GeneratorStates()
+        self._enter(place, functions)
+        try:
+            yield
+        finally:
+            self.leave()
+            states.put_back()
+            resume()
+
+    @functools.cached_property
+    def numbers_of_parameters(self) -> dict[int, int]:
+        """A number of each parameter of this process, the same on any rank, by its id."""
+        return {id(p): zlib.crc32(name.encode()) for name, p in self.parameters().items()}
+
+    def place_in_backward(self) -> tuple[int, ...] | None:
+        """Returns the place of the next hook, or ``PyLayer``, of the present call; None outside."""
+        if self._call is None:
+            return None
+        self._made += 1
+        return (*self._call, BACKWARD, self._made)
 
     def leave(self) -> None:
         """Restores Python's and NumPy's generators after a layer that draws from them."""
@@ -219,11 +268,11 @@ class Keys:
         if resumed is not None:
             resumed.put_back()
         else:
-            layer, micro_batch = call or (_LOSS, self.micro_batch)
             number = zlib.crc32(name.encode())
             part = 0 if name in self._common else self._slice
             self.common_streams |= self._common & {name}
-            self._seed_generators(key(self._draw, layer, micro_batch, part, number))
+            call_parts = call or (LOSS, self.micro_batch)
+            self._seed_generators(key(self._draw, *call_parts, part, number))
         try:
             yield
         finally:
@@ -233,12 +282,11 @@ class Keys:
 
     def suspend(self) -> Callable[[], None]:
         """Returns a function that resumes the current call after other code has run."""
-        micro_batch, call, streams = self.micro_batch, self._call, dict(self._streams)
-        outside, self._outside = self._outside, None
+        here = self.micro_batch, self._call, self._made, dict(self._streams), self._outside
+        self._outside = None
 
         def resume() -> None:
-            self.micro_batch, self._call, self._streams = micro_batch, call, streams
-            self._outside = outside
+            self.micro_batch, self._call, self._made, self._streams, self._outside = here
 
         return resume
 
@@ -260,24 +308,25 @@ def current() -> Keys | None:
     return _keys
 
 
-def draw(mode: str, python: bool | None = False, part: int = 0) -> Keys | None:
-    """Draws the number of a batch from Paddle's CPU generator; None if mode is "fleet".
+def draw(mode: str, python: bool = False, part: int = 0, training: bool = True) -> Keys | None:
+    """Returns the seeds of the next batch; None if mode is "fleet".
+
+    That of a training batch is drawn from Paddle's CPU generator. An evaluation draws nothing.
 
     Args:
         mode: The option ``rng``.
         python: As for :class:`Keys`.
         part: The number of this rank's part of the sequences: each part draws other numbers.
+        training: Whether the batch is trained.
     """
     if mode == FLEET:
         return None
+    states = None if training else GeneratorStates()
     number = drawn_on_host(2**31 - 1)
+    if states is not None:
+        states.put_back()
+        number = key(number, _EVALUATION, count_pass())
     return Keys(key(number, part) if part else number, python)
-
-
-def enter_loss() -> None:
-    """Seeds the generators for the loss functions, after the last layer of a micro-batch."""
-    if _keys is not None:
-        _keys.enter(_LOSS)
 
 
 @contextmanager
@@ -376,8 +425,8 @@ def suspend() -> Callable[[], None]:
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """At its end, restores the states of everything that layers draw from."""
-    states = RandomStates()
+    resume = suspend()
     try:
         yield
     finally:
-        states.put_back()
+        resume()

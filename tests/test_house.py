@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("config", "engine", "job", "static/cut"),
         "dygraph/nest dygraph/layer_kinds dygraph/random_keys dygraph/gradients dygraph/broadcast",
     ),
+    ("dygraph/random_places",),
     (
         *("dygraph/backward", "dygraph/tensor_parallel", "static/ir", "static/run"),
         *("io", "checkpoint"),

@@ -26,6 +26,7 @@ import numpy as np
 
 from fleetpipe.aliases import GradNode, Layer, Nest, Tensor
 from fleetpipe.dygraph.nest import has_gradient, leaves, leaves_like, replace
+from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import buffers_in, is_static, parameters_in
 
@@ -219,7 +220,7 @@ def examine(
     # Paddle never lets go of a node that Python has asked for: it must hold no tensors.
     unsaved = paddle.autograd.saved_tensors_hooks(_nothing, _nothing)
     stand_ins = leaves_like(tensors_in((args, named)))
-    with unsaved:
+    with unsaved, random_states_kept():
         output = forward(*replace(args, stand_ins), **replace(named, stand_ins))
     outputs = [tensor for tensor in tensors_in(output) if has_gradient(tensor)]
     entries = [tensor.grad_fn for tensor in stand_ins.values() if has_gradient(tensor)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fleetpipe.aliases import Tensor
+from fleetpipe.dygraph.random_places import keyed_hook
 from fleetpipe.paddle_api.tensor import (
     is_made_by_pylayer,
     put_grad_hook,
@@ -90,6 +91,7 @@ def _register_grad_hook(tensor: Tensor, hook: Hook) -> int:
     if tensor.stop_gradient:
         # Of a captured model, layers of which were frozen since: Paddle would crash.
         return 0
+    hook = keyed_hook(tensor, hook)
     routed = _routes.get(id(tensor))
     return put_grad_hook(tensor, hook) if routed is None else routed[1].put(tensor, hook)
 

@@ -36,6 +36,7 @@ from fleetpipe.dygraph.backward.leaf_call import Call, GraphCall, Refusals, Tape
 from fleetpipe.dygraph.backward.lookup import LookupCall, looks_up
 from fleetpipe.dygraph.backward.product import ProductCall, product_of
 from fleetpipe.dygraph.nest import has_gradient, leaves_like, replace
+from fleetpipe.dygraph.random_places import in_earlier_backward
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.extras import extra
 from fleetpipe.paddle_api import paddle
@@ -137,10 +138,11 @@ class SplitBackward:
     def input_grads(self, stage: int, micro_batch: MicroBatch) -> Iterator[None]:
         """While it is open, autograd computes no weight gradients of leaf layers."""
         tape = self._tapes[stage, micro_batch]
-        for (of, _), earlier in self._tapes.items():
+        for (of, number), earlier in self._tapes.items():
             if of == stage and not self.by_name:
                 # What comes now is the later part of these sums.
-                self._add_now(earlier, tape.uncut)
+                with in_earlier_backward(micro_batch - number):
+                    self._add_now(earlier, tape.uncut)
         tape.in_backward = self._refusals.in_backward = True
         with self._noting(stage, "I"), self.recording(stage, micro_batch):
             yield

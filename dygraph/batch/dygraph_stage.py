@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, NoReturn, Protocol
 
 from fleetpipe.aliases import Nest, Tensor
-from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph import random_places
 from fleetpipe.dygraph.backward import recompute
 from fleetpipe.dygraph.backward.crossings import Crossing, crossing_of
 from fleetpipe.dygraph.backward.split import SplitBackward
@@ -277,6 +277,7 @@ class DygraphStage:
         """Runs autograd from the outputs, or from the loss, back to the received tensors."""
         if self.watch is not None:
             self.watch.enter(stage, False)
+        random_places.enter_backward(micro_batch)
         value, output, received, handed = self._kept[stage, micro_batch]
         # A value's last consumer first, as autograd would add up without stages.
         edges = list(handed)[::-1]
@@ -327,6 +328,7 @@ class DygraphStage:
             self.watch.enter(stage, False)
         if self._hooks is not None:
             self._hooks.before_weight_grad(stage)
+        random_places.enter_backward(micro_batch)
         self.split.weight_grads(stage, self._within(micro_batch))
         self._take(stage, micro_batch)
 
@@ -378,7 +380,7 @@ class DygraphStage:
         if batch.losses is None:
             batch.collect(index, output)
             return output
-        random_keys.enter_loss()
+        random_places.enter_loss(batch.losses.functions)
         share = batch.losses.take(index, output, copy_tensors(batch.data.labels[index]))
         return share if batch.scale is None else batch.scale(share)
 

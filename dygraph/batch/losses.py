@@ -95,7 +95,7 @@ class Losses:
         """
         self._units = units
         self._by_tree = by_tree
-        self._functions = functions
+        self.functions = functions
         self._weights = weights
         self._weight_of = weight_of or (lambda _, index: weights[index])
         self._chosen = chosen
@@ -111,7 +111,7 @@ class Losses:
             BoundaryError: A loss function cannot take the values, or returns something else.
         """
         start = None
-        for number, function in enumerate(self._functions):
+        for number, function in enumerate(self.functions):
             share = _loss(function, output, label)
             if not self._delayed:
                 share = weighted(share, self._weight_of(number, index))

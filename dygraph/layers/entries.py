@@ -11,9 +11,10 @@ from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph import layer_kinds
-from fleetpipe.dygraph.random_keys import random_states_kept
+from fleetpipe.dygraph.random_keys import PythonStates, random_states_kept
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle, paddle_fleet
+from fleetpipe.paddle_api.layer import counted_names
 from fleetpipe.paddle_api.meta_parallel import LocalSharedLayerDesc
 
 #: An entry of a layer list: a ``LayerDesc``, a built layer, or a function. A description that has a
@@ -192,6 +193,26 @@ def build(entry: Entry, index: int, lent: Mapping[str, Tensor] = NOTHING_LENT) -
             if lent
             else "give LayerDesc what the layer's constructor takes",
         ) from error
+
+
+def pass_over(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Any:
+    """Builds what another rank owns without its memory, and returns it for its names.
+
+    So the layers that follow have the names, and draw of NumPy's and Python's generators what they
+    would in one process.
+    """
+    if not hasattr(entry, "build_layer") or hasattr(entry, "blueprint"):
+        return None
+    drawn, restore_names = PythonStates(), counted_names()
+    paddle.seed(FIRST_SEED + index)
+    try:
+        with paddle.LazyGuard():
+            return _build(entry, lent)
+    except Exception:
+        # A layer whose constructor computes with its parameters cannot be built lazily.
+        drawn.put_back()
+        restore_names()
+        return build(entry, index, lent)
 
 
 def _arguments(entry: Entry) -> str:

@@ -353,30 +353,40 @@ def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[Sha
     """Builds some entries of a list; entries that share a layer or a weight here get the same one.
 
     A shared layer is built under the seed of its first entry in the whole list, so its values do
-    not depend on the rank that builds it. All random states are restored at the end, so ranks that
-    build different layers draw the same numbers afterwards.
+    not depend on the rank that builds it. Entries that are not built here are passed over in their
+    turn, so neither do names and the draws of constructors. All random states are restored at the
+    end, so ranks that build different layers draw the same numbers afterwards.
     """
     built = Built({}, {}, {}, {})
     layer_of = {index: layer for layer in shared for index in layer.indices}
-    made: dict[int, Layer] = {}
+    owned, blueprints = set(indices), Blueprints(entries)
     weights: dict[str, Tensor] = {}
+    paddles_names: dict[str, str] = {}
     with random_states_kept():
-        for index in indices:
-            if index not in layer_of:
-                function = descriptions.build(entries[index], index)
+        for index, entry in enumerate(entries):
+            layer = layer_of.get(index)
+            uses = {index} if layer is None else {*layer.indices}
+            if min(uses) != index:
+                continue
+            if not uses & owned:
+                passed = descriptions.pass_over(entry, index, blueprints.lent(index))
+                for path, parameter in () if layer is None else passed.named_parameters():
+                    paddles_names.setdefault(layer.names[path], parameter.name)
+            elif layer is None:
+                function = descriptions.build(entry, index)
                 if isinstance(function, paddle.nn.Layer):
                     built.layers[str(index)] = function
                 built.functions[index] = function
-                continue
-            first = layer_of[index].indices[0]
-            if first not in made:
-                lent = {name: weights[of] for name, of in layer_of[index].lent.items()}
-                made[first] = descriptions.build(entries[first], first, lent)
-                _place(made[first], layer_of[index], built)
-                _tie(made[first], layer_of[index], weights)
-            forward = entries[index].forward_func
-            layer = made[first]
-            built.functions[index] = layer if forward is None else functools.partial(forward, layer)
+            else:
+                lent = {name: weights[of] for name, of in layer.lent.items()}
+                made = descriptions.build(entry, index, lent)
+                _place(made, layer, built)
+                _tie(made, layer, weights, paddles_names)
+                for use in uses & owned:
+                    forward = entries[use].forward_func
+                    call = made if forward is None else functools.partial(forward, made)
+                    built.functions[use] = call
+    built.functions.update({index: built.functions.pop(index) for index in sorted(owned)})
     return built
 
 
@@ -393,10 +403,16 @@ def _place(layer: Layer, shared: SharedLayer, built: Built) -> None:
             built.names[f"{prefix}.{path}"] = name
 
 
-def _tie(layer: Layer, shared: SharedLayer, weights: dict[str, Tensor]) -> None:
-    """Replaces the layer's own weights by shared weights that exist already."""
+def _tie(
+    layer: Layer, shared: SharedLayer, weights: dict[str, Tensor], paddles_names: Mapping[str, str]
+) -> None:
+    """Replaces the layer's own weights by shared weights that exist already.
+
+    A weight that another rank has first is called as it is there, in ``paddles_names``.
+    """
     for path, parameter in list(layer.named_parameters()):
         name = shared.names[path]
+        parameter.name = paddles_names.get(name, parameter.name)
         first = weights.setdefault(name, parameter)
         if first is not parameter:
             owner, _, attribute = path.rpartition(".")

@@ -11,12 +11,14 @@ from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
 from fleetpipe.dygraph.layers.entries import shared_attributes
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.model.owned_stages import OwnedStages
+from fleetpipe.dygraph.random_places import in_apply
 from fleetpipe.dygraph.state.model_on_ranks import ModelOnRanks
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, sharing_group
 from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_id
+from fleetpipe.paddle_api.layer import parameters_in
 from fleetpipe.partition import Partition
 from fleetpipe.schedules import Placement
 
@@ -158,6 +160,22 @@ class FleetFace(ModelOnRanks):
         """
         refuse_methods_of_the_wrapper(self, name)
         return super().__getattr__(name)
+
+    def apply(self, fn: Callable[[Layer], object]) -> FleetFace:
+        """Calls a function for each layer of this process, as ``nn.Layer.apply`` does.
+
+        What it draws for a layer depends on the seed of the script and the name of the layer's
+        first parameter in the whole model: it is the same on any rank, and in one process.
+        """
+        names = {id(parameter): name for name, parameter in self.state.own_parameters().items()}
+        paths = {id(layer): path for path, layer in self.named_sublayers(include_self=True)}
+
+        def name_of(layer: Layer) -> str:
+            known = (names.get(id(parameter)) for parameter in parameters_in(layer).values())
+            return next(filter(None, known), paths.get(id(layer), ""))
+
+        super().apply(in_apply(name_of, fn))
+        return self
 
     def get_stage_from_index(self, layer_idx: int) -> int:
         """Returns the pipeline rank that owns layer ``layer_idx`` of the whole list."""

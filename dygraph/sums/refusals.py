@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph.broadcast import is_spread
 from fleetpipe.dygraph.gradients import gradient_of
+from fleetpipe.dygraph.random_keys import FLEET
 from fleetpipe.dygraph.tensor_parallel import is_sequence_parallel_parameter
 from fleetpipe.errors import ConfigError
 from fleetpipe.schedules import Placement
 
 
 def refuse_beside_trees(
-    parameters: Sequence[Tensor], delayed: bool, sliced: bool, placement: Placement
+    parameters: Sequence[Tensor], delayed: bool, sliced: bool, placement: Placement, rng: str
 ) -> None:
     """Refuses options and layers that add gradients in an order of their own.
 
@@ -22,6 +23,7 @@ def refuse_beside_trees(
         delayed: Whether ``delay_scale_loss`` is on.
         sliced: Whether the schedule cuts micro-batches.
         placement: The owner of each stage.
+        rng: The option ``rng``.
 
     Raises:
         ConfigError: There is such an option or layer.
@@ -30,6 +32,7 @@ def refuse_beside_trees(
         "delay_scale_loss, which divides gradients after they are added up": delayed,
         "slices of sequences, which add up parts of a micro-batch": sliced,
         "a VocabularyHead, whose parts add up over all ranks": placement.has_head,
+        "rng='fleet', under which draws depend on the order of the layers": rng == FLEET,
         "experts that ranks share out": any(map(is_spread, parameters)),
         "sequence parallelism, whose norms add up parts of a sequence": any(
             map(is_sequence_parallel_parameter, parameters)

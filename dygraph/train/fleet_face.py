@@ -146,10 +146,8 @@ class PipelineFace(MetaParallelBase):
     """See :meth:`Runtime.pass_over_forwards`."""
     require_running: Callable[[], Job] = _of_runtime("require_running")
     """See :meth:`Runtime.require_running`."""
-    next_keys: Callable[[], Keys | None] = _of_runtime("keys.peek")
+    next_keys: Callable[..., Keys | None] = _of_runtime("keys.peek")
     """See :meth:`BatchKeys.peek`. Collective over mp."""
-    key_python_draws: Callable[[], None] = _of_runtime("keys.key_python_draws")
-    """See :meth:`BatchKeys.key_python_draws`."""
     observe: Callable[[Observer], None] = _of_runtime("engines.observe")
     """See :meth:`Engines.observe`."""
     accompany: Callable[[Observer | None], None] = _of_runtime("engines.accompany")

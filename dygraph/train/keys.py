@@ -17,18 +17,22 @@ class BatchKeys:
         """Prepares to draw; no number is drawn yet."""
         self._layers, self._job, self._mode = layers, job, mode
         self._part = job.along("sep", "cp").rank
-        self._keys_python = False
 
-    def draw(self) -> Keys | None:
-        """Draws the number of the next batch and returns its seeds; None under ``"fleet"``."""
-        alone = self._job.everyone().ranks == 1 and not self._keys_python
-        python = self._layers.owned_stages.draws_python or (False if alone else None)
-        return random_keys.draw(self._mode, python, self._part)
+    def draw(self, training: bool = True) -> Keys | None:
+        """Returns the seeds of the next batch, which has begun; None under ``"fleet"``."""
+        python = self._layers.owned_stages.draws_python
+        keys = random_keys.draw(self._mode, python, self._part, training)
+        if keys is not None:
+            keys.parameters = self._layers.state.own_parameters
+        return keys
 
-    def peek(self) -> Keys | None:
-        """Returns the seeds that the next training batch will have. Collective over mp."""
+    def peek(self, training: bool = True) -> Keys | None:
+        """Returns the seeds that the next training batch, or evaluation, will have.
+
+        Collective over mp.
+        """
         with random_keys.random_states_kept():
-            keys = self.draw()
+            keys = self.draw(training)
         if keys is not None:
             keys.agree(self._job.model_parallel())
         return keys
@@ -36,11 +40,3 @@ class BatchKeys:
     def keyed(self, keys: Keys | None) -> AbstractContextManager[None]:
         """While this context is open, layers draw under ``keys``. Collective over mp."""
         return random_keys.under_keys(keys, self._job.model_parallel())
-
-    def key_python_draws(self) -> None:
-        """Makes layers draw from Python's and NumPy's generators under keys from now on.
-
-        A reference that runs beside each batch of one process needs it, to draw what the pipeline
-        draws. On several ranks layers always do.
-        """
-        self._keys_python = True

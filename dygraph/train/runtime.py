@@ -170,7 +170,7 @@ class Runtime:
 
     def pass_over_forwards(self) -> Keys | None:
         """Does what a run forward does before it begins; returns the seeds of the batch."""
-        keys = self.keys.draw()
+        keys = self.keys.draw(training=False)
         self.layers.begin(training=False)
         return keys
 
@@ -247,7 +247,8 @@ class Runtime:
         units = units_of(self, schedule, config)
         if self.job.sums_by_tree:
             parameters = layers.trained_parameters()
-            refuse_beside_trees(parameters, delayed, units.count > 1, schedule.placement)
+            sliced, placement = units.count > 1, schedule.placement
+            refuse_beside_trees(parameters, delayed, sliced, placement, config.rng)
         plan = schedule.lower(layers.owned_stages.edges(training=True))
         plan.verify()
         # Nothing is refused from here on: after an error all is as it was.

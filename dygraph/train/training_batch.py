@@ -22,6 +22,7 @@ from fleetpipe.dygraph.batch.outputs import require_count
 from fleetpipe.dygraph.batch.row_digests import RowDigests, digests_of
 from fleetpipe.dygraph.batch.units import WHOLE, Units
 from fleetpipe.dygraph.gradients import divide_gradients
+from fleetpipe.dygraph.random_places import in_step
 from fleetpipe.errors import ConfigError
 from fleetpipe.paddle_api import paddle
 
@@ -180,7 +181,9 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
     if runtime.weights.divisor != 1:
         divide_gradients(runtime.layers.trained_parameters(), runtime.weights.divisor)
     update = functools.partial(_update, optimizer, scaler)
-    runtime.engines.observers.step(update, optimizer, scaled=scaler is not None)
+    stage, shard = runtime.layers.owned_stages.owned[0], runtime.job.along("sharding").rank
+    with in_step(optimizer.wrapped, stage, shard):
+        runtime.engines.observers.step(update, optimizer, scaled=scaler is not None)
     runtime.reductions.share_loss_state(runtime.data.last_owner)
     if runtime.switches.release_gradients:
         optimizer.clear_grad(set_to_zero=False)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from paddle.base import unique_name
 from paddle.incubate.distributed.models.moe import moe_layer as _moe_layer
 from paddle.incubate.distributed.models.moe import utils as _moe_utils
 from paddle.incubate.distributed.models.moe.gate import naive_gate as _naive_gate
@@ -29,6 +30,17 @@ _paddle_moe = (_moe_layer, _moe_utils)
 
 #: A layer without a mode of its own is in evaluation: ``fleetpipe.dygraph.model.modes``.
 paddle.nn.Layer.training = False
+
+
+def counted_names() -> Callable[[], None]:
+    """Returns a function that takes back the automatic names that were given since."""
+    counts = dict(unique_name.generator.ids)
+
+    def restore() -> None:
+        unique_name.generator.ids.clear()
+        unique_name.generator.ids.update(counts)
+
+    return restore
 
 
 def forward_hooks(layer: Layer) -> list[dict[int, Any]]:

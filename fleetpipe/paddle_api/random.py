@@ -86,6 +86,18 @@ def drawn_on_host(below: int) -> int:
     return int(drawn.item())
 
 
+def count_pass() -> int:
+    """Returns how often it was called since the CPU's generator was seeded; what it draws stays.
+
+    The count is the offset in the generator's state, which means nothing on a CPU. So it goes where
+    the state goes: into a checkpoint, and back with ``paddle.set_rng_state``.
+    """
+    generator = core.default_cpu_generator()
+    described = generator_state(generator.get_state())
+    generator.set_state(generator_from({**described, "offset": described["offset"] + 1}))
+    return int(described["offset"])
+
+
 def stream_seeds() -> dict[str, int]:
     """Returns the seed of each stream of Paddle's tracker, by name."""
     states = paddle_fleet.meta_parallel.get_rng_state_tracker().get_states_tracker()

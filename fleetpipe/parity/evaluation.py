@@ -46,7 +46,7 @@ class Evaluations:
             The result of the pipeline's call, and the differences on this rank.
         """
         batch = RepeatedBatch(data, self._pipeline.accumulate_steps)
-        keys = self._pipeline.next_keys()
+        keys = self._pipeline.next_keys(training=False)
         with record_stages(self._pipeline.layers) as outputs:
             result = call(batch.again(), compute_loss, *more)
         inputs, labels, weights, counted = self._share_batches(*batch.parts())
@@ -74,7 +74,7 @@ class Evaluations:
         Returns:
             The result of the pipeline's call, and the differences on this rank.
         """
-        keys = self._pipeline.next_keys()
+        keys = self._pipeline.next_keys(training=False)
         with record_stages(self._pipeline.layers) as outputs:
             result = call(inputs, broadcast)
         shared, *_ = self._share_batches(inputs, None)

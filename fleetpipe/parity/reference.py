@@ -11,6 +11,7 @@ from fleetpipe.dygraph import (
     PipelineOptimizer,
     SingleModel,
     random_keys,
+    random_places,
     weighted,
 )
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
@@ -291,7 +292,7 @@ def of_model(
         if loss_of is not None:
             return [loss_of(inputs, label)]
         output = model(inputs)
-        random_keys.enter_loss()
+        random_places.enter_loss(pipe.loss_functions())
         return [function(output, label) for function in pipe.loss_functions()]
 
     reference = Reference(model, losses_of, optimizer, pipe.state.names_in(model))

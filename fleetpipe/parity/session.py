@@ -66,7 +66,6 @@ class Session:
         self._beside = Beside(pipeline, reference)
         # One reference is enough.
         pipeline.accompany(None)
-        pipeline.key_python_draws()
         methods = (pipeline.train_batch, pipeline.eval_batch, pipeline.predict_batch)
         self._calls = calls or Calls(*methods)
         self._replicas = pipeline.replicas

@@ -28,7 +28,6 @@ from tests.pipelines import (
     batch,
     bits,
     job,
-    mlp_layers,
     model_in_job,
     pipeline,
     sgd,
@@ -86,7 +85,6 @@ def trained(run: tuple[int, int, str], **configs: Any) -> tuple[Trained, list[An
     random.seed(0)
 
     def draw(model: Any) -> None:
-        model.key_python_draws()  # as on several ranks
         model.predict_batch(batch(8)[0])
         drawn.append([paddle.rand([3]).tolist(), np.random.rand(), random.random()])
 
@@ -112,7 +110,6 @@ def test_another_seed_and_another_step_give_other_masks() -> None:
     with job(2, 2):
         losses = []
         model = pipeline(noisy_layers())
-        model.key_python_draws()
         for seed in (1, 1, 2):
             paddle.seed(seed)
             for _ in range(2):
@@ -162,30 +159,12 @@ def test_without_keys_the_generator_goes_on_from_layer_to_layer() -> None:
 
 def test_evaluation_draws_from_the_users_generator() -> None:
     with model_in_job(2, 2, layers=[*noisy_layers()]) as model:
-        model.key_python_draws()
         paddle.seed(5)
         first = float(model.eval_batch(batch(2), compute_loss=True))
         again = float(model.eval_batch(batch(2), compute_loss=True))
         paddle.seed(5)
         assert float(model.eval_batch(batch(2), compute_loss=True)) == first != again
     assert random_keys.current() is None
-
-
-def test_one_process_draws_from_pythons_generators_as_a_loop_by_hand_does() -> None:
-    def jittered(x: Any) -> Any:
-        drawn.append(jitter() + np.random.rand())
-        return x
-
-    drawn: list[float] = []
-    with model_in_job(2, 2, layers=[jittered, *mlp_layers()]) as model:
-        for seed in (random.seed, np.random.seed):
-            seed(3)
-        for step in range(2):
-            model.train_batch(batch(2, step), sgd(model))
-        model.eval_batch(batch(2))
-    for seed in (random.seed, np.random.seed):
-        seed(3)
-    assert drawn == [jitter() + np.random.rand() for _ in range(6)]
 
 
 def test_the_generator_is_put_back_when_a_batch_fails() -> None:
