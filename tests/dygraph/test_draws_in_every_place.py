@@ -262,7 +262,7 @@ class LangevinOfNumpy(Langevin):
 def noises(kind: type[Langevin]) -> list[np.ndarray]:
     """What the steps of one rank draw; no layer of it draws anything."""
     ranks = int(os.environ.get("PADDLE_TRAINERS_NUM", "1"))
-    jobs.begin(max(2, ranks), 2)
+    jobs.begin(max(2, ranks), 2, allow=[f"optimizer:{kind.__name__}"])
     paddle.seed(1)
     np.random.seed(1)
     kind.seen = []
