@@ -1,10 +1,15 @@
-"""The weights of the micro-batches of a batch in its loss."""
+"""How a loss is weighed: the weights of the micro-batches of a batch, and of parts of them.
+
+By an option alone they are 1/m, or 1. If micro-batches, or parts of sequences that ranks have,
+count by their places, ``counted_places`` says how many of these the loss is the mean of.
+"""
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 from fleetpipe.aliases import Nest
 from fleetpipe.config import PipelineConfig
@@ -13,6 +18,10 @@ from fleetpipe.dygraph.batch.units import WeightOf
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group
+from fleetpipe.paddle_api import paddle
+
+#: Of the weights of places, which may be sums of many class weights.
+_FINEST = 1 << 40
 
 
 class MicroBatchWeights:
@@ -28,6 +37,8 @@ class MicroBatchWeights:
             the sums.
         by_tokens: Whether micro-batches count by their tokens, whatever their rows.
     """
+
+    copies: int
 
     def __init__(
         self,
@@ -114,15 +125,13 @@ class MicroBatchWeights:
             weights: The weight of each micro-batch in the loss.
 
         Raises:
-            ConfigError: A loss function does not declare what it counts.
+            ConfigError: What a loss function counts cannot be read.
         """
         if labels is None or not self._by_places:
             return lambda _, number: weights[number] / self.copies
-        if self.by_tokens:
-            weight_of = _token_weights(functions, labels, None, self._job.copies())
-        else:
-            weight_of = _token_weights(functions, labels, weights, self._sequence)
-        return lambda function, number: weight_of(function, number) / self.copies
+        base, group = (None, self._job.copies()) if self.by_tokens else (weights, self._sequence)
+        by_places = PlaceWeights(functions, labels, base, group)
+        return lambda function, number: by_places.of(function, number) / self.copies
 
     def of_tokens(self, labels: Sequence[Nest], group: Group) -> list[Fraction] | None:
         """Returns the weights of micro-batches by their places; None if all count alike.
@@ -136,17 +145,91 @@ class MicroBatchWeights:
         """
         if not self.by_tokens:
             return None
-        weight_of = _token_weights(self._loss_functions(), labels, None, group)
-        return [weight_of(0, number) for number in range(len(labels))]
+        weights = PlaceWeights(self._loss_functions(), labels, None, group)
+        return [weights.of(0, number) for number in range(len(labels))]
+
+    def counted(self, label: Nest) -> float:
+        """Returns the number of places of some labels that the first loss function counts."""
+        return float(places_in(self._loss_functions()[0], label).counted)
 
 
-def _token_weights(
-    functions: Sequence[Criterion],
-    labels: Sequence[Nest],
-    weights: Sequence[Fraction] | None,
-    group: Group,
-) -> WeightOf:
-    functions = [getattr(function, "declares", function) for function in functions]
-    make = pkgutil.resolve_name("fleetpipe.dygraph.batch.token_weights:TokenWeights")
-    weight_of: WeightOf = make(functions, labels, weights, group).of
-    return weight_of
+class PlaceWeights:
+    """The weights of a rank's micro-batches by places, in a loss that is averaged over all copies.
+
+    A loss is a mean over the places that it counts. The loss of a micro-batch must be the mean over
+    the places of whole sequences. With ``loss_reduction="tokens"`` the loss of a batch must be the
+    mean over those of all micro-batches and replicas. So each rank's part is weighted by its number
+    of places.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[Criterion],
+        labels: Sequence[Nest],
+        weights: Sequence[Fraction] | None,
+        group: Group,
+    ) -> None:
+        """Counts the places of this rank.
+
+        Args:
+            functions: The loss functions.
+            labels: The labels of each micro-batch.
+            weights: The weight of each micro-batch, of which each rank has a part; None to weight
+                micro-batches by their places, too.
+            group: The ranks that have the parts of one micro-batch; without weights, all copies.
+
+        Raises:
+            ConfigError: What a loss function counts cannot be read.
+        """
+        self._places = [[places_in(function, label) for label in labels] for function in functions]
+        self._base, self._group = weights, group
+        self._agreed: list[list[Fraction]] | None = None
+
+    def of(self, function: int, micro_batch: int) -> Fraction:
+        """Returns the weight of a micro-batch. The first call is collective over the group.
+
+        Raises:
+            PipelineTimeout: Another rank did not come within the limit.
+        """
+        if self._agreed is None:
+            self._agreed = self._agree()
+        return self._agreed[function][micro_batch]
+
+    def _agree(self) -> list[list[Fraction]]:
+        # What is counted, and what it is divided by, in a message of whole numbers.
+        pairs = [[(p.counted, p.mean_over or Fraction(0)) for p in row] for row in self._places]
+        numbers = [
+            [[n for part in pair for n in part.as_integer_ratio()] for pair in row] for row in pairs
+        ]
+        everyone = self._group.all_gather(paddle.to_tensor(numbers, dtype="int64"))
+        ranks = [
+            [[(Fraction(a, b), Fraction(c, d)) for a, b, c, d in row] for row in part]
+            for part in (tensor.tolist() for tensor in everyone)
+        ]
+        return [
+            [self._weight(n, [part[n] for part in ranks], index) for index in range(len(row))]
+            for n, row in enumerate(self._places)
+        ]
+
+    def _weight(
+        self, function: int, ranks: list[list[tuple[Fraction, Fraction]]], index: int
+    ) -> Fraction:
+        """Returns the weight of one micro-batch; ``ranks`` has what each rank counts.
+
+        It is rounded as a part of the whole batch, so that layouts do not matter.
+        """
+        mean_over = self._places[function][index].mean_over
+        if self._base is None:
+            total = sum((counted for row in ranks for counted, _ in row), start=Fraction(0))
+            weight = (1 if mean_over is None else mean_over) / total if total else total
+        elif mean_over is None:
+            weight = self._base[index]
+        else:
+            total = sum((row[index][1] for row in ranks), start=Fraction(0))
+            weight = self._base[index] * (mean_over / total if total else Fraction(1, len(ranks)))
+        return weight.limit_denominator(_FINEST) * len(ranks)
+
+
+def places_in(function: Any, label: Nest) -> Any:
+    """See :func:`counted_places.places_of`, which is loaded by those who count."""
+    return pkgutil.resolve_name("fleetpipe.dygraph.batch.counted_places:places_of")(function, label)

@@ -113,14 +113,23 @@ def reduce_gradients(
             _scatter(owned, group, share, by_tree)
 
 
-def mean_losses(losses: Sequence[Sequence[Tensor]], by_tree: bool = False) -> list[Tensor]:
+def mean_losses(
+    losses: Sequence[Sequence[Tensor]], by_tree: bool = False, weighed: bool = False
+) -> list[Tensor]:
     """Returns the mean of the replicas' losses by each function, the same bits on each of them.
 
-    By a tree it is their sum: they were weighed for that.
+    Args:
+        losses: The losses of each replica, by function.
+        by_tree: Whether losses are added by a tree, not one after another.
+        weighed: Whether each is divided by the number of replicas already.
     """
-    if len(losses) == 1 or by_tree:
-        return [tree(of_one, add) for of_one in zip(*losses)]
-    return [functools.reduce(operator.add, of_one) / len(losses) for of_one in zip(*losses)]
+    if len(losses) == 1:
+        return [*losses[0]]
+    totals = [
+        tree(of_one, add) if by_tree else functools.reduce(operator.add, of_one)
+        for of_one in zip(*losses)
+    ]
+    return totals if weighed else [total / len(losses) for total in totals]
 
 
 def share_in_mean(counted: int, group: Group) -> Fraction:

@@ -16,6 +16,7 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 from fleetpipe.aliases import Nest, PaddleGroup, Strategy, Tensor, Topology
 from fleetpipe.dygraph.backward.crossings import Crossing
 from fleetpipe.dygraph.backward.deferral_report import DeferralReport
+from fleetpipe.dygraph.batch.losses import weighted
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.units import Units
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
@@ -129,6 +130,8 @@ class PipelineFace(MetaParallelBase):
         "weights.of_tokens"
     )
     """See :meth:`MicroBatchWeights.of_tokens`. Collective."""
+    counted: Callable[[Nest], float] = _of_runtime("weights.counted")
+    """See :meth:`MicroBatchWeights.counted`."""
     micro_batches: Callable[[Nest], MicroBatches] = _of_runtime("data.micro_batches")
     """Returns the micro-batches that ``train_batch`` makes of its data; raises as it does.
 
@@ -157,7 +160,14 @@ class PipelineFace(MetaParallelBase):
     peak_held: dict[int, int] = _of_runtime("engines.training.peak_held")
     """Most forwards held unreleased in the last training run, by rank played here."""
     total_loss: list[Tensor] | None = _of_runtime(
-        lambda of: of.reductions.losses.by_micro_batch() if of.reductions.losses else None
+        lambda of: (
+            [
+                weighted(losses, Fraction(of.weights.copies))
+                for losses in of.reductions.losses.by_micro_batch()
+            ]
+            if of.reductions.losses
+            else None
+        )
     )
     """The losses of the last batch's micro-batches, as the last stage's owner keeps them.
 

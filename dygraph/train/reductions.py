@@ -119,7 +119,10 @@ class Reductions:
                     everyone = self._job.copies().all_gather((total, rate))
                     if rate is not None:
                         require_one_rate(self._job, [one for _, one in everyone])
-                    total = replicas.mean_losses([one for one, _ in everyone], self._by_tree)
+                    # Gradients that are added up do not change what is reported.
+                    weighed = self._by_tree and self.scale == "avg"
+                    by_replica = [one for one, _ in everyone]
+                    total = replicas.mean_losses(by_replica, self._by_tree, weighed)
             shared: list[Tensor] = self._job.group().broadcast(total, owner)
         return shared[0] if len(shared) == 1 else shared
 

@@ -161,8 +161,8 @@ class Loop:
         self._callbacks.on_begin("eval", {"steps": steps, "metrics": self._model.metric_names})
         for step, rows in self._batches(source):
             self._callbacks.on_batch_begin("eval", step, self.logs)
-            loss = self._runner.evaluate(rows)
-            self._report("eval", step, rows, loss if self._runner.has_loss else None)
+            loss, weight = self._runner.evaluate(rows)
+            self._report("eval", step, rows, loss if self._runner.has_loss else None, weight)
         logs = self._end()
         if self._mean.value is not None:
             logs["loss"] = [self._mean.value]
@@ -208,10 +208,12 @@ class Loop:
             self._report("train", number, rows, loss)
         waiting.clear()
 
-    def _report(self, mode: str, step: int, rows: Rows, loss: float | None) -> None:
+    def _report(
+        self, mode: str, step: int, rows: Rows, loss: float | None, weight: float | None = None
+    ) -> None:
         if loss is not None:
             self.logs["loss"] = [loss]
-            self._mean.add(loss, rows.everywhere)
+            self._mean.add(loss, rows.everywhere if weight is None else weight)
         if self._names:
             self.logs.update(zip(self._names, values_of(self._runner.metrics)))
         self.logs.update(step=step, batch_size=rows.everywhere)
@@ -226,12 +228,12 @@ class Loop:
 
 
 class _Mean:
-    """The mean loss of batches, weighted by their rows."""
+    """The mean loss of batches, weighted by their rows, or by the places that count in them."""
 
     def __init__(self) -> None:
-        self._sum, self._rows = 0.0, 0
+        self._sum, self._rows = 0.0, 0.0
 
-    def add(self, loss: float, rows: int) -> None:
+    def add(self, loss: float, rows: float) -> None:
         self._sum += rows * loss
         self._rows += rows
 

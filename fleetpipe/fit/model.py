@@ -209,7 +209,7 @@ class Model(paddle.Model):
     def eval_batch(self, inputs: Nest, labels: Nest = None) -> Nest:
         """Evaluates one batch; takes and returns what :meth:`train_batch` does."""
         self.mode = "eval"
-        return self._result(self._require_runner().evaluate(self._rows(inputs, labels)))
+        return self._result(self._require_runner().evaluate(self._rows(inputs, labels))[0])
 
     def predict_batch(self, inputs: Nest) -> list[np.ndarray]:
         """Returns the outputs for one batch of every replica, each an array [rows, ..]."""

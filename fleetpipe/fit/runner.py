@@ -125,16 +125,20 @@ class Runner:
         summed = self.pipeline.weights[0] == 1
         return [w * (len(one.rows) if summed else 1) for one in cuts for w in one.weights]
 
-    def evaluate(self, rows: Rows) -> float:
-        """Returns the mean loss over the rows that count in all replicas; updates the metrics."""
-        loss, computed = self._job.share(
+    def evaluate(self, rows: Rows) -> tuple[float, float]:
+        """Returns the mean loss over the rows that count in all replicas; updates the metrics.
+
+        The second number is how many these are; with ``loss_reduction="tokens"`` both are of the
+        places that count.
+        """
+        loss, weight, computed = self._job.share(
             "an evaluation", lambda: self._evaluate(rows), self.pipeline.pass_over_forwards
         )
         self._counting.update(computed)
-        return float(loss)
+        return float(loss), float(weight)
 
-    def _evaluate(self, rows: Rows) -> tuple[float, list[Nest]]:
-        """Returns that loss, and what the metrics count."""
+    def _evaluate(self, rows: Rows) -> tuple[float, float, list[Nest]]:
+        """Returns these two, and what the metrics count."""
         # One row, which does not count, where this replica has none that does.
         kept = max(rows.real, 1)
         with self._forward_only(kept) as size:
@@ -145,12 +149,22 @@ class Runner:
                 labels = [None] * len(starts)
             loss = self.pipeline.eval_batch([inputs, labels], compute_loss=True)
         computed = self._gather_results()
-        if rows.everywhere == rows.rows * self.pipeline.replicas.ranks:
-            return _number(loss), computed
-        losses = self.pipeline.total_loss
-        share = None if losses is None else [_number(_total(_on_host(losses[0]))) * rows.real]
+        by_tokens, replicas = self.pipeline.counts_tokens, self.pipeline.replicas.ranks
+        if not by_tokens and rows.everywhere == rows.rows * replicas:
+            return _number(loss), rows.everywhere, computed
+        losses, share = self.pipeline.total_loss, None
+        if losses is not None:
+            counted = self.pipeline.counted(whole(rows.labels, kept)) if by_tokens else 0.0
+            share = [_number(_total(_on_host(losses[0]))), counted, rows.real]
         everyone = self.pipeline.from_last_stage(share)
-        return float(sum(share for (share,) in everyone) / rows.everywhere), computed
+        if not by_tokens:
+            mean = sum(own * real for own, _, real in everyone) / rows.everywhere
+            return mean, rows.everywhere, computed
+        # Each replica's own is weighed by what it counts of all; a row that fills counts nothing.
+        total = sum(counted for _, counted, _ in everyone)
+        places = sum(counted for _, counted, real in everyone if real)
+        added = sum(own for own, _, real in everyone if real) * total / replicas
+        return (added / places if places else 0.0), places, computed
 
     def predict(self, rows: Rows) -> list[np.ndarray]:
         """Returns the outputs for the rows that count in all replicas, in the dataset's order.

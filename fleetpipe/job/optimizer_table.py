@@ -50,12 +50,12 @@ CLIPS: Table = {
 }
 
 #: What a subclass may define of its row's methods: no step calls them.
-_OUTSIDE_A_STEP = {"__init__", "__repr__", "__str__", "get_lr"}
+_OUTSIDE_A_STEP = {"__init__", "__repr__", "__str__", "extra_repr", "get_lr"}
 _OUTSIDE_A_STEP |= {"set_dict", "set_state_dict", "state_dict"}
 
 
-def is_in(table: Table, value: object) -> bool:
-    """Whether the class of a value is a row of a table, or a subclass that changes nothing of it.
+def row_of(table: Table, value: object) -> str | None:
+    """Returns the row of a value's class, or the class of which it replaces nothing; or None.
 
     A method that is set on the value itself counts as one of a subclass.
     """
@@ -66,9 +66,9 @@ def is_in(table: Table, value: object) -> bool:
             for package, names in table.items()
         ):
             methods = {name for name in defined if callable(getattr(kind, name, None))}
-            return not methods - _OUTSIDE_A_STEP
+            return None if methods - _OUTSIDE_A_STEP else kind.__name__
         defined |= vars(kind).keys()
-    return False
+    return None
 
 
 def require_optimizer(optimizer: Optimizer, job: Job) -> None:
@@ -85,9 +85,9 @@ def require_optimizer(optimizer: Optimizer, job: Job) -> None:
             got=type(base).__name__,
             fix="pass one of paddle.optimizer, or a subclass",
         )
-    unknown = [one for one in wrappers_of(optimizer) if not is_in(WRAPPERS, one)]
-    whole = job.degrees.mp == 1 and is_in(OF_WEIGHTS, base)
-    if not (whole or is_in(OF_NUMBERS, base)):
+    unknown = [one for one in wrappers_of(optimizer) if row_of(WRAPPERS, one) is None]
+    whole = row_of(OF_WEIGHTS, base) if job.degrees.mp == 1 else None
+    if whole is None and row_of(OF_NUMBERS, base) is None:
         unknown.append(base)
     for one in unknown if _has_parts(job) else ():
         job.allow.refuse(
@@ -108,7 +108,7 @@ def require_clip(clip: Clip, job: Job | None) -> bool:
     Raises:
         ConfigError: It is none, and the script does not allow it.
     """
-    tried = clip is None or is_in(CLIPS, clip)
+    tried = clip is None or row_of(CLIPS, clip) is not None
     if not tried and job is not None and _has_parts(job):
         job.allow.refuse(
             "clip",

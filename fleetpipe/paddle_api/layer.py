@@ -70,6 +70,11 @@ def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
             yield attributes["_parameters"], name
 
 
+def option_of(layer: Layer, name: str, default: object) -> object:
+    """Returns an option of a layer, which some of Paddle's have under a private name."""
+    return getattr(layer, name, getattr(layer, f"_{name}", default))
+
+
 def is_static(layer: Layer) -> bool:
     """Whether ``paddle.jit.to_static`` turns a layer's forward into a static graph."""
     return isinstance(layer.forward, StaticFunction)

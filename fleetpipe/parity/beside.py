@@ -93,6 +93,9 @@ class Beside:
             totals = [paddle.stack([one.reshape([]) for one in of_one]) for of_one in shares]
         else:
             totals = [tree(of_function, operator.add) for of_function in shares]
+        # Summed gradients are those of a summed loss; what is reported is a mean all the same.
+        mean = pipeline.weights_in_backward[0] / pipeline.weights_of_all_replicas[0] / replicas
+        totals = [weighted(total, mean) for total in totals]
         return totals if len(totals) > 1 else totals[0]
 
     def accumulate(

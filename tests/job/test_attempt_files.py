@@ -68,7 +68,7 @@ def test_two_threads_that_tell_at_once_leave_one_of_their_failures(
         assert [file.name for file in home.iterdir()] == ["failure.1"]
 
 
-def test_a_page_says_which_step_a_rank_is_in(monkeypatch: Patch, tmp_path: Path) -> None:
+def test_a_page_says_which_step_a_rank_row_of(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv(attempt_files.FOLDER, str(tmp_path))
     as_rank(monkeypatch, 1)
     write = attempt_files.page()

@@ -50,7 +50,7 @@ def test_messages_of_later_steps_have_the_keys_of_earlier_ones(
     assert len(keys) <= 2, "a transport keeps what it knows of each: memory grows"
 
 
-def test_one_process_stops_after_the_step_that_it_is_in() -> None:
+def test_one_process_stops_after_the_step_that_it_row_of() -> None:
     agreement = Stopping(SoleGroup(), 1)
     assert not agreement.agree()
     agreement.ask()

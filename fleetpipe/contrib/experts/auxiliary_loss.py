@@ -57,6 +57,11 @@ class AuxiliaryLoss(paddle.nn.Layer):
             )
         self.criterion, self.weight, self.take = criterion, weight, take
 
+    @property
+    def declares(self) -> Any:
+        """The function that declares of how many places the loss is the mean."""
+        return self.criterion
+
     def forward(self, output: Nest, label: Nest) -> Tensor:
         """Returns the loss of a micro-batch."""
         loss = self.criterion(self.value_of(output), label)

@@ -13,9 +13,9 @@ from typing import Any
 
 from fleetpipe.aliases import Nest
 from fleetpipe.contrib.slices.lengths import Bounds, Slicing, bounds_of, part_of
-from fleetpipe.dygraph.batch.counted_places import count_places, is_sum
 from fleetpipe.dygraph.batch.losses import Criterion
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
+from fleetpipe.dygraph.batch.weights import places_in
 
 
 def slice_shares(
@@ -23,8 +23,7 @@ def slice_shares(
 ) -> list[list[Fraction]]:
     """Returns for each loss function the share of each slice in the loss of its micro-batch.
 
-    ``counted_places`` explains how a function says what it counts. If no place of a micro-batch is
-    counted, its slices count by their lengths.
+    If no place of a micro-batch is counted, its slices count by their lengths.
 
     Args:
         functions: The loss functions.
@@ -32,30 +31,28 @@ def slice_shares(
         slicing: How they are cut.
 
     Raises:
-        ConfigError: Sequences cannot be cut, or labels are below 0 and a function does not say
-            whether it counts them.
+        ConfigError: Sequences cannot be cut, or what a function counts cannot be read.
     """
-    parts = next((part for part in (batches.labels, batches.inputs) if part), None)
-    if parts is None:
-        # A rank that has neither the first stage nor the last: nobody asks it.
+    if not batches.labels:
+        # A rank that does not have the last stage: nobody asks it.
         return []
-    cuts = [bounds_of(value, slicing, "a micro-batch") for value in parts]
-    labels = batches.labels or [None] * len(cuts)
+    cuts = [bounds_of(label, slicing, "a micro-batch") for label in batches.labels]
     return [
-        [share for label, cut in zip(labels, cuts) for share in _shares(function, label, cut)]
+        [
+            share
+            for label, cut in zip(batches.labels, cuts)
+            for share in _shares(function, label, cut)
+        ]
         for function in functions
     ]
 
 
 def _shares(function: Any, label: Nest, cut: Bounds) -> list[Fraction]:
     """Returns the shares of the slices of one micro-batch."""
-    length = cut[-1][1]
-    by_length = [Fraction(end - begin, length) for begin, end in cut]
-    if is_sum(function):
+    counts = [places_in(function, part_of(label, *slice_)).mean_over for slice_ in cut]
+    if None in counts:  # a sum
         return [Fraction(1)] * len(cut)
-    counts = [count_places(function, part_of(label, *slice_)) for slice_ in cut]
-    numbers = [count for count in counts if count is not None]
-    total = sum(numbers)
-    if len(numbers) < len(counts) or not total:
-        return by_length
-    return [count / total for count in numbers]
+    total = sum(counts)
+    if not total:
+        return [Fraction(end - begin, cut[-1][1]) for begin, end in cut]
+    return [count / total for count in counts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fleetpipe.aliases import Context, Nest, Tensor
 from fleetpipe.contrib.vocabulary.head import DeferredLogits
@@ -89,6 +90,9 @@ class VocabularyLoss:
                 fix="for each row's use vocabulary_cross_entropy in a loss_fn of your own",
             )
         self.ignore_index, self.reduction = ignore_index, reduction
+        kind: Any = paddle.nn.CrossEntropyLoss
+        #: The loss that counts the same places.
+        self.declares = kind(ignore_index=ignore_index, reduction=reduction)
 
     def __call__(self, output: Nest, label: Tensor) -> Tensor:
         """Returns the loss of a micro-batch; see :func:`vocabulary_cross_entropy`."""
