@@ -370,8 +370,9 @@ def build(entries: Sequence[Entry], indices: Iterable[int], shared: Sequence[Sha
                 continue
             if not uses & owned:
                 passed = descriptions.pass_over(entry, index, blueprints.lent(index))
-                for path, parameter in () if layer is None else passed.named_parameters():
-                    paddles_names.setdefault(layer.names[path], parameter.name)
+                if layer is not None:
+                    for path, parameter in passed.named_parameters():
+                        paddles_names.setdefault(layer.names[path], parameter.name)
             elif layer is None:
                 function = descriptions.build(entry, index)
                 if isinstance(function, paddle.nn.Layer):

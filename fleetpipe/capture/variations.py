@@ -43,8 +43,10 @@ class Variation(NamedTuple):
 
 ROLLED, MIXED = Variation(1, scale=0.75), Variation(2, mixed=0.4, scale=0.5)
 #: All variations of a proof, from the example itself on.
-ALL = (Variation(0), ROLLED, Variation(1, mixed=0.7), MIXED, Variation(0, scale=0.0))
-ALL += (Variation(None),)
+ALL = (
+    *(Variation(0), ROLLED, Variation(1, mixed=0.7), MIXED),
+    *(Variation(0, scale=0.0), Variation(None)),
+)
 
 
 def varied(capturing: Capturing, variation: Variation) -> Nest:

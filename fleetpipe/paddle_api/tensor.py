@@ -232,7 +232,7 @@ def is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, _framework.EagerParamBase)
 
 
-class ElsewhereParameter(_framework.EagerParamBase):  # type: ignore[misc]
+class ElsewhereParameter(_framework.EagerParamBase):
     """A parameter whose numbers another rank has; Paddle would read none, without a word."""
 
     def numpy(self, *args: object) -> Any:
@@ -246,7 +246,8 @@ class ElsewhereParameter(_framework.EagerParamBase):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._require_numbers()
-        return super().__deepcopy__(memo)
+        parent: Any = super()
+        return parent.__deepcopy__(memo)
 
     def _require_numbers(self) -> None:
         if not has_memory(self):

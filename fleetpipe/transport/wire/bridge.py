@@ -198,7 +198,9 @@ def carriers(tensors: list[Tensor]) -> list[Tensor]:
 def _on_card(tensor: Tensor) -> Tensor:
     """Returns a contiguous tensor on the computing device; the same one if it is so already."""
     by_host = tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place()
-    return contiguous(to_device(tensor) if by_host and device_kind() != "cpu" else tensor)
+    moved = to_device(tensor) if by_host and device_kind() != "cpu" else tensor
+    whole: Tensor = contiguous(moved)
+    return whole
 
 
 @_in_dynamic_mode
@@ -225,7 +227,8 @@ def _is_plain(tensor: Tensor) -> bool:
 @_in_dynamic_mode
 def _made_plain(tensor: Tensor) -> Tensor:
     kept = tensor.detach()
-    return contiguous(kept if kept.place.is_cpu_place() else to_host(kept))
+    plain: Tensor = contiguous(kept if kept.place.is_cpu_place() else to_host(kept))
+    return plain
 
 
 def _new(leaf: TensorLeaf) -> Tensor:
