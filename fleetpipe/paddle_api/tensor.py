@@ -11,11 +11,12 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from paddle import _C_ops
+from paddle.autograd.py_layer import PyLayerBackward
 from paddle.base import core
 from paddle.base import framework as _framework
 
@@ -245,7 +246,8 @@ class ElsewhereParameter(_framework.EagerParamBase):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._require_numbers()
-        return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        parent: Any = super()
+        return parent.__deepcopy__(memo)
 
     def _require_numbers(self) -> None:
         if not has_memory(self):
@@ -369,6 +371,31 @@ def route_grad_hooks(
     """Makes ``tensor.register_hook``, and ``remove`` of its result, call these functions."""
     _Tensor._register_grad_hook = put
     _Tensor._remove_grad_hook = remove
+
+
+def watch_pylayers(
+    place_of: Callable[[type], object],
+    running: Callable[[Any, Callable[..., Any]], AbstractContextManager[None]],
+) -> None:
+    """Makes the backward of each call of a ``PyLayer`` run in a context; the first call counts.
+
+    Args:
+        place_of: Called with the user's class when it is called; returns what is stored until then.
+        running: Returns the context from what was stored, and the class's ``backward``.
+    """
+    made: Any = PyLayerBackward
+    if "__init__" in vars(made):
+        return
+    original = made.backward
+
+    def init(context: Any) -> None:
+        context.place_of_call = place_of(context._forward_cls)
+
+    def backward(context: Any, *grads: Any) -> Any:
+        with running(context.place_of_call, context._forward_cls.backward):
+            return original(context, *grads)
+
+    made.__init__, made.backward = init, backward
 
 
 def number_of_hook(parameter: Tensor) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -111,6 +112,23 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return all(np.array_equal(first[part], second[part]) for part in parts)
 
 
+@_in_dynamic_mode
+def checksum(tensor: Tensor, start: int = 0) -> int:
+    """Returns a number of 32 bits that all bytes of a tensor with data make.
+
+    Args:
+        tensor: The tensor; of one on a card, sums are computed there.
+        start: The checksum of what comes before.
+    """
+    if not tensor.place.is_cpu_place():
+        (flat,) = flat_bytes([tensor])
+        words = (flat if flat.shape[0] % 4 else flat.view("int32")).astype("int64")
+        places = paddle.arange(1, words.shape[0] + 1, dtype="int64")
+        tensor = paddle.stack([words.sum(), (words * places).sum()]).cpu()
+    (kept,) = plain([tensor])
+    return zlib.crc32(_memory(kept, tensor_bytes(kept)), start)
+
+
 def memories(tensors: list[Tensor], leaves: Iterable[_Sized]) -> list[memoryview]:
     """Returns the bytes of each plain tensor that has data; the tensors must stay alive."""
     return [_memory(t, leaf.nbytes) for t, leaf in zip(tensors, leaves) if leaf.nbytes]
@@ -180,8 +198,8 @@ def carriers(tensors: list[Tensor]) -> list[Tensor]:
 def _on_card(tensor: Tensor) -> Tensor:
     """Returns a contiguous tensor on the computing device; the same one if it is so already."""
     by_host = tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place()
-    there: Tensor = to_device(tensor) if by_host and device_kind() != "cpu" else tensor
-    whole: Tensor = contiguous(there)
+    moved = to_device(tensor) if by_host and device_kind() != "cpu" else tensor
+    whole: Tensor = contiguous(moved)
     return whole
 
 
@@ -209,8 +227,8 @@ def _is_plain(tensor: Tensor) -> bool:
 @_in_dynamic_mode
 def _made_plain(tensor: Tensor) -> Tensor:
     kept = tensor.detach()
-    whole: Tensor = contiguous(kept if kept.place.is_cpu_place() else to_host(kept))
-    return whole
+    plain: Tensor = contiguous(kept if kept.place.is_cpu_place() else to_host(kept))
+    return plain
 
 
 def _new(leaf: TensorLeaf) -> Tensor:
