@@ -388,6 +388,12 @@ class PipelineLayer(FleetFace):
         owns = self.placement.stages - 1 in self.owned_stages.owned
         return super().checkpoint_part()._replace(loss=loss, owns_loss=owns)
 
+    def named_functions(self) -> dict[str, object]:
+        """Returns the layers and functions of this process's stages and the losses, by name."""
+        named: dict[str, object] = {str(n): f for n, f in self.owned_stages.functions.items()}
+        functions = enumerate(losses.functions_in(self._loss_fn))
+        return {**named, **{f"loss.{number}": function for number, function in functions}}
+
     def loss_parameters(self) -> list[Tensor]:
         """Returns the parameters of :meth:`loss_layers`."""
         return [parameter for layer in self.loss_layers() for parameter in layer.parameters()]

@@ -101,6 +101,8 @@ class PipelineParallel(PipelineFace):
             self._bind(optimizer)
             return batch
 
+        for look in self._runtime.job.before_batches:
+            look(self, optimizer)
         healing = self._runtime.job.healing
         if healing is not None:
             healing.follow(self, scaler, guards=self._runtime.config.guards, drawn=callable(data))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fleetpipe.arguments import require_folder
+from fleetpipe.checkpoint.contents.attributes import Attributes
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import Names, SavedModel
 from fleetpipe.checkpoint.contents.training_state import SavedData
@@ -72,6 +73,8 @@ class CheckpointManager:
         self._interval = require_whole("save_interval", save_interval, fix=fix)
         self._retention = Retention(self._home, max_to_keep, best)
         self._saver = Saver(self._retention, async_save)
+        #: Of the run that this saves, if it resumes.
+        self.attributes: Attributes | None = None
 
     def save(
         self,
@@ -124,7 +127,8 @@ class CheckpointManager:
         if not due:
             return None
         self._retention.require(metrics)
-        objects = Objects(model, optimizer, lr_scheduler, scaler, data, names=self._names)
+        named: Any = {"names": self._names, "attributes": self.attributes}
+        objects = Objects(model, optimizer, lr_scheduler, scaler, data, **named)
         job = current_job()
         with nullcontext() if job is None else job.progress.saving(int(step)):
             return self._saver.save(Ranks.of_job(), step, objects, metrics or {}, extra or {})
@@ -164,7 +168,8 @@ class CheckpointManager:
             PipelineTimeout: A rank did not arrive within the limit.
         """
         self._saver.settle(wait=True)
-        objects = Objects(model, optimizer, lr_scheduler, scaler, data, names=self._names)
+        named: Any = {"names": self._names, "attributes": self.attributes}
+        objects = Objects(model, optimizer, lr_scheduler, scaler, data, **named)
         return restore(Ranks.of_job(), self._retention, step, objects.only(only))
 
     def __enter__(self: Manager) -> Manager:

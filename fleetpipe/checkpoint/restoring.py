@@ -162,7 +162,7 @@ class _Attempt:
         """Restores the state that is no tensor."""
         for part in self._parts:
             part.settle()
-        self._training.put_back(self.state)
+        self._training.put_back(self.state, place)
         if self._objects.random:
             self._training.put_back_random_of(place, self.state["random"])
 

@@ -60,6 +60,7 @@ class Job(MeshGroups):
         scatters_gradients: Whether the ranks that share the optimizer's state store the gradients
             of their own share only.
         healing: What makes good the death of another rank; None where that ends the job.
+        before_batches: Functions that look at model and optimizer before each batch of training.
         alone: Whether this process replaces a rank, and is not connected yet.
         allow: What the script lets pass at closed borders.
         has_pipeline: Whether a pipeline has connected its ranks.
@@ -115,6 +116,7 @@ class Job(MeshGroups):
         #: Held by the thread that runs a batch.
         self.turn = threading.RLock()
         self.healing: Recovery | None = None
+        self.before_batches: list[Callable[[Any, Any], None]] = []
         self.allow = Allow()
         self.has_pipeline = False
         self.alone = self.keeps_board = self.scatters_gradients = self.sums_by_tree = False

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, TypedDict
 
 from fleetpipe import log, systems
+from fleetpipe.checkpoint.contents.attributes import Attributes
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
@@ -256,8 +257,12 @@ def resume(
     state = State(
         model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, data=data
     )
-    kept = extra("kept_state.kept_state").KeptState.asked_for(Objects(**state), Ranks.of_job())
     current, folder = job.current_job(), attempt_files.folder()
+    manager.attributes = Attributes(model, optimizer)
+    if current is not None:
+        current.before_batches.append(manager.attributes.begin_batch)
+    objects = Objects(**state, attributes=manager.attributes)
+    kept = extra("kept_state.kept_state").KeptState.asked_for(objects, Ranks.of_job())
     if current is not None and current.alone:
         step, other_arguments = extra("healing.replacement").restore(kept, current, folder), False
     else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
 from fleetpipe.checkpoint.contents import parts
+from fleetpipe.checkpoint.contents.attributes import Attributes
 from fleetpipe.checkpoint.contents.layer_and_optimizer import (
     NamedTensors,
     OptimizerState,
@@ -36,6 +37,7 @@ class Objects:
         names_from: The model that names the optimizer's parameters, if it is not restored itself.
         rate: Whether the optimizer's own learning rate is restored too.
         names: The lasting names of the variables, if the model is a static program.
+        attributes: Compares what these look like from one start of a run to the next.
     """
 
     model: Layer = None
@@ -47,6 +49,7 @@ class Objects:
     names_from: Layer = None
     rate: bool = True
     names: parts.Names = None
+    attributes: Attributes | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.data, (SavedData, type(None))):
@@ -148,4 +151,5 @@ class Objects:
         rate_of = optimizer if self.rate else None
         program = model.program if isinstance(model, ProgramState) else None
         first = getattr(self.optimizer, "first_rate", None)
-        return TrainingState(self.lr_scheduler, self.scaler, self.data, rate_of, program, first)
+        beside = self.lr_scheduler, self.scaler, self.data, rate_of, program, first
+        return TrainingState(*beside, self.attributes)

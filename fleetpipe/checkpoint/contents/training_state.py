@@ -20,6 +20,7 @@ import numpy as np
 
 from fleetpipe import log
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
+from fleetpipe.checkpoint.contents.attributes import Attributes
 from fleetpipe.checkpoint.contents.parts import ProgramSource, StageStreams
 from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError
@@ -42,6 +43,7 @@ from fleetpipe.paddle_api.random import (
 )
 
 FILE = "state.json"
+ATTRIBUTES = "attributes"
 #: The two ways to add gradients up, as ``fleetpipe_configs["sums"]`` has them.
 _TREE, _RUNNING = "tree", "running"
 
@@ -101,6 +103,7 @@ class TrainingState:
         optimizer: Optimizer = None,
         program: ProgramSource | None = None,
         first_rate: float | Scheduler = None,
+        attributes: Attributes | None = None,
     ) -> None:
         """Takes the objects.
 
@@ -111,7 +114,9 @@ class TrainingState:
             optimizer: The optimizer whose learning rate a script may have set by hand.
             program: The model, if it is a static program, which has random streams of its own.
             first_rate: The learning rate that the script gave the optimizer; None if it is unknown.
+            attributes: Has what model and optimizer look like, in a run that resumes.
         """
+        self._attributes = attributes
         self._scheduler, self._first_rate = lr_scheduler, first_rate
         rate = None if optimizer is None else learning_rate_of(optimizer)
         if lr_scheduler is None and optimizer is not None:
@@ -138,6 +143,9 @@ class TrainingState:
             state["data"] = plain(self._data.state_dict(), "the position in the data")
         if _sums() == _TREE:
             state["sums"] = _TREE
+        looks = None if self._attributes is None else self._attributes.state()
+        if looks is not None:
+            state[ATTRIBUTES] = looks
         return state
 
     def require(self, state: Mapping[str, Json]) -> None:
@@ -185,8 +193,20 @@ class TrainingState:
                     fix="restore another step; the file has been edited",
                 )
 
-    def put_back(self, state: Mapping[str, Json]) -> None:
-        """Restores the states of all objects; says if the job adds up otherwise than the saved."""
+    def put_back(self, state: Mapping[str, Json], place: Place | None = None) -> None:
+        """Restores the states of all objects; says if the job adds up otherwise than the saved.
+
+        Args:
+            state: That of a rank, or a merged one.
+            place: That of this rank, for a merged one.
+        """
+        if self._attributes is not None and ATTRIBUTES in state:
+            looks = state[ATTRIBUTES]
+            if place is not None:
+                # Names are those of the whole model: under another layout others have had them.
+                ranks = [*looks["states"], _random_of_place(looks, place)]
+                looks = {w: {n: v for one in ranks for n, v in one[w].items()} for w in ranks[0]}
+            self._attributes.put_back(looks)
         saved = state.get("sums", _RUNNING)
         if _sums() not in (saved, None):
             _log.info("sums were %r and are %r: the bits are others from here on", saved, _sums())
@@ -299,7 +319,7 @@ def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) 
     owners: dict[str, int] = {}
     for rank, state in enumerate(states):
         for name, value in state.items():
-            if name in ("extra", "random"):
+            if name in ("extra", "random", ATTRIBUTES):
                 continue
             owner = owners.setdefault(name, rank)
             if to_text({name: whole.setdefault(name, value)}) != to_text({name: value}):
@@ -310,6 +330,8 @@ def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) 
                     fix="step it alike on every rank; positions in data count global samples",
                 )
     whole["random"] = _merged_random([state["random"] for state in states], places)
+    if all(ATTRIBUTES in state for state in states):
+        whole[ATTRIBUTES] = _merged_random([state[ATTRIBUTES] for state in states], places)
     return whole
 
 

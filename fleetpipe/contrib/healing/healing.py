@@ -259,7 +259,16 @@ class Healing:
             raise CheckpointError(why, where=f"step {step}")
 
     def _go_back(self, batch: _Batch) -> None:
-        """Restores all that is kept, to the values before a batch."""
+        """Restores all that is kept, to the values before a batch.
+
+        Raises:
+            CheckpointError: The batch has changed attributes, as a layer that counts its calls.
+        """
+        changed = self._kept.changed_since(batch.before)
+        if changed:
+            why = f"{changed} changes in a batch, which is to be done once more"
+            attempt_files.tell_unhealed(why)
+            raise CheckpointError(why)
         self._kept.put_tensors_back(self._run.step)
         self._kept.put_back(batch.before)
         if isinstance(batch.data, Taken):

@@ -175,6 +175,12 @@ class KeptState:
         beside.put_back(state)
         beside.put_back_random(state["random"])
 
+    def changed_since(self, before: Mapping[str, Any]) -> str:
+        """Returns the first attribute that has changed since :meth:`collect`; empty for none."""
+        attributes, looks = self._objects.attributes, before.get("attributes")
+        now = {} if attributes is None or looks is None else attributes.now()
+        return next((name for name, value in now.items() if looks["now"].get(name) != value), "")
+
     @dynamic_mode()
     def copy(self) -> Callable[[], None]:
         """Copies the tensors as they are now; returns what puts these values back."""
