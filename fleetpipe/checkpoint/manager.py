@@ -85,6 +85,7 @@ class CheckpointManager:
         lr_scheduler: LRScheduler | None = None,
         scaler: GradScaler | None = None,
         data: SavedData | None = None,
+        state: dict[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         extra: Mapping[str, Any] | None = None,
         force: bool = False,
@@ -106,6 +107,8 @@ class CheckpointManager:
             lr_scheduler: An ``LRScheduler``; that of the optimizer is saved without being named.
             scaler: A ``GradScaler``.
             data: The loader or sampler that is read; its ``state_dict()`` returns values of JSON.
+            state: What the script adds, by name: objects with ``state_dict`` and
+                ``set_state_dict``, plain values and tensors. Each rank's own is saved.
             metrics: Numbers by name; rank 0's are kept.
             extra: Anything else, as values of JSON; rank 0's is kept.
             force: Whether to save in spite of ``save_interval``.
@@ -128,7 +131,7 @@ class CheckpointManager:
             return None
         self._retention.require(metrics)
         named: Any = {"names": self._names, "attributes": self.attributes}
-        objects = Objects(model, optimizer, lr_scheduler, scaler, data, **named)
+        objects = Objects(model, optimizer, lr_scheduler, scaler, data, state, **named)
         job = current_job()
         with nullcontext() if job is None else job.progress.saving(int(step)):
             return self._saver.save(Ranks.of_job(), step, objects, metrics or {}, extra or {})
@@ -142,6 +145,7 @@ class CheckpointManager:
         lr_scheduler: LRScheduler | None = None,
         scaler: GradScaler | None = None,
         data: SavedData | None = None,
+        state: dict[str, Any] | None = None,
         only: Sequence[str] | None = None,
     ) -> Restored:
         """Restores a step into objects that were built anew, under any layout. Collective.
@@ -156,8 +160,9 @@ class CheckpointManager:
             lr_scheduler: As for :meth:`save`.
             scaler: As for :meth:`save`.
             data: As for :meth:`save`: ``set_state_dict`` gets what ``state_dict`` returned.
+            state: As for :meth:`save`. A number or text is replaced in the dict.
             only: The objects to restore, as ``("model",)``; any of ``model``, ``optimizer``,
-                ``lr_scheduler``, ``scaler``, ``data``, ``random``. None restores all.
+                ``lr_scheduler``, ``scaler``, ``data``, ``state``, ``random``. None restores all.
 
         Returns:
             The step, and its ``extra`` and ``metrics``.
@@ -169,7 +174,7 @@ class CheckpointManager:
         """
         self._saver.settle(wait=True)
         named: Any = {"names": self._names, "attributes": self.attributes}
-        objects = Objects(model, optimizer, lr_scheduler, scaler, data, **named)
+        objects = Objects(model, optimizer, lr_scheduler, scaler, data, state, **named)
         return restore(Ranks.of_job(), self._retention, step, objects.only(only))
 
     def __enter__(self: Manager) -> Manager:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.matching import without_copies
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import MODEL, Saved, SavedPart, TensorName
+from fleetpipe.checkpoint.contents.parts import MODEL, STATE, Saved, SavedPart, TensorName
+from fleetpipe.checkpoint.contents.script_state import of_place
 from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.files.reader import SavedStep, StepReader
@@ -131,6 +132,10 @@ class _Attempt:
             self._parts.append(model)
         if optimizer is not None:
             self._parts.append(optimizer)
+        if self._objects.state is not None:
+            states = self.state.get(STATE)
+            of_rank = None if states is None else of_place(states, ranks.place)
+            self._parts.append(self._objects.script_part(ranks.place, of_rank))
         saved = self.reader.manifest.saved
         if model is not None:
             saved = without_copies(saved, model.order(), model.plain_names, self._bytes_of)

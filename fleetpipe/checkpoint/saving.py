@@ -19,7 +19,7 @@ from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors
 from fleetpipe.checkpoint.contents.matching import plain_order
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import TensorName
+from fleetpipe.checkpoint.contents.parts import STATE, TensorName
 from fleetpipe.checkpoint.files import host_memory, run_folder, tensors
 from fleetpipe.checkpoint.files.folder_owner import FolderOwner
 from fleetpipe.checkpoint.files.host_memory import Snapshot
@@ -174,11 +174,15 @@ class Saver:
         of_optimizer = {} if optimizer is None else optimizer.held()
         kind = None if optimizer is None else optimizer.kind
         what = f"saving step {step}"
-        held = _with_statistics(ranks, what, {**model.held(), **of_optimizer})
+        script = objects.script_part(ranks.place)
+        of_run = {**model.held(), **of_optimizer, **script.held()}
+        held = _with_statistics(ranks, what, of_run)
 
         def facts() -> dict[str, Json]:
             model.require_outline()
             state = objects.training_state(model).collect()
+            if objects.state is not None:
+                state[STATE] = script.trees()
             state["extra"] = training_state.plain(extra, "extra")
             return self._facts(ranks, step, f"{kind} {Inventory.of(held).to_json()}", state)
 

@@ -235,6 +235,7 @@ class Model(paddle.Model):
         num_iters: int | None = None,
         save_steps: int | None = None,
         resume: str | None = None,
+        state: dict[str, Any] | None = None,
     ) -> History:
         """Trains for some epochs. Collective over the job.
 
@@ -268,6 +269,7 @@ class Model(paddle.Model):
             save_steps: Batches from one checkpoint to the next within an epoch.
             resume: ``"auto"`` goes on from the newest checkpoint, if there is one; None does so
                 under ``fleetpipe launch``, in the first training of the model.
+            state: What the script adds to checkpoints, as for :func:`fleetpipe.resume`.
 
         Returns:
             A list by name, the same on every rank, with a figure for each epoch that this call
@@ -316,7 +318,7 @@ class Model(paddle.Model):
         position = Position(runner, source, callback_list.callbacks)
         with (
             progress.closing_bars(callback_list.callbacks),
-            checkpoint.saver_of(callback_list.callbacks, position, save_dir, go_on) as saver,
+            checkpoint.saver_of(callback_list.callbacks, position, save_dir, go_on, state) as saver,
         ):
             left = None if num_iters is None else max(0, num_iters - position.taken)
             self._expect(position, epochs, source.steps, left, accumulate_grad_batches)

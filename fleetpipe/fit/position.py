@@ -34,12 +34,13 @@ class Position:
             runner: Counts the batches of all trainings, and holds the metrics.
             source: Yields the batches.
             callbacks: Those with ``state_dict`` and ``set_state_dict``, and Paddle's own, resume.
-                Those that run on one rank alone start anew.
+                Those of this rank alone are :meth:`own_callbacks`.
         """
         self._runner = runner
         self._source = source
         self._callbacks = callbacks
         self._waiting: Mapping[str, Any] = {}
+        self._own: dict[str, OwnCallback] = {}
         self.epoch = self.step = self.taken = 0
         self.stopped = False
         self.logs: Mapping[str, Any] = {}
@@ -90,24 +91,55 @@ class Position:
                 setattr(metric, name, _value(value))
         self.logs, self._waiting = state["told"], state["callbacks"]
 
+    def own_callbacks(self) -> dict[str, OwnCallback]:
+        """Returns those with a state that run on this rank alone, by name, as objects to save."""
+        named = self._callbacks_by_name(own=True).items()
+        self._own = {name: OwnCallback(one) for name, one in named if callback_state(one)}
+        return self._own
+
     def put_callbacks_back(self) -> None:
         """Gives the callbacks their saved states, once, after their own begin."""
         for name, callback in self._callbacks_by_name().items():
             if name in self._waiting:
                 set_callback_state(callback, self._waiting[name])
+        for own in self._own.values():
+            own.put_back()
         self._waiting = {}
 
     def _counts(self) -> list[dict[str, Any]]:
         return [_metric_state(metric) for metric in self._runner.metrics]
 
-    def _callbacks_by_name(self) -> dict[str, Any]:
-        """Returns the callbacks that run on all ranks, by name."""
+    def _callbacks_by_name(self, own: bool = False) -> dict[str, Any]:
+        """Returns the callbacks that run on all ranks, or those on this rank alone, by name."""
         named: dict[str, Any] = {}
         for callback in self._callbacks:
-            if getattr(callback, "on_rank", "all") == "all":
-                kind = type(callback).__name__
+            place = getattr(callback, "on_rank", "all")
+            if (place != "all") == own:
+                kind = type(callback).__name__ + (f" on the {place} rank" if own else "")
                 named[f"{kind} {sum(name.startswith(f'{kind} ') for name in named)}"] = callback
         return named
+
+
+class OwnCallback:
+    """A callback of this rank alone, which gets its saved state after its own begin."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+        self._waiting: Mapping[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what it counts."""
+        return callback_state(self._callback)
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what it had counted."""
+        self._waiting = state
+
+    def put_back(self) -> None:
+        """Gives it what it had counted, once."""
+        if self._waiting is not None:
+            set_callback_state(self._callback, self._waiting)
+        self._waiting = None
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:

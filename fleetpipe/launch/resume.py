@@ -52,6 +52,7 @@ class State(TypedDict):
     lr_scheduler: LRScheduler | None
     scaler: GradScaler | None
     data: SavedData | None
+    state: dict[str, Any] | None
 
 
 @shows("step", folder="_manager._home")
@@ -217,6 +218,7 @@ def resume(
     lr_scheduler: LRScheduler | None = None,
     scaler: GradScaler | None = None,
     data: SavedData | None = None,
+    state: dict[str, Any] | None = None,
     manager: CheckpointManager | None = None,
 ) -> Run:
     """Restores the newest complete checkpoint, if there is one. Collective.
@@ -231,6 +233,9 @@ def resume(
         lr_scheduler: An ``LRScheduler``; that of the optimizer is restored without being named.
         scaler: A ``GradScaler``.
         data: The loader or sampler that is read, with ``state_dict`` and ``set_state_dict``.
+        state: What the script adds to the run, by name, as ``{"ema": ema, "best": 0.0}``: objects
+            with ``state_dict`` and ``set_state_dict``, plain values and tensors. The script reads
+            and sets the values in this dict.
         manager: Where and when steps are saved. None saves every 100 steps and keeps two, in the
             folder ``FLEETPIPE_CHECKPOINT_DIR`` (``fleetpipe launch --checkpoint_dir``), else
             ``checkpoints``.
@@ -254,20 +259,31 @@ def resume(
         )
     manager.require_folder()
     manager.claim()
-    state = State(
-        model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, data=data
+    of_run = State(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        scaler=scaler,
+        data=data,
+        state=state,
     )
     current, folder = job.current_job(), attempt_files.folder()
     manager.attributes = Attributes(model, optimizer)
     if current is not None:
         current.before_batches.append(manager.attributes.begin_batch)
-    objects = Objects(**state, attributes=manager.attributes)
+    objects = Objects(**of_run, attributes=manager.attributes)
     kept = extra("kept_state.kept_state").KeptState.asked_for(objects, Ranks.of_job())
     if current is not None and current.alone:
         step, other_arguments = extra("healing.replacement").restore(kept, current, folder), False
     else:
-        step, other_arguments = _go_on(state, manager, kept)
-    run = Run(step, state, manager, kept)
+        step, other_arguments = _go_on(of_run, manager, kept)
+    if step and state is None:
+        _tell(
+            "begins anew with what the script keeps in variables of its own, as an average of "
+            "weights or a best score: give that to fleetpipe.resume or fit, as state={..}",
+            any_rank=current is not None and current.alone,
+        )
+    run = Run(step, of_run, manager, kept)
     run.other_arguments = other_arguments
     heals = generation.asked_for() and kept is not None
     if heals and current is not None and not current.local:
@@ -307,9 +323,9 @@ def _go_on(state: State, manager: CheckpointManager, kept: Any) -> tuple[int, bo
     return step, not same
 
 
-def _tell(text: str) -> None:
-    """Logs a line on the first rank."""
-    if job.all_ranks().rank == 0:
+def _tell(text: str, any_rank: bool = False) -> None:
+    """Logs a line on the first rank, or on any."""
+    if any_rank or job.all_ranks().rank == 0:
         number = attempt_files.number()
         of_job = f"attempt {number} of the job " if number else ""
         _log.info(f"{of_job}{text}")

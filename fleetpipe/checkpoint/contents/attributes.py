@@ -27,7 +27,9 @@ _log = log.logger(__name__)
 _SCALARS = (bool, int, float, str, np.number)
 #: A longer text is shown by its begin and a checksum.
 _LONGEST = 40
-_MODE = ".training"
+#: Those that every layer has, of which an evaluation changes the mode; and what Paddle's norms set
+#: in their first forward.
+_LEFT_OUT = {*vars(paddle.nn.Layer()), "_data_format"}
 
 #: Texts of values, by the fully qualified name of what has them.
 Looks = dict[str, str]
@@ -41,14 +43,13 @@ class Attributes:
         self._model, self._optimizer = model, optimizer
         #: As the first batch of this process began.
         self._begun: Looks | None = None
-        self._modes: Looks = {}
         self._saved: Mapping[str, Looks] = {}
 
     def state(self) -> dict[str, Looks] | None:
         """Returns what they look like; None before the first batch."""
         if self._begun is None:
             return None
-        now = {**self.now(), **self._modes}
+        now = self.now()
         changed = [name for name, value in self._begun.items() if now.get(name, value) != value]
         if changed:
             text = f"{changed[0]} has changed in the run, and is in no checkpoint: a script that "
@@ -61,10 +62,8 @@ class Attributes:
         self._saved = saved
 
     def now(self) -> Looks:
-        """Returns what they look like, without modes, which a script changes to evaluate."""
-        return {
-            name: value for name, value in _looks(self._model, self._optimizer) if _MODE not in name
-        }
+        """Returns what they look like."""
+        return dict(_looks(self._model, self._optimizer))
 
     def begin_batch(self, model: Any, optimizer: Optimizer) -> None:
         """Compares at the first batch; a script has done by then what it does with a step.
@@ -83,11 +82,9 @@ class Attributes:
                 "another optimizer steps than the one that checkpoints have",
                 fix="pass that one to fleetpipe.resume, the other by state={'other': ..}",
             )
-        now = dict(_looks(self._model, self._optimizer))
-        self._modes = {name: value for name, value in now.items() if name.endswith(_MODE)}
         if self._begun is None:
-            self._begun = now
-            self._compare(now)
+            self._begun = self.now()
+            self._compare(self._begun)
 
     def _compare(self, now: Looks) -> None:
         saved, begun = self._saved.get("now", {}), self._saved.get("begun", {})
@@ -122,7 +119,8 @@ def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
         return
     base = unwrap(optimizer)
     scalars = {n: v for n, v in vars(base).items() if isinstance(v, _SCALARS)}
-    scalars.pop("_learning_rate", None)  # which is restored
+    for name in ("_learning_rate", "_sign"):  # which is restored; which Rprop sets as it steps
+        scalars.pop(name, None)
     yield from _texts("optimizer", scalars)
     yield "optimizer.parameters", str([len(group) for group in groups_of(base)])
     for number, group in enumerate(dict_groups(base)):
@@ -139,9 +137,8 @@ def _of_function(name: str, function: Any) -> Iterator[tuple[str, str]]:
             name, {**getattr(function, "keywords", {}), **getattr(function, "__dict__", {})}
         )
         return
-    common = vars(paddle.nn.Layer()).keys() - {"training"}
     for path, layer in function.named_sublayers(prefix=name, include_self=True):
-        yield from _texts(path, {n: v for n, v in vars(layer).items() if n not in common})
+        yield from _texts(path, {n: v for n, v in vars(layer).items() if n not in _LEFT_OUT})
         for of, parameter in layer.named_parameters(prefix=path, include_sublayers=False):
             yield f"{of}.stop_gradient", str(parameter.stop_gradient)
             yield from _texts(of, getattr(parameter, "optimize_attr", {}))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fleetpipe.aliases import Layer, Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint.contents import parts
+from fleetpipe.checkpoint.contents import parts, script_state
 from fleetpipe.checkpoint.contents.attributes import Attributes
 from fleetpipe.checkpoint.contents.layer_and_optimizer import (
     NamedTensors,
@@ -15,11 +16,13 @@ from fleetpipe.checkpoint.contents.layer_and_optimizer import (
     without_wrappers,
 )
 from fleetpipe.checkpoint.contents.program import ProgramState
+from fleetpipe.checkpoint.contents.script_state import ScriptState
 from fleetpipe.checkpoint.contents.training_state import SavedData, TrainingState
+from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import ConfigError, nearest
 from fleetpipe.paddle_api import paddle
 
-_NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data")
+_NAMES = ("model", "optimizer", "lr_scheduler", "scaler", "data", "state")
 RANDOM = "random"
 
 
@@ -33,6 +36,7 @@ class Objects:
         lr_scheduler: The scheduler of its learning rate.
         scaler: Its ``GradScaler``.
         data: Holds the position of the run in its data.
+        state: What the script adds, by name.
         random: Whether the random states are restored too.
         names_from: The model that names the optimizer's parameters, if it is not restored itself.
         rate: Whether the optimizer's own learning rate is restored too.
@@ -45,6 +49,7 @@ class Objects:
     lr_scheduler: Scheduler = None
     scaler: Scaler = None
     data: SavedData | None = None
+    state: dict[str, Any] | None = None
     random: bool = True
     names_from: Layer = None
     rate: bool = True
@@ -52,6 +57,7 @@ class Objects:
     attributes: Attributes | None = None
 
     def __post_init__(self) -> None:
+        script_state.require(self.state)
         if not isinstance(self.data, (SavedData, type(None))):
             raise ConfigError(
                 "data= says where the run is in its data",
@@ -143,7 +149,11 @@ class Objects:
         groups = (parts.MODEL, parts.BUFFERS, parts.LATE_BUFFERS, parts.LOSS, parts.REPLICAS)
         of_model = () if self.model is None else groups
         of_optimizer = () if self.optimizer is None else (parts.OPTIMIZER, parts.MASTER_WEIGHTS)
-        return (*of_model, *of_optimizer)
+        return (*of_model, *of_optimizer, *(() if self.state is None else (parts.STATE,)))
+
+    def script_part(self, place: Place, saved: script_state.Trees | None = None) -> ScriptState:
+        """Returns what the script adds; ``saved`` is what a rank restores of it."""
+        return ScriptState(self.state or {}, place, saved)
 
     def training_state(self, model: NamedTensors | None) -> TrainingState:
         """Returns the state that is no tensor; ``model`` comes from :meth:`model_part`."""

@@ -16,8 +16,9 @@ from fleetpipe.mesh.parts import Described, Held, JoinedParts, ModelParts
 #: The lasting names of a program's variables, or how they are found; None: they are their own.
 Names = Mapping[str, str] | str | None
 #: The names of a kind of tensors' files begin with it: ``model-00001-of-00002.safetensors``.
-MODEL, BUFFERS, LATE_BUFFERS, LOSS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS = GROUPS = (
+MODEL, BUFFERS, LATE_BUFFERS, LOSS, OPTIMIZER, MASTER_WEIGHTS, REPLICAS, STATE = GROUPS = (
     *("model", "buffers", "late_buffers", "loss", "optimizer", "master_weights", "replicas"),
+    "state",
 )
 
 

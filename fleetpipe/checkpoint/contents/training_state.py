@@ -20,8 +20,9 @@ import numpy as np
 
 from fleetpipe import log
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
+from fleetpipe.checkpoint.contents import script_state
 from fleetpipe.checkpoint.contents.attributes import Attributes
-from fleetpipe.checkpoint.contents.parts import ProgramSource, StageStreams
+from fleetpipe.checkpoint.contents.parts import STATE, ProgramSource, StageStreams
 from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError
 from fleetpipe.job.job import current_job
@@ -319,7 +320,7 @@ def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) 
     owners: dict[str, int] = {}
     for rank, state in enumerate(states):
         for name, value in state.items():
-            if name in ("extra", "random", ATTRIBUTES):
+            if name in ("extra", "random", ATTRIBUTES, STATE):
                 continue
             owner = owners.setdefault(name, rank)
             if to_text({name: whole.setdefault(name, value)}) != to_text({name: value}):
@@ -330,6 +331,12 @@ def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) 
                     fix="step it alike on every rank; positions in data count global samples",
                 )
     whole["random"] = _merged_random([state["random"] for state in states], places)
+    if any(STATE in state for state in states):
+        trees, of = (
+            [state.get(STATE, {}) for state in states],
+            [place.to_json() for place in places],
+        )
+        whole[STATE] = script_state.merged(trees, of)
     if all(ATTRIBUTES in state for state in states):
         whole[ATTRIBUTES] = _merged_random([state[ATTRIBUTES] for state in states], places)
     return whole

@@ -19,7 +19,8 @@ from fleetpipe import log
 from fleetpipe.checkpoint.contents import training_state
 from fleetpipe.checkpoint.contents.matching import plain_order
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import Saved, SavedProgram, TensorName
+from fleetpipe.checkpoint.contents.parts import STATE, Saved, SavedPart, SavedProgram, TensorName
+from fleetpipe.checkpoint.contents.script_state import ScriptState
 from fleetpipe.checkpoint.contents.training_state import TrainingState
 from fleetpipe.checkpoint.files import host_memory
 from fleetpipe.checkpoint.manager import CheckpointManager
@@ -80,6 +81,8 @@ class KeptState:
         """
         held = self._list_tensors()
         state = self._objects.training_state(self._objects.model_part()).collect()
+        if self._objects.state is not None:
+            state[STATE] = self._objects.script_part(self._ranks.place).trees()
         text, self.generators = training_state.to_text(state).encode(), state["random"]["paddle"]
         segment = self._segment(text)
         segment.write(step, [host_memory.bytes_of(one) for one in held], text)
@@ -150,7 +153,7 @@ class KeptState:
         return KeptStep(kept)
 
     def _restore(self, step: int) -> None:
-        text = self.put_tensors_back(step)
+        text = self.put_tensors_back(step, self._objects.state)
         training = self._objects.training_state(self._objects.model_part())
         state = training_state.from_text(text.decode())
         training.put_back(state)
@@ -177,8 +180,8 @@ class KeptState:
 
     def changed_since(self, before: Mapping[str, Any]) -> str:
         """Returns the first attribute that has changed since :meth:`collect`; empty for none."""
-        attributes, looks = self._objects.attributes, before.get("attributes")
-        now = {} if attributes is None or looks is None else attributes.now()
+        attributes, looks = self._objects.attributes, before.get("attributes", {})
+        now = {} if attributes is None or not looks else attributes.now()
         return next((name for name, value in now.items() if looks["now"].get(name) != value), "")
 
     @dynamic_mode()
@@ -204,10 +207,13 @@ class KeptState:
             CheckpointError: The step cannot be saved.
         """
         now, objects = self.collect(), self._objects
-        state = training_state.from_text(self.put_tensors_back(step).decode())
+        # Of that step, too; what the script has now stays.
+        script = None if objects.state is None else dict.fromkeys(objects.state)
+        state = training_state.from_text(self.put_tensors_back(step, script).decode())
         position = SimpleNamespace(state_dict=lambda: state["data"], set_state_dict=dict)
         data = None if objects.data is None else position
         rest = {"lr_scheduler": objects.lr_scheduler, "scaler": objects.scaler, "data": data}
+        rest["state"] = script
         try:
             self.put_back(state)
             manager.save(step, model=objects.model, optimizer=objects.optimizer, force=True, **rest)
@@ -219,8 +225,13 @@ class KeptState:
         return objects.training_state(objects.model_part())
 
     @dynamic_mode()
-    def put_tensors_back(self, step: int) -> bytes:
-        """Restores the tensors alone, of this rank alone; returns the rest of the state as text."""
+    def put_tensors_back(self, step: int, script: dict[str, Any] | None = None) -> bytes:
+        """Restores the tensors alone, of this rank alone; returns the rest of the state as text.
+
+        Args:
+            step: One that this rank has stored.
+            script: What the script adds, where that is restored, too.
+        """
         segment = next(one for one in self._segments.values() if step in one.steps())
         index = segment.index
         blocks, text = segment.read(step)
@@ -228,7 +239,10 @@ class KeptState:
         saved = Saved(described, tuple(index["order"]), index["optimizer"])
         model = self._objects.model_part()
         optimizer = self._objects.optimizer_part(model)
-        parts = [part for part in (model, optimizer) if part is not None]
+        parts: list[SavedPart] = [part for part in (model, optimizer) if part is not None]
+        if script is not None:
+            trees = training_state.from_text(text.decode()).get(STATE)
+            parts.append(ScriptState(script, self._ranks.place, trees))
         wanted = {name: held for part in parts for name, held in part.wanted(saved).items()}
         tensors = dict(zip(described, blocks))
         for name, held in wanted.items():
@@ -266,7 +280,8 @@ class KeptState:
     def _collect_tensors(self) -> dict[TensorName, Held]:
         model = self._objects.required_model()
         optimizer = self._objects.optimizer_part(model)
-        return {**model.held(), **({} if optimizer is None else optimizer.held())}
+        of_script = self._objects.script_part(self._ranks.place).held()
+        return {**model.held(), **({} if optimizer is None else optimizer.held()), **of_script}
 
     @property
     def _samples(self) -> int | None:

@@ -136,9 +136,15 @@ class ReportCallback(PipelineCheckpoint):
         self._logs: dict[str, float] = {}
 
     @contextmanager
-    def going(self, position: Position, save_dir: str | None, go_on: bool) -> Iterator[None]:
+    def going(
+        self,
+        position: Position,
+        save_dir: str | None,
+        go_on: bool,
+        state: dict[str, Any] | None = None,
+    ) -> Iterator[None]:
         """While it is open, a training resumes, runs and is reported. Collective."""
-        with super().going(position, save_dir, True):
+        with super().going(position, save_dir, True, state):
             yield
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:

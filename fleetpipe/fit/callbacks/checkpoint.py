@@ -87,7 +87,13 @@ class PipelineCheckpoint(rank_policy.Callback):
         self._saved: int | None = None
 
     @contextmanager
-    def going(self, position: Position, save_dir: str | None, go_on: bool) -> Iterator[None]:
+    def going(
+        self,
+        position: Position,
+        save_dir: str | None,
+        go_on: bool,
+        state: dict[str, Any] | None = None,
+    ) -> Iterator[None]:
         """Resumes a training, and saves it while the context is open.
 
         Collective over the job.
@@ -96,6 +102,7 @@ class PipelineCheckpoint(rank_policy.Callback):
             position: The place of the training in its data, which a checkpoint sets.
             save_dir: The folder to use if the constructor got none.
             go_on: Whether to resume from the newest checkpoint of the folder.
+            state: What the script adds; what this rank's own callbacks have joins it.
 
         Raises:
             CheckpointError: The newest checkpoint is damaged, or does not fit.
@@ -109,6 +116,10 @@ class PipelineCheckpoint(rank_policy.Callback):
         self._manager.metrics = self._figures({})
         model, optimizer = self.model.pipeline, self.model.optimizer
         self._state: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": position}
+        own = position.own_callbacks()
+        if own or state is not None:
+            self._state["state"] = {} if state is None else state  # whose values the script sets
+            self._state["state"].update(own)
         if not go_on and any(self.model.gather(bool(self._manager.steps()))):
             raise ConfigError(
                 "the folder has the checkpoints of another training",
@@ -226,12 +237,16 @@ def with_checkpoint(callbacks: Nest, every_steps: int | None, every_epochs: int)
 
 @contextmanager
 def saver_of(
-    callbacks: Sequence[Any], position: Position, save_dir: str | None, go_on: bool
+    callbacks: Sequence[Any],
+    position: Position,
+    save_dir: str | None,
+    go_on: bool,
+    state: dict[str, Any] | None = None,
 ) -> Iterator[PipelineCheckpoint | Nothing]:
     """While it is open, the ``PipelineCheckpoint`` among the callbacks saves, if there is one."""
     savers = [callback for callback in callbacks if isinstance(callback, PipelineCheckpoint)]
     if not savers:
         yield Nothing()
         return
-    with savers[0].going(position, save_dir, go_on):
+    with savers[0].going(position, save_dir, go_on, state):
         yield savers[0]

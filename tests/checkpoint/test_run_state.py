@@ -1,0 +1,140 @@
+"""What a script adds to a run comes back, and what it has changed of its objects is not lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.errors import CheckpointError, ConfigError
+from fleetpipe.fleet.meta_parallel import LayerDesc
+from tests.fixtures import Call
+from tests.pipelines import CLASSES, FEATURES, batch, model_in_job
+
+
+class Average:
+    """An average of the weights that a rank has, by hand."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe, self.updates = pipe, 0
+        self.weights = {name: p.numpy() for name, p in pipe.named_parameters()}
+
+    def update(self) -> None:
+        self.updates += 1
+        for name, parameter in self.pipe.named_parameters():
+            self.weights[name] = 0.9 * self.weights[name] + 0.1 * parameter.numpy()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "weights": self.weights}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates, self.weights = state["updates"], state["weights"]
+
+
+def averaged(folder: Path, steps: int) -> list[Any]:
+    """Goes on to a step; returns what the script has added to the run."""
+    with model_in_job(2, micro_batches=2) as pipe:
+        sgd = paddle.optimizer.SGD(0.1, parameters=pipe.parameters())
+        optimizer = fleet.distributed_optimizer(sgd)
+        ema, last = Average(pipe), paddle.zeros([2])
+        state: dict[str, Any] = {"ema": ema, "best": 9.0, "losses": [], "last": last}
+        manager = fleetpipe.CheckpointManager(folder, save_interval=3)
+        run = fleetpipe.resume(pipe, optimizer, state=state, manager=manager)
+        for step in run.steps(steps):
+            loss = pipe.train_batch(batch(2, seed=step), optimizer)
+            ema.update()
+            last.set_value(paddle.full([2], float(loss)))
+            state["losses"].append(float(loss))
+            state["best"] = min(state["best"], float(loss))
+        bits = [value.tobytes() for value in ema.weights.values()]
+        return [bits, ema.updates, state["best"], [*state["losses"]], last.tolist()]
+
+
+def test_what_a_script_adds_goes_on_on_each_rank(on_ranks: Call, tmp_path: Path) -> None:
+    whole = on_ranks(averaged, 2, tmp_path / "whole", 6)
+    assert whole[0][0] != whole[1][0]
+    on_ranks(averaged, 2, tmp_path / "parts", 3)
+    assert on_ranks(averaged, 2, tmp_path / "parts", 6) == whole
+    with pytest.raises(CheckpointError, match=r"state\['ema'\] is another on each of the ranks"):
+        averaged(tmp_path / "parts", 9)
+
+
+@pytest.mark.parametrize("state", [3, {1: 2}, {"ema": object()}])
+def test_what_cannot_be_saved_is_refused(state: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="state"):
+        fleetpipe.CheckpointManager(tmp_path).save(1, model=nn.Linear(2, 2), state=state)
+
+
+class Counting(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.shape = 0, None
+
+    def forward(self, x: Any) -> Any:
+        self.calls, self.shape = self.calls + 1, tuple(x.shape)
+        return x / (1 + self.calls * self.scale)
+
+    scale = 0.0
+
+
+def unfreeze(pipe: Any, _optimizer: Any) -> None:
+    for parameter in pipe.parameters():
+        parameter.stop_gradient = False
+
+
+def drop(pipe: Any, _optimizer: Any) -> None:
+    pipe.layers.owned_stages.functions[1].p = 0.5
+
+
+def clip(_pipe: Any, optimizer: Any) -> None:
+    optimizer.wrapped._grad_clip.clip_norm = 0.01
+
+
+def momentum(_pipe: Any, optimizer: Any) -> None:
+    optimizer.wrapped._momentum = 0.5
+
+
+CHANGES = [
+    (unfreeze, "0.bias.stop_gradient"),
+    (drop, "1.p"),
+    (clip, "clip.0.clip_norm"),
+    (momentum, "optimizer._momentum"),
+]
+
+
+def changed(folder: Path, change: Any, steps: int, again: bool = False) -> Any:
+    """Goes on to a step; the change is made in the second, and where it is made again."""
+    layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(nn.Dropout, 0.1)]
+    layers += [LayerDesc(Counting), LayerDesc(nn.Linear, 8, CLASSES)]
+    with model_in_job(2, micro_batches=2, layers=layers, allow=["state:2.calls"]) as pipe:
+        paddle.seed(3)
+        pipe.layers.owned_stages.functions[0].bias.stop_gradient = True
+        norm = nn.ClipGradByGlobalNorm(1.0)
+        parameters = pipe.parameters()
+        stepped = paddle.optimizer.Momentum(0.1, 0.9, parameters=parameters, grad_clip=norm)
+        optimizer = fleet.distributed_optimizer(stepped)
+        manager = fleetpipe.CheckpointManager(folder, save_interval=3)
+        run = fleetpipe.resume(pipe, optimizer, state={}, manager=manager)
+        for step in run.steps(steps):
+            if step == 1 or (again and step == 3):
+                change(pipe, optimizer)
+            pipe.train_batch(batch(2, seed=step), optimizer)
+        return fleetpipe.model_hash(pipe)
+
+
+@pytest.mark.parametrize(("change", "name"), CHANGES)
+def test_a_change_that_a_run_has_made_is_made_again_or_refused(
+    change: Any, name: str, tmp_path: Path
+) -> None:
+    whole = changed(tmp_path / "whole", change, 5)
+    changed(tmp_path / "parts", change, 3)
+    with pytest.raises(ConfigError, match=f"{name} has changed in the run"):
+        changed(tmp_path / "parts", change, 5)
+    assert changed(tmp_path / "parts", change, 5, again=True) == whole
+    np.testing.assert_equal(fleetpipe.CheckpointManager(tmp_path / "parts").steps(), [3])
