@@ -91,8 +91,8 @@ def _row(function: Any) -> tuple[Count | None, Options]:
         function = None if name is None else getattr(_functional, _LAYERS[name])
     else:
         layer = None
-    known = {getattr(_functional, n, None): n for n in _COUNTS}
-    name = known.get(function) if callable(function) and not isinstance(function, type) else None
+    names = {getattr(_functional, n, None): n for n in _COUNTS}
+    name = names.get(function) if callable(function) and not isinstance(function, type) else None
     if name is None:
         return None, {}
     options = {n: p.default for n, p in inspect.signature(function).parameters.items()}

@@ -158,12 +158,12 @@ class Runner:
             share = [_number(_total(_on_host(losses[0]))), counted, rows.real]
         everyone = self.pipeline.from_last_stage(share)
         if not by_tokens:
-            mean = sum(own * real for own, _, real in everyone) / rows.everywhere
+            mean = sum(loss * real for loss, _, real in everyone) / rows.everywhere
             return mean, rows.everywhere, computed
         # Each replica's own is weighed by what it counts of all; a row that fills counts nothing.
         total = sum(counted for _, counted, _ in everyone)
         places = sum(counted for _, counted, real in everyone if real)
-        added = sum(own for own, _, real in everyone if real) * total / replicas
+        added = sum(loss for loss, _, real in everyone if real) * total / replicas
         return (added / places if places else 0.0), places, computed
 
     def predict(self, rows: Rows) -> list[np.ndarray]:
