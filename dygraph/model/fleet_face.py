@@ -171,8 +171,8 @@ class FleetFace(ModelOnRanks):
         paths = {id(layer): path for path, layer in self.named_sublayers(include_self=True)}
 
         def name_of(layer: Layer) -> str:
-            known = (names.get(id(parameter)) for parameter in parameters_in(layer).values())
-            return next(filter(None, known), paths.get(id(layer), ""))
+            in_order = (names.get(id(parameter)) for parameter in parameters_in(layer).values())
+            return next(filter(None, in_order), paths.get(id(layer), ""))
 
         super().apply(in_apply(name_of, fn))
         return self

@@ -13,6 +13,7 @@ from fleetpipe.capture.api import pipeline
 from fleetpipe.capture.captured_pipeline import CapturedPipeline
 from fleetpipe.capture.running.variants import Form
 from fleetpipe.capture.tracing.value import Node
+from fleetpipe.contrib.callbacks.loss_monitor import LossMonitor
 from fleetpipe.contrib.compat.mindspore import context, nn
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.dygraph.nest import map_tensors, tensors_of
@@ -111,7 +112,7 @@ class Model:
         Raises:
             ConfigError: ``epoch`` is below 1, or see :meth:`build`.
             UsageError: ``epoch`` is no int, there is no optimizer, or see :meth:`build`.
-            BoundaryError: ``LossMonitor`` found a loss that is NaN or Inf; on every rank.
+            BoundaryError: A loss is NaN or Inf; on every rank.
         """
         rule, fix = "epoch is a number of passes, at least 1", "model.train(10, dataset)"
         context.require_number("epoch", epoch, 1, rule, fix)
@@ -125,7 +126,9 @@ class Model:
             self.build(train_dataset)
         peeked = self._data is not None and self._data.dataset is train_dataset
         data = self._data if peeked else train_dataset
-        self._require_trainer().fit(data, epochs=epoch, callbacks=callbacks, verbose=0)
+        given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        checked = [*(one for one in given if one is not None), LossMonitor(0)]  # which ends on NaN
+        self._require_trainer().fit(data, epochs=epoch, callbacks=checked, verbose=0)
 
     def _require_trainer(self) -> Trainer:
         if self._trainer is None:

@@ -6,7 +6,7 @@ which checks ``pipeline_stage`` when it is set; that of another Layer is checked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from fleetpipe.aliases import Layer, Nest, Optimizer, Tensor
@@ -14,6 +14,8 @@ from fleetpipe.contrib.compat.mindspore import context
 from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.tensor import give_parameters_a_method
+from fleetpipe.schedules import build
+from fleetpipe.schedules.registry import default_chunks
 
 #: The attribute of a parameter that holds the stages it was given by itself.
 _OF_PARAMETER = "pipeline_stages"
@@ -207,7 +209,8 @@ def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:
         PipelineTimeout: Some rank did not arrive within the limit.
     """
     stages = stages_of_parameters(network)
-    count = context.options().pipeline_stages
+    options = context.options()
+    count, chunks = options.pipeline_stages, default_chunks(options.schedule)
     missing = [name for name, _, declared in stages if not declared]
     if count > 1 and missing:
         raise StateError(
@@ -216,16 +219,20 @@ def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:
             fix="net.fc.pipeline_stage = 1, before infer_param_pipeline_stage()",
         )
     highest = {name: max(declared, default=0) for name, _, declared in stages}
-    beyond = [f"{name} in {stage}" for name, stage in highest.items() if stage >= count]
+    beyond = [f"{name} in {stage}" for name, stage in highest.items() if stage >= count * chunks]
     if beyond:
         raise ConfigError(
-            f"stages go from 0 to {count - 1}",
-            expected=f"numbers below pipeline_stages (={count})",
+            f"stages go from 0 to {count * chunks - 1}",
+            expected=f"numbers below pipeline_stages (={count})"
+            + f" times the {chunks} chunks of {options.schedule}" * (chunks > 1),
             got=", ".join(beyond),
             fix="raise pipeline_stages, or give the sublayers other stages",
         )
     job = context.job()
-    played = range(count) if job.local else [job.hcg.get_stage_id()]
+    played: Collection[int] = range(count * chunks)
+    if not job.local:
+        sizes = {"ranks": count, "micro_batches": 2 * count, "chunks": chunks}
+        played = build(options.schedule, **sizes).placement.stages_of(job.hcg.get_stage_id())
     return [p for _, p, declared in stages if count == 1 or not declared.isdisjoint(played)]
 
 
