@@ -17,7 +17,7 @@ from fleetpipe.capture.tracing.model_snapshot import attributes_running_on
 from fleetpipe.capture.tracing.place import forward_place, raised_at
 from fleetpipe.capture.tracing.signature import PLAIN
 from fleetpipe.capture.tracing.value import Capture, Mode, Node, Owned, Ref, parts
-from fleetpipe.capture.variations import MIXED, ROLLED, Variation, varied
+from fleetpipe.capture.variations import MIXED, ROLLED, Variation, vary_example
 from fleetpipe.errors import CaptureError, reason
 from fleetpipe.paddle_api import paddle
 
@@ -125,7 +125,7 @@ def _difference(capturing: Capturing) -> _Difference | None:
 def _run(capturing: Capturing, change: Variation, training: bool) -> Capture:
     """Runs the forward on changed numbers; on less changed ones if it fails on these."""
     try:
-        return capturing.with_numbers(varied(capturing, change), training)
+        return capturing.with_numbers(vary_example(capturing, change), training)
     except CaptureError as error:
         if not isinstance(error.__cause__, Exception):
             raise
@@ -138,7 +138,7 @@ def _run(capturing: Capturing, change: Variation, training: bool) -> Capture:
                 fix="name the small input of whole numbers that says sizes in shape_inputs; or set "
                 "verify=False",
             ) from error
-        return capturing.with_numbers(varied(capturing, ROLLED), training)
+        return capturing.with_numbers(vary_example(capturing, ROLLED), training)
 
 
 def _selecting(first: Capture, second: Capture) -> Iterator[str]:

@@ -49,7 +49,7 @@ ALL = (
 )
 
 
-def varied(capturing: Capturing, variation: Variation) -> Nest:
+def vary_example(capturing: Capturing, variation: Variation) -> Nest:
     """Returns the example with varied numbers where the forward does not read them."""
     rows = rows_of(capturing.example)
     return capturing.vary(
@@ -83,9 +83,9 @@ def vary_numbers(numbers: Any, variation: Variation, rows: int) -> Any:
     """Returns varied numbers of a NumPy array, in a batch of so many rows."""
     has_rows = numbers.ndim > 0 and len(numbers) == rows > 0
     if numbers.dtype.kind in "iub":
-        return _moved(numbers, variation) if has_rows and not _is_monotone(numbers) else numbers
+        return _move_rows(numbers, variation) if has_rows and not _is_monotone(numbers) else numbers
     if has_rows:
-        numbers = _moved(numbers, variation)
+        numbers = _move_rows(numbers, variation)
         if variation.mixed:
             before = np.roll(numbers, 1, 0)
             numbers = (1 - variation.mixed) * numbers + variation.mixed * before
@@ -95,7 +95,7 @@ def vary_numbers(numbers: Any, variation: Variation, rows: int) -> Any:
     return np.zeros_like(numbers) if has_both_signs else numbers
 
 
-def _moved(rows: Any, variation: Variation) -> Any:
+def _move_rows(rows: Any, variation: Variation) -> Any:
     if variation.shift is None:
         return np.broadcast_to(rows[:1], rows.shape).copy()
     return np.roll(rows, variation.shift, 0)

@@ -40,7 +40,7 @@ class Position:
         self._source = source
         self._callbacks = callbacks
         self._waiting: Mapping[str, Any] = {}
-        self._own: dict[str, OwnCallback] = {}
+        self._of_this_rank: dict[str, OwnCallback] = {}
         self.epoch = self.step = self.taken = 0
         self.stopped = False
         self.logs: Mapping[str, Any] = {}
@@ -93,29 +93,29 @@ class Position:
 
     def own_callbacks(self) -> dict[str, OwnCallback]:
         """Returns those with a state that run on this rank alone, by name, as objects to save."""
-        named = self._callbacks_by_name(own=True).items()
-        self._own = {name: OwnCallback(one) for name, one in named if callback_state(one)}
-        return self._own
+        named = self._callbacks_by_name(here_alone=True).items()
+        self._of_this_rank = {name: OwnCallback(one) for name, one in named if callback_state(one)}
+        return self._of_this_rank
 
     def put_callbacks_back(self) -> None:
         """Gives the callbacks their saved states, once, after their own begin."""
         for name, callback in self._callbacks_by_name().items():
             if name in self._waiting:
                 set_callback_state(callback, self._waiting[name])
-        for own in self._own.values():
-            own.put_back()
+        for callback_here in self._of_this_rank.values():
+            callback_here.put_back()
         self._waiting = {}
 
     def _counts(self) -> list[dict[str, Any]]:
         return [_metric_state(metric) for metric in self._runner.metrics]
 
-    def _callbacks_by_name(self, own: bool = False) -> dict[str, Any]:
+    def _callbacks_by_name(self, here_alone: bool = False) -> dict[str, Any]:
         """Returns the callbacks that run on all ranks, or those on this rank alone, by name."""
         named: dict[str, Any] = {}
         for callback in self._callbacks:
             place = getattr(callback, "on_rank", "all")
-            if (place != "all") == own:
-                kind = type(callback).__name__ + (f" on the {place} rank" if own else "")
+            if (place != "all") == here_alone:
+                kind = type(callback).__name__ + (f" on the {place} rank" if here_alone else "")
                 named[f"{kind} {sum(name.startswith(f'{kind} ') for name in named)}"] = callback
         return named
 

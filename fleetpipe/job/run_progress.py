@@ -13,7 +13,7 @@ from typing import Any
 
 from fleetpipe.job import attempt_files
 from fleetpipe.job.records import MOST_ROWS, RankRecord, StepRow
-from fleetpipe.job.watching.calls import Calls
+from fleetpipe.job.watching.calls import CollectiveCalls
 from fleetpipe.systems import ProcessorQueue
 
 #: Steps whose mean is the time of a step.
@@ -59,7 +59,7 @@ class RunProgress:
         self._losses: dict[str, float] = {}
         self._due: dict[str, float] = {}
         self.folders: list[Path] = []
-        self.calls = Calls()
+        self.calls = CollectiveCalls()
         self.stages: tuple[int, ...] = ()
         self.replica = self.shard = self.samples = self.held = self.step = 0
         self.steps: int | None = None

@@ -113,7 +113,7 @@ def contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else copy_of(tensor)
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """Where the numbers of a tensor lie in its memory: views lie otherwise than new tensors.
 
     Attributes:
@@ -125,12 +125,12 @@ class Layout(NamedTuple):
     offset: int
 
 
-def layout_of(tensor: Tensor) -> Layout:
+def layout_of(tensor: Tensor) -> MemoryLayout:
     """Returns the layout of a tensor."""
-    return Layout(tuple(tensor.strides), tensor.offset)
+    return MemoryLayout(tuple(tensor.strides), tensor.offset)
 
 
-def in_layout(tensor: Tensor, layout: Layout) -> Tensor:
+def in_layout(tensor: Tensor, layout: MemoryLayout) -> Tensor:
     """Returns a tensor itself if it has a layout, else a copy of its numbers that has it.
 
     A copy is cut from the graph but, unlike a leaf, may be written into.

@@ -174,7 +174,9 @@ def state_dict(
     modes = {"param": pipeline.persistable, "opt": [*pipeline.optimizer_variables]}
     modes["all"] = [*modes["param"], *modes["opt"]]
     if mode not in modes:
-        raise UsageError("a program has no such state", expected=", ".join(modes), got=repr(mode))
+        expected = ", ".join(modes)
+        fix = 'program.state_dict("all"), say'
+        raise UsageError("a program has no such state", expected=expected, got=repr(mode), fix=fix)
     if not pipeline.local:
         pipeline.job.allow.refuse(
             "state",

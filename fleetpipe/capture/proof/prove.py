@@ -24,7 +24,7 @@ from fleetpipe.capture.running.variants import Forms
 from fleetpipe.capture.tracing.capturing import Capturing, in_mode
 from fleetpipe.capture.tracing.place import raised_at
 from fleetpipe.capture.tracing.walk import arguments_of
-from fleetpipe.capture.variations import ALL, varied, with_another_row
+from fleetpipe.capture.variations import ALL, vary_example, with_another_row
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.nest import tensors_of
 from fleetpipe.errors import CaptureError, reason
@@ -124,7 +124,7 @@ def _courses(capturing: Capturing, planned: Sequence[Schedule]) -> Iterator[Cour
     """Yields courses to train: on varied numbers and rows, then on less in case a model fails."""
     trial = Trial(capturing.model)
     example = capturing.example
-    inputs = [numbers for one in ALL if trial.accepts(numbers := varied(capturing, one))]
+    inputs = [numbers for one in ALL if trial.accepts(numbers := vary_example(capturing, one))]
     rows = [example, with_another_row(capturing)]
     evaluations = [x for x in rows if x is not None and trial.accepts(x, training=False)]
     steps = _steps(inputs or [example], planned)

@@ -88,14 +88,15 @@ class Attributes:
 
     def _compare(self, now: Looks) -> None:
         saved, begun = self._saved.get("now", {}), self._saved.get("begun", {})
-        others = {n: value for n, value in now.items() if saved.get(n, value) != value}
+        changed = {n: value for n, value in now.items() if saved.get(n, value) != value}
         job = required_job("a batch")
-        if others and job.alone:
-            name = next(iter(others))
-            why = f"a new process has {name} {others[name]}, and its rank had {saved[name]}"
+        if changed and job.alone:
+            name = next(iter(changed))
+            why = f"a new process has {name} {changed[name]}, and its rank had {saved[name]}"
             attempt_files.tell_unhealed(why)
-            raise CheckpointError(why)
-        for name, value in others.items():
+            fix = "nothing: the job starts again, where the script may set it by run.step"
+            raise CheckpointError(why, fix=fix)
+        for name, value in changed.items():
             if begun.get(name) != value:
                 _log.info("%s was %s when it was saved, and is now %s", name, saved[name], value)
                 continue

@@ -1,7 +1,7 @@
 """What a script adds to a run by ``state=``: objects with a state of their own, and plain values.
 
 An average of weights on one rank is not that of another: each rank saves its own, and a rank goes
-on with that of its place. Where the ranks are others, what only one has saved is that of all.
+on with that of its place. Where the layout is another, what only one has saved is that of all.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class ScriptState(SavedPart):
 
     def trees(self) -> Trees:
         """Returns what is saved as JSON, with the names of the tensors beside it."""
-        taken = self._taken()  # without a tensor the ranks may have the same
+        taken = self._take_apart()  # without a tensor the ranks may have the same
         return {name: [self._prefix if tensors else "", t] for name, (t, tensors) in taken}
 
     def values(self) -> dict[str, Any]:
         """Returns what has been filled, once :meth:`wanted` has made it."""
         return {n: _original(made.rebuild(tensors)) for n, (made, tensors) in self._made.items()}
 
-    def _taken(self) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
+    def _take_apart(self) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
         for name, value in self._state.items():
             try:
                 has_state = hasattr(value, "state_dict")
@@ -61,7 +61,7 @@ class ScriptState(SavedPart):
                 ) from None
 
     def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
-        for name, (_, tensors) in self._taken():
+        for name, (_, tensors) in self._take_apart():
             for number, tensor in enumerate(tensors):
                 yield TensorName(STATE, f"{self._prefix}/{name}/{number}"), Held(tensor, None, True)
 
@@ -120,7 +120,7 @@ def require(state: Any) -> None:
         )
 
 
-def merged(states: list[Trees], places: list[Any]) -> dict[str, Any]:
+def merge_states(states: list[Trees], places: list[Any]) -> dict[str, Any]:
     """Returns by name what each rank has saved, None for one that has nothing of the name."""
     names = dict.fromkeys(name for state in states for name in state)
     by_name = {name: [state.get(name) for state in states] for name in names}
@@ -128,7 +128,7 @@ def merged(states: list[Trees], places: list[Any]) -> dict[str, Any]:
 
 
 def of_place(saved: Mapping[str, Any], place: Place) -> Trees:
-    """Returns what a rank restores of :func:`merged`.
+    """Returns what a rank restores of :func:`merge_states`.
 
     Raises:
         CheckpointError: Several ranks have saved a state, and no rank had this place.
@@ -138,15 +138,15 @@ def of_place(saved: Mapping[str, Any], place: Place) -> Trees:
     alike = [one.shard == place.shard and one.stages == place.stages for one in places]
     for name, by_rank in saved["by_name"].items():
         here = [tree for tree, same in zip(by_rank, alike) if same and tree is not None]
-        others = [tree for tree in by_rank if tree is not None]
-        if not here and any(tree != others[0] for tree in others):
+        trees = [tree for tree in by_rank if tree is not None]
+        if not here and any(tree != trees[0] for tree in trees):
             raise CheckpointError(
                 f"state[{name!r}] is another on each of the ranks that saved it",
                 expected=f"ranks like those {len(places)}: each goes on with its own",
                 got=f"another layout of ranks, in which this one is {place.to_json()}",
                 fix="restore under the layout that saved, or leave it out of state=",
             )
-        chosen[name] = (here or others)[0]
+        chosen[name] = (here or trees)[0]
     return chosen
 
 

@@ -336,7 +336,7 @@ def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) 
             [state.get(STATE, {}) for state in states],
             [place.to_json() for place in places],
         )
-        whole[STATE] = script_state.merged(trees, of)
+        whole[STATE] = script_state.merge_states(trees, of)
     if all(ATTRIBUTES in state for state in states):
         whole[ATTRIBUTES] = _merged_random([state[ATTRIBUTES] for state in states], places)
     return whole

@@ -116,10 +116,10 @@ class PipelineCheckpoint(rank_policy.Callback):
         self._manager.metrics = self._figures({})
         model, optimizer = self.model.pipeline, self.model.optimizer
         self._state: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": position}
-        own = position.own_callbacks()
-        if own or state is not None:
+        here = position.own_callbacks()
+        if here or state is not None:
             self._state["state"] = {} if state is None else state  # whose values the script sets
-            self._state["state"].update(own)
+            self._state["state"].update(here)
         if not go_on and any(self.model.gather(bool(self._manager.steps()))):
             raise ConfigError(
                 "the folder has the checkpoints of another training",

@@ -11,13 +11,13 @@ import zlib
 from collections import deque
 from typing import Any, NamedTuple
 
-#: Calls of its past that a rank can be compared with; another rank is not further ahead.
+#: CollectiveCalls of its past that a rank can be compared with; another rank is not further ahead.
 _MOST_CALLS = 512
 #: Packages whose frames are not the script's.
 _NOT_THE_SCRIPTS = {"fleetpipe", "paddle", "contextlib", "decorator", "functools"}
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective call.
 
     Attributes:
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     words: str = ""
 
     @classmethod
-    def of(cls, fields: list[Any]) -> Call:
+    def of(cls, fields: list[Any]) -> CollectiveCall:
         """Returns the call that another rank has sent.
 
         Raises:
@@ -44,7 +44,7 @@ class Call(NamedTuple):
         return cls(*fields)
 
 
-class Calls:
+class CollectiveCalls:
     """The last calls of this process; the main thread begins them, another one compares them.
 
     Attributes:
@@ -54,10 +54,10 @@ class Calls:
     def __init__(self) -> None:
         self.replica: frozenset[int] = frozenset()
         # All, and those that all replicas begin: each without a gap in the numbers that count.
-        self._calls = deque([Call()], _MOST_CALLS), deque([Call()], _MOST_CALLS)
+        self._calls = deque([CollectiveCall()], _MOST_CALLS), deque([CollectiveCall()], _MOST_CALLS)
 
     @property
-    def last(self) -> Call:
+    def last(self) -> CollectiveCall:
         """The last call that has begun; one without a kind before the first."""
         return self._calls[0][-1]
 
@@ -75,12 +75,12 @@ class Calls:
         calls, of_job = self._calls
         number = of_job[-1].of_job + 1 if replicas else 0
         words, kind = f"{words} ({_line_of_the_script()})", kind or words
-        call = Call(calls[-1].number + 1, number, kind, words)
+        call = CollectiveCall(calls[-1].number + 1, number, kind, words)
         for log in self._calls if replicas else (calls,):
             log.append(call)
         return zlib.crc32(kind.encode())
 
-    def instead_of(self, other: Call, same_replica: bool) -> Call | None:
+    def instead_of(self, other: CollectiveCall, same_replica: bool) -> CollectiveCall | None:
         """Returns the call of this process that is of another kind than another rank's is.
 
         Args:
@@ -88,12 +88,12 @@ class Calls:
             same_replica: Whether that rank is of this one's replica.
         """
 
-        def number_of(call: Call) -> int:
+        def number_of(call: CollectiveCall) -> int:
             return call.number if same_replica else call.of_job
 
         calls = self._calls[not same_replica]
         index = number_of(other) - number_of(calls[0])
-        call = calls[index] if 0 <= index < len(calls) else Call()
+        call = calls[index] if 0 <= index < len(calls) else CollectiveCall()
         # The main thread may have moved them meanwhile.
         same = number_of(call) == number_of(other) > 0
         return call if same and call.kind != other.kind else None

@@ -19,7 +19,7 @@ from typing import Any
 from fleetpipe import log, systems
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.records import MOST_ROWS, RankRecord, StepRow
-from fleetpipe.job.watching.calls import Call
+from fleetpipe.job.watching.calls import CollectiveCall
 from fleetpipe.job.watching.failure import KINDS, Failure
 from fleetpipe.transport.wire.parsing import parse
 from fleetpipe.transport.wire.seal import SEAL_BYTES, Seal, Seals
@@ -77,7 +77,7 @@ def _check(message: Any) -> dict[str, Any]:
     if kind == "failure" and message["what"] not in KINDS:
         raise ValueError(f"a failure of another kind: {message['what'][:40]!r}")
     if kind == "status":
-        call = Call.of(message["call"])
+        call = CollectiveCall.of(message["call"])
         try:
             return {"kind": kind, "record": RankRecord.of(message["record"]), "call": call}
         except ConfigError as error:
@@ -113,7 +113,7 @@ class Peer:
         self.rank = rank
         self.sock = sock
         self.record = RankRecord(rank, "nothing heard yet")
-        self.call = Call()
+        self.call = CollectiveCall()
         self.rows: deque[StepRow] = deque(maxlen=4 * MOST_ROWS)
         self.heard = time.monotonic()
         self.left = False

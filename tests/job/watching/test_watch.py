@@ -18,7 +18,7 @@ from fleetpipe.errors import ConfigError, PeerFailed, PipelineTimeout, Transport
 from fleetpipe.job.records import MOST_ROWS, RankRecord
 from fleetpipe.job.watching import peer as peers
 from fleetpipe.job.watching import watch as module
-from fleetpipe.job.watching.calls import Call
+from fleetpipe.job.watching.calls import CollectiveCall
 from fleetpipe.job.watching.failure import Failure
 from fleetpipe.job.watching.watch import Watch
 from fleetpipe.transport.wire.seal import Seal, Seals
@@ -272,7 +272,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody(begin: Begin) -> None:
     # Without its lock the second one cannot read, however fast this thread writes.
     with first._lock, second._lock:
         while not peer.unsent:
-            peer.tell({"kind": "status", "record": record_of_rank, "call": [*Call()]})
+            peer.tell({"kind": "status", "record": record_of_rank, "call": [*CollectiveCall()]})
     fail(first, ValueError("boom"))
     assert soon(lambda: third.failure)
 
@@ -280,7 +280,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody(begin: Begin) -> None:
 def record(rank: int = 1, **fields: object) -> bytes:
     """The frame of a record that is none, or of another rank."""
     fields = {"rank": rank, **fields} if fields else {"rank": rank, "action": "F", "step": None}
-    call = [*Call()]
+    call = [*CollectiveCall()]
     return framed(json.dumps({"kind": "status", "record": fields, "call": call}).encode())
 
 

@@ -126,8 +126,8 @@ class Model:
             self.build(train_dataset)
         peeked = self._data is not None and self._data.dataset is train_dataset
         data = self._data if peeked else train_dataset
-        given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-        checked = [*(one for one in given if one is not None), LossMonitor(0)]  # which ends on NaN
+        listed = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        checked = [*(one for one in listed if one is not None), LossMonitor(0)]  # which ends on NaN
         self._require_trainer().fit(data, epochs=epoch, callbacks=checked, verbose=0)
 
     def _require_trainer(self) -> Trainer:
