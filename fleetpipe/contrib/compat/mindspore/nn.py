@@ -231,8 +231,8 @@ def infer_param_pipeline_stage(network: Layer) -> list[Tensor]:
     job = context.job()
     played: Collection[int] = range(count * chunks)
     if not job.local:
-        sizes = {"ranks": count, "micro_batches": 2 * count, "chunks": chunks}
-        played = build(options.schedule, **sizes).placement.stages_of(job.hcg.get_stage_id())
+        schedule = build(options.schedule, ranks=count, micro_batches=2 * count, chunks=chunks)
+        played = schedule.placement.stages_of(job.hcg.get_stage_id())
     return [p for _, p, declared in stages if count == 1 or not declared.isdisjoint(played)]
 
 
