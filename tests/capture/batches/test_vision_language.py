@@ -227,13 +227,15 @@ def test_what_the_example_has_not_is_not_measured() -> None:
     [
         ("grids", ConfigError, "got: 'grids'"),
         (("patches",), ConfigError, "got: 'patches'"),
-        ((), CaptureError, "fails on other numbers(.|\n)*name the small input"),
+        ((), ConfigError, "visual is not opened(.|\n)*reads the numbers in a tensor"),
     ],
 )
 def test_sizes_are_read_from_named_inputs_alone(shape_inputs: Any, error: Any, text: str) -> None:
     example = micro_batch(IMAGES)[0]
     with pytest.raises(error, match=text):
-        fleetpipe.pipeline(QwenVL(SIZES), example, num_stages=2, shape_inputs=shape_inputs)
+        fleetpipe.pipeline(
+            QwenVL(SIZES), example, split_spec=["visual.merger"], shape_inputs=shape_inputs
+        )
 
 
 def test_there_are_only_so_many_captured_forms(monkeypatch: pytest.MonkeyPatch) -> None:
