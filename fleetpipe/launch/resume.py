@@ -389,4 +389,4 @@ class Stopping:
         self._calls, self._announced = 0, False
 
     def _key(self, number: int) -> MessageKey:
-        return MessageKey("C", 0, 0, self._name, number % _CYCLE)
+        return MessageKey("L", 0, 0, self._name, number % _CYCLE)

@@ -170,7 +170,7 @@ class SocketTransport:
         """
         connection = self._connections.get(peer) or self._raise_unconnected(peer, key)
         arrived, value, call = connection.inbox.take(key)
-        if arrived and call != self.call and peer in self.in_step:
+        if arrived and call != self.call and peer in self.in_step and key.kind != "L":
             raise PeerFailed(
                 f"rank {peer} is at another collective call than rank {self.rank}",
                 where=str(Route(key, peer, self.rank)),

@@ -12,9 +12,9 @@ from fleetpipe.errors import TransportError
 
 MAGIC = b"FLTP"
 VERSION = 5
-KINDS = b"FBCH"
+KINDS = b"FBCHL"
 #: The kinds that no edge of stages has.
-CONTROL = ("C", "H")
+CONTROL = ("C", "H", "L")
 MESSAGE, GOODBYE = 1, 2
 LARGEST_NUMBER = 2**32 - 1
 LARGEST_ANNOUNCEMENT = 1 << 24
@@ -36,7 +36,8 @@ class MessageKey(NamedTuple):
 
     Attributes:
         kind: "F" for the value of an edge, "B" for its gradient, "C" for control, "H" for control
-            with tensors that stay in the host's memory.
+            with tensors that stay in the host's memory, "L" for control that another rank may take
+            in a later collective call.
         source: The stage that produces the value of the edge; 0 for control.
         target: The stage that consumes the value of the edge; 0 for control.
         name: The edge's name, or the purpose of a control message.

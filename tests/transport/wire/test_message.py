@@ -51,6 +51,7 @@ PLAIN = Header(MESSAGE, ord("F"), 0, 1, 0, 1, 3, 0, 4)
         (MessageKey("B", 0, 2, "mask", 0), "B of edge 0>2:mask, micro-batch 0"),
         (MessageKey("C", 0, 0, "loss", 7), "control message 'loss' number 7"),
         (MessageKey("H", 0, 0, "part", 0), "control message 'part' number 0"),
+        (MessageKey("L", 0, 0, "stop", 2), "control message 'stop' number 2"),
     ],
 )
 def test_key_in_words(key: MessageKey, words: str) -> None:
