@@ -14,7 +14,7 @@ from paddle.distributed.fleet.utils import recompute
 
 import fleetpipe
 from fleetpipe import fleet
-from fleetpipe.errors import CaptureError
+from fleetpipe.errors import CaptureError, UsageError
 from tests.capture.beside import require_bits, trained
 from tests.jobs import job
 from tests.pipelines import sgd
@@ -374,10 +374,10 @@ def test_a_model_that_returns_no_tensor_is_refused(made: Callable[[Any], Any]) -
         fleetpipe.pipeline(Returns(branches), X[:2], split_spec=["first"])
 
 
-def test_texts_and_numbers_among_the_outputs_come_back() -> None:
+def test_texts_among_the_outputs_come_back_and_numbers_of_one_micro_batch_do_not() -> None:
     class Returns(Net):
         def forward(self, x: Any) -> Any:
-            return {"x": super().forward(x), "name": "a", "none": None, "three": 3}
+            return {"x": super().forward(x), "name": "a", "none": None, "rows": len(x)}
 
     with job(2):
         pipe = fleetpipe.pipeline(
@@ -388,6 +388,8 @@ def test_texts_and_numbers_among_the_outputs_come_back() -> None:
         )
         model = fleet.distributed_model(pipe)
         model.train_batch([X, LABELS], sgd(model))
-        found = model.predict_batch(X)
-    assert (found["name"], found["none"], found["three"]) == ("a", None, 3)
-    assert found["x"].shape == [8, 3]
+        with pytest.raises(UsageError, match="a number in an output is that of one micro-batch"):
+            model.predict_batch(X)
+        found = model.predict_batch(X[:2])
+    assert (found["name"], found["none"], found["rows"]) == ("a", None, 2)
+    assert found["x"].shape == [2, 3]
