@@ -182,7 +182,7 @@ def take_step(runtime: Runtime, optimizer: Optimizer, scaler: Scaler = None) -> 
         divide_gradients(runtime.layers.trained_parameters(), runtime.weights.divisor)
     update = functools.partial(_update, optimizer, scaler)
     stage, shard = runtime.layers.owned_stages.owned[0], runtime.job.along("sharding").rank
-    with in_step(optimizer.wrapped, stage, shard):
+    with in_step(getattr(optimizer, "wrapped", optimizer), stage, shard):
         runtime.engines.observers.step(update, optimizer, scaled=scaler is not None)
     runtime.reductions.share_loss_state(runtime.data.last_owner)
     if runtime.switches.release_gradients:
