@@ -49,9 +49,11 @@ CLIPS: Table = {
     "fleetpipe": ("GlobalNormClip", "SlicedNormClip"),
 }
 
-#: What a subclass may define of its row's methods: no step calls them.
+#: What a subclass may define of its row's methods: they change no step.
 _OUTSIDE_A_STEP = {"__init__", "__repr__", "__str__", "extra_repr", "get_lr"}
 _OUTSIDE_A_STEP |= {"set_dict", "set_state_dict", "state_dict"}
+# By which trainers log the norm that a clip has taken.
+_OUTSIDE_A_STEP |= {"_global_norm"}
 
 
 def row_of(table: Table, value: object) -> str | None:

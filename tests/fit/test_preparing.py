@@ -53,7 +53,7 @@ def test_the_summary_counts_parameters_and_measures_memory(model: Any, capsys: A
     counts = model.summary(batch=(data.images, data.labels))
     assert counts == {"total_params": 5018, "trainable_params": 5018}
     title, heads, first, last, total = capsys.readouterr().out.splitlines()
-    assert title == "seg_method uniform: 5 layers, stages: 2"
+    assert title == "seg_method uniform: 5 layers, stages: 2; parameters that are trained"
     assert heads.endswith("bytes of activations")
     assert "3,120" in first
     assert "1,898" in last
