@@ -20,7 +20,7 @@ from fleetpipe.paddle_api.optimizer import create_state, master_weight_of, state
 from fleetpipe.paddle_api.random import generator_from
 
 #: Of paddlepaddle 2.6.2 and 3.3.1.
-DIGEST = "a03a83cb92ef003177a9e55be1870dd46cc1c2486882bcc18ae2855cd67e7110"
+DIGEST = "0a6ef056ccb90a8e1e8d6edf6c4efdb575674e5894f1f2531701f468291c88f6"
 
 
 def run(fill: bool) -> dict[str, Any]:
