@@ -64,6 +64,8 @@ class Job(MeshGroups):
         alone: Whether this process replaces a rank, and is not connected yet.
         allow: What the script lets pass at closed borders.
         has_pipeline: Whether a pipeline has connected its ranks.
+        compares_calls: Whether ranks that begin different collective calls end; not in a job that
+            heals.
         sums_by_tree: Whether sums over micro-batches, ranks and shards are those of
             :mod:`fleetpipe.mesh.sums`' tree, whose bits depend on no degree.
     """
@@ -118,6 +120,7 @@ class Job(MeshGroups):
         self.healing: Recovery | None = None
         self.before_batches: list[Callable[[Any, Any], None]] = []
         self.allow = Allow()
+        self.compares_calls = True
         self.has_pipeline = False
         self.alone = self.keeps_board = self.scatters_gradients = self.sums_by_tree = False
         self.progress: RunProgress = RunProgress() if watch is None else watch.progress
@@ -224,7 +227,7 @@ class Job(MeshGroups):
             replicas: Whether all replicas begin it, not the ranks of this one alone.
         """
         # Where the job heals, a rank repeats calls, and the ranks compare what they do by itself.
-        if self._connections is not None and self.healing is None:
+        if self._connections is not None and self.compares_calls:
             calls = self.progress.calls
             self._connections.call = calls.begin(words, kind, replicas)
             if not calls.replica:
@@ -280,6 +283,7 @@ class Job(MeshGroups):
 
     def begin_alone(self) -> None:
         """Makes this process, which replaces a rank, meet nobody until it is connected."""
+        self.compares_calls = False
         self.local, self.alone = False, True
 
     @contextmanager
@@ -373,7 +377,6 @@ class Job(MeshGroups):
         """Lets this process notice the failure of another one late, since the job may heal."""
         if self._watch is not None and self._connections is not None:
             self._watch.patient = True
-            self._connections.call, self._connections.in_step = 0, frozenset()
 
     def silent_ranks(self) -> list[int]:
         """Returns the ranks that are stopped or cut off, as far as this process knows."""

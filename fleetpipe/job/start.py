@@ -98,6 +98,7 @@ def begin_together(
         pipeline=pipeline,
         neighbours=groups,
     )
+    job.compares_calls = not generation.asked_for()
     job.endings += [
         paddle_groups.share_store_again,
         lambda: paddle_groups.trust(watch.failure is None),
