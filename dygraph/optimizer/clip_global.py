@@ -59,6 +59,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     """Replaces the ``ClipGradByGlobalNorm`` of an optimizer; calling it is collective.
 
     Attributes:
+        stock: The clip that this one replaces.
         orders: The number of each parameter in the single model, or :data:`COPY`, by ``id``.
         sharded: Whether each sharding rank clips only the gradients of its own share.
         spread: Whether some parameters of this rank are experts that others do not hold.
@@ -67,7 +68,7 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
 
     def __init__(self, clip: Clip) -> None:
         """Clips to the same norm as ``clip``, a ``ClipGradByGlobalNorm``."""
-        self._stock = clip
+        self.stock = clip
         skip = getattr(clip, "auto_skip_clip", False)  # that for mixtures has no such option
         super().__init__(clip.clip_norm, clip.group_name, skip)
         self.orders: dict[int, int] = {}
@@ -80,12 +81,12 @@ class GlobalNormClip(paddle.nn.ClipGradByGlobalNorm):
     @property
     def clip_norm(self) -> float:
         """The norm to clip to, read from the replaced clip, where a script may change it."""
-        norm: float = self._stock.clip_norm
+        norm: float = self.stock.clip_norm
         return norm
 
     @clip_norm.setter
     def clip_norm(self, norm: float) -> None:
-        self._stock.clip_norm = norm
+        self.stock.clip_norm = norm
 
     def begin(self) -> None:
         """Forgets the norms of the step before."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from fleetpipe.aliases import Clip, Optimizer
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.paddle_api.optimizer import base_optimizer, wrappers_of
+from fleetpipe.paddle_api.optimizer import base_optimizer, is_paddles, wrappers_of
 
 #: Names of classes by the package that has them.
 Table = Mapping[str, Collection[str]]
@@ -81,7 +81,7 @@ def require_optimizer(optimizer: Optimizer, job: Job) -> None:
             allow it; or it is no optimizer of Paddle's.
     """
     base = base_optimizer(optimizer)
-    if not hasattr(base, "_param_groups") or not hasattr(base, "_default_dict"):
+    if not is_paddles(base):
         raise ConfigError(
             "an optimizer has the parameters and groups of Paddle's",
             got=type(base).__name__,

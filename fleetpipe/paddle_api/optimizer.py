@@ -59,6 +59,11 @@ def wrappers_of(optimizer: Optimizer) -> list[Optimizer]:
     return wrappers
 
 
+def is_paddles(optimizer: Optimizer) -> bool:
+    """Whether an object has the parameters and groups of Paddle's optimizers."""
+    return hasattr(optimizer, "_param_groups") and hasattr(optimizer, "_default_dict")
+
+
 def allow_no_parameters(applies: Callable[[], bool]) -> None:
     """Makes Paddle's optimizers accept empty lists of parameters, if ``applies()``.
 

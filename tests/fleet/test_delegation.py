@@ -24,8 +24,12 @@ OWN = {
     "distributed_scaler",
     "get_hybrid_communicate_group",
     "init",
+    "init_worker",
     "layers",
     "meta_parallel",
+    "save_inference_model",
+    "save_persistables",
+    "stop_worker",
     "utils",
 }
 

@@ -127,7 +127,7 @@ def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
     for number, group in enumerate(dict_groups(base)):
         yield from _texts(f"optimizer.{number}", group)
     for number, clip in enumerate(clips_of_a_step(base)):
-        stock = getattr(clip, "_stock", clip)
+        stock = getattr(clip, "stock", clip)
         yield f"clip.{number}", type(stock).__name__
         yield from _texts(f"clip.{number}", {} if stock is None else vars(stock))
 
