@@ -2,7 +2,8 @@
 
     MKL_DEBUG_CPU_TYPE=5 python examples/one_hash_by_hand.py 100
 
-where processors are AMD's, as fleetpipe sets it there; elsewhere without it. 100 is the steps.
+where processors are AMD's, as fleetpipe sets it there; elsewhere without it, and with MKL_CBWR=AVX2
+for both on Intel's with AVX-512. 100 is the steps.
 """
 # ruff: noqa: ANN001, ANN201, ANN204
 

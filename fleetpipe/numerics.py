@@ -30,7 +30,7 @@ def prepare() -> None:
     """
     if os.environ.get("FLEETPIPE_MKL", "1") == "0" or "MKL_DEBUG_CPU_TYPE" in os.environ:
         return
-    if is_amd_with_avx2(_cpu_description()):
+    if is_amd_with_avx2(cpu_description()):
         os.environ["MKL_DEBUG_CPU_TYPE"] = "5"
 
 
@@ -69,7 +69,8 @@ def is_amd_with_avx2(description: str) -> bool:
     return "AuthenticAMD" in description and " avx2 " in description.replace("\n", " ")
 
 
-def _cpu_description() -> str:
+def cpu_description() -> str:
+    """Returns the text of ``/proc/cpuinfo``; nothing where there is none."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

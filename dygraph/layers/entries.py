@@ -201,8 +201,10 @@ def pass_over(entry: Entry, index: int, lent: Mapping[str, Tensor]) -> Any:
     So the layers that follow have the names, and draw of NumPy's and Python's generators what they
     would in one process.
     """
-    if not hasattr(entry, "build_layer") or hasattr(entry, "blueprint"):
+    if not hasattr(entry, "build_layer"):
         return None
+    if hasattr(entry, "blueprint"):
+        return entry.blueprint()
     drawn, restore_names = PythonStates(), counted_names()
     paddle.seed(FIRST_SEED + index)
     try:

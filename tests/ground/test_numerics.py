@@ -18,7 +18,8 @@ OLD_AMD = "vendor_id : AuthenticAMD\nflags : fpu sse4_2 avx bmi2\n"
 @pytest.mark.parametrize(("cpu", "wanted"), [(AMD, "5"), (INTEL, None), (OLD_AMD, None)])
 def test_only_amd_with_avx2_is_set(cpu: str, wanted: str | None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda self, **options: cpu)
-    monkeypatch.delenv("MKL_DEBUG_CPU_TYPE", raising=False)
+    monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "")  # so that it is put back where it was not set
+    monkeypatch.delenv("MKL_DEBUG_CPU_TYPE")
     monkeypatch.delenv("FLEETPIPE_MKL", raising=False)
     numerics.prepare()
     assert os.environ.get("MKL_DEBUG_CPU_TYPE") == wanted

@@ -159,7 +159,7 @@ def test_a_board_that_takes_long_is_there_before_the_last_one(tmp_path: Path) ->
         time.sleep(0.5)
         return {0: Heard(RankRecord(0, ""))}
 
-    progress = SimpleNamespace(folders=[tmp_path], figures=deque[Any]())
+    progress = SimpleNamespace(folders=[tmp_path], figures=deque[Any](), step=1)
     reporter = reporting.Reporter(SimpleNamespace(progress=progress, heard=heard))  # type: ignore[arg-type]
     progress.figures.append((1, {"loss": 2.0}))
     assert asked.wait(10)

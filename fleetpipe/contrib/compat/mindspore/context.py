@@ -36,7 +36,7 @@ GRAPH_MODE, PYNATIVE_MODE = 0, 1
 _WITHOUT_EFFECT = ("mode", "device_target", "device_id", "max_call_depth", "max_device_memory")
 
 #: MindSpore's names of schedules; any of fleetpipe's is taken too.
-SCHEDULERS = {"1f1b": "1F1B", "gpipe": "GPipe", "zero_bubble_v": "ZBV"}
+SCHEDULERS = {"1f1b": "1F1B", "gpipe": "FThenB", "zero_bubble_v": "ZBV"}
 
 
 @dataclass(frozen=True)
