@@ -132,9 +132,9 @@ class Reductions:
         self._alike_along_mp = True
         if compared or group.ranks == 1:
             return
-        values = [loss.astype("float32").numpy() for loss in losses]
+        values = [loss.astype("float32").numpy().tolist() for loss in losses]
         alike = functools.partial(np.allclose, rtol=_ROUNDING, equal_nan=True)
-        for other in group.all_gather([value.tolist() for value in values]):
+        for other in group.all_gather(values):
             if not all(map(alike, values, other)):
                 self._job.allow.refuse(
                     "loss",

@@ -178,7 +178,7 @@ def wait_for_all() -> None:
 def lost() -> tuple[str, str]:
     """Trains where the second member fails in backward; the error of the other one."""
     begin(mp=2)
-    model = ColumnParallelLinear(4, 4, gather_output=False)
+    model = ColumnParallelLinear(4, 4, gather_output=True)
 
     def fail(grad: Any) -> Any:
         raise ValueError("this gradient is no good")
@@ -191,7 +191,7 @@ def lost() -> tuple[str, str]:
     wrapped = fleet.distributed_model(layers)
     optimizer = sgd(wrapped)
     paddle.seed(1)
-    data = [paddle.rand([4, 4]), paddle.rand([4, 2])]
+    data = [paddle.rand([4, 4]), paddle.rand([4, 4])]
     wrapped.train_batch(data, optimizer)
     if RANK == 1:
         model.register_forward_post_hook(lambda *_: _[2].register_hook(fail) and None)
