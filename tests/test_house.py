@@ -70,7 +70,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("capture",),
     ("fleet",),
     ("launch cli __main__",),
-    ("parity/parity_command", "fit callbacks"),
+    ("fit callbacks",),
+    ("compare",),
+    ("parity/parity_command",),
     ("contrib/__init__",),
     ("contrib/pictures", "contrib/search"),
     (

@@ -41,6 +41,27 @@ def configure_parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--report", type=kinds.new_file, metavar="FILE", help="write the result as JSON"
     )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="run the whole script in several ways, each in a copy of this folder, and compare "
+        "what its calls return and leave: in one process, twice, on the N ranks, on one device, "
+        "stopped and started again",
+    )
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="CHANGE",
+        help="with --whole, one more way: pp=1,dp=2 or schedule=ZBH1 (may be repeated)",
+    )
+    parser.add_argument(
+        "--steps", type=kinds.positive, metavar="N", help="end the script behind N training steps"
+    )
+    # How a way of --whole runs the script.
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--stop-after", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--set", help=argparse.SUPPRESS)
     configure_script(parser, "a training script that uses fleetpipe.fleet, or Paddle's")
 
 

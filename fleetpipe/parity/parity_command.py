@@ -14,6 +14,7 @@ from typing import Any
 from fleetpipe import numerics
 from fleetpipe.aliases import Nest, Scaler, Scheduler
 from fleetpipe.arguments import using
+from fleetpipe.compare import way, whole
 from fleetpipe.dygraph import PipelineOptimizer, PipelineParallel
 from fleetpipe.errors import UsageError
 from fleetpipe.launch import script
@@ -33,15 +34,26 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UsageError: As for :func:`shadow`.
     """
+    if options.whole:
+        return whole.compare_ways(options)
+    if options.record is not None:
+        return way.run(options)
     if not script.to_be_launched(options):
-        return shadow(options.script, options.arguments, options.report)
+        return shadow(options.script, options.arguments, options.report, options.steps)
     report = ["--report", str(options.report)] if options.report else []
-    code = script.launch(options, "parity", *report)
+    steps = ["--steps", str(options.steps)] if options.steps else []
+    code = script.launch(options, "parity", *report, *steps)
     return code if code in (0, 2) else 1
 
 
-def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
+def shadow(file: Path, arguments: list[str], report: Path | None, last: int | None = None) -> int:
     """Runs ``file`` in this process, and compares each batch with the reference; see :func:`run`.
+
+    Args:
+        file: The script.
+        arguments: Its arguments.
+        report: Where the result is written.
+        last: Ends the script behind so many steps; None leaves it to itself.
 
     Raises:
         UsageError: The script runs no batch of a pipeline, or one that cannot be compared.
@@ -78,6 +90,8 @@ def shadow(file: Path, arguments: list[str], report: Path | None) -> int:
         session = session_of(pipeline)
         session.train_with(optimizer)
         _, loss = session.step(data, lr_scheduler, scaler, return_micro_batch_loss, weights)
+        if sum(one.report.steps for one in sessions.values()) == last:
+            raise SystemExit(0)
         return loss
 
     def eval_batch(pipeline: PipelineParallel, *arguments: Any, **named: Any) -> Nest:

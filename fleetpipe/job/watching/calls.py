@@ -74,7 +74,7 @@ class CollectiveCalls:
         """
         calls, of_job = self._calls
         number = of_job[-1].of_job + 1 if replicas else 0
-        words, kind = f"{words} ({_line_of_the_script()})", kind or words
+        words, kind = f"{words} ({line_of_the_script()})", kind or words
         call = CollectiveCall(calls[-1].number + 1, number, kind, words)
         for log in self._calls if replicas else (calls,):
             log.append(call)
@@ -99,7 +99,8 @@ class CollectiveCalls:
         return call if same and call.kind != other.kind else None
 
 
-def _line_of_the_script() -> str:
+def line_of_the_script() -> str:
+    """Returns the file and the line of the script that called into fleetpipe."""
     frame = sys._getframe(2)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))

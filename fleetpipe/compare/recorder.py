@@ -1,0 +1,177 @@
+"""Records the trail of a script that runs in this process, or on this rank.
+
+The outermost calls alone are events: an evaluation of fit's is one, what it calls below is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.parts import TensorName
+from fleetpipe.compare.trail import BEGIN, Event, Summary, file_of
+from fleetpipe.dygraph import PipelineParallel
+from fleetpipe.errors import FleetPipeError
+from fleetpipe.fit.model import Model
+from fleetpipe.job.watching.calls import line_of_the_script
+from fleetpipe.paddle_api import paddle, replaced
+from fleetpipe.paddle_api.device import dynamic_mode
+from fleetpipe.paddle_api.random import generator_states
+from fleetpipe.paddle_api.tensor import to_host
+from fleetpipe.static.run.pipeline import StaticPipeline
+
+_TRAINS = {"train_batch", "forward_backward_pipeline", "run"}
+#: A step of a batch: what fit calls of these are events too.
+_BATCHES = ("train_batch", "forward_backward_pipeline", "eval_batch", "predict_batch")
+_OF_FIT = ("evaluate", "predict")
+
+
+class Recorder:
+    """Writes the events of this process."""
+
+    def __init__(self, file: TextIO, steps: int | None, stop_after: int | None) -> None:
+        """Takes the file.
+
+        Args:
+            file: Where lines are written.
+            steps: Ends the script behind so many training steps; None leaves it to itself.
+            stop_after: Sends SIGTERM to this process behind so many training steps.
+        """
+        self._file, self._last, self._stop_after = file, steps, stop_after
+        self._steps = self._depth = 0
+        self._begun: set[int] = set()
+
+    def recording(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``call``, which is an event unless it is called within another."""
+
+        @functools.wraps(call)
+        def recorded(owner: Any, *arguments: Any, **named: Any) -> Any:
+            if self._depth:
+                return call(owner, *arguments, **named)
+            line = line_of_the_script()
+            if name in _TRAINS and id(owner) not in self._begun:
+                self._begun.add(id(owner))
+                self._write(Event(BEGIN, line, self._steps, {}, _state_of(owner), _streams()))
+            self._depth += 1
+            try:
+                result = call(owner, *arguments, **named)
+            finally:
+                self._depth -= 1
+            self._end(name, line, owner, [*arguments, *named.values()], result)
+            return result
+
+        return recorded
+
+    def _end(self, name: str, line: str, owner: Any, given: list[Any], result: Any) -> None:
+        trains = name in _TRAINS
+        self._steps += trains
+        around = {**_rate(given), **_rows(given), **_streams()}
+        state = _state_of(owner) if trains else {}
+        self._write(Event(name, line, self._steps, dict(leaves("", result)), state, around))
+        if not trains:
+            return
+        if self._steps == self._stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self._steps == self._last:
+            raise SystemExit(0)
+
+    def _write(self, event: Event) -> None:
+        self._file.write(event.to_json() + "\n")
+        self._file.flush()
+
+
+@contextmanager
+def recording(folder: Path, steps: int | None, stop_after: int | None) -> Iterator[None]:
+    """Records what is called while it is open.
+
+    Args:
+        folder: Where this rank's file is made.
+        steps: As for :class:`Recorder`.
+        stop_after: As for :class:`Recorder`.
+    """
+    rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with file_of(folder, rank).open("w", encoding="utf-8") as file:
+        recorder = Recorder(file, steps, stop_after)
+        methods: list[tuple[type[Any], str]] = [(PipelineParallel, name) for name in _BATCHES]
+        methods += [*((Model, name) for name in _OF_FIT), (StaticPipeline, "run")]
+        changed = [
+            (owner, name, recorder.recording(name, getattr(owner, name))) for owner, name in methods
+        ]
+        with replaced(*changed):
+            yield
+
+
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Summary]]:
+    """Yields the tensors, arrays and plain values of a nested value, by their paths."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from leaves(f"{path}[{key!r}]", part)
+    elif isinstance(value, (list, tuple)):
+        for number, part in enumerate(value):
+            yield from leaves(f"{path}[{number}]", part)
+    elif isinstance(value, (paddle.Tensor, np.ndarray, np.generic)):
+        yield path, _summary(value)
+    elif isinstance(value, (bool, int, float, str)):
+        yield path, Summary.of_plain(value)
+
+
+def _summary(value: Any) -> Summary:
+    if isinstance(value, paddle.Tensor):
+        kind = f"{str(value.dtype).rpartition('.')[2]} {list(value.shape)}"
+        with dynamic_mode(), paddle.no_grad():
+            # NumPy has no bfloat16; in float32 it has other bits for other numbers.
+            exact = value.astype("float32") if kind.startswith("bfloat16") else value
+            return Summary.of_array(kind, to_host(exact).numpy())
+    array = np.asarray(value)
+    return Summary.of_array(f"{array.dtype} {list(array.shape)}", array)
+
+
+def _state_of(owner: Any) -> dict[str, Summary]:
+    """Returns what this rank has of the model, parameters and buffers, by name."""
+    held: Mapping[TensorName, Any] = {}
+    with suppress(FleetPipeError), dynamic_mode():
+        held = Objects(owner).required_model().held()
+    return {str(name): _summary(one.tensor) for name, one in held.items()}
+
+
+def _rate(given: list[Any]) -> dict[str, Summary]:
+    rates = [float(one.get_lr()) for one in given if hasattr(one, "minimize")]
+    return {"learning rate": Summary.of_plain(rates[0])} if rates else {}
+
+
+def _rows(given: list[Any]) -> dict[str, Summary]:
+    """Returns the rows that a call was given; an iterator's are not known before it takes them."""
+    data = given[0] if given and isinstance(given[0], (list, tuple, paddle.Tensor)) else None
+    return {f"rows{path}": one for path, one in leaves("", data)}
+
+
+def _streams() -> dict[str, Summary]:
+    states = {
+        "Paddle": generator_states(),
+        "NumPy": [part.tolist() if hasattr(part, "tolist") else part for part in _numpy_state()],
+        "Python": random.getstate(),
+    }
+    return {
+        f"random numbers of {name}": Summary.of_array("state", _bytes_of(state))._replace(
+            numbers=()
+        )
+        for name, state in states.items()
+    }
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    return tuple(np.random.get_state())
+
+
+def _bytes_of(state: Any) -> np.ndarray:
+    return np.frombuffer(repr(state).encode(), dtype=np.uint8)

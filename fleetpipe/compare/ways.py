@@ -1,0 +1,174 @@
+"""The ways in which ``fleetpipe parity --whole`` runs a script, each in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fleetpipe.compare import trail, written
+from fleetpipe.compare.comparison import Ranks
+
+#: A larger file is linked into a way's folder: nothing is copied that a script only reads.
+_COPIED_BYTES = 1 << 20
+#: A way that lasts longer than this many times the first one, and this many seconds, is ended.
+_SLOWER, _SECONDS = 20, 600
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the script.
+
+    Attributes:
+        name: What the table calls it.
+        ranks: Processes.
+        options: Options of ``fleetpipe parity`` for the process that runs the script.
+        starts: How often the script is started: twice where it is stopped in between.
+    """
+
+    name: str
+    ranks: int = 1
+    options: tuple[str, ...] = ()
+    starts: int = 1
+
+
+@dataclass
+class Done:
+    """How a way ended.
+
+    Attributes:
+        folder: Holds the working directory, the trails and what was printed.
+        code: The exit code of the last start.
+        stamps: The files that were there before it.
+    """
+
+    way: Way
+    folder: Path
+    code: int = 0
+    stamps: dict[Path, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def home(self) -> Path:
+        """The working directory of the script."""
+        return self.folder / "run"
+
+    def trail(self, start: int = 0) -> Ranks:
+        """Returns the events of each rank in one start."""
+        return trail.read(self.folder / f"trail-{start}")
+
+    @cached_property
+    def printed(self) -> Mapping[str, Any]:
+        """The lines of all ranks, by what stands around their numbers."""
+        logs = sorted((self.folder / "logs").glob("workerlog.*")) or [self.folder / "stdout"]
+        found: dict[str, Any] = {}
+        for log in logs:
+            lines = log.read_text("utf-8", errors="replace").splitlines()
+            found = {**dict(written.enumerate_lines(lines)), **found}
+        return found
+
+    @cached_property
+    def files(self) -> written.Contents:
+        """What the script has written."""
+        return written.files_in(self.home, self.stamps)
+
+    def tail(self) -> str:
+        """Returns the last lines of what it printed, for an error."""
+        text = "".join(
+            (self.folder / name).read_text("utf-8", errors="replace")
+            for name in ("stdout", "stderr")
+        )
+        return "\n".join(text.splitlines()[-8:])
+
+
+def run(way: Way, script: Sequence[str], folder: Path, limit: float | None) -> Done:
+    """Runs a way to its end.
+
+    Args:
+        way: The way.
+        script: The script and its arguments, as on a command line.
+        folder: Is made for it.
+        limit: Seconds that it may take; None: as long as it takes.
+
+    Returns:
+        How it ended; 124 as code where it was ended by the limit.
+    """
+    done = Done(way, folder)
+    _link_files(Path.cwd(), done.home)
+    done.stamps = written.stamps(done.home)
+    for start in range(way.starts):
+        options = way.options if start == 0 else tuple(_without_stop(way.options))
+        command = [sys.executable, "-m", "fleetpipe", "parity", *options]
+        if "--report" not in options:
+            command += ["--record", str(folder / f"trail-{start}")]
+        if way.ranks > 1:
+            command += ["--nproc", str(way.ranks), "--log-dir", str(folder / "logs")]
+        done.code = _run_process([*command, *script], done, limit)
+        if done.code == 124:
+            break
+    return done
+
+
+def _without_stop(options: Sequence[str]) -> list[str]:
+    index = options.index("--stop-after")
+    return [*options[:index], *options[index + 2 :]]
+
+
+def _run_process(command: Sequence[str], done: Done, limit: float | None) -> int:
+    path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    with (done.folder / "stdout").open("ab") as out, (done.folder / "stderr").open("ab") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=done.home,
+            env=environment,
+            stdout=out,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+            return 124
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+def limit_of(seconds: float) -> float:
+    """Returns the seconds that a way may take, from those that the first one took."""
+    return max(_SECONDS, _SLOWER * seconds)
+
+
+def _link_files(source: Path, target: Path) -> None:
+    """Makes a folder like another: small files are copied, larger ones linked."""
+
+    def place(file: str, to: str) -> str:
+        if os.path.getsize(file) > _COPIED_BYTES:
+            os.symlink(os.path.realpath(file), to)
+        else:
+            shutil.copy2(file, to)
+        return to
+
+    def hidden(_: str, names: list[str]) -> list[str]:
+        return [name for name in names if name.startswith(".") or name == "__pycache__"]
+
+    shutil.copytree(
+        source, target, copy_function=place, ignore=hidden, ignore_dangling_symlinks=True
+    )
+
+
+def report_of(done: Done) -> list[dict[str, Any]]:
+    """Returns what ``fleetpipe parity --report`` has written for a way; nothing if it did not."""
+    file = done.folder / "report.json"
+    reports: list[dict[str, Any]] = json.loads(file.read_text("utf-8")) if file.is_file() else []
+    return reports

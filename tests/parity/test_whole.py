@@ -1,0 +1,175 @@
+"""``fleetpipe parity --whole``: a script beside itself, and the trails that it compares."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fleetpipe.compare import trail, written
+from fleetpipe.compare.comparison import compare
+from fleetpipe.compare.trail import Event, Summary
+from fleetpipe.compare.way import Changes
+from tests.launching import ROOT
+
+SCRIPT = """
+import os, sys
+import numpy as np, paddle
+from paddle import nn
+import fleetpipe
+from fleetpipe import fleet
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+
+strategy = fleet.DistributedStrategy()
+strategy.hybrid_configs = {"pp_degree": 2}
+strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 2}
+fleet.init(is_collective=True, strategy=strategy)
+if "unseeded" not in sys.argv:
+    paddle.seed(3)
+layers = [LayerDesc(nn.Linear, 4, 4), LayerDesc(nn.Dropout, 0.5), LayerDesc(nn.Linear, 4, 4)]
+topology = fleet.get_hybrid_communicate_group().topology()
+pipe = PipelineLayer(layers, topology=topology, loss_fn=nn.MSELoss())
+model = fleet.distributed_model(pipe)
+optimizer = fleet.distributed_optimizer(paddle.optimizer.Adam(0.01, parameters=pipe.parameters()))
+drawn = np.random.default_rng(0).normal(size=(5, 2, 4, 4)).astype("float32")
+average = {"loss": 0.0}
+state = {"state": average} if "kept" in sys.argv else {}
+manager = fleetpipe.CheckpointManager("saved", max_to_keep=1)
+run = fleetpipe.resume(model, optimizer, manager=manager, **state)
+for step in run.steps(4):
+    loss = model.train_batch([paddle.to_tensor(part) for part in drawn[step]], optimizer)
+    if "clamps" in sys.argv:
+        norm = sum(float(p.norm()) for p in model.parameters())
+        for parameter in model.parameters():
+            parameter.set_value(parameter / norm)
+    average["loss"] += float(loss) if "average" in sys.argv else 0.0
+    if average["loss"]:
+        optimizer.set_lr(0.01 / average["loss"])
+print(f"loss {float(loss):.6f}")
+"""
+
+
+def compared(folder: Path, *arguments: str, options: tuple[str, ...] = ()) -> dict[str, str]:
+    """Returns the verdict of each way."""
+    (folder / "train.py").write_text(SCRIPT)
+    report = folder / "report.json"
+    command = [sys.executable, "-m", "fleetpipe", "parity", "--whole", "--report", str(report)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *options, "train.py", *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert report.is_file(), done.stdout + done.stderr
+    rows = json.loads(report.read_text())
+    assert done.returncode == (0 if all(row["passed"] for row in rows) else 1)
+    return {row["way"]: ("" if row["passed"] else "NOT ") + row["verdict"] for row in rows}
+
+
+@pytest.mark.once
+@pytest.mark.processes
+def test_a_right_script_is_equal_in_every_way(tmp_path: Path) -> None:
+    options = "--nproc", "2", "--also", "schedule=ZBH1"
+    verdicts = compared(tmp_path, "average", "kept", options=options)
+    equal = "4 steps, 5 calls: equal in every bit"
+    assert verdicts == {
+        "one process": "4 steps, 5 calls",
+        "one process, again": equal,
+        "2 ranks": equal,
+        "one device": "equal in every bit",
+        "stopped and resumed": "2 steps, 3 calls: equal in every bit",
+        "schedule=ZBH1": equal,
+    }
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.once
+@pytest.mark.processes
+def test_what_ranks_and_a_second_start_do_otherwise_is_named_with_its_line(tmp_path: Path) -> None:
+    options = "--nproc", "2", "--steps", "3"
+    verdicts = compared(tmp_path, "clamps", "average", "unseeded", options=options)
+    again, ranks, stopped = (
+        verdicts[way] for way in ("one process, again", "2 ranks", "stopped and resumed")
+    )
+    assert again.startswith("NOT DIFFERS: result of train_batch after 1 steps")
+    assert "; not seeded: random numbers of NumPy, random numbers of Paddle" in again
+    assert "train.py, line" in ranks
+    assert stopped.startswith("NOT DIFFERS: ")
+
+
+def summary(*numbers: float) -> Summary:
+    return Summary.of_array("float32 [2]", np.array(numbers, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        (summary(1, 2), summary(1, 2), 0.0),
+        (summary(1, 2), summary(1, 3), 1 / 3),
+        (summary(1, math.nan), summary(1, 2), math.inf),
+        (Summary.of_plain("a"), Summary.of_plain("b"), math.inf),
+        (Summary.of_plain(2), Summary.of_plain(2.0), math.inf),
+        (summary(1, 2)._replace(digest="other"), summary(1, 2), 1e-16),
+    ],
+)
+def test_how_far_two_values_are_apart(one: Summary, other: Summary, apart: float) -> None:
+    assert one.apart(other) == pytest.approx(apart, rel=0.3)
+
+
+def event(loss: float, call: str = "train_batch", **state: float) -> Event:
+    named = {name: Summary.of_plain(value) for name, value in state.items()}
+    return Event(call, "train.py, line 1", 1, {"": Summary.of_plain(loss)}, named)
+
+
+def test_events_survive_their_file(tmp_path: Path) -> None:
+    written_event = event(0.1, weight=1.0)
+    trail.file_of(tmp_path, 3).write_text(written_event.to_json() + "\n")
+    assert trail.read(tmp_path) == [[written_event]]
+
+
+@pytest.mark.parametrize(
+    ("got", "first"),
+    [
+        ([[event(0.5, a=1.0), event(0.4, b=2.0)]], ""),
+        ([[event(0.5, a=1.0), event(0.4)], [event(0.5), event(0.4, b=2.0)]], ""),
+        ([[event(0.5, a=1.0), event(0.3, b=2.0)]], "result of train_batch"),
+        ([[event(0.5, a=1.0), event(0.4, b=3.0)]], "state b of train_batch"),
+        ([[event(0.5, a=1.0), event(0.4)]], "state b of train_batch"),
+        (
+            [[event(0.5, a=1.0), event(0.4, "eval_batch", b=2.0)]],
+            "train_batch after 1 steps: the",
+        ),
+        ([[event(0.5, a=1.0)]], "train_batch after 1 steps: the"),
+    ],
+)
+def test_the_first_difference_is_named(got: list[list[Event]], first: str) -> None:
+    found = compare([[event(0.5, a=1.0), event(0.4, b=2.0)]], got)
+    assert (str(found.first) if found.first else "").startswith(first)
+    assert bool(found.first) == bool(first)
+    assert not found.rounding
+
+
+def test_rounding_is_told_from_another_number() -> None:
+    assert compare([[event(0.5)]], [[event(0.5 + 1e-8)]]).rounding
+    assert not compare([[event(0.5)]], [[event(0.5 + 1e-4)]]).rounding
+
+
+def test_files_and_lines_are_compared_by_their_numbers(tmp_path: Path) -> None:
+    before = written.stamps(tmp_path)
+    (tmp_path / "log.csv").write_text("rank 1, loss 0.25\n")
+    np.save(tmp_path / "loss.npy", np.array([0.5]))
+    found = written.files_in(tmp_path, before)
+    assert found["log.csv"]["rank #, loss #.# (1)"].numbers == (0.25,)
+    assert found["loss.npy"][""].numbers == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("pp=4", 1), ("pp=2,dp=2", 4), ("schedule=ZBH1", 1), ("dp=3", 3)]
+)
+def test_the_processes_of_a_changed_layout(text: str, ranks: int) -> None:
+    assert Changes.of(text).ranks == ranks
