@@ -86,7 +86,7 @@ def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> Compariso
             first, worst = first or finding, max(worst, finding.apart)
         if math.isinf(worst):
             break
-        calls, steps = index + 1, steps + (bool(pair[0][0].state) and pair[0][0].call != BEGIN)
+        calls, steps = index + 1, steps + pair[0][0].trains
     return Comparison(steps, calls, first, worst)
 
 

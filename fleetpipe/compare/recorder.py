@@ -18,7 +18,7 @@ import numpy as np
 
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import TensorName
-from fleetpipe.compare.trail import BEGIN, Event, Summary, file_of
+from fleetpipe.compare.trail import BEGIN, TRAINS, Event, Summary, file_of
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fit.model import Model
@@ -29,8 +29,6 @@ from fleetpipe.paddle_api.random import generator_states
 from fleetpipe.paddle_api.tensor import to_host
 from fleetpipe.static.run.pipeline import StaticPipeline
 
-_TRAINS = {"train_batch", "forward_backward_pipeline", "run"}
-#: A step of a batch: what fit calls of these are events too.
 _BATCHES = ("train_batch", "forward_backward_pipeline", "eval_batch", "predict_batch")
 _OF_FIT = ("evaluate", "predict")
 
@@ -58,7 +56,7 @@ class Recorder:
             if self._depth:
                 return call(owner, *arguments, **named)
             line = line_of_the_script()
-            if name in _TRAINS and id(owner) not in self._begun:
+            if name in TRAINS and id(owner) not in self._begun:
                 self._begun.add(id(owner))
                 self._write(Event(BEGIN, line, self._steps, {}, _state_of(owner), _streams()))
             self._depth += 1
@@ -72,7 +70,7 @@ class Recorder:
         return recorded
 
     def _end(self, name: str, line: str, owner: Any, given: list[Any], result: Any) -> None:
-        trains = name in _TRAINS
+        trains = name in TRAINS
         self._steps += trains
         around = {**_rate(given), **_rows(given), **_streams()}
         state = _state_of(owner) if trains else {}

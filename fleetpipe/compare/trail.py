@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+#: Calls that train a step.
+TRAINS = ("train_batch", "forward_backward_pipeline", "run")
 #: Stands before the first call that trains a model.
 BEGIN = "begin"
 #: Numbers of a tensor that are written, evenly spaced.
@@ -92,6 +94,11 @@ class Event:
     def to_json(self) -> str:
         """Returns a line of JSON."""
         return json.dumps(asdict(self))
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a training step."""
+        return self.call in TRAINS
 
     @classmethod
     def from_json(cls, text: str) -> Event:

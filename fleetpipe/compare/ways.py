@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from fleetpipe.compare import trail, written
 from fleetpipe.compare.comparison import Ranks
+from fleetpipe.errors import UsageError
 
 #: A larger file is linked into a way's folder: nothing is copied that a script only reads.
 _COPIED_BYTES = 1 << 20
 #: A way that lasts longer than this many times the first one, and this many seconds, is ended.
 _SLOWER, _SECONDS = 20, 600
+#: The line of an error under its traceback, or of a refused command.
+_ERROR = re.compile(r"(\[rank \d+\]: )?[\w.]*(Error|Exception|Failed|Timeout): |fleetpipe: ")
+#: Seconds in which a process must end that is told to.
+_ENDING = 30
+#: Of a working directory; with more it is none that is meant to be copied.
+_MOST_FILES = 20_000
 
 
 @dataclass(frozen=True)
@@ -78,13 +88,19 @@ class Done:
         """What the script has written."""
         return written.files_in(self.home, self.stamps)
 
-    def tail(self) -> str:
+    def error(self) -> str:
+        """Returns the line of the last error that it printed, or else its last line."""
+        lines = [line.strip() for line in self.tail(10_000).splitlines() if line.strip()]
+        errors = [line for line in lines if _ERROR.match(line)]
+        return (errors or lines or [""])[-1]
+
+    def tail(self, most: int = 8) -> str:
         """Returns the last lines of what it printed, for an error."""
         text = "".join(
             (self.folder / name).read_text("utf-8", errors="replace")
             for name in ("stdout", "stderr")
         )
-        return "\n".join(text.splitlines()[-8:])
+        return "\n".join(text.splitlines()[-most:])
 
 
 def run(way: Way, script: Sequence[str], folder: Path, limit: float | None) -> Done:
@@ -121,13 +137,10 @@ def _without_stop(options: Sequence[str]) -> list[str]:
 
 
 def _run_process(command: Sequence[str], done: Done, limit: float | None) -> int:
-    path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path}
     with (done.folder / "stdout").open("ab") as out, (done.folder / "stderr").open("ab") as errors:
         process = subprocess.Popen(
             command,
             cwd=done.home,
-            env=environment,
             stdout=out,
             stderr=errors,
             stdin=subprocess.DEVNULL,
@@ -135,13 +148,14 @@ def _run_process(command: Sequence[str], done: Done, limit: float | None) -> int
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
             return 124
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
+        finally:
+            if process.poll() is None:  # its limit is over, or Ctrl-C came
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_ENDING)
+                process.kill()
+                process.wait()
 
 
 def limit_of(seconds: float) -> float:
@@ -150,9 +164,21 @@ def limit_of(seconds: float) -> float:
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Makes a folder like another: small files are copied, larger ones linked."""
+    """Makes a folder like another: small files are copied, larger ones linked.
+
+    Raises:
+        UsageError: It has too many files.
+    """
+    placed = count(1)
 
     def place(file: str, to: str) -> str:
+        if next(placed) > _MOST_FILES:
+            raise UsageError(
+                "each way runs in a copy of the current folder, which has too many files",
+                expected=f"at most {_MOST_FILES}",
+                got=str(source),
+                fix="run it in the folder of the script, with the data elsewhere",
+            )
         if os.path.getsize(file) > _COPIED_BYTES:
             os.symlink(os.path.realpath(file), to)
         else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fleetpipe.arguments import using
 from fleetpipe.compare.comparison import Comparison, compare, unseeded
-from fleetpipe.compare.trail import BEGIN, Event
+from fleetpipe.compare.trail import Event
 from fleetpipe.compare.way import Changes
 from fleetpipe.compare.ways import Done, Way, limit_of, report_of, run
 from fleetpipe.compare.written import texts_apart
@@ -143,7 +143,7 @@ class Judge:
     def _of_end(self, done: Done) -> str:
         if done.code == 124:
             return "did not end within the limit"
-        return f"exit code {done.code}: {done.tail()}" if done.code else ""
+        return f"exit code {done.code}: {done.error()}" if done.code else ""
 
     def _row(self, done: Done, comparison: Comparison | None, wrong: str) -> Row:
         name = done.way.name
@@ -189,14 +189,14 @@ def _contents_apart(content: Mapping[str, Any], other: Mapping[str, Any]) -> str
 
 def _steps_of(events: Sequence[Event]) -> list[Event]:
     """Returns the events that train: what is evaluated around a stop may be done again."""
-    return [event for event in events if event.state and event.call != BEGIN]
+    return [event for event in events if event.trains]
 
 
 def _row_of_device(done: Done) -> Row:
     reports = report_of(done)
     if not reports:
-        reason = next((line for line in done.tail().splitlines() if "fleetpipe: " in line), "")
-        return Row(done.way.name, True, f"not compared: {reason.partition('fleetpipe: ')[2]}")
+        return Row(done.way.name, True, f"not compared: {done.error().removeprefix('fleetpipe: ')}")
     passed = all(report["passed"] for report in reports) and not done.code
     bits = "equal in every bit" if all(one["bit_exact"] for one in reports) else "equal to rounding"
-    return Row(done.way.name, passed, bits if passed else f"DIFFERS: {done.tail()}")
+    first = next((one["first_difference"] for one in reports if not one["passed"]), done.error())
+    return Row(done.way.name, passed, bits if passed else f"DIFFERS: {first}")
