@@ -33,15 +33,14 @@ paddle.nn.Layer.training = False
 
 
 def counted_names() -> Callable[[], None]:
-    """Returns a function that takes back the automatic names that were given since."""
-    counts, checker = dict(unique_name.generator.ids), unique_name.dygraph_parameter_name_checker
-    used = set(checker._name_set)
+    """Returns a function that takes back the names that were given since."""
+    given = [unique_name.generator.ids, unique_name.dygraph_parameter_name_checker._name_set]
+    before = [one.copy() for one in given]
 
     def restore() -> None:
-        unique_name.generator.ids.clear()
-        unique_name.generator.ids.update(counts)
-        # Or a parameter of one of these names is refused, as if there were two.
-        checker._name_set &= used
+        for now, then in zip(given, before):
+            now.clear()
+            now.update(then)
 
     return restore
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from paddle import nn
 from paddle.distributed.fleet import meta_parallel as stock
 
 from fleetpipe import parity
-from fleetpipe.dygraph.layers.entries import Blueprints
+from fleetpipe.dygraph.layers.entries import Blueprints, pass_over
 from fleetpipe.dygraph.layers.tied import find
 from fleetpipe.errors import ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
@@ -292,6 +293,18 @@ def test_blueprints_take_neither_names_nor_random_numbers() -> None:
     paddle.seed(5)
     nn.Linear(2, 2)
     assert after.numpy().tobytes() == paddle.rand([3]).numpy().tobytes()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM, nn.GRU])
+def test_a_layer_of_another_rank_takes_the_names_that_it_has_there(kind: Any) -> None:
+    """Paddle builds no LSTM without its memory: it is begun twice, under the same names."""
+
+    def names(build: Callable[[], Any]) -> list[str]:
+        with paddle.utils.unique_name.guard():
+            return [p.name for layer in (build(), nn.Linear(2, 2)) for p in layer.parameters()]
+
+    there = names(lambda: kind(2, 3))
+    assert names(lambda: pass_over(LayerDesc(kind, 2, 3), 0, {})) == there
 
 
 def test_a_description_may_have_a_blueprint_of_its_own() -> None:
