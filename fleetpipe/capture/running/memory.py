@@ -25,8 +25,11 @@ def without_memory(model: Layer) -> dict[str, Tensor]:
 
 @contextmanager
 def lent(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """While it is open, tensors without memory are zeros."""
-    borrowers = [tensor for tensor in tensors if not has_memory(tensor)]
+    """While it is open, parameters without memory are zeros.
+
+    Buffers are not: an LSTM fails where the one that never has a value had one before.
+    """
+    borrowers = [tensor for tensor in tensors if is_parameter(tensor) and not has_memory(tensor)]
     for tensor in borrowers:
         zeros = np.zeros(tensor.shape, str(tensor.dtype).rpartition(".")[2])
         tensor.get_tensor().set(zeros, paddle.CPUPlace())

@@ -21,7 +21,7 @@ from fleetpipe.dygraph.observe.profile import TYPICAL
 from fleetpipe.errors import BoundaryError, ConfigError, PartitionError
 from fleetpipe.profiling import LayerCost, Profile
 from tests.capture.beside import images, require_bits
-from tests.capture.models import UNet
+from tests.capture.models import Tagger, UNet, tokens
 
 
 class Norms(nn.Layer):  # type: ignore[misc]
@@ -198,8 +198,9 @@ def test_nodes_that_do_the_same_cost_the_same() -> None:
     assert len(set(times)) == 3
 
 
-def test_auto_is_what_a_pipeline_does_by_default() -> None:
-    done = require_bits(UNet, images(8, 16), loss_fn=lambda out, _: out.mean(), steps=1)
+@pytest.mark.parametrize(("model", "data"), [(UNet, images(8, 16)), (Tagger, [tokens(8, 5)] * 2)])
+def test_auto_is_what_a_pipeline_does_by_default(model: Any, data: list[Any]) -> None:
+    done = require_bits(model, data, loss_fn=lambda out, _: out.mean(), steps=1)
     assert done.pipe.choice.bottleneck >= done.pipe.choice.bound
     assert "no cut below" in str(done.pipe.choice)
 
