@@ -74,9 +74,10 @@ def places_of(function: Any, label: Nest) -> Places:
         "how many these are",
         expected="a mean or a sum over labels by a loss of paddle.nn or paddle.nn.functional, or "
         "a function with `counted`",
-        cause="loss_reduction='tokens', sequence chunks, or sequences that ranks have parts of",
-        fix=f"set {name}.counted to a function that returns how many places of some labels the "
-        "mean is over",
+        cause="loss_reduction='tokens', sequence chunks, or sequences that ranks have parts of; "
+        "what is allowed counts as a mean over all places",
+        fix=f"set loss.counted, where loss is this {name}, to a function that returns how many "
+        "places of some labels the mean is over",
     )
     return _of_all(next(tensors_of(label)), {})
 

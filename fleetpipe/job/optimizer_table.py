@@ -2,13 +2,17 @@
 
 A row of ``OPTIMIZERS`` changes a weight by that weight, its gradient and its state alone; a row of
 ``CLIPS`` scales each gradient by itself, or by a norm that fleetpipe takes over all ranks. A
-subclass of a row that replaces none of its methods is that row. All else may compute with what
-another rank holds, and is refused there. Where a rank has the whole model, everything is right.
+subclass of a row that replaces none of its methods, or only notes something where it hands on, is
+that row. All else may compute with what another rank holds, and is refused there. Where a rank has
+the whole model, everything is right.
 """
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Collection, Mapping
+from types import CodeType, FunctionType
 
 from fleetpipe.aliases import Clip, Optimizer
 from fleetpipe.errors import ConfigError
@@ -54,6 +58,11 @@ _OUTSIDE_A_STEP = {"__init__", "__repr__", "__str__", "extra_repr", "get_lr"}
 _OUTSIDE_A_STEP |= {"set_dict", "set_state_dict", "state_dict"}
 # By which trainers log the norm that a clip has taken.
 _OUTSIDE_A_STEP |= {"_global_norm"}
+#: What a method that notes something and hands on may name: neither weights nor gradients.
+_NOTES = {"super", "append", "print", "len", "min", "max", "sum", "int", "float", "round"}
+_NOTES |= {"logging", "logger", "info", "debug", "warning"}
+#: The same, where nothing branches: ranks have other times.
+_CLOCKS = {"time", "perf_counter", "monotonic"}
 
 
 def row_of(table: Table, value: object) -> str | None:
@@ -61,16 +70,55 @@ def row_of(table: Table, value: object) -> str | None:
 
     A method that is set on the value itself counts as one of a subclass.
     """
-    defined = {name for name, one in vars(value).items() if callable(one)}
+    defined = [(name, one) for name, one in vars(value).items() if callable(one)]
     for kind in type(value).__mro__:
         if any(
             f"{kind.__module__}.".startswith(f"{package}.") and kind.__name__ in names
             for package, names in table.items()
         ):
-            methods = {name for name in defined if callable(getattr(kind, name, None))}
-            return None if methods - _OUTSIDE_A_STEP else kind.__name__
-        defined |= vars(kind).keys()
+            replaced = [
+                (name, one)
+                for name, one in defined
+                if name not in _OUTSIDE_A_STEP and callable(getattr(kind, name, None))
+            ]
+            return kind.__name__ if all(_notes(*one, value, kind) for one in replaced) else None
+        defined += vars(kind).items()
     return None
+
+
+def _notes(name: str, method: object, value: object, kind: type) -> bool:
+    """Whether a method without arguments calls the one that it replaces, and notes something.
+
+    Besides that, its code names nothing but what notes, its classes, and attributes of the value
+    that are numbers, texts or lists of these, or are set alone; none that the row's class names.
+    """
+    code = method.__code__ if isinstance(method, FunctionType) else None
+    if code is None or len(inspect.getargs(code).args) != 1 or any(inspect.getargs(code)[1:]):
+        return False
+    steps = [*dis.get_instructions(code)]
+    branches = any("_IF_" in one.opname for one in steps)
+    read = {str(one.argval) for one in steps if one.opname != "STORE_ATTR"}
+    own = {n for n in code.co_names if n not in read or _is_plain(getattr(value, n, None))}
+    notes = {
+        n
+        for n in (_NOTES if branches else _NOTES | _CLOCKS)
+        if not (hasattr(value, n) or isinstance(method.__globals__.get(n), FunctionType))
+    }
+    methods = [inspect.unwrap(one) for base in kind.__mro__ for one in vars(base).values()]
+    codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
+    named = notes | (own - {n for one in codes for n in one.co_names})
+    named |= {name, "get_lr", *(one.__name__ for one in type(value).__mro__)}
+    inner = any(isinstance(constant, CodeType) for constant in code.co_consts)
+    return (
+        not inner
+        and {"super", name} <= {*code.co_names} <= named
+        and {*code.co_freevars} <= {"__class__"}
+    )
+
+
+def _is_plain(value: object) -> bool:
+    listed = value if isinstance(value, list) else [value]
+    return all(isinstance(one, (int, float, str)) for one in listed)
 
 
 def require_optimizer(optimizer: Optimizer, job: Job) -> None:
@@ -97,7 +145,7 @@ def require_optimizer(optimizer: Optimizer, job: Job) -> None:
             type(one).__name__,
             "an optimizer is not known to step right where ranks hold parts of a model",
             expected="one of paddle.optimizer (Lamb and Lars without mp), or a subclass that "
-            "replaces no method of a step",
+            "replaces no method of a step, unless to log",
             cause="it may compute with the weights or norms of all ranks, clip within what it "
             "wraps by those of one, or keep state that no checkpoint has",
             fix="pass the optimizer inside of it, or Paddle's own",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +38,79 @@ class Logged(optimizers.AdamW):  # type: ignore[misc]
         self.seen += 1
 
 
-class Noisy(optimizers.SGD):  # type: ignore[misc]
+class Timed(Logged):
+    """Notes something around Paddle's step."""
+
     def step(self) -> None:
+        begin = time.perf_counter()
+        super().step()
+        self.seconds = round(time.perf_counter() - begin, 3)
+
+
+class Printed(Logged):
+    def step(self) -> None:
+        self.seen += 1
+        super(Printed, self).step()  # noqa: UP008 (as older scripts have it)
+        if self.seen % 2:
+            print(self.get_lr(), self.seen)
+
+
+class InHaste(Logged):
+    def step(self) -> None:
+        if time.perf_counter() < self.seen:
+            super().step()
+
+
+class Clipping(optimizers.SGD):  # type: ignore[misc]
+    def step(self) -> None:
+        for parameter in self._parameter_list:
+            parameter.grad.clip_(-0.1, 0.1)
+        super().step()
+
+
+class Hurried(Logged):
+    """Sets what Paddle's step reads."""
+
+    def step(self) -> None:
+        self._learning_rate = 0.1 * self.seen
+        super().step()
+
+
+class Held(Logged):
+    """Changes what it holds."""
+
+    def step(self) -> None:
+        for one in self.tensors:
+            one *= 2
+        super().step()
+
+
+class ClippingBelow(Clipping):
+    def step(self) -> None:
+        super().step()
+
+
+def held() -> Any:
+    made = of(Held)
+    made.tensors = parameters()
+    return made
+
+
+class Weighed(Logged):
+    """Sets what it also reads."""
+
+    def step(self) -> None:
+        super().step()
+        self.before = self.before
+
+
+class Skipping(Logged):
+    def step(self) -> None:
+        self.seen += 1
+
+
+class Scaled(optimizers.SGD):  # type: ignore[misc]
+    def step(self, by: float = 1.0) -> None:
         super().step()
 
 
@@ -100,7 +172,16 @@ OPTIMIZERS: dict[str, tuple[Any, bool, bool]] = {
     "Lamb": (lambda: of(optimizers.Lamb), True, False),
     "Lars": (lars, True, False),
     "a subclass that steps as Paddle's": (lambda: of(Logged), True, True),
-    "a step of its own": (lambda: of(Noisy), False, False),
+    "a step that notes its time": (lambda: of(Timed), True, True),
+    "a step that prints": (lambda: of(Printed), True, True),
+    "a step of its own": (lambda: of(Clipping), False, False),
+    "another rate": (lambda: of(Hurried), False, False),
+    "weights that it holds": (held, False, False),
+    "what it has not begun with": (lambda: of(Weighed), False, False),
+    "a step by a clock": (lambda: of(InHaste), False, False),
+    "a step of its own below one that notes": (lambda: of(ClippingBelow), False, False),
+    "no step of Paddle's": (lambda: of(Skipping), False, False),
+    "a step with an argument": (lambda: of(Scaled), False, False),
     "an update of its own": (lambda: of(Lion, 0.1), False, False),
     "a step that was set": (patched, False, False),
     "LookAhead": (lambda: LookAhead(of(optimizers.SGD)), False, False),
