@@ -17,7 +17,7 @@ from types import CodeType, FunctionType
 from fleetpipe.aliases import Clip, Optimizer
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.paddle_api.optimizer import base_optimizer, is_paddles, wrappers_of
+from fleetpipe.paddle_api.optimizer import base_optimizer, is_paddles, names_in_class, wrappers_of
 
 #: Names of classes by the package that has them.
 Table = Mapping[str, Collection[str]]
@@ -104,10 +104,11 @@ def _notes(name: str, method: object, value: object, kind: type) -> bool:
         for n in (_NOTES if branches else _NOTES | _CLOCKS)
         if not (hasattr(value, n) or isinstance(method.__globals__.get(n), FunctionType))
     }
-    methods = [inspect.unwrap(one) for base in kind.__mro__ for one in vars(base).values()]
-    codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
-    named = notes | (own - {n for one in codes for n in one.co_names})
-    named |= {name, "get_lr", *(one.__name__ for one in type(value).__mro__)}
+    named = (
+        notes
+        | (own - names_in_class(kind))
+        | {name, "get_lr", *(one.__name__ for one in type(value).__mro__)}
+    )
     inner = any(isinstance(constant, CodeType) for constant in code.co_consts)
     return (
         not inner

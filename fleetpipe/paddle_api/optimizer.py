@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +62,13 @@ def wrappers_of(optimizer: Optimizer) -> list[Optimizer]:
 def is_paddles(optimizer: Optimizer) -> bool:
     """Whether an object has the parameters and groups of Paddle's optimizers."""
     return hasattr(optimizer, "_param_groups") and hasattr(optimizer, "_default_dict")
+
+
+def names_in_class(kind: type) -> set[str]:
+    """Returns the names of attributes and variables in the methods of a class and its bases."""
+    methods = [inspect.unwrap(one) for base in kind.__mro__ for one in vars(base).values()]
+    codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
+    return {name for code in codes for name in code.co_names}
 
 
 def allow_no_parameters(applies: Callable[[], bool]) -> None:

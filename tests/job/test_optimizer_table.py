@@ -246,3 +246,10 @@ def test_a_process_with_the_whole_model_takes_all_but_saves_no_wrapper(tmp_path:
         manager = fleetpipe.CheckpointManager(tmp_path)
         with pytest.raises(ConfigError, match=r"(?s)state of what LookAhead wraps.*around SGD"):
             manager.save(1, model=model, optimizer=wrapped)
+        lion = Lion(0.1, parameters=model.parameters())
+        wrapped = fleetpipe.fleet.distributed_optimizer(lion)
+        lion.counted, lion.momentum = {"steps": 3, "weights": [*model.parameters()]}, {}
+        manager.save(1, model=model, optimizer=wrapped)
+        lion.momentum["w"] = paddle.ones([2])
+        with pytest.raises(ConfigError, match=r"(?s)no checkpoint has the tensors.*Lion.momentum"):
+            manager.save(2, model=model, optimizer=wrapped)

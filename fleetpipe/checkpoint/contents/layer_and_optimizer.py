@@ -42,13 +42,16 @@ from fleetpipe.paddle_api.optimizer import (
     forget_state,
     groups_of,
     master_weight_of,
+    names_in_class,
     state_of,
 )
-from fleetpipe.paddle_api.tensor import has_memory
+from fleetpipe.paddle_api.tensor import has_memory, is_parameter
 
 _log = log.logger(__name__)
 
 _FIRST = "_0"
+#: The packages of optimizers whose state is known.
+_PADDLES = {"paddle", "paddlenlp", "paddleformers"}
 
 
 class NamedTensors(SavedPart):
@@ -243,7 +246,7 @@ class OptimizerState(SavedPart):
         self._created: list[Tensor] = []
         self._unsaved: list[Tensor] = []
         self.kind = type(self._optimizer).__name__
-        _require_no_nested(self._optimizer)
+        _require_no_other_state(self._optimizer)
 
     def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
         for path, parameter in self._parameters():
@@ -307,22 +310,42 @@ class OptimizerState(SavedPart):
             yield TensorName(MASTER_WEIGHTS, path), Held(master, held.cut)
 
 
-def _require_no_nested(optimizer: Optimizer) -> None:
-    """Refuses an optimizer around another, as LookAhead: it has state that is not here.
+def _require_no_other_state(optimizer: Optimizer) -> None:
+    """Refuses an optimizer around another, as LookAhead, or with tensors of its own.
 
     Raises:
         ConfigError: The script does not allow it.
     """
-    job, kind = current_job(), type(optimizer).__name__
+    job, kind = current_job(), type(optimizer)
+    allow = Allow() if job is None else job.allow
     inner = [v for v in vars(optimizer).values() if isinstance(v, paddle.optimizer.Optimizer)]
     if inner:
-        (Allow() if job is None else job.allow).refuse(
+        allow.refuse(
             "optimizer",
-            kind,
-            f"no checkpoint has the state of what {kind} wraps, nor what it counts by itself",
+            kind.__name__,
+            f"no checkpoint has the state of what {kind.__name__} wraps, nor what it counts by "
+            "itself",
             cause=f"it is around {type(inner[0]).__name__}, whose state is apart from its own",
             fix="pass the optimizer inside of it to fleetpipe",
         )
+    # What Paddle's optimizers keep, or PaddleNLP's, their own methods name.
+    stock = next((k for k in kind.__mro__ if k.__module__.partition(".")[0] in _PADDLES), object)
+    known = names_in_class(stock)
+    for name, value in vars(optimizer).items():
+        if name not in known and _has_tensors(value):
+            allow.refuse(
+                "state",
+                f"{kind.__name__}.{name}",
+                "no checkpoint has the tensors that an optimizer keeps by itself",
+                fix="keep them by its _add_accumulator, as Paddle's own do",
+            )
+
+
+def _has_tensors(value: object) -> bool:
+    """Whether there are tensors, other than parameters, in a value."""
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, paddle.Tensor) and not is_parameter(value)
 
 
 def _require_kind(kind: str, saved: Saved) -> None:
