@@ -92,29 +92,24 @@ def _notes(name: str, method: object, value: object, kind: type) -> bool:
     Besides that, its code names nothing but what notes, its classes, and attributes of the value
     that are numbers, texts or lists of these, or are set alone; none that the row's class names.
     """
-    code = method.__code__ if isinstance(method, FunctionType) else None
-    if code is None or len(inspect.getargs(code).args) != 1 or any(inspect.getargs(code)[1:]):
+    if not isinstance(method, FunctionType):
+        return False
+    code, names = method.__code__, {*method.__code__.co_names}
+    inner = any(isinstance(constant, CodeType) for constant in code.co_consts)
+    if inner or inspect.getargs(code) != (["self"], None, None) or not {"super", name} <= names:
         return False
     steps = [*dis.get_instructions(code)]
     branches = any("_IF_" in one.opname for one in steps)
     read = {str(one.argval) for one in steps if one.opname != "STORE_ATTR"}
-    own = {n for n in code.co_names if n not in read or _is_plain(getattr(value, n, None))}
-    notes = {
+    noted = {n for n in names if n not in read or _is_plain(getattr(value, n, None))}
+    functions = {
         n
         for n in (_NOTES if branches else _NOTES | _CLOCKS)
         if not (hasattr(value, n) or isinstance(method.__globals__.get(n), FunctionType))
     }
-    named = (
-        notes
-        | (own - names_in_class(kind))
-        | {name, "get_lr", *(one.__name__ for one in type(value).__mro__)}
-    )
-    inner = any(isinstance(constant, CodeType) for constant in code.co_consts)
-    return (
-        not inner
-        and {"super", name} <= {*code.co_names} <= named
-        and {*code.co_freevars} <= {"__class__"}
-    )
+    allowed = functions | (noted - names_in_class(kind)) | {name, "get_lr"}
+    allowed |= {one.__name__ for one in type(value).__mro__}
+    return names <= allowed and {*code.co_freevars} <= {"__class__"}
 
 
 def _is_plain(value: object) -> bool:

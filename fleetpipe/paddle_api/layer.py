@@ -34,13 +34,13 @@ paddle.nn.Layer.training = False
 
 def counted_names() -> Callable[[], None]:
     """Returns a function that takes back the names that were given since."""
-    given = [unique_name.generator.ids, unique_name.dygraph_parameter_name_checker._name_set]
-    before = [one.copy() for one in given]
+    counts, used = unique_name.generator.ids, unique_name.dygraph_parameter_name_checker._name_set
+    before = dict(counts), set(used)
 
     def restore() -> None:
-        for now, then in zip(given, before):
-            now.clear()
-            now.update(then)
+        counts.clear()
+        counts.update(before[0])
+        used.intersection_update(before[1])
 
     return restore
 

@@ -330,9 +330,9 @@ def _require_no_other_state(optimizer: Optimizer) -> None:
         )
     # What Paddle's optimizers keep, or PaddleNLP's, their own methods name.
     stock = next((k for k in kind.__mro__ if k.__module__.partition(".")[0] in _PADDLES), object)
-    known = names_in_class(stock)
+    of_stock = names_in_class(stock)
     for name, value in vars(optimizer).items():
-        if name not in known and _has_tensors(value):
+        if name not in of_stock and _has_tensors(value):
             allow.refuse(
                 "state",
                 f"{kind.__name__}.{name}",
