@@ -39,15 +39,21 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 
 @cache
-def _variables_in(code: CodeType) -> tuple[str, ...]:
+def _named_by(code: CodeType, operation: str) -> tuple[str, ...]:
+    """Returns what operations of a kind, by the end of its name, name in code and within it."""
     steps = chain.from_iterable(map(dis.get_instructions, codes_in(code)))
-    return tuple(dict.fromkeys(s.argval for s in steps if s.opname.endswith("_GLOBAL")))
+    return tuple(dict.fromkeys(s.argval for s in steps if s.opname.endswith(operation)))
+
+
+def imports_in(code: CodeType) -> tuple[str, ...]:
+    """Returns the names of the modules that code imports, in code within it too."""
+    return _named_by(code, "IMPORT_NAME")
 
 
 def variables_of(function: FunctionType) -> dict[str, object]:
     """Returns the module variables that a function's code names, with their values."""
     there = function.__globals__
-    return {name: there[name] for name in _variables_in(function.__code__) if name in there}
+    return {name: there[name] for name in _named_by(function.__code__, "_GLOBAL") if name in there}
 
 
 def held_by(function: FunctionType) -> list[object]:

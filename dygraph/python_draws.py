@@ -6,38 +6,49 @@ time.
 
 from __future__ import annotations
 
-import dis
 import functools
 import random
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from fleetpipe.aliases import Nest
-from fleetpipe.dygraph.code_names import codes_in, held_by, is_of_library, names_in, variables_of
+from fleetpipe.dygraph.code_names import (
+    codes_in,
+    held_by,
+    imports_in,
+    is_of_library,
+    names_in,
+    variables_of,
+)
 from fleetpipe.paddle_api import paddle
 
 _GENERATORS = (random.random.__self__, np.random.rand.__self__)  # type: ignore[attr-defined]
 _MODULES: tuple[types.ModuleType, ...] = (random, np.random)
 
-_of_objects: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+#: By ``id``, with a reference that ends the entry: hooks come with each forward, and an object may
+#: compare by value.
+_known: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
 
 def draws_python(function: Callable[[Nest], Nest]) -> bool:
     """Whether code that a function or a layer runs, as far as it is known, names a generator."""
-    codes = [*_functions(function)]
-    if codes:
-        return any(map(_in_code, codes))
-    if type(function).__weakrefoffset__ == 0:
-        return _of_object(function, set())
-    if function not in _of_objects:
-        _of_objects[function] = _of_object(function, set())
-    return _of_objects[function]
+    code: Any = next(_functions(function), function)
+    if type(code).__weakrefoffset__ == 0:
+        return _runs_draws(code, set())
+    key = id(code)
+    if key not in _known:
+        _known[key] = weakref.ref(code, lambda _: _known.pop(key)), _runs_draws(code, set())
+    return _known[key][1]
+
+
+def _runs_draws(value: Any, seen: set[Any]) -> bool:
+    codes = [*_functions(value)]
+    return any(_draws(code, seen) for code in codes) if codes else _of_object(value, seen)
 
 
 def _of_object(thing: Any, seen: set[Any]) -> bool:
@@ -72,22 +83,14 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
         yield value
 
 
-@functools.cache
-def _in_code(function: types.FunctionType) -> bool:
-    """Whether a function draws, or a user's function that it names."""
-    return _draws(function, set())
-
-
 def _draws(function: types.FunctionType, seen: set[Any]) -> bool:
     if function.__code__ in seen or is_of_library(function):
         return False
-    codes = codes_in(function.__code__)
-    seen.update(codes)
-    names = names_in(function.__code__)
-    steps = chain.from_iterable(map(dis.get_instructions, codes))
-    imported = {step.argval for step in steps if step.opname == "IMPORT_NAME"}
+    code = function.__code__
+    seen.update(codes_in(code))
+    names = names_in(code)
     values = [*variables_of(function).values(), *held_by(function)]
-    values += [sys.modules.get(name) for name in imported]
+    values += [sys.modules.get(name) for name in imports_in(code)]
     return any(_is_drawn(value, names, seen) for value in values)
 
 
@@ -96,5 +99,4 @@ def _is_drawn(value: Any, names: frozenset[str], seen: set[Any]) -> bool:
         return value in _MODULES or (value is np and "random" in names)
     if any(getattr(value, "__self__", None) is generator for generator in _GENERATORS):
         return True
-    codes = [*_functions(value)]
-    return any(_draws(code, seen) for code in codes) if codes else _of_object(value, seen)
+    return _runs_draws(value, seen)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
 import random
+import weakref
 from random import uniform
 from typing import Any
 
@@ -54,6 +57,16 @@ def closing(generator: Any) -> Any:
     return lambda x: x * generator()
 
 
+@dataclasses.dataclass
+class Weighted:
+    """Compares by value, and so has no hash."""
+
+    weight: float = 1.0
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.weight * helper()
+
+
 CASES: list[tuple[Any, bool]] = [
     (Calls(), True),
     (nn.Sequential(nn.Linear(2, 2), nn.Sequential(Calls())), True),
@@ -66,9 +79,20 @@ CASES: list[tuple[Any, bool]] = [
     (paddle.rand, False),
     (closing(np.random.default_rng(0).random), False),
     (closing(helper), True),
+    (Weighted(), True),
 ]
 
 
 @pytest.mark.parametrize(("function", "draws"), CASES)
 def test_what_names_a_generator_draws(function: Any, draws: bool) -> None:
     assert draws_python(function) is draws
+
+
+def test_nothing_that_a_function_holds_outlives_it() -> None:
+    held = paddle.ones([2])
+    gone = weakref.ref(held)
+    # As a forward makes a hook of each of its outputs.
+    assert not draws_python(lambda grad, held=held: grad * held)
+    del held
+    gc.collect()
+    assert gone() is None
