@@ -21,7 +21,7 @@ from fleetpipe.transport.wire import bridge
 LARGE = 2**14
 
 #: The attributes that every layer has.
-_PADDLES = vars(paddle.nn.Layer()).keys()
+PADDLES_ATTRIBUTES = vars(paddle.nn.Layer()).keys()
 
 #: Copies of large buffers while calls need them, by the id of a layer's table and the name in it.
 Copies = MutableMapping[tuple[int, str], Tensor]
@@ -57,7 +57,7 @@ class LayerStates:
             attributes, parameters, buffers = (table.copy() for table in tables)
             # A schedule puts another forward in for each action.
             attributes.pop("forward", None)
-            of_user = (attributes[name] for name in attributes.keys() - _PADDLES)
+            of_user = (attributes[name] for name in attributes.keys() - PADDLES_ATTRIBUTES)
             for value in (*forward_hooks(layer), *of_user):
                 if isinstance(value, CONTAINERS):
                     self._contents.append((value, content_of(value)))

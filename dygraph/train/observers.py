@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from fleetpipe.dygraph.train.order import is_hint
 from fleetpipe.engine.observer import Observer
 from fleetpipe.job import meeting
 
@@ -41,6 +42,10 @@ OBSERVERS: Mapping[str, ObserverRow] = {
     "finite": ObserverRow(
         "fleetpipe.dygraph.observe.finite:FiniteSends.asked_for",
         lambda of: () if "FLAGS_pp_check_naninf" in os.environ else None,
+    ),
+    "order": ObserverRow(
+        "fleetpipe.dygraph.observe.backward_state:BackwardState",
+        lambda of: (of.layers,) if is_hint(of.config, of.job) else None,
     ),
     "users": ObserverRow("fleetpipe.engine.observer:Observers", lambda of: ()),
     "timers": ObserverRow(

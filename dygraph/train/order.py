@@ -37,7 +37,7 @@ def as_hint(
     Raises:
         ConfigError: An option, or a layer, needs the order of the schedule.
     """
-    if _is_hint(config, job):
+    if is_hint(config, job):
         _require_free(config, job, layers, exchanges)
         return without_fusion(schedule)
     if config.order == "ready" and job.degrees.pp > 1:
@@ -56,12 +56,12 @@ def walker_of(
         job: The job.
         layers: The model.
     """
-    if _is_hint(config, job):
+    if is_hint(config, job):
         return functools.partial(ReadyWalker, _Envelopes(schedule, config, job, layers))
     return Walker
 
 
-def _is_hint(config: PipelineConfig, job: Job) -> bool:
+def is_hint(config: PipelineConfig, job: Job) -> bool:
     """Whether the order of a schedule is a hint to ranks that may reorder it."""
     return config.order == "ready" and job.degrees.pp > 1 and not job.local
 

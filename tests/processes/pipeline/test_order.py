@@ -16,13 +16,13 @@ from paddle import nn
 from fleetpipe.config import PipelineConfig
 from fleetpipe.dygraph.train.order import _Envelopes, _require_free
 from fleetpipe.engine import ready
-from fleetpipe.errors import ConfigError
+from fleetpipe.errors import ConfigError, FleetPipeError
 from fleetpipe.fleet.meta_parallel import LayerDesc, SharedLayerDesc
 from fleetpipe.mesh.axes import Degrees
 from tests.dygraph.models import MODELS, VOCABULARY, FeedForward
 from tests.dygraph.tied import Tokens, logits
 from tests.jobs import job
-from tests.pipelines import adam, model_in_job, pipeline, train
+from tests.pipelines import CLASSES, FEATURES, adam, model_in_job, pipeline, sgd, train
 
 MICRO_BATCHES = 6
 TEXT = MODELS["gpt"].batch
@@ -155,6 +155,70 @@ def test_ranks_that_compute_an_action_together_are_refused(
     model: Any = nn.LayerList([layer])
     with pytest.raises(ConfigError, match=reason):
         _require_free(PipelineConfig(order="ready"), running, model, exchanges)
+
+
+measured: list[float] = []
+
+
+class Measuring(nn.Layer):
+    """Measures gradients, and keeps them where the way says; counts its calls in any case."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1D(FEATURES)
+        self.way, self.calls, self.most = way, 0, 0.0
+        self.register_buffer("peak", paddle.zeros([]))
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        y = self.norm(self.linear(x))
+        if not y.stop_gradient:
+            y.register_hook(self.note)
+        return y
+
+    def note(self, grad: Any) -> None:
+        if self.way == "attribute":
+            self.most = max(self.most, float(grad.abs().max()))
+        elif self.way == "buffer":
+            self.peak.set_value(grad.abs().max())
+        elif self.way == "list":
+            measured.append(float(grad.abs().max()))
+
+
+def measure(way: str, configs: dict[str, Any], options: dict[str, Any]) -> str:
+    """The error of a batch whose layer measures gradients; "" if it trains."""
+    measured.clear()
+    entries = [LayerDesc(Measuring, way), LayerDesc(nn.Linear, FEATURES, CLASSES)]
+    with model_in_job(2, 4, layers=entries, order="ready", **configs, **options) as model:
+        inputs = paddle.arange(8 * FEATURES, dtype="float32").reshape([8, FEATURES])
+        batch = [inputs.cos(), paddle.zeros([8, 1], "int64")]
+        try:
+            model.train_batch(batch, sgd(model))
+        except FleetPipeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("way", "configs", "options", "words"),
+    [
+        ("attribute", {}, {}, "0.most"),
+        ("buffer", {}, {}, "0.peak"),
+        ("list", {}, {}, "beside the layers[0]"),
+        ("attribute", {"allow": ["state:0.most"]}, {}, ""),
+        ("none", {}, {}, ""),
+        ("none", {}, {"recompute_interval": 1, "recompute_ctx": {}}, ""),
+    ],
+)
+def test_what_a_backward_leaves_for_forwards_is_refused(
+    on_ranks: Callable[..., list[Any]],
+    way: str,
+    configs: dict[str, Any],
+    options: dict[str, Any],
+    words: str,
+) -> None:
+    for message in on_ranks(measure, 2, way, configs, options):
+        assert (f"'allow': ['state:{words}']" in message) if words else not message
 
 
 def disagree() -> str:

@@ -1,0 +1,86 @@
+"""Refuses what a backward leaves for later forwards, where ranks reorder actions.
+
+A hook that measures a gradient, say, and a forward that scales by it: with ``order="ready"`` that
+forward runs before this backward in one run, and behind it in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fleetpipe.dygraph.backward.contents import CONTAINERS, holders
+from fleetpipe.dygraph.backward.layer_state import PADDLES_ATTRIBUTES
+from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
+from fleetpipe.engine.observer import BatchObserver, Blocked, Instruction, Played
+from fleetpipe.job.job import required_job
+from fleetpipe.paddle_api import paddle
+from fleetpipe.paddle_api.layer import state_slots
+from fleetpipe.schedules import Action, Op
+from fleetpipe.transport.wire.bridge import checksum
+
+_NUMBERS = (bool, int, float, str)
+
+
+class BackwardState(BatchObserver):
+    """Compares what layers and losses hold before and after each backward of the first batch."""
+
+    def __init__(self, layers: PipelineLayer) -> None:
+        """Takes the model whose batches it watches."""
+        self._layers = layers
+        self._over = False
+
+    def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
+        """Returns a backward with a comparison around it; other operations as they are."""
+        if not isinstance(op, Action) or op.kind == "F":
+            return instruction
+
+        def compared() -> Blocked | None:
+            if self._over:
+                return instruction()
+            before = dict(self._values())
+            blocked = instruction()
+            for place, (name, value) in self._values():
+                _, then = before.get(place, ("", compared))
+                if value is not then and not (isinstance(value, _NUMBERS) and value == then):
+                    _refuse(name)
+            return blocked
+
+        return compared
+
+    def end(self) -> None:
+        """Compares no more: what a backward does in a batch, it does in the first."""
+        self._over = True
+
+    def _values(self) -> Iterator[tuple[tuple[int, object], tuple[str, Any]]]:
+        """Yields each value that forwards may read: its place, which is no other later; its name.
+
+        Of buffers and statistics it has checksums. Parameters change in steps alone.
+        """
+        parts = dict(paddle.nn.Layer.named_sublayers(self._layers))
+        for number, loss in enumerate(self._layers.loss_layers()):
+            parts.update(loss.named_sublayers(f"loss.{number}", include_self=True))
+        containers: list[tuple[str, Any]] = []
+        for path, part in parts.items():
+            for name, value in vars(part).items():
+                if name not in PADDLES_ATTRIBUTES:
+                    yield (id(part), name), (f"{path}.{name}", value)
+                    containers.append((f"{path}.{name}", value))
+            for table, name in state_slots(part):
+                yield (id(table), name), (f"{path}.{name}", checksum(table[name]))
+        functions = self._layers.named_functions().values()
+        containers += [("beside the layers", one) for one in holders([*parts.values()], functions)]
+        for name, value in containers:
+            if isinstance(value, CONTAINERS):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                yield from (((id(value), key), (f"{name}[{key!r}]", one)) for key, one in items)
+
+
+def _refuse(name: str) -> None:
+    required_job("a batch").allow.refuse(
+        "state",
+        name,
+        "a backward changes what forwards may read, and order='ready' reorders them",
+        cause="a hook on a gradient, or the backward of a PyLayer, sets it",
+        fix="leave order out",
+    )
