@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 from fleetpipe.aliases import Layer, Nest
 from fleetpipe.dygraph.layers.chunk import PipelineLayerChunk
@@ -14,7 +15,7 @@ from fleetpipe.dygraph.model.owned_stages import OwnedStages
 from fleetpipe.dygraph.random_places import in_apply
 from fleetpipe.dygraph.state.model_on_ranks import ModelOnRanks
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, sharing_group
-from fleetpipe.errors import ConfigError, UsageError
+from fleetpipe.errors import ConfigError, StateError, UsageError
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_id
@@ -160,6 +161,24 @@ class FleetFace(ModelOnRanks):
         """
         refuse_methods_of_the_wrapper(self, name)
         return super().__getattr__(name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuses to pickle the pipeline.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            "a pipeline is not pickled",
+            cause="it belongs to the job of this process",
+            fix="to store weights, use full_state_dict() or fleetpipe.CheckpointManager",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FleetFace:
+        """Returns a copy, as of any layer, in the same job."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def apply(self, fn: Callable[[Layer], object]) -> FleetFace:
         """Calls a function for each layer of this process, as ``nn.Layer.apply`` does.

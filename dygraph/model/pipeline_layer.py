@@ -42,7 +42,7 @@ from fleetpipe.dygraph.model.fleet_face import FleetFace, require_chunk
 from fleetpipe.dygraph.model.hidden_uses import HiddenUses
 from fleetpipe.dygraph.model.owned_stages import OwnedStages
 from fleetpipe.dygraph.state.single_model import single_model
-from fleetpipe.dygraph.state.tied_weights import equal_copies, holders
+from fleetpipe.dygraph.state.tied_weights import equal_copies, holders, refuse_sparse
 from fleetpipe.dygraph.state.whole_state import ModelState
 from fleetpipe.dygraph.sums.uses import Uses
 from fleetpipe.engine.observer import BatchObserver
@@ -194,13 +194,14 @@ class PipelineLayer(FleetFace):
     def _build(self) -> None:
         """Builds the layers of this process's stages. Collective where ranks share weights."""
         indices = [index for stage in self._owned for index in self.partition.range_of(stage)]
+        weights = holders(self._tied, self.get_stage_from_index)
+        refuse_sparse(weights, self._tied, self._blueprints)
         self._registered = built = tied.build(self._layers_desc, indices, self._tied)
         built.register(self)
         self.state = ModelState(
             *(self, self._layers_desc, self._blueprints, self._shared_layers, built),
             *(self.partition, self.holders),
         )
-        weights = holders(self._tied, self.get_stage_from_index)
         self._shared_weights = equal_copies(
             weights, self.state.local_tensors(), self._stage_id, self._job
         )

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from fleetpipe.aliases import Tensor
+from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.gradients import gradient_of, set_gradient
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.sums.uses import Use, sum_in_order
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group, SoleGroup
+from fleetpipe.paddle_api.layer import option_of
 
 
 class SharedWeight(NamedTuple):
@@ -51,6 +52,27 @@ def holders(
         SharedWeight(name, tuple(dict.fromkeys(rank_of_layer(index) for index in sorted(indices))))
         for name, indices in users.items()
     ]
+
+
+def refuse_sparse(
+    weights: Sequence[SharedWeight], layers: Sequence[SharedLayer], blueprints: Sequence[Layer]
+) -> None:
+    """Refuses a table with sparse gradients that several ranks hold.
+
+    Args:
+        weights: The result of :func:`holders`.
+        layers: The shared layers.
+        blueprints: A layer like each entry's.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    several = {weight.name for weight in weights if len(weight.holders) > 1}
+    for layer in layers:
+        for path, part in blueprints[layer.indices[0]].named_sublayers(include_self=True):
+            name = layer.names.get(f"{path}.weight" if path else "weight")
+            if name in several and option_of(part, "sparse", False):
+                raise _sparse(f"layer {layer.indices[0]} of the list")
 
 
 def sharing_group(job: Job | None, members: Sequence[int]) -> Group:
@@ -173,11 +195,15 @@ def _copies(numbered: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     for number, parameter in numbered:
         gradient = gradient_of(parameter)
         if gradient is not None and gradient.is_selected_rows():
-            raise ConfigError(
-                "the gradient of a shared weight is sparse",
-                where=f"parameter {parameter.name}, shared by several ranks",
-                fix="nn.Embedding(.., sparse=False) in the SharedLayerDesc",
-            )
+            raise _sparse(f"parameter {parameter.name}")
         if gradient is not None:
             copies.append((number, gradient.clone()))
     return copies
+
+
+def _sparse(where: str) -> ConfigError:
+    return ConfigError(
+        "the gradient of a shared weight is sparse",
+        where=f"{where}, shared by several ranks",
+        fix="nn.Embedding(.., sparse=False) in the SharedLayerDesc",
+    )

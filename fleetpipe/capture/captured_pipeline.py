@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, NamedTuple, NoReturn
 
 from fleetpipe.aliases import Layer, Nest, Tensor
 from fleetpipe.capture.cutting.auto import Choice
@@ -226,18 +226,17 @@ class CapturedPipeline(PipelineLayer):
                 layer.training = modes.get(path, self.plain.training)
         return self
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """Refuses to copy or pickle the pipeline, whose captured calls belong to this process.
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuses to copy the pipeline, whose captured calls are of this model's layers.
 
         Raises:
             StateError: Always.
         """
         raise StateError(
-            "a captured pipeline is neither copied nor pickled",
+            "a captured pipeline is not copied",
             cause="its stages repeat calls of the plain model's own layers and functions",
             fix="for a teacher or an average, copy.deepcopy the plain model before "
-            "fleetpipe.pipeline, or take pipe.single_model() where one process has all stages; to "
-            "store weights, use pipe.full_state_dict()",
+            "fleetpipe.pipeline, or take pipe.single_model() where one process has all stages",
         )
 
     def graphviz(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from paddle import nn
 
 from fleetpipe import fleet, log, parity
-from fleetpipe.errors import ConfigError, PartitionError
+from fleetpipe.errors import ConfigError, PartitionError, StateError
 from fleetpipe.fleet import meta_parallel
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from fleetpipe.job.job import current_job
@@ -130,6 +132,16 @@ class Renaming(PipelineLayer):
     def named_parameters(self, *args: Any, **named: Any) -> Any:
         for name, parameter in reversed(list(super().named_parameters(*args, **named))):
             yield f"model.{name}", parameter
+
+
+def test_a_pipeline_is_copied_and_not_pickled() -> None:
+    with model_in_job(2) as model:
+        copied = copy.deepcopy(model.layers)
+        model.train_batch(batch(), sgd(model))
+        assert bits(copied.state_dict()) != bits(model.layers.state_dict())
+        for wrapped in (model, model.layers):
+            with pytest.raises(StateError, match="a pipeline is not pickled"):
+                pickle.dumps(wrapped)
 
 
 def test_a_subclass_may_give_its_parameters_other_names(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from fleetpipe.dygraph.layers.tied import SharedLayer
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, holders
 from fleetpipe.errors import ConfigError
+from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from tests.dygraph import tied
 from tests.dygraph.models import MODELS
 from tests.groups import members, on_all
@@ -182,6 +184,14 @@ def test_a_sparse_gradient_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="sparse"):
         copies.sum_gradients()
+
+
+@pytest.mark.parametrize(("pp", "sparse"), [(2, True), (2, False), (1, True)])
+def test_a_sparse_table_on_several_ranks_is_refused_when_it_is_built(pp: int, sparse: bool) -> None:
+    table = SharedLayerDesc("table", paddle.nn.Embedding, None, "weight", 8, 4, sparse=sparse)
+    refused = pp > 1 and sparse
+    with pytest.raises(ConfigError, match="sparse") if refused else contextlib.nullcontext():
+        PipelineLayer([table, LayerDesc(paddle.nn.Linear, 4, 4), table], num_stages=pp)
 
 
 def test_who_holds_what_under_a_vee() -> None:
