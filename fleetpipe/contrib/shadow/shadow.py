@@ -28,6 +28,7 @@ from fleetpipe.capture.tracing.capturing import Capturing
 from fleetpipe.capture.tracing.model_snapshot import losses_kept
 from fleetpipe.contrib.shadow.unshadowed import obstacle
 from fleetpipe.dygraph import PipelineParallel, random_keys
+from fleetpipe.dygraph.backward.layer_state import buffers_kept
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
 from fleetpipe.dygraph.batch.observed import ObservedBatch
 from fleetpipe.dygraph.code_names import is_of_library
@@ -117,7 +118,8 @@ class Shadow(BatchObserver):
         before = self._gradients().items()
         held = {n: grad.clone() for n, grad in before if grad is not None and _apart(grad, None)}
         del before
-        loss, failure = None, None
+        loss, failure, buffers = None, None, self._buffers()
+        put_back = buffers_kept([self._forms.capturing.model])
         try:
             with as_the_next_batch(keys):
                 loss = self._train(reference, everyone, batch.weights)
@@ -128,6 +130,17 @@ class Shadow(BatchObserver):
         if self._failure == _NO_MEMORY:
             self._give_up(_NO_MEMORY)
             return
+        # The plain model that was trained is a copy.
+        written = [n for n, digest in self._buffers().items() if digest != buffers.get(n, digest)]
+        if written := next(filter(None, all_ranks().all_gather(written)), []):
+            put_back()
+            self._end()
+            raise CaptureError(
+                f"a loss function writes into {written[0]}, a buffer of the model",
+                cause="a loss runs on the last rank alone, and where the stages overlap, a forward "
+                "may come before or behind it",
+                fix="keep that in the loss: a loss_fn that is a layer has buffers of its own",
+            )
         added = [n for n, grad in self._gradients().items() if _apart(grad, held.get(n))]
         for name in added:
             parameter = self._pipe.state.own_parameters()[name]

@@ -411,6 +411,20 @@ def test_a_loss_that_counts_is_stepped_once() -> None:
         assert (float(loss.calls), loss.count[0]) == (4 * number, 4 * number)
 
 
+def test_a_loss_that_writes_into_a_buffer_of_the_model_is_refused() -> None:
+    net = Gated()
+    net.register_buffer("center", paddle.zeros([4]))
+
+    def loss(output: Any, label: Any) -> Any:
+        net.center.set_value(0.9 * net.center + 0.1 * output.detach().mean(0))
+        return nn.functional.mse_loss(output - net.center, label)
+
+    _, model, optimizer = wrapped(lambda: net, loss_fn=loss)
+    with pytest.raises(CaptureError, match="a loss function writes into center"):
+        model.train_batch(data(0), optimizer)
+    assert not net.center.numpy().any()
+
+
 class Remembering(nn.Layer):  # type: ignore[misc]
     """Is a node, whose forward gives it its buffer."""
 
