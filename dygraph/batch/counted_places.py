@@ -87,16 +87,15 @@ def _row(function: Any) -> tuple[Count | None, Options]:
     keywords: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
         keywords, function = {**function.keywords, **keywords}, function.func
-    if isinstance(function, paddle.nn.Layer):
-        layer, name = function, row_of({"paddle.nn": _LAYERS}, function)
-        function = None if name is None else getattr(_functional, _LAYERS[name])
+    layer = function if isinstance(function, paddle.nn.Layer) else None
+    if layer is not None:
+        name = _LAYERS.get(row_of({"paddle.nn": _LAYERS}, layer) or "")
     else:
-        layer = None
-    names = {getattr(_functional, n, None): n for n in _COUNTS}
-    name = names.get(function) if callable(function) and not isinstance(function, type) else None
+        name = next((n for n in _COUNTS if getattr(_functional, n, _row) is function), None)
     if name is None:
         return None, {}
-    options = {n: p.default for n, p in inspect.signature(function).parameters.items()}
+    parameters = inspect.signature(getattr(_functional, name)).parameters
+    options = {n: parameter.default for n, parameter in parameters.items()}
     if layer is not None:
         options = {n: option_of(layer, n, default) for n, default in options.items()}
     return _COUNTS[name], {**options, **keywords}

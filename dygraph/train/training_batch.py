@@ -145,8 +145,9 @@ class TrainingBatch:
 
     @property
     def _rate(self) -> float | None:
-        optimizer = self.observed.optimizer
-        return None if optimizer is None else float(optimizer.get_lr())
+        # One of the script's own, which a process with a whole model takes, may have none.
+        rate = getattr(self.observed.optimizer, "get_lr", None)
+        return None if rate is None else float(rate())
 
     def _share_losses(self) -> None:
         """Broadcasts the losses. Collective over the pipeline.

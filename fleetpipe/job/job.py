@@ -319,7 +319,8 @@ class Job(MeshGroups):
         """Does the same as :meth:`share`, and has ``act`` :meth:`guarded`."""
 
         def guarded() -> Any:
-            with self.calling(what):
+            self.call(f"is {what}", kind=what)
+            with self.guarded(lambda: what):
                 return act()
 
         return self.share(what, guarded)

@@ -56,6 +56,7 @@ CLIPS: Table = {
 #: What a subclass may define of its row's methods: they change no step.
 _OUTSIDE_A_STEP = {"__init__", "__repr__", "__str__", "extra_repr", "get_lr"}
 _OUTSIDE_A_STEP |= {"set_dict", "set_state_dict", "state_dict"}
+_OUTSIDE_A_STEP |= {"clear_grad", "clear_gradients", "set_lr"}
 # By which trainers log the norm that a clip has taken.
 _OUTSIDE_A_STEP |= {"_global_norm"}
 #: What a method that notes something and hands on may name: neither weights nor gradients.

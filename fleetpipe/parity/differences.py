@@ -16,15 +16,8 @@ from fleetpipe.transport.wire import bridge
 
 #: What is compared, in the order in which a step computes it.
 QUANTITIES = (
-    "micro-batch",
-    "output",
-    "loss",
-    "gradient",
-    "gradient norm",
-    "learning rate",
-    "parameter",
-    "buffer",
-    "last_epoch",
+    *("micro-batch", "output", "loss", "gradient", "gradient norm", "learning rate", "parameter"),
+    *("buffer", "last_epoch"),
 )
 
 #: Unsigned integers with the bits of a float, by size in bytes.

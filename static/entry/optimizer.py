@@ -40,18 +40,8 @@ from fleetpipe.static.save import checkpoint
 Begin = Callable[[Degrees, PipelineConfig], Job]
 #: Switches of a strategy that change the program in ways that a pipeline here does not.
 _REFUSED = (
-    "amp",
-    "sharding",
-    "gradient_merge",
-    "tensor_parallel",
-    "localsgd",
-    "adaptive_localsgd",
-    "dgc",
-    "lars",
-    "lamb",
-    "qat",
-    "asp",
-    "fp16_allreduce",
+    *("amp", "sharding", "gradient_merge", "tensor_parallel", "localsgd", "adaptive_localsgd"),
+    *("dgc", "lars", "lamb", "qat", "asp", "fp16_allreduce"),
 )
 
 #: What would train the program as it stands, on every rank for itself.

@@ -34,8 +34,9 @@ class Logged(optimizers.AdamW):  # type: ignore[misc]
         super().__init__(**options)
         self.seen = 0
 
-    def note(self) -> None:
+    def clear_grad(self, set_to_zero: bool = True) -> None:
         self.seen += 1
+        super().clear_grad(set_to_zero)
 
 
 class Timed(Logged):

@@ -59,4 +59,4 @@ def _gather(value: Value) -> list[Value]:
         job.require_others()
         return job.everyone().all_gather(value)
 
-    return list(job.exchange("an exchange of the script's", gather))
+    return list(job.exchange("exchanging values of the script's", gather))

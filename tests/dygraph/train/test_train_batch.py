@@ -206,10 +206,24 @@ def test_forward_hooks_of_the_whole_are_refused(of: str, kind: str) -> None:
         model.train_batch(batch(), sgd(model))
 
 
-def test_a_bare_optimizer_trains_where_there_is_no_pipeline() -> None:
+class Own:
+    """An optimizer that is none of Paddle's, and says nothing of its rate."""
+
+    def __init__(self, rate: float, parameters: list[Any]) -> None:
+        self.sgd = paddle.optimizer.SGD(rate, parameters=parameters)
+
+    def step(self) -> None:
+        self.sgd.step()
+
+    def clear_grad(self) -> None:
+        self.sgd.clear_grad()
+
+
+@pytest.mark.parametrize("kind", [paddle.optimizer.SGD, Own])
+def test_a_bare_optimizer_trains_where_there_is_no_pipeline(kind: Any) -> None:
     with model_in_job(1) as model:
         before = bits(model.layers.state_dict())
-        model.train_batch(batch(), paddle.optimizer.SGD(0.1, parameters=model.parameters()))
+        model.train_batch(batch(), kind(0.1, parameters=model.parameters()))
         assert bits(model.layers.state_dict()) != before
 
 

@@ -93,7 +93,7 @@ WORDS = {
     "saves": "is saving step 1",
     "restores": "is restoring",
     "profiles": "profiles a batch",
-    "exchanges": "an exchange of the script's",
+    "exchanges": "is exchanging values of the script's",
     "clips": "compares the optimizers",
 }
 #: What rank 0 does, what rank 1 does, and the error's words; then both train twice.
