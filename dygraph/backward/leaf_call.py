@@ -131,12 +131,7 @@ class _Exit(paddle.autograd.PyLayer):
 
 
 def _input_grads_of(call: Call, tape: Tape, grads: Sequence[Tensor]) -> Tensor:
-    """Returns the gradients of a call's inputs, and records that W can compute the others.
-
-    Raises:
-        ConfigError: The user's own code runs this backward, in a forward or in the loss.
-        BoundaryError: The backward of another stage or micro-batch has reached this call.
-    """
+    """Returns the gradients of a call's inputs, and records that W can compute the others."""
     if not tape.in_backward:
         # Paddle leaves gradients off where a backward fails.
         switch_gradients_on()

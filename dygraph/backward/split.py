@@ -274,11 +274,7 @@ def run_leaf(
 def _tensors_taken(
     leaf: Leaf, parameters: Sequence[Tensor], args: tuple[Nest, ...], named: dict[str, Nest]
 ) -> Sequence[Tensor]:
-    """Returns the tensors among the arguments of a leaf layer's call.
-
-    Raises:
-        CannotWait: The gradients of this call cannot wait.
-    """
+    """Returns the tensors among the arguments of a leaf layer's call."""
     if recompute.in_piece():
         # What is cut out would keep the layer's inputs and outputs, which recompute lets go.
         raise CannotWait("its layer is recomputed")

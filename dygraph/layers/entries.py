@@ -67,12 +67,7 @@ def _without_flag(entry: Entry) -> Entry:
 
 
 def _check(entry: Entry, index: int) -> None:
-    """Refuses an entry that is not allowed in a list of layers.
-
-    Raises:
-        ConfigError: ``entry`` is neither a description, nor a layer, nor callable; or it is a
-            class.
-    """
+    """Refuses an entry that is not allowed in a list of layers."""
     if isinstance(entry, type) and issubclass(entry, paddle.nn.Layer):
         raise ConfigError(
             "an entry of the list of layers is a class, which would be built anew in every call",

@@ -145,12 +145,7 @@ class Arrangement:
 def _from_plan(
     plan: LayerPlan, config: PipelineConfig, request: tuple[int, int | None, bool]
 ) -> Schedule:
-    """Returns the schedule of a plan, for the number of micro-batches in ``config``.
-
-    Raises:
-        ConfigError: ``config`` or ``request`` contradicts the plan.
-        ScheduleError: The plan's schedule passes the memory cap of the strategy.
-    """
+    """Returns the schedule of a plan, for the number of micro-batches in ``config``."""
     ranks, chunks, use_dualpipev = request
     usual = config.schedule in (PipelineConfig.schedule, plan.schedule.name) and not use_dualpipev
     if ranks != plan.ranks or chunks not in (None, plan.chunks) or not usual:
@@ -169,11 +164,7 @@ def _from_plan(
 
 
 def _dualpipev(config: PipelineConfig, chunks: int | None) -> PipelineConfig:
-    """Returns ``config`` with the schedule for ``PipelineLayer(use_dualpipev=True)``.
-
-    Raises:
-        ConfigError: Another schedule or a number of chunks was given as well.
-    """
+    """Returns ``config`` with the schedule for ``PipelineLayer(use_dualpipev=True)``."""
     if config.schedule not in (PipelineConfig.schedule, _DUALPIPEV) or chunks is not None:
         raise ConfigError(
             "use_dualpipev=True names the schedule DualPipeV, with two chunks on each rank",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fleetpipe.aliases import Clip, DType, Optimizer, Tensor
 from fleetpipe.dygraph.broadcast import is_spread
-from fleetpipe.dygraph.tensor_parallel.blocks import blocks_of, refuse_beside_trees, sum_over_blocks
+from fleetpipe.dygraph.tensor_parallel.blocks import blocks_of, sum_over_blocks
 from fleetpipe.dygraph.tensor_parallel.groups import along, sums_by_tree, total
 from fleetpipe.dygraph.tensor_parallel.layer import shard_in
 from fleetpipe.errors import ConfigError
@@ -191,13 +191,8 @@ def replace_clips(optimizer: Optimizer) -> list[GlobalNormClip]:
     for place in clip_places(optimizer):
         stock = place.clip
         if not require_clip(stock, job):
-            if job is not None and job.shard[1] > 1:
-                refuse_beside_trees(
-                    f"{type(stock).__name__}, a clip of the script's own, at mp_degree above 1",
-                    "it may compute with the gradient of a shard, not of the whole weight",
-                    "a clip of paddle.nn's",
-                )
-        elif isinstance(stock, GLOBAL_NORM_CLIPS):
+            continue
+        if isinstance(stock, GLOBAL_NORM_CLIPS):
             if isinstance(stock, GlobalNormClip):
                 clips.setdefault(id(stock), stock)
             elif id(stock) not in clips:
@@ -285,9 +280,6 @@ def _with_shards(squares: Sequence[_Square], axis: str, members: Group) -> list[
     """Adds to each square those of the other shards along an axis. Collective over the axis.
 
     Squares of other parameters are the same on every member, and all take the first member's.
-
-    Raises:
-        ConfigError: Members have gradients of different parameters.
     """
     packed = members.all_gather(_pack(squares))
     if any(fields != packed[0][0] for fields, _ in packed):

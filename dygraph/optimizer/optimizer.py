@@ -21,7 +21,6 @@ from fleetpipe.dygraph.optimizer.clip_global import COPY, Pairs, norms_of, repla
 from fleetpipe.dygraph.optimizer.groups import arrange, keys_of, text_of
 from fleetpipe.dygraph.optimizer.replicas import reduce_all
 from fleetpipe.dygraph.optimizer.shards import Shards
-from fleetpipe.dygraph.tensor_parallel.blocks import refuse_beside_trees
 from fleetpipe.errors import ConfigError, listed
 from fleetpipe.job.job import current_job, pipeline_group
 from fleetpipe.job.optimizer_table import require_optimizer
@@ -29,7 +28,6 @@ from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.device import device_kind
 from fleetpipe.paddle_api.layer import left_unaveraged
 from fleetpipe.paddle_api.optimizer import (
-    BY_NORMS,
     HybridParallelOptimizer,
     base_optimizer,
     clips_of_a_step,
@@ -115,17 +113,10 @@ class PipelineOptimizer(FleetsType):
         self._shards: Shards | None = None
         self._compared = False
         job = current_job()
-        base = base_optimizer(optimizer)
-        if isinstance(base, BY_NORMS) and job is not None and job.shard[1] > 1:
-            refuse_beside_trees(
-                f"{type(base).__name__} at mp_degree above 1",
-                "its steps depend on the norms of shards, not of whole weights",
-                "AdamW",
-            )
         if job is not None:
             require_optimizer(optimizer, job)
         #: By which a checkpoint tells what the script has set later from what it gave.
-        self.first_rate = learning_rate_of(base)
+        self.first_rate = learning_rate_of(optimizer)
         self._hcg = None if job is None else job.hcg
         if job is not None and job.sharding().ranks > 1:
             sharing = job.sharding(), job.expert_sharding()
@@ -223,12 +214,7 @@ class PipelineOptimizer(FleetsType):
         self._run(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
 
     def _step(self, parameters_list: Sequence[Tensor]) -> None:
-        """Does the same as :meth:`step`, for a trainer that lists the parameters to update.
-
-        Raises:
-            ConfigError: The list differs from the optimizer's parameters.
-            PipelineTimeout: Some rank did not come within the limit.
-        """
+        """Does the same as :meth:`step`, for a trainer that lists the parameters to update."""
         parameters = optimized_parameters(self._inner_opt)
         if {id(parameter) for parameter in parameters_list} != {id(p) for p in parameters}:
             raise ConfigError(

@@ -59,13 +59,7 @@ def prepare_scaler(scaler: Scaler) -> Scaler:
 
 @paddle.no_grad()
 def _unscale(scaler: Scaler, optimizer: Optimizer) -> None:
-    """Divides the gradients by the scale, and agrees with all ranks whether to step. Collective.
-
-    Raises:
-        ConfigError: The scalers of the ranks differ.
-        StateError: The gradients of this step are unscaled already.
-        PipelineTimeout: Some rank did not come within the limit.
-    """
+    """Divides the gradients by the scale, and agrees with all ranks whether to step. Collective."""
     if not scaler.is_enable():
         return
     gradients = map(gradient_of, optimized_parameters(optimizer))

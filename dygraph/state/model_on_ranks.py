@@ -169,9 +169,6 @@ class ModelOnRanks(ModelWithParts):
         Fleet has this name, and libraries call it after they have changed weights. Collective over
         the ranks of the pipeline that share a weight. Nothing happens on other ranks, or if one
         process has all uses.
-
-        Raises:
-            PipelineTimeout: Some rank did not come within the limit.
         """
         if self._job is not None and self._shared_weights.weights:
             with self._job.guarded(lambda: "making shared weights equal"):

@@ -33,11 +33,7 @@ is_sequence_parallel_parameter = SEQUENCE_PARALLEL.is_sequence_parallel_paramete
 
 
 def _group() -> PaddleGroup:
-    """Returns the members, who hold parts of a sequence.
-
-    Raises:
-        ConfigError: The job has sums by a tree.
-    """
+    """Returns the members, who hold parts of a sequence."""
     _refuse_blocks()
     return model_parallel_group()
 

@@ -161,10 +161,6 @@ class PipelineParallel(PipelineFace):
 
         Returns:
             ``data``, for :meth:`forward_backward_pipeline`.
-
-        Raises:
-            ConfigError: The optimizer does not train this model, on this rank or on another.
-            StateError: ``fleet.shutdown`` ended the job of this model.
         """
         self._runtime.require_running()
         require_steps(lr_scheduler)
@@ -321,11 +317,7 @@ class PipelineParallel(PipelineFace):
 
 
 def _require_methods(argument: str, value: Any, kind: str, methods: tuple[str, ...]) -> None:
-    """Refuses, before the batch trains, what stands in the place of another argument.
-
-    Raises:
-        ConfigError: ``value`` is given and lacks one of the methods.
-    """
+    """Refuses, before the batch trains, what stands in the place of another argument."""
     if value is not None and not all(hasattr(value, method) for method in methods):
         raise ConfigError(
             f"{argument} of train_batch is not {kind}",

@@ -148,11 +148,7 @@ class Runtime:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """While it is open, no other thread may run a batch, nor anybody one of this model.
-
-        Raises:
-            StateError: Some thread, or a batch of this model, runs.
-        """
+        """While it is open, no other thread may run a batch, nor anybody one of this model."""
         if self._running or not self.job.turn.acquire(blocking=False):
             raise StateError(
                 "a batch runs already",

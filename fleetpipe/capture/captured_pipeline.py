@@ -206,11 +206,7 @@ class CapturedPipeline(PipelineLayer):
     require_listed = hidden_uses = follow
 
     def _follow(self) -> CapturedPipeline:
-        """Captures the plain model anew if a script has changed it, and follows its modes.
-
-        Raises:
-            CaptureError: The changed model does not fit the stages.
-        """
+        """Captures the plain model anew if a script has changed it, and follows its modes."""
         change, now = self.forms.follow(), tensors_of(self.plain)
         require_same_parameters(self._tensors, now)
         if change is not None:

@@ -7,6 +7,8 @@ the run's report, in parity's verdict and in the manifest of a checkpoint.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fleetpipe import log
 from fleetpipe.errors import ConfigError
 
@@ -26,29 +28,15 @@ class Allow:
         self.entries = entries
         self.used: dict[str, str] = {}
 
-    def refuse(
-        self,
-        border: str,
-        name: str,
-        rule: str,
-        *,
-        where: str | None = None,
-        expected: str | None = None,
-        got: str | None = None,
-        cause: str | None = None,
-        fix: str = "",
-    ) -> None:
+    def refuse(self, border: str, name: str, rule: str, *, fix: str, **facts: Any) -> None:
         """Refuses what a border's table does not have, or notes that the script allows it.
 
         Args:
             border: One of those that the option ``allow`` takes.
             name: Of the thing, as its class or function is called.
             rule: What is refused, in one sentence, as the summary of an error.
-            where: As in an error.
-            expected: As in an error.
-            got: As in an error.
-            cause: As in an error.
             fix: What to use in its place; the line that lets it pass is added.
+            facts: Further lines of the error; what it got is the name by default.
 
         Raises:
             ConfigError: The script does not allow it.
@@ -59,11 +47,5 @@ class Allow:
             log.once(_log.warning, f"allowed by fleetpipe_configs: {entry}: {rule}")
             return
         line = f"strategy.fleetpipe_configs = {{'allow': [{entry!r}]}}"
-        raise ConfigError(
-            rule,
-            where=where,
-            expected=expected,
-            got=name if got is None else got,
-            cause=cause,
-            fix="; ".join(filter(None, [fix, f"or, where you know that it is right, {line}"])),
-        )
+        fix = f"{fix}; or, where you know that it is right, {line}"
+        raise ConfigError(rule, **{"got": name, **facts}, fix=fix)

@@ -17,7 +17,7 @@ from types import CodeType, FunctionType
 from fleetpipe.aliases import Clip, Optimizer
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.paddle_api.optimizer import base_optimizer, is_paddles, names_in_class, wrappers_of
+from fleetpipe.paddle_api.optimizer import is_paddles, names_in_class, nested
 
 #: Names of classes by the package that has them.
 Table = Mapping[str, Collection[str]]
@@ -125,14 +125,14 @@ def require_optimizer(optimizer: Optimizer, job: Job) -> None:
         ConfigError: It stands in no table, ranks hold parts of a model, and the script does not
             allow it; or it is no optimizer of Paddle's.
     """
-    base = base_optimizer(optimizer)
+    *wrappers, base = nested(optimizer)
     if not is_paddles(base):
         raise ConfigError(
             "an optimizer has the parameters and groups of Paddle's",
             got=type(base).__name__,
             fix="pass one of paddle.optimizer, or a subclass",
         )
-    unknown = [one for one in wrappers_of(optimizer) if row_of(WRAPPERS, one) is None]
+    unknown = [one for one in wrappers if row_of(WRAPPERS, one) is None]
     whole = row_of(OF_WEIGHTS, base) if job.degrees.mp == 1 else None
     if whole is None and row_of(OF_NUMBERS, base) is None:
         unknown.append(base)

@@ -33,30 +33,24 @@ _clips: ModuleType = _stock_clip
 _any_framework: Any = _framework
 _any_hybrid: ModuleType = _hybrid
 _any_optimizer: Any = paddle.optimizer
-_any_incubate: Any = paddle.incubate
 HybridParallelOptimizer = _any_hybrid.HybridParallelOptimizer
 
 
 #: Those that clip by the norm of all gradients; the second is Paddle's for mixtures of experts.
 GLOBAL_NORM_CLIPS = (paddle.nn.ClipGradByGlobalNorm, _moe_clip.ClipGradForMOEByGlobalNorm)
-#: Those whose step of a weight depends on the norm of the whole weight.
-BY_NORMS = (_any_optimizer.Lamb, _any_incubate.optimizer.LarsMomentumOptimizer)
+
+
+def nested(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns an optimizer, what it wraps and so on; the last one does the arithmetic."""
+    optimizers = [optimizer]
+    while "_inner_opt" in vars(optimizers[-1]):
+        optimizers.append(optimizers[-1]._inner_opt)
+    return optimizers
 
 
 def base_optimizer(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer that does the arithmetic, inside wrappers such as Fleet's."""
-    while "_inner_opt" in vars(optimizer):
-        optimizer = optimizer._inner_opt
-    return optimizer
-
-
-def wrappers_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns what stands around the optimizer that does the arithmetic, the outermost first."""
-    wrappers = []
-    while "_inner_opt" in vars(optimizer):
-        wrappers.append(optimizer)
-        optimizer = optimizer._inner_opt
-    return wrappers
+    return nested(optimizer)[-1]
 
 
 def is_paddles(optimizer: Optimizer) -> bool:
@@ -152,11 +146,7 @@ def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
 def owner_of(optimizer: Optimizer, name: str) -> Optimizer | None:
     """Returns the optimizer, of a wrapper and those inside it, that has an attribute; or None."""
-    while name not in vars(optimizer):
-        if "_inner_opt" not in vars(optimizer):
-            return None
-        optimizer = optimizer._inner_opt
-    return optimizer
+    return next((one for one in nested(optimizer) if name in vars(one)), None)
 
 
 def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -174,7 +164,7 @@ def stepping_only(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Itera
     base = base_optimizer(optimizer)
     holders = [(base, "_param_groups")]
     # AdamW goes by another list than the others, and so does MixPrecisionOptimizer.
-    for wrapper in (*wrappers_of(optimizer), base):
+    for wrapper in nested(optimizer):
         listed = vars(wrapper).get("_parameter_list")
         if listed and not isinstance(listed[0], dict):
             holders.append((wrapper, "_parameter_list"))

@@ -246,11 +246,7 @@ def _refuse_split_backward(schedule: Schedule) -> None:
 def _names_to_train(
     optimizer: Optimizer, parameters: Iterable[Variable | str] | None
 ) -> frozenset[str] | None:
-    """Returns the names of the parameters that an optimizer trains; None if it trains all.
-
-    Raises:
-        ConfigError: It has groups of parameters.
-    """
+    """Returns the names of the parameters that an optimizer trains; None if it trains all."""
     if dict_groups(optimizer):
         raise ConfigError(
             "Paddle's static graph has no groups of parameters",

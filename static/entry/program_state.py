@@ -213,11 +213,7 @@ SERVED_METHODS = (state_dict, set_state_dict)
 
 
 def _assign(pipeline: StaticPipeline, state: Mapping[str, Any], scope: Scope) -> None:
-    """Assigns what a state has of this process's variables.
-
-    Raises:
-        CheckpointError: It has none of any rank's, or a value does not fit; nothing was changed.
-    """
+    """Assigns what a state has of this process's variables."""
     names = [
         name for name in (*pipeline.persistable, *pipeline.optimizer_variables) if name in state
     ]

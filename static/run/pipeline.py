@@ -255,11 +255,7 @@ class StaticPipeline:
             return results
 
     def _meet(self, ends: bool) -> bool:
-        """Returns whether the data of some rank has ended. Collective over the job.
-
-        Raises:
-            StateError: Ranks run other programs, or with other learning rates; all of them raise.
-        """
+        """Returns whether the data of some rank has ended. Collective over the job."""
         rate = current_rate(self.optimizer)
         mine = (f"the program {self._digest} with the learning rate {rate!r}", ends)
         for group in (self._job.group(), self._job.replicas()):

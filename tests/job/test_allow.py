@@ -19,13 +19,13 @@ def _read(allow: object) -> tuple[str, ...]:
 
 
 def test_a_refusal_names_the_line_that_lets_it_pass() -> None:
-    with pytest.raises(ConfigError, match="no row for it") as caught:
+    with pytest.raises(ConfigError, match="no row for it", fix="use SGD") as caught:
         Allow().refuse("optimizer", "MySAM", "no row for it", fix="take AdamW")
     line = str(caught.value).rpartition("know that it is right, ")[2]
     options: dict[str, dict[str, object]] = {}
     exec(line.replace("strategy.fleetpipe_configs", "options['given']"), {"options": options})
     allow = Allow(_read(**options["given"]))
-    allow.refuse("optimizer", "MySAM", "no row for it")
+    allow.refuse("optimizer", "MySAM", "no row for it", fix="use SGD")
     assert allow.used == {"optimizer:MySAM": "no row for it"}
 
 
@@ -33,7 +33,7 @@ def test_what_is_allowed_opens_no_other_border() -> None:
     allow = Allow(("optimizer:MySAM",))
     for border, name in (("clip", "MySAM"), ("optimizer", "MySAM2")):
         with pytest.raises(ConfigError):
-            allow.refuse(border, name, "no row for it")
+            allow.refuse(border, name, "no row for it", fix="use SGD")
     assert not allow.used
 
 

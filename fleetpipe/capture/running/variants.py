@@ -303,11 +303,7 @@ def _normalizes(node: Node) -> bool:
 
 
 def _require_recomputable(form: Form) -> None:
-    """Refuses to recompute nodes that change or share state of a micro-batch.
-
-    Raises:
-        CaptureError: Several nodes use a written buffer, or it is not the state of one layer.
-    """
+    """Refuses to recompute nodes that change or share state of a micro-batch."""
     if form.trace.switched:
         raise CaptureError(
             "the forward switches layers between training and evaluation, and nodes are computed "

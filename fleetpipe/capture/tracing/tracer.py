@@ -455,11 +455,7 @@ class _Tracer(Walk):
         self._meet(self._opened[-1], obstacle, user_place())
 
     def _meet(self, layer: Layer, obstacle: obstacles.Obstacle, place: str) -> None:
-        """Marks a layer that cannot be opened; the run goes on, to find others too.
-
-        Raises:
-            CaptureError: It is the model itself.
-        """
+        """Marks a layer that cannot be opened; the run goes on, to find others too."""
         if layer is self._model:
             what = f"the forward of {type(layer).__name__} {obstacle.what}"
             error = CaptureError(what, where=place, cause=obstacle.cause, fix=obstacle.fix)
@@ -489,11 +485,7 @@ def _lengths(layer: Layer) -> dict[str, int]:
 
 
 def _require_tensors(model: Layer, output: Nest) -> None:
-    """Refuses outputs of a model that no stage could return.
-
-    Raises:
-        CaptureError: They have no tensor, or something other than tensors and plain values.
-    """
+    """Refuses outputs of a model that no stage could return."""
     strange = [
         type(leaf).__qualname__
         for _, leaf in leaves(output)

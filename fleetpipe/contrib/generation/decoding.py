@@ -199,11 +199,7 @@ def _has_cut_logits(pipeline: PipelineParallel) -> bool:
 
 
 def _last_logits(output: Nest) -> Tensor:
-    """Returns the logits behind the last token, [vocabulary], of a model's output.
-
-    Raises:
-        ConfigError: The output has none.
-    """
+    """Returns the logits behind the last token, [vocabulary], of a model's output."""
     logits = output[0] if isinstance(output, (tuple, list)) and output else output
     is_tensor = isinstance(logits, paddle.Tensor)
     if not (is_tensor and logits.is_floating_point() and logits.ndim == 3 and logits.shape[0] == 1):
@@ -248,11 +244,7 @@ def _array_of(row: Any) -> np.ndarray[Any, Any]:
 
 
 def _ends_of(eos: Any) -> frozenset[int]:
-    """Returns the tokens that end a continuation.
-
-    Raises:
-        ConfigError: One is no token.
-    """
+    """Returns the tokens that end a continuation."""
     ends = [] if eos is None else [eos] if is_whole_number(eos, 0) else eos
     if not isinstance(ends, Collection) or not all(is_whole_number(end, 0) for end in ends):
         raise ConfigError(
@@ -264,12 +256,7 @@ def _ends_of(eos: Any) -> frozenset[int]:
 
 
 def _pipeline_of(model: Any) -> tuple[PipelineParallel, AbstractContextManager[None]]:
-    """Returns the wrapped pipeline of a model, and the context in which it computes.
-
-    Raises:
-        ConfigError: Its ranks have parts of sequences or of logits.
-        UsageError: It is not wrapped.
-    """
+    """Returns the wrapped pipeline of a model, and the context in which it computes."""
     computing: AbstractContextManager[None] = nullcontext()
     if isinstance(model, Model):
         model, computing = model.pipeline, model.computing()
@@ -291,11 +278,7 @@ def _pipeline_of(model: Any) -> tuple[PipelineParallel, AbstractContextManager[N
 
 
 def _cache_of(pipeline: PipelineParallel, wanted: bool | None) -> _Cache | None:
-    """Returns what the layers keep keys and values in; None without a cache.
-
-    Raises:
-        ConfigError: It is wanted, and a layer cannot.
-    """
+    """Returns what the layers keep keys and values in; None without a cache."""
     try:
         require_sliceable(pipeline.layers.layers)
     except ConfigError as error:

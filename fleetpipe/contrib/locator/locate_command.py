@@ -96,11 +96,7 @@ def find_difference(options: argparse.Namespace) -> tuple[Location | None, int]:
 
 
 def _by_cut(job: record.Record, twin: record.Record, finding: Location | None) -> Location | None:
-    """Names a weight whose parts form another whole than that of one device.
-
-    Raises:
-        UsageError: The difference may come from that: the twin cannot know the whole.
-    """
+    """Names a weight whose parts form another whole than that of one device."""
     for name, moved in WholeTensors(job).unclear(twin.ranks[0].names(0, "initial")).items():
         layer = name.rpartition(".")[0]
         if finding is None and moved:
@@ -189,11 +185,7 @@ def _empty_folder(home: Path) -> None:
 
 
 def _start(options: argparse.Namespace, setting: Setting, what: str) -> None:
-    """Runs the script in recording processes.
-
-    Raises:
-        UsageError: The script fails.
-    """
+    """Runs the script in recording processes."""
     alone = bool(setting.job)
     environment = {
         **log_filter.environment(options.log_level),

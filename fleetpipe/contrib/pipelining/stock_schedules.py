@@ -140,11 +140,7 @@ def schedule_of(paddles: PaddleSchedule) -> Schedule:
 
 
 def _placement(paddles: PaddleSchedule) -> Placement:
-    """Returns the placement that one of Paddle's schedules has.
-
-    Raises:
-        ConfigError: No placement has its stages, or this rank has other stages than its own.
-    """
+    """Returns the placement that one of Paddle's schedules has."""
     ranks = len(paddles.members)
     chunks = paddles.stages // ranks
     names = ("loop", *(["vee"] if chunks == 2 else []), *([] if chunks % 2 else ["wave"]))
@@ -186,11 +182,7 @@ def _job() -> Job | None:
 
 
 def _require_one(schedules: list[str]) -> None:
-    """Refuses ranks that would run different schedules.
-
-    Raises:
-        ConfigError: They differ; the message shows two of the schedules.
-    """
+    """Refuses ranks that would run different schedules."""
     for rank, schedule in enumerate(schedules):
         if schedule != schedules[0]:
             raise ConfigError(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 import zlib
 from collections import deque
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-#: CollectiveCalls of its past that a rank can be compared with; another rank is not further ahead.
+#: Calls of its past that a rank can be compared with; another rank is not further ahead.
 _MOST_CALLS = 512
 #: Packages whose frames are not the script's.
 _NOT_THE_SCRIPTS = {"fleetpipe", "paddle", "contextlib", "decorator", "functools"}
@@ -53,13 +54,13 @@ class CollectiveCalls:
 
     def __init__(self) -> None:
         self.replica: frozenset[int] = frozenset()
-        # All, and those that all replicas begin: each without a gap in the numbers that count.
-        self._calls = deque([CollectiveCall()], _MOST_CALLS), deque([CollectiveCall()], _MOST_CALLS)
+        self._calls = deque([CollectiveCall()], _MOST_CALLS)
+        self._of_job = 0
 
     @property
     def last(self) -> CollectiveCall:
         """The last call that has begun; one without a kind before the first."""
-        return self._calls[0][-1]
+        return self._calls[-1]
 
     def begin(self, words: str, kind: str = "", replicas: bool = True) -> int:
         """Begins a call.
@@ -72,12 +73,10 @@ class CollectiveCalls:
         Returns:
             A number of its kind, for the headers of messages.
         """
-        calls, of_job = self._calls
-        number = of_job[-1].of_job + 1 if replicas else 0
+        self._of_job += replicas
         words, kind = f"{words} ({line_of_the_script()})", kind or words
-        call = CollectiveCall(calls[-1].number + 1, number, kind, words)
-        for log in self._calls if replicas else (calls,):
-            log.append(call)
+        number = self.last.number + 1
+        self._calls.append(CollectiveCall(number, self._of_job if replicas else 0, kind, words))
         return zlib.crc32(kind.encode())
 
     def instead_of(self, other: CollectiveCall, same_replica: bool) -> CollectiveCall | None:
@@ -87,16 +86,10 @@ class CollectiveCalls:
             other: The last call of the other rank.
             same_replica: Whether that rank is of this one's replica.
         """
-
-        def number_of(call: CollectiveCall) -> int:
-            return call.number if same_replica else call.of_job
-
-        calls = self._calls[not same_replica]
-        index = number_of(other) - number_of(calls[0])
-        call = calls[index] if 0 <= index < len(calls) else CollectiveCall()
-        # The main thread may have moved them meanwhile.
-        same = number_of(call) == number_of(other) > 0
-        return call if same and call.kind != other.kind else None
+        number = attrgetter("number" if same_replica else "of_job")
+        # Of a copy: the main thread may add one meanwhile.
+        calls = [call for call in [*self._calls] if number(call) == number(other) > 0]
+        return calls[0] if calls and calls[0].kind != other.kind else None
 
 
 def line_of_the_script() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -182,6 +183,16 @@ class Other(nn.CrossEntropyLoss):
 
 
 LABEL = paddle.to_tensor([[1, 2, 0, 0]])
+
+
+@dataclass
+class ByValue:
+    scale: float = 1.0
+
+    def __call__(self, output: Any, label: Any) -> Any:
+        return self.scale * F.cross_entropy(output, label)
+
+
 REFUSED: dict[str, tuple[Any, Any]] = {
     "a function of the script": (
         lambda output, label: F.cross_entropy(output, label, axis=-1),
@@ -191,6 +202,7 @@ REFUSED: dict[str, tuple[Any, Any]] = {
     "a batch mean": (nn.KLDivLoss("batchmean"), LABEL),
     "a mask for Paddle's": (IGNORED, (LABEL, LABEL)),
     "a forward of its own": (Other(), LABEL),
+    "a loss without a hash": (ByValue(), LABEL),
     "a positional partial": (partial(F.cross_entropy, LABEL), LABEL),
     "a loss with a count of its own": (nn.CTCLoss(), LABEL),
     "soft labels that are ignored": (CE(soft_label=True, ignore_index=0), paddle.ones([2, 4])),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from paddle import nn
 from paddle.distributed.communication.group import Group
 
-from fleetpipe import fleet
 from fleetpipe.dygraph import tensor_parallel
 from fleetpipe.dygraph.backward.leaf import can_wait, examine
 from fleetpipe.dygraph.tensor_parallel import (
@@ -28,7 +26,6 @@ from fleetpipe.dygraph.tensor_parallel import (
     split_axis,
 )
 from fleetpipe.errors import ConfigError
-from fleetpipe.job.job import current_job
 from tests.dygraph.members import MEMBERS
 from tests.groups import members, on_all
 from tests.jobs import job
@@ -230,33 +227,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
 def test_what_would_depend_on_the_degree_is_refused(words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         REFUSED[words]()
-
-
-class OwnClip(nn.ClipGradByGlobalNorm):
-    def _dygraph_clip(self, params_grads: Any) -> Any:
-        return params_grads
-
-
-def lars(parameters: Any) -> Any:
-    return paddle.incubate.optimizer.LarsMomentumOptimizer(0.01, 0.9, parameter_list=parameters)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (paddle.optimizer.Lamb, "(?s)Lamb.*norms of shards.*AdamW"),
-        (lars, "(?s)LarsMomentum.*norms of shards.*AdamW"),
-        (partial(paddle.optimizer.SGD, grad_clip=OwnClip(1.0)), "(?s)OwnClip.*gradient of a shard"),
-    ],
-)
-def test_what_computes_with_shards_is_refused(
-    make: Callable[..., Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parameters = ColumnParallelLinear(8, 16).parameters()
-    fleet.distributed_optimizer(make(parameters=parameters))
-    monkeypatch.setattr(current_job(), "shard", (0, 2))
-    with pytest.raises(ConfigError, match=words):
-        fleet.distributed_optimizer(make(parameters=parameters))
 
 
 def test_weight_gradients_of_blocks_can_wait() -> None:

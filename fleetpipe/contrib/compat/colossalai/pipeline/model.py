@@ -124,11 +124,7 @@ def _shared_attributes(
 
 
 def _common(first: SequenceStep, other: SequenceStep) -> list[str]:
-    """Returns the names of the parameters that two layers share.
-
-    Raises:
-        ConfigError: A parameter has two names or belongs to a sublayer, or the layers share none.
-    """
+    """Returns the names of the parameters that two layers share."""
     names = {id(tensor): name for name, tensor in first.layer.named_parameters()}
     shared = []
     for name, tensor in other.layer.named_parameters():

@@ -154,11 +154,7 @@ def _sublayer_at(model: Layer, name: str) -> Layer:
 
 
 def _require_function(function: object, place: object) -> None:
-    """Refuses an entry that cannot be in an execution sequence.
-
-    Raises:
-        ConfigError: It is neither a name nor a function, has an unknown place, or has parameters.
-    """
+    """Refuses an entry that cannot be in an execution sequence."""
     if place not in ("front", "behind") or not callable(function) or isinstance(function, type):
         raise ConfigError(
             "an entry of exec_seq is neither the name of a sublayer nor a function",
@@ -176,11 +172,7 @@ def _require_function(function: object, place: object) -> None:
 
 
 def _require_cover(model: Layer, steps: Sequence[SequenceStep]) -> None:
-    """Refuses a sequence that leaves out a parameter or buffer of the model.
-
-    Raises:
-        ConfigError: It leaves some out; the message names the sublayers that hold them.
-    """
+    """Refuses a sequence that leaves out a parameter or buffer of the model."""
     if not steps:
         raise ConfigError("exec_seq names no layer", fix="name at least one for each stage")
     listed = {id(tensor) for step in steps for tensor in step.layer.state_dict().values()}
