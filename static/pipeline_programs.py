@@ -49,11 +49,7 @@ def note_parsed(description: bytes, parsed: Program) -> None:
 
 
 def refuse_second(program: Program) -> None:
-    """Refuses to minimize a program twice: the second pipeline would replace the first.
-
-    Raises:
-        ConfigError: The program has a pipeline already, or an average of its parameters.
-    """
+    """Refuses to minimize a program twice: the second pipeline would replace the first."""
     _refuse_average(getattr(program, _AVERAGE, None))
     pipeline, is_main = of_main(program)
     if pipeline is not None and is_main and pipeline.job is current_job():
@@ -87,11 +83,7 @@ def _refuse_average(name: str | None) -> None:
 
 
 def refuse_appended(program: Program, pipeline: StaticPipeline) -> None:
-    """Refuses a program that has changed since it was minimized.
-
-    Raises:
-        ConfigError: Operations were appended, which no stage runs.
-    """
+    """Refuses a program that has changed since it was minimized."""
     if operation_count(program) == getattr(program, _SIZE):
         return
     now = readers.read(program).graph

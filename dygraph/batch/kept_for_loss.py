@@ -33,9 +33,6 @@ def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
     Args:
         functions: The loss functions.
         stage: The stage whose forward has run.
-
-    Raises:
-        BoundaryError: One of the functions reads a tensor that has a graph in this process.
     """
     for function in functions:
         path, tensor = next(kept_for(function), ("", None))

@@ -30,11 +30,7 @@ def functions_in(loss_fn: Any) -> list[Any]:
 
 
 def require_functions(loss_fn: Any) -> None:
-    """Refuses a loss function that would fail in the first batch, and only on the last rank.
-
-    Raises:
-        ConfigError: One of the functions is a class, or cannot be called.
-    """
+    """Refuses a loss function that would fail in the first batch, and only on the last rank."""
     for function in functions_in(loss_fn):
         is_class = isinstance(function, type)
         if function is not None and (is_class or not callable(function)):

@@ -38,11 +38,7 @@ class Evaluation:
 
 
 def require_count(batches: MicroBatches, count: int) -> None:
-    """Makes sure that this rank has as many micro-batches as the first stage has.
-
-    Raises:
-        ConfigError: The inputs or labels here have another number.
-    """
+    """Makes sure that this rank has as many micro-batches as the first stage has."""
     for name, part in zip(batches._fields, batches):
         if part is not None and len(part) != count:
             raise ConfigError(

@@ -52,9 +52,6 @@ def require_one_batch(here: RowDigests, first: RowDigests) -> None:
     Args:
         here: The digests of this rank's rows.
         first: The digests of the rows on the owner of the first stage.
-
-    Raises:
-        ConfigError: Neither the inputs nor the labels are those of the first stage's batch.
     """
     both = [one == other for one, other in zip(here, first) if one is not None is not other]
     if both and not any(both):
@@ -157,11 +154,7 @@ class RowComparison:
 
 
 def require_one_rate(job: Job, rates: Sequence[float]) -> None:
-    """Refuses ranks that would step with different learning rates.
-
-    Raises:
-        ConfigError: The rates differ, and the script does not allow it.
-    """
+    """Refuses ranks that would step with different learning rates."""
     if len({*rates}) > 1:
         job.allow.refuse(
             "optimizer",

@@ -88,11 +88,7 @@ class SeveralLayers:
     """An entry of a layer list that several layers replace when the number of ranks is known."""
 
     def require_place(self, entries: Sequence[Entry], index: int) -> None:
-        """Refuses a list in which it is not allowed as entry ``index``.
-
-        Raises:
-            ConfigError: It is not allowed there, or another entry is missing.
-        """
+        """Refuses a list in which it is not allowed as entry ``index``."""
 
     def layers(self, ranks: int) -> list[Entry]:
         """Returns the entries that replace it in a pipeline of ``ranks`` ranks."""

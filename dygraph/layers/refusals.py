@@ -18,11 +18,7 @@ from fleetpipe.partition import Partition
 
 
 def require_dynamic_graph(what: str) -> None:
-    """Refuses what needs dynamic graph, where static graph is on.
-
-    Raises:
-        StateError: Static graph is on.
-    """
+    """Refuses what needs dynamic graph, where static graph is on."""
     if not paddle.in_dynamic_mode():
         raise StateError(
             f"static graph is on, and {what} needs dynamic graph",

@@ -24,9 +24,6 @@ def refuse_untied(
         built: The parameters that it had when the model was built.
         tied: The shared layers of the list.
         rank_of_layer: Returns the rank that owns a layer, from its number.
-
-    Raises:
-        ConfigError: A layer now has a trained parameter of its own, or lacks a shared weight.
     """
     spread = [one for one in tied if len({rank_of_layer(i) for i in one.indices}) > 1]
     names = {name for one in spread for name in one.names.values()}
@@ -53,9 +50,6 @@ def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
     """Refuses a model whose class, or script, has a ``forward`` of its own.
 
     Fleet's wrapper calls it once on each rank, so its effect would depend on their number.
-
-    Raises:
-        ConfigError: The model's method is not ``forward``.
     """
     if getattr(model.forward, "__func__", None) is not forward:
         raise ConfigError(
@@ -66,11 +60,7 @@ def refuse_own_forward(model: Layer, forward: Callable[..., Any]) -> None:
 
 
 def refuse_hooks(model: Layer) -> None:
-    """Refuses forward hooks on a whole model: a batch calls its layers, and never the whole.
-
-    Raises:
-        ConfigError: The model has such a hook.
-    """
+    """Refuses forward hooks on a whole model: a batch calls its layers, and never the whole."""
     hooks = [hook for of_one in forward_hooks(model) for hook in of_one.values()]
     if hooks:
         raise ConfigError(
@@ -90,9 +80,6 @@ def refuse_apart(
     Args:
         layers: The number in the list and the rank of each built layer with parameters, by its id.
         elsewhere: The same of the other pipeline.
-
-    Raises:
-        ConfigError: There are such layers.
     """
     for layer, (number, rank) in layers.items():
         other, other_rank = elsewhere.get(layer, (number, rank))
@@ -113,9 +100,6 @@ def refuse_unlisted(parameters: Mapping[str, Tensor], of_losses: Sequence[Tensor
     Args:
         parameters: This process's parameters by lasting name.
         of_losses: The parameters of loss functions, which may also be attributes of the model.
-
-    Raises:
-        ConfigError: There are such parameters.
     """
     names = [
         name

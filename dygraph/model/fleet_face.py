@@ -79,9 +79,6 @@ def require_chunk(number: int, chunks: int) -> None:
     Args:
         number: The number.
         chunks: How many chunks the process has; 0 if the model is not cut into chunks.
-
-    Raises:
-        ConfigError: There is no such chunk.
     """
     if number not in range(chunks):
         raise ConfigError(

@@ -249,11 +249,7 @@ class PipelineLayer(FleetFace):
         }
 
     def require_listed(self) -> None:
-        """Refuses what a subclass or a script has added beside the list of layers.
-
-        Raises:
-            ConfigError: The model has a ``forward`` of its own, or trains other parameters too.
-        """
+        """Refuses what a subclass or a script has added beside the list of layers."""
         refuse_own_forward(self, PipelineLayer.forward)
         refuse_unlisted(self.state.own_parameters(), self.loss_parameters())
 

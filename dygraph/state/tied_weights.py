@@ -63,9 +63,6 @@ def refuse_sparse(
         weights: The result of :func:`holders`.
         layers: The shared layers.
         blueprints: A layer like each entry's.
-
-    Raises:
-        ConfigError: There is one.
     """
     several = {weight.name for weight in weights if len(weight.holders) > 1}
     for layer in layers:

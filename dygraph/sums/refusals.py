@@ -24,9 +24,6 @@ def refuse_beside_trees(
         sliced: Whether the schedule cuts micro-batches.
         placement: The owner of each stage.
         rng: The option ``rng``.
-
-    Raises:
-        ConfigError: There is such an option or layer.
     """
     reasons: Mapping[str, bool] = {
         "delay_scale_loss, which divides gradients after they are added up": delayed,
@@ -55,9 +52,6 @@ def refuse_shared_with_losses(
     Args:
         entries: The parameters of the last stage's entries, by number.
         of_losses: The parameters of the loss functions.
-
-    Raises:
-        ConfigError: There is such a parameter.
     """
     for number, parameters in entries.items():
         for parameter in parameters:
@@ -72,11 +66,7 @@ def refuse_shared_with_losses(
 
 
 def require_taken(parameters: Iterable[Tensor]) -> None:
-    """Refuses a gradient that comes from none of the known uses of a parameter.
-
-    Raises:
-        ConfigError: A parameter of this process has such a gradient.
-    """
+    """Refuses a gradient that comes from none of the known uses of a parameter."""
     for parameter in parameters:
         if gradient_of(parameter) is not None:
             raise ConfigError(

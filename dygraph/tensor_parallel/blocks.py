@@ -92,9 +92,6 @@ def refuse_beside_trees(what: str, cause: str, instead: str) -> None:
         what: The name of the computation.
         cause: Why it is impossible.
         instead: The thing to use instead.
-
-    Raises:
-        ConfigError: The job has sums by a tree.
     """
     if sums_by_tree():
         raise ConfigError(

@@ -267,9 +267,6 @@ def refuse_shards(built: Mapping[int, Callable[[Nest], Nest]]) -> None:
 
     Args:
         built: Layers and functions by their number in the list of a pipeline.
-
-    Raises:
-        ConfigError: A layer has a parameter that is a shard.
     """
     for index, layer in built.items():
         parameters = layer.parameters() if isinstance(layer, paddle.nn.Layer) else []

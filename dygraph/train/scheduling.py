@@ -17,9 +17,6 @@ def require_steps(scheduler: Scheduler | None, by_micro_batch: bool = False) -> 
     Args:
         scheduler: A scheduler of Paddle's, or an object with its methods.
         by_micro_batch: Whether the batch returns the losses of its micro-batches.
-
-    Raises:
-        ConfigError: Its ``step`` needs an argument that ``train_batch`` does not have.
     """
     if scheduler is None or (isinstance(scheduler, _ByLoss) and not by_micro_batch):
         return

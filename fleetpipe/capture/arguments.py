@@ -105,11 +105,7 @@ def plain_model(model: Layer) -> Layer:
 
 
 def require_whole(example: Inputs, shape_inputs: Sequence[str | int]) -> None:
-    """Refuses ``shape_inputs`` that name no whole numbers in the example.
-
-    Raises:
-        ConfigError: One of the keys has none.
-    """
+    """Refuses ``shape_inputs`` that name no whole numbers in the example."""
     for key in shape_inputs:
         if isinstance(shape_inputs, str) or not whole_at(example, [key]):
             raise ConfigError(

@@ -212,11 +212,7 @@ def page(name: str = "page") -> Callable[[int], object]:
 
 
 def require_space(home: Path) -> None:
-    """Checks that a folder has room for the files of an attempt.
-
-    Raises:
-        ConfigError: It has too little.
-    """
+    """Checks that a folder has room for the files of an attempt."""
     probe = home / "probe"
     try:
         with probe.open("wb") as opened:

@@ -270,11 +270,7 @@ class Job(MeshGroups):
         return self._watch.limit(2 * self.timeout, "", self.pipeline_ranks())
 
     def require_agreement(self, facts: Mapping[str, str]) -> None:
-        """Checks that all ranks have the same facts, by subject. Collective over the job.
-
-        Raises:
-            FleetPipeError: They have not; see :func:`agreement.require_agreement`.
-        """
+        """Checks that all ranks have the same facts, by subject. Collective over the job."""
         if self._store is not None and not self.alone:
             self._agreements += 1
             key = f"{self._prefix}/agreement/{self._agreements}"
@@ -361,11 +357,7 @@ class Job(MeshGroups):
                 transport.close()
 
     def require_others(self) -> None:
-        """Refuses what needs the other ranks in a process that has not joined them yet.
-
-        Raises:
-            StateError: This process replaces a rank, and has not trained a batch.
-        """
+        """Refuses what needs the other ranks in a process that has not joined them yet."""
         if self.alone:
             attempt_files.tell_unhealed("the script meets the other ranks before its first batch")
             raise StateError(

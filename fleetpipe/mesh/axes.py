@@ -141,18 +141,11 @@ class Degrees:
         Args:
             dynamic: Whether the job trains in dynamic graph.
             device: The kind of its devices.
-
-        Raises:
-            ConfigError: Some degree, the graph mode or the device does not go with it.
         """
         degree_checks.require_tree({axis: getattr(self, axis) for axis in AXES}, dynamic, device)
 
     def refuse_beyond(self, supported: Sequence[str], fix: str) -> None:
-        """Refuses degrees that a graph mode does not run.
-
-        Raises:
-            ConfigError: Another axis is above 1.
-        """
+        """Refuses degrees that a graph mode does not run."""
         beyond = {a: n for a in AXES if a not in supported and (n := getattr(self, a)) > 1}
         if beyond:
             names = ", ".join(f"{axis}_degree" for axis in supported)

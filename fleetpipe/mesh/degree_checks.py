@@ -139,11 +139,7 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 
 def require_degree(name: str, degree: Any, least: int = 1) -> None:
-    """Refuses a degree that is not a valid number of ranks.
-
-    Raises:
-        ConfigError: It is not an int, or below ``least``.
-    """
+    """Refuses a degree that is not a valid number of ranks."""
     fix = f"set strategy.hybrid_configs = {{{name!r}: 2}}, or leave it out"
     require_whole(name, degree, least, where="strategy.hybrid_configs", fix=fix)
 

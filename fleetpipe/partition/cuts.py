@@ -157,9 +157,6 @@ def require_cover(boundaries: Sequence[int], count: int, method: str) -> None:
         boundaries: First layer of each stage, then the end of the last stage.
         count: Number of layers that the stages must hold, each once and in order.
         method: How the boundaries were found, for the message.
-
-    Raises:
-        PartitionError: The layers of the stages are not the layers that were given.
     """
     expected = f"numbers that begin with 0, rise strictly and end with {count}, all the layers"
     got = f"boundaries {list(boundaries)} for {count} layers"

@@ -155,9 +155,6 @@ class PipelinePlan:
 
         Args:
             names: The names of the model's layers, in order.
-
-        Raises:
-            ConfigError: Another number of layers, or a layer with another name.
         """
         planned = [layer.name for layer in self.partition.layers]
         if len(planned) != len(names):
@@ -178,11 +175,7 @@ class PipelinePlan:
                 )
 
     def require_degrees(self, degrees: Any) -> None:
-        """Refuses a job whose ranks split experts and sequences in another way.
-
-        Raises:
-            ConfigError: The plan is for other degrees.
-        """
+        """Refuses a job whose ranks split experts and sequences in another way."""
         degrees = LayerDegrees.of(degrees)
         if self.degrees not in (None, degrees):
             raise ConfigError(

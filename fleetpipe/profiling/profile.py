@@ -148,11 +148,7 @@ class Profile:
         return all(layer.splits for layer in self.layers)
 
     def require_cuts_for(self, ranks: int) -> None:
-        """Checks that every one of ``ranks`` ranks gets a layer.
-
-        Raises:
-            PartitionError: There are fewer layers than ranks, or fewer places for a cut.
-        """
+        """Checks that every one of ``ranks`` ranks gets a layer."""
         parts = len(self.layers) - self.body - 1
         if parts > 0 and ranks != parts:
             raise ConfigError(

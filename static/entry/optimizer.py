@@ -198,11 +198,7 @@ class StaticOptimizer:
 
 
 def refuse_stages(program: Program) -> None:
-    """Refuses to train a program as a whole if it was built in stages.
-
-    Raises:
-        ConfigError: Its guards name several stages.
-    """
+    """Refuses to train a program as a whole if it was built in stages."""
     graph = readers.read(program).graph
     tagged = {op.tag: op for op in graph.operations if op.tag is not None and op.tag >= 0}
     if len(tagged) > 1:

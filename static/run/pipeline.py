@@ -288,11 +288,7 @@ class StaticPipeline:
                 raise
 
     def require_current(self) -> None:
-        """Checks that the job of the pipeline is the current one.
-
-        Raises:
-            StateError: The job has ended.
-        """
+        """Checks that the job of the pipeline is the current one."""
         if current_job() is not self._job:
             raise StateError(
                 "the job that this pipeline belongs to has ended",

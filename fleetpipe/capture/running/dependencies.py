@@ -95,11 +95,7 @@ def difference(before: Marks, now: Marks) -> str:
 
 
 def require_same_parameters(before: Mapping[str, Same], now: Mapping[str, Same]) -> None:
-    """Refuses a model whose parameters are other objects; buffers may be others.
-
-    Raises:
-        CaptureError: A parameter was added, removed or replaced.
-    """
+    """Refuses a model whose parameters are other objects; buffers may be others."""
     for name in {**before, **now} if before != now else ():
         tensor: Any = (now.get(name) or before[name]).value
         if before.get(name) != now.get(name) and is_parameter(tensor):

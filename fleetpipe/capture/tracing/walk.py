@@ -119,11 +119,7 @@ class NodeCall(NamedTuple):
 
 
 def require_same(tensor: Tensor, expected: bool, place: str) -> None:
-    """Refuses a batch in which a check of the forward's has another outcome than at the capture.
-
-    Raises:
-        CaptureError: It has.
-    """
+    """Refuses a batch in which a check of the forward's has another outcome than at the capture."""
     if bool(tensor) != expected:
         raise CaptureError(
             "a batch does not pass a check of the model's own forward",

@@ -42,9 +42,6 @@ def require_no_cluster(arguments: argparse.Namespace, *, plans: bool = False) ->
     Args:
         arguments: The arguments.
         plans: Whether a plan is wanted, which needs a number of ranks.
-
-    Raises:
-        ConfigError: An option for layouts of a cluster is given, or a plan has no number of ranks.
     """
     for option in ("batch", "only"):
         if getattr(arguments, option):

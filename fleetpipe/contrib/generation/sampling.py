@@ -22,11 +22,7 @@ class Sampling(NamedTuple):
     seed: int
 
     def require_valid(self) -> None:
-        """Refuses values that choose no token.
-
-        Raises:
-            ConfigError: One is out of its range.
-        """
+        """Refuses values that choose no token."""
         temperature, top_k, top_p, seed = self
         if not (_is_number(temperature) and 0 <= temperature < math.inf):
             raise ConfigError(

@@ -205,9 +205,6 @@ def require_room(bundle: Mapping[str, float], workers: int, seconds: float) -> N
         bundle: The resources of each worker.
         workers: Number of workers.
         seconds: How long to wait for more nodes.
-
-    Raises:
-        ConfigError: There is no room for them; the message says what each node has.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -243,9 +240,6 @@ def require_packages(runtime_env: Mapping[str, Any] | None = None) -> None:
 
     Args:
         runtime_env: The runtime environment of workers, besides the variables of the job.
-
-    Raises:
-        ConfigError: A node has no Paddle, or not this version of fleetpipe, or starts no process.
     """
 
     def missing(needed: Mapping[str, str]) -> str:

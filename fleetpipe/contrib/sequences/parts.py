@@ -122,9 +122,6 @@ class SequenceRanks(NamedTuple):
 
         Args:
             facts: A text that must be the same on all ranks.
-
-        Raises:
-            ConfigError: It differs; every rank of the group raises the error.
         """
         for group in self:
             everyone = group.all_gather(facts)

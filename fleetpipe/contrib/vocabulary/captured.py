@@ -105,11 +105,7 @@ class HeadInParts(paddle.nn.Layer):
         return HeadedStages(forms, training, runner, placement)
 
     def require_last(self, *traces: Capture) -> None:
-        """Refuses a model that uses its logits itself, in training or in evaluation.
-
-        Raises:
-            CaptureError: The model returns something else, or calls the layer several times.
-        """
+        """Refuses a model that uses its logits itself, in training or in evaluation."""
         for trace in traces:
             last = trace.nodes[-1]
             calls = [node for node in trace.nodes if node.scopes[-1].path == self.path]

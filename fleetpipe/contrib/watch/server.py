@@ -254,11 +254,7 @@ _Sample = tuple[tuple[str, ...], "float | None"]
 
 
 def require_package() -> None:
-    """Checks that the package that writes metrics is installed.
-
-    Raises:
-        PackageNotFound: prometheus-client is not installed.
-    """
+    """Checks that the package that writes metrics is installed."""
     with needed_for("serving the board of a job"):
         import prometheus_client.openmetrics.exposition  # noqa: F401
 

@@ -126,11 +126,7 @@ _running: _Rehearsal | None = None
 
 
 def require_rounding(dtype: str) -> None:
-    """Refuses a Paddle whose casts on a CPU truncate instead of rounding, as 2.6.2's do.
-
-    Raises:
-        ConfigError: This Paddle's casts truncate.
-    """
+    """Refuses a Paddle whose casts on a CPU truncate instead of rounding, as 2.6.2's do."""
     half = HALVES[dtype]
     step = paddle.finfo(half).eps
     near = rounding.cast(paddle.to_tensor(1 + 0.75 * step, "float32"), half)
