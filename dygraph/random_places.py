@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fleetpipe.aliases import Layer, Optimizer, Tensor
 from fleetpipe.dygraph.code_names import is_of_library
 from fleetpipe.dygraph.random_keys import APPLY, BACKWARD, LOSS, STEP, Keys, current
+from fleetpipe.paddle_api import replaced
 from fleetpipe.paddle_api.random import drawn_on_host
 from fleetpipe.paddle_api.tensor import is_parameter, watch_pylayers
 from fleetpipe.schedules.action import GlobalMicroBatch
@@ -32,19 +33,11 @@ def enter_backward(micro_batch: GlobalMicroBatch) -> None:
         keys.micro_batch = micro_batch
 
 
-@contextmanager
-def in_earlier_backward(micro_batches: int) -> Iterator[None]:
-    """While it is open, gradients are those of so many micro-batches before the present one."""
-    keys = current()
-    if keys is None:
-        yield
-        return
-    now = keys.micro_batch
-    keys.micro_batch = GlobalMicroBatch(now - micro_batches)
-    try:
-        yield
-    finally:
-        keys.micro_batch = now
+def in_earlier_backward(micro_batches: int) -> AbstractContextManager[None]:
+    """Returns a context: gradients are those of so many micro-batches before the present one."""
+    if (keys := current()) is None:
+        return nullcontext()
+    return replaced((keys, "micro_batch", GlobalMicroBatch(keys.micro_batch - micro_batches)))
 
 
 def in_step(optimizer: Optimizer, stage: int, shard: int) -> AbstractContextManager[None]:

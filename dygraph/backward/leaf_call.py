@@ -27,13 +27,7 @@ class Call(ABC):
     """One call of a leaf layer."""
 
     def __init__(self, leaf: Leaf, parameters: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Creates a call whose forward has run.
-
-        Args:
-            leaf: The layer.
-            parameters: The layer's trainable parameters.
-            outputs: The outputs that have a gradient.
-        """
+        """Creates a call whose forward has run."""
         self.leaf = leaf
         #: The layer's trainable parameters.
         self.parameters = list(parameters)

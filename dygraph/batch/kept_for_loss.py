@@ -28,12 +28,7 @@ _MOST = 1000
 
 
 def require_nothing_kept(functions: Iterable[Any], stage: int) -> None:
-    """Refuses tensors that a stage has stored for a loss that another process computes.
-
-    Args:
-        functions: The loss functions.
-        stage: The stage whose forward has run.
-    """
+    """Refuses tensors that a stage has stored for a loss that another process computes."""
     for function in functions:
         path, tensor = next(kept_for(function), ("", None))
         if tensor is not None:

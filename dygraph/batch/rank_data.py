@@ -24,19 +24,14 @@ class RankData:
     """
 
     def __init__(self, job: Job, placement: Placement, config: PipelineConfig) -> None:
-        """Stores which rank needs which part, and how batches are cut.
-
-        Args:
-            job: The job of the model.
-            placement: The owner of each stage.
-            config: The options of the pipeline.
-        """
+        """Stores which rank needs which part, and how batches are cut."""
         self._job, self._config = job, config
         self.first_owner = placement.rank_of(0)
         self.last_owner = placement.rank_of(placement.stages - 1)
         self.owns_first = self.plays(self.first_owner)
         self.owns_last = self.plays(self.last_owner)
-        self._comparison = RowComparison(job)
+        owns = self.owns_first, self.owns_last
+        self._comparison = RowComparison(job, owns, self.first_owner)
 
     def plays(self, rank: int) -> bool:
         """Whether this process is that rank of the pipeline, or plays all ranks."""
@@ -90,19 +85,11 @@ class RankData:
         Raises:
             ConfigError: The ranks have different rows, or different learning rates.
         """
-        return self._comparison.compare(
-            batches if self._config.compare_rows else None,
-            count,
-            self.first_owner,
-            (self.owns_first, self.owns_last),
-            rate,
-        )
+        compared = batches if self._config.compare_rows else None
+        return self._comparison.compare(compared, count, rate)
 
     def share_batch(self, data: Nest) -> tuple[MicroBatches, MicroBatches]:
         """Sends every rank the inputs of the first stage and the labels of the last. Collective.
-
-        Args:
-            data: As for ``train_batch``.
 
         Returns:
             The micro-batches of this replica, which can be passed as a batch, and those of all

@@ -67,54 +67,41 @@ def require_one_batch(here: RowDigests, first: RowDigests) -> None:
 
 
 class RowComparison:
-    """Compares the rows on the ranks of a replica, batch by batch."""
+    """Compares the rows on the ranks of a replica, batch by batch.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    Attributes:
+        owns: Whether this process owns the first stage, and the last one.
+        source: The rank in the pipeline of the first stage's owner.
+    """
+
+    def __init__(self, job: Job, owns: tuple[bool, bool], source: int) -> None:
+        self._job, self.owns, self.source = job, owns, source
         # A process that replaces one of the job's begins where the others have done that.
         self._first_compared = generation.began() > 0
 
-    def compare(
-        self,
-        batches: MicroBatches | None,
-        count: int,
-        source: int,
-        owns: tuple[bool, bool],
-        rate: float | None = None,
-    ) -> int:
-        """Compares a batch. Collective over the pipeline, and over the ranks along mp.
-
-        Args:
-            batches: This rank's micro-batches; None to compare nothing.
-            count: A number that the owner of the first stage sends to all others.
-            source: The rank in the pipeline of the first stage's owner.
-            owns: Whether this process owns the first stage, and the last one.
-            rate: The learning rate of the step that follows; None without one.
-
-        Returns:
-            The count on the owner of the first stage.
-
-        Raises:
-            ConfigError: The rows differ, or the learning rates do.
-        """
+    def compare(self, batches: MicroBatches | None, count: int, rate: float | None) -> int:
+        """Does what :meth:`RankData.compare` does; without batches it compares no rows."""
         here = RowDigests(None, None) if batches is None else digests_of(batches)
         # In halves: assign takes numbers of 64 bits for floats.
         halves = np.array([np.nan if rate is None else rate]).view("uint32")
         row = np.array([count, *halves, *(_NONE if one is None else one for one in here)], "int64")
         # One message, which the owner of the first stage does not wait for. A tensor: other numbers
         # are no other form of it. And by assign: to_tensor of 3.3.1 leaves a list behind.
-        count, low, high, *first = self._job.group().broadcast(paddle.assign(row), source).tolist()
+        count, low, high, *first = (
+            self._job.group().broadcast(paddle.assign(row), self.source).tolist()
+        )
         if rate is not None:
             require_one_rate(
                 self._job, [*np.array([low, high], "uint32").view("float64").tolist(), rate]
             )
         if batches is not None:
-            if owns[1]:
+            if self.owns[1]:
                 require_one_batch(
                     here, RowDigests(*(None if one == _NONE else one for one in first))
                 )
-            self._require_alike_along_mp([one if needs else None for one, needs in zip(here, owns)])
-            if owns[0] and not self._first_compared:
+            needed = [one if needs else None for one, needs in zip(here, self.owns)]
+            self._require_alike_along_mp(needed)
+            if self.owns[0] and not self._first_compared:
                 self._first_compared = True
                 self._tell_of_same_replicas(here)
                 self._require_parts_of_sequences(here)
@@ -131,16 +118,18 @@ class RowComparison:
             )
 
     def _require_parts_of_sequences(self, here: RowDigests) -> None:
-        group = self._job.along("sep", "cp")
-        if group.ranks > 1 and here.inputs in group.all_gather(here.inputs)[: group.rank]:
-            self._job.allow.refuse(
-                "data",
-                "equal_parts",
-                "ranks along sep or cp were given the same inputs: each is to have a part of them",
-                got="equal inputs",
-                cause="own_part was not called, so that each has whole sequences",
-                fix="pass own_part(inputs) and own_part(labels), of fleetpipe.dygraph.sequences",
-            )
+        for group in map(self._job.along, ("sep", "cp")):
+            # A part may equal another one, as where both are padding.
+            if group.ranks > 1 and len({*group.all_gather(here.inputs)}) == 1:
+                self._job.allow.refuse(
+                    "data",
+                    "equal_parts",
+                    "ranks along sep or cp were given the same inputs, and each is to have a part",
+                    got="equal inputs",
+                    cause="own_part was not called, so that each has whole sequences",
+                    fix="pass own_part(inputs) and own_part(labels), of "
+                    "fleetpipe.dygraph.sequences",
+                )
 
     def _tell_of_same_replicas(self, here: RowDigests) -> None:
         everyone = self._job.replicas().all_gather(here.inputs)

@@ -68,15 +68,7 @@ _OF_VALUES = (
 def refusal(
     error: Exception, partition: Partition, index: int, layer: Callable[[Nest], Nest], value: Nest
 ) -> BoundaryError:
-    """Returns the error to raise instead of ``error``.
-
-    Args:
-        error: The error that the layer raised.
-        partition: The list of layers and its cut.
-        index: The layer's number in the whole list.
-        layer: The layer.
-        value: The argument of the layer.
-    """
+    """Returns the error to raise instead of ``error``."""
     if gradients.is_refusal(error):
         return gradients.refusal(error, _title(partition, index), value)
     if "one pair of hooks" in str(error):

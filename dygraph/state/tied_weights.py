@@ -57,13 +57,7 @@ def holders(
 def refuse_sparse(
     weights: Sequence[SharedWeight], layers: Sequence[SharedLayer], blueprints: Sequence[Layer]
 ) -> None:
-    """Refuses a table with sparse gradients that several ranks hold.
-
-    Args:
-        weights: The result of :func:`holders`.
-        layers: The shared layers.
-        blueprints: A layer like each entry's.
-    """
+    """Refuses a table with sparse gradients that several ranks hold."""
     several = {weight.name for weight in weights if len(weight.holders) > 1}
     for layer in layers:
         for path, part in blueprints[layer.indices[0]].named_sublayers(include_self=True):

@@ -41,13 +41,7 @@ def blocks_of(parameter: Tensor) -> Blocks | None:
 
 
 def share_of_blocks(most: int, size: int, members: int) -> int:
-    """Returns how many blocks of an axis a member has; 0 if there are fewer blocks than members.
-
-    Args:
-        most: The layer's ``blocks``.
-        size: The size of the whole axis.
-        members: The number of shards.
-    """
+    """Returns how many blocks of an axis a member has; 0 if there are fewer blocks than members."""
     return min(most, count_blocks(size)) // members
 
 

@@ -48,14 +48,7 @@ def as_hint(
 def walker_of(
     schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
 ) -> Callable[..., Walker]:
-    """Returns the function that makes the walker of this process's rank.
-
-    Args:
-        schedule: The result of :func:`as_hint`.
-        config: The options.
-        job: The job.
-        layers: The model.
-    """
+    """Returns the function that makes the walker of this process's rank."""
     if is_hint(config, job):
         return functools.partial(ReadyWalker, _Envelopes(schedule, config, job, layers))
     return Walker

@@ -54,11 +54,6 @@ def save(path: str | os.PathLike[str], contents: Nest, protocol: int = 4) -> Non
 def save_all(folder: str | os.PathLike[str], files: Mapping[str, Nest], protocol: int = 4) -> None:
     """Saves several files into a folder as :func:`save` does; makes a folder that is missing.
 
-    Args:
-        folder: The folder.
-        files: The contents of each file by its name.
-        protocol: As for :func:`save`.
-
     Raises:
         OSError: A file cannot be written; all older ones stay.
     """
@@ -92,9 +87,6 @@ def counted_names(path: str | os.PathLike[str]) -> list[tuple[str, str]]:
     """Returns the pairs (name in the state dict, name that Paddle counted) of a file's tensors.
 
     ``linear_0.w_0`` is a counted name; an optimizer's file uses those.
-
-    Args:
-        path: A ``.pdparams`` file.
 
     Raises:
         CheckpointError: As for :func:`load`.

@@ -214,9 +214,6 @@ class Forms:
     def require_same_stages(self, change: str) -> None:
         """Captures a changed model, unless weights would have to be in other stages.
 
-        Args:
-            change: The name of the value that changed.
-
         Raises:
             CaptureError: A stage uses a tensor that it does not have.
         """

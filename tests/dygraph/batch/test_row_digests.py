@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,14 @@ import pytest
 
 from fleetpipe import fleet
 from fleetpipe.dygraph.batch.micro_batches import MicroBatches
-from fleetpipe.dygraph.batch.row_digests import digests_of, require_one_batch
+from fleetpipe.dygraph.batch.row_digests import (
+    RowComparison,
+    RowDigests,
+    digests_of,
+    require_one_batch,
+)
 from fleetpipe.errors import ConfigError, FleetPipeError
+from fleetpipe.job.allow import Allow
 from tests import jobs
 from tests.pipelines import batch, bits, pipeline, sgd
 
@@ -39,6 +47,15 @@ PAIRS: dict[str, tuple[Any, Any, bool]] = {
     "other labels": ((A[0], A[1]), (None, B[1]), False),
     "the last row": ((A[0], None), (paddle.concat([A[0][:-1], B[0][-1:]]), A[1]), False),
 }
+
+
+@pytest.mark.parametrize(("others", "whole"), [([1, 2, 2, 2], False), ([2, 2, 2, 2], True)])
+def test_parts_of_padding_are_no_whole_sequences(others: list[int], whole: bool) -> None:
+    ranks = SimpleNamespace(ranks=4, all_gather=lambda digest: others)
+    job: Any = SimpleNamespace(along=lambda axis: ranks, allow=Allow())
+    comparison = RowComparison(job, (True, True), 0)
+    with pytest.raises(ConfigError, match="own_part") if whole else contextlib.nullcontext():
+        comparison._require_parts_of_sequences(RowDigests(2, None))
 
 
 #: A batch of 16 micro-batches, of which every other one is another, and one of large tensors.
