@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from fleetpipe.aliases import Tensor
 from fleetpipe.dygraph import random_keys
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.random_keys import Keys
@@ -23,8 +24,13 @@ class BatchKeys:
         python = self._layers.owned_stages.draws_python
         keys = random_keys.draw(self._mode, python, self._part, training)
         if keys is not None:
-            keys.parameters = self._layers.state.own_parameters
+            keys.parameters = self._parameters
         return keys
+
+    def _parameters(self) -> dict[str, Tensor]:
+        of_losses = enumerate(self._layers.loss_parameters())
+        losses = {f"loss.{number}": parameter for number, parameter in of_losses}
+        return {**losses, **self._layers.state.own_parameters()}
 
     def peek(self, training: bool = True) -> Keys | None:
         """Returns the seeds that the next training batch, or evaluation, will have.

@@ -21,7 +21,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests import jobs
-from tests.pipelines import CLASSES, FEATURES, batch, pipeline, sgd
+from tests.pipelines import CLASSES, FEATURES, batch, model_in_job, pipeline, sgd
 
 HIDDEN = 8
 MICRO_BATCHES = 4
@@ -300,3 +300,27 @@ def test_rng_fleet_beside_sums_by_a_tree_is_refused() -> None:
     with pytest.raises(fleetpipe.errors.ConfigError, match="rng='fleet'"):
         hashed(InForward, of_paddle, LAYOUTS[1], rng="fleet")
     fleet.shutdown()
+
+
+class Weighed(nn.Layer):
+    """A loss with two parameters, to whose gradients hooks add noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: dict[str, float] = {}
+        for name in ("one", "other"):
+            setattr(self, name, self.create_parameter([1]))
+            getattr(self, name).register_hook(functools.partial(self.note, name))
+
+    def note(self, name: str, grad: Any) -> Any:
+        self.drawn[name] = float(paddle.randn([]))
+
+    def forward(self, output: Any, label: Any) -> Any:
+        return nn.functional.cross_entropy(output, label) * (self.one + self.other).sum()
+
+
+def test_the_parameters_of_a_loss_draw_their_own_numbers() -> None:
+    loss = Weighed()
+    with model_in_job(2, loss_fn=loss) as model:
+        model.train_batch(batch(), sgd(model))
+    assert len({*loss.drawn.values()}) == 2
