@@ -32,7 +32,7 @@ _MODULES: tuple[types.ModuleType, ...] = (random, np.random)
 
 #: By ``id``, with a reference that ends the entry: hooks come with each forward, and an object may
 #: compare by value.
-_known: dict[int, tuple[weakref.ref[Any], bool]] = {}
+_results: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
 
 def draws_python(function: Callable[[Nest], Nest]) -> bool:
@@ -41,9 +41,9 @@ def draws_python(function: Callable[[Nest], Nest]) -> bool:
     if type(code).__weakrefoffset__ == 0:
         return _runs_draws(code, set())
     key = id(code)
-    if key not in _known:
-        _known[key] = weakref.ref(code, lambda _: _known.pop(key)), _runs_draws(code, set())
-    return _known[key][1]
+    if key not in _results:
+        _results[key] = weakref.ref(code, lambda _: _results.pop(key)), _runs_draws(code, set())
+    return _results[key][1]
 
 
 def _runs_draws(value: Any, seen: set[Any]) -> bool:

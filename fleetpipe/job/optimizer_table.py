@@ -17,7 +17,7 @@ from types import CodeType, FunctionType
 from fleetpipe.aliases import Clip, Optimizer
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
-from fleetpipe.paddle_api.optimizer import is_paddles, names_in_class, nested
+from fleetpipe.paddle_api.optimizer import is_paddles, names_in_class, wrapper_chain
 
 #: Names of classes by the package that has them.
 Table = Mapping[str, Collection[str]]
@@ -125,7 +125,7 @@ def require_optimizer(optimizer: Optimizer, job: Job) -> None:
         ConfigError: It stands in no table, ranks hold parts of a model, and the script does not
             allow it; or it is no optimizer of Paddle's.
     """
-    *wrappers, base = nested(optimizer)
+    *wrappers, base = wrapper_chain(optimizer)
     if not is_paddles(base):
         raise ConfigError(
             "an optimizer has the parameters and groups of Paddle's",

@@ -40,7 +40,7 @@ HybridParallelOptimizer = _any_hybrid.HybridParallelOptimizer
 GLOBAL_NORM_CLIPS = (paddle.nn.ClipGradByGlobalNorm, _moe_clip.ClipGradForMOEByGlobalNorm)
 
 
-def nested(optimizer: Optimizer) -> list[Optimizer]:
+def wrapper_chain(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer, what it wraps and so on; the last one does the arithmetic."""
     optimizers = [optimizer]
     while "_inner_opt" in vars(optimizers[-1]):
@@ -50,7 +50,7 @@ def nested(optimizer: Optimizer) -> list[Optimizer]:
 
 def base_optimizer(optimizer: Optimizer) -> Optimizer:
     """Returns the optimizer that does the arithmetic, inside wrappers such as Fleet's."""
-    return nested(optimizer)[-1]
+    return wrapper_chain(optimizer)[-1]
 
 
 def is_paddles(optimizer: Optimizer) -> bool:
@@ -146,7 +146,7 @@ def put_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
 def owner_of(optimizer: Optimizer, name: str) -> Optimizer | None:
     """Returns the optimizer, of a wrapper and those inside it, that has an attribute; or None."""
-    return next((one for one in nested(optimizer) if name in vars(one)), None)
+    return next((one for one in wrapper_chain(optimizer) if name in vars(one)), None)
 
 
 def optimized_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -164,7 +164,7 @@ def stepping_only(optimizer: Optimizer, kept: Callable[[Tensor], bool]) -> Itera
     base = base_optimizer(optimizer)
     holders = [(base, "_param_groups")]
     # AdamW goes by another list than the others, and so does MixPrecisionOptimizer.
-    for wrapper in nested(optimizer):
+    for wrapper in wrapper_chain(optimizer):
         listed = vars(wrapper).get("_parameter_list")
         if listed and not isinstance(listed[0], dict):
             holders.append((wrapper, "_parameter_list"))
