@@ -68,7 +68,9 @@ def state_slots(layer: Layer) -> Iterator[tuple[dict[str, Tensor], str]]:
         if tensor is not None and has_memory(tensor):
             yield attributes["_buffers"], name
     for name, tensor in attributes["_parameters"].items():
-        if tensor is not None and tensor.stop_gradient and tensor.ndim <= 1:
+        # On ranks a plain model has those of its stages.
+        is_state = tensor is not None and tensor.stop_gradient and tensor.ndim <= 1
+        if is_state and has_memory(tensor):
             yield attributes["_parameters"], name
 
 
