@@ -42,7 +42,8 @@ def draws_python(function: Callable[[Nest], Nest]) -> bool:
         return _runs_draws(code, set())
     key = id(code)
     if key not in _results:
-        _results[key] = weakref.ref(code, lambda _: _results.pop(key)), _runs_draws(code, set())
+        gone = weakref.ref(code, functools.partial(_results.pop, key))
+        _results[key] = gone, _runs_draws(code, set())
     return _results[key][1]
 
 

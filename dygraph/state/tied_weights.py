@@ -20,6 +20,7 @@ from fleetpipe.dygraph.sums.uses import Use, sum_in_order
 from fleetpipe.errors import ConfigError
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.groups import Group, SoleGroup
+from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.layer import option_of
 
 
@@ -62,7 +63,8 @@ def refuse_sparse(
     for layer in layers:
         for path, part in blueprints[layer.indices[0]].named_sublayers(include_self=True):
             name = layer.names.get(f"{path}.weight" if path else "weight")
-            if name in several and option_of(part, "sparse", False):
+            is_table = isinstance(part, paddle.nn.Embedding)
+            if is_table and name in several and option_of(part, "sparse", False):
                 raise _sparse(f"layer {layer.indices[0]} of the list")
 
 
