@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from fleetpipe.dygraph.train.order import is_hint
 from fleetpipe.engine.observer import Observer
 from fleetpipe.job import meeting
 
@@ -45,7 +44,11 @@ OBSERVERS: Mapping[str, ObserverRow] = {
     ),
     "order": ObserverRow(
         "fleetpipe.dygraph.observe.backward_state:BackwardState",
-        lambda of: (of.layers,) if is_hint(of.config, of.job) else None,
+        lambda of: (
+            (of.layers,)
+            if of.config.order == "ready" and of.job.degrees.pp > 1 and not of.job.local
+            else None
+        ),
     ),
     "users": ObserverRow("fleetpipe.engine.observer:Observers", lambda of: ()),
     "timers": ObserverRow(

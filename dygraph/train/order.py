@@ -37,7 +37,7 @@ def as_hint(
     Raises:
         ConfigError: An option, or a layer, needs the order of the schedule.
     """
-    if is_hint(config, job):
+    if _is_hint(config, job):
         _require_free(config, job, layers, exchanges)
         return without_fusion(schedule)
     if config.order == "ready" and job.degrees.pp > 1:
@@ -49,12 +49,12 @@ def walker_of(
     schedule: Schedule, config: PipelineConfig, job: Job, layers: PipelineLayer
 ) -> Callable[..., Walker]:
     """Returns the function that makes the walker of this process's rank."""
-    if is_hint(config, job):
+    if _is_hint(config, job):
         return functools.partial(ReadyWalker, _Envelopes(schedule, config, job, layers))
     return Walker
 
 
-def is_hint(config: PipelineConfig, job: Job) -> bool:
+def _is_hint(config: PipelineConfig, job: Job) -> bool:
     """Whether the order of a schedule is a hint to ranks that may reorder it."""
     return config.order == "ready" and job.degrees.pp > 1 and not job.local
 
