@@ -226,9 +226,35 @@ def test_what_a_step_has_replaced_does_not_come_back(saved: Path) -> None:
     assert {path.name for path in saved.parent.iterdir()} == {"step-00000002", ".writer"}
 
 
+class Remembering(paddle.optimizer.lr.LRScheduler):
+    """Its state has a list, which is longer or shorter from time to time."""
+
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+        super().__init__(0.1)
+
+    def get_lr(self) -> float:
+        return self.base_lr / (1 + len(self.seen))
+
+    def state_keys(self) -> None:
+        super().state_keys()
+        self.keys.append("seen")
+
+
+def test_what_a_state_has_in_lists_is_its_own(tmp_path: Path) -> None:
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    run, other = Run(1), Run(2)
+    manager.save(1, **{**run.objects, "lr_scheduler": Remembering([1])})
+    rate = Remembering([0, 0])
+    manager.restore(**{**other.objects, "lr_scheduler": rate})
+    assert rate.seen == [1]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("attributes", {"places": [[[0, 1]] * 3], "of_rank": [0], "states": [{"now": {}}]}),
+        ("state", {"places": [], "of_rank": []}),
         ("learning_rate", {"lr": 1}),
         ("learning_rate", "0.1"),
         ("random", 7),

@@ -16,6 +16,7 @@ from fleetpipe import fleet
 from fleetpipe.errors import CheckpointError
 from fleetpipe.paddle_api.optimizer import create_state, state_of
 from tests.jobs import job
+from tests.pipelines import mlp_and_sgd
 from tests.scalers import enabled_scaler
 
 
@@ -309,6 +310,17 @@ def test_the_rate_that_the_script_gives_counts_and_one_that_the_run_has_set_stay
         assert again.get_lr() == expected
     lines = [text for text in caplog.messages if "learning rate" in text]
     assert lines == ([f"the learning rate {said}"] if said else [])
+
+
+def test_an_optimizer_that_fleet_has_not_wrapped_goes_on_with_the_saved_rate(
+    tmp_path: Path,
+) -> None:
+    with mlp_and_sgd(1) as (pipe, optimizer):
+        fleetpipe.CheckpointManager(tmp_path).save(1, model=pipe, optimizer=optimizer)
+        made = pipe.layers.single_model()
+    plain = paddle.optimizer.SGD(0.5, parameters=made.parameters())
+    fleetpipe.load_single(made, tmp_path, optimizer=plain)
+    assert plain.get_lr() == 0.1
 
 
 def test_the_rate_that_steps_take_comes_back_where_the_optimizer_has_another(

@@ -12,10 +12,13 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
+from fleetpipe.checkpoint.contents.objects import Objects
+from fleetpipe.checkpoint.contents.script_state import of_place
+from fleetpipe.checkpoint.ranks import Part, Place
 from fleetpipe.errors import CheckpointError, ConfigError
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from tests.fixtures import Call
-from tests.pipelines import CLASSES, FEATURES, batch, model_in_job
+from tests.pipelines import CLASSES, FEATURES, batch, model_in_job, pipeline, sgd
 
 
 class Average:
@@ -33,27 +36,27 @@ class Average:
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates, "weights": self.weights}
 
-    def set_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.updates, self.weights = state["updates"], state["weights"]
 
 
-def averaged(folder: Path, steps: int) -> list[Any]:
+def averaged(folder: Path, steps: int, steps_of_a_run: int = 6) -> list[Any]:
     """Goes on to a step; returns what the script has added to the run."""
     with model_in_job(2, micro_batches=2) as pipe:
-        sgd = paddle.optimizer.SGD(0.1, parameters=pipe.parameters())
-        optimizer = fleet.distributed_optimizer(sgd)
-        ema, last = Average(pipe), paddle.zeros([2])
-        state: dict[str, Any] = {"ema": ema, "best": 9.0, "losses": [], "last": last}
+        optimizer, ema = sgd(pipe), Average(pipe)
+        last, seen = paddle.zeros([2]), np.zeros(steps_of_a_run)
+        state: dict[str, Any] = {"ema": ema, "best": 9.0, "losses": [], "last": last, "seen": seen}
         manager = fleetpipe.CheckpointManager(folder, save_interval=3)
         run = fleetpipe.resume(pipe, optimizer, state=state, manager=manager)
         for step in run.steps(steps):
             loss = pipe.train_batch(batch(2, seed=step), optimizer)
             ema.update()
             last.set_value(paddle.full([2], float(loss)))
+            seen[step] = float(loss)
             state["losses"].append(float(loss))
             state["best"] = min(state["best"], float(loss))
         bits = [value.tobytes() for value in ema.weights.values()]
-        return [bits, ema.updates, state["best"], [*state["losses"]], last.tolist()]
+        return [bits, ema.updates, state["best"], state["losses"], last.tolist(), seen.tolist()]
 
 
 def test_what_a_script_adds_goes_on_on_each_rank(on_ranks: Call, tmp_path: Path) -> None:
@@ -63,6 +66,38 @@ def test_what_a_script_adds_goes_on_on_each_rank(on_ranks: Call, tmp_path: Path)
     assert on_ranks(averaged, 2, tmp_path / "parts", 6) == whole
     with pytest.raises(CheckpointError, match=r"state\['ema'\] is another on each of the ranks"):
         averaged(tmp_path / "parts", 9)
+
+
+def test_an_array_or_a_tensor_of_another_form_is_refused_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    manager = fleetpipe.CheckpointManager(tmp_path)
+    manager.save(1, model=nn.Linear(2, 2), state={"a": np.ones(3), "b": paddle.ones([3])})
+    model, a, b = nn.Linear(2, 2), np.zeros(3), paddle.zeros([3])
+    begin = model.weight.numpy().tobytes()
+    for name, other in (("a", np.zeros(1)), ("a", np.zeros(3, "int64")), ("b", paddle.zeros([1]))):
+        with pytest.raises(CheckpointError, match=rf"state\['{name}'\] does not fit"):
+            manager.restore(model=model, state={"a": a, "b": b, name: other})
+    assert model.weight.numpy().tobytes() == begin
+    manager.restore(model=model, state={"a": a, "b": b})
+    assert (a.tolist(), b.tolist()) == ([1.0] * 3, [1.0] * 3)
+
+
+def test_a_rank_takes_what_its_place_had_or_else_one_with_its_part_of_the_model() -> None:
+    def place(replica: int, replicas: int, stages: int = 1) -> Place:
+        return Place(replica=Part(replica, replicas), stages=Part(0, stages))
+
+    places = [place(replica, 3) for replica in range(3)]
+    trees = [{"ema": ["", replica]} for replica in range(3)]
+    saved = {"places": [one.to_json() for one in places], "of_rank": [0, 1, 2], "states": trees}
+    assert [of_place(saved, one) for one in places] == trees
+    assert of_place(saved, place(1, 2)) == trees[0]
+    with pytest.raises(CheckpointError, match="another on each of the ranks"):
+        of_place(saved, place(1, 3, stages=2))
+
+
+def test_all_ranks_check_the_same_files_whatever_some_add_alone() -> None:
+    assert Objects(nn.Linear(2, 2)).groups() == Objects(nn.Linear(2, 2), state={}).groups()
 
 
 @pytest.mark.parametrize("state", [3, {1: 2}, {"ema": object()}])

@@ -146,10 +146,11 @@ class Objects:
 
     def groups(self) -> tuple[str, ...]:
         """Returns the groups of files to read, which are the same on every rank."""
-        groups = (parts.MODEL, parts.BUFFERS, parts.LATE_BUFFERS, parts.LOSS, parts.REPLICAS)
+        groups = (parts.MODEL, parts.BUFFERS, parts.LATE_BUFFERS, parts.LOSS)
         of_model = () if self.model is None else groups
         of_optimizer = () if self.optimizer is None else (parts.OPTIMIZER, parts.MASTER_WEIGHTS)
-        return (*of_model, *of_optimizer, *(() if self.state is None else (parts.STATE,)))
+        # What a script adds, some ranks of a job have alone, and not all replicas alike.
+        return (*of_model, *of_optimizer, parts.REPLICAS, parts.STATE)
 
     def script_part(self, place: Place, saved: script_state.Trees | None = None) -> ScriptState:
         """Returns what the script adds; ``saved`` is what a rank restores of it."""

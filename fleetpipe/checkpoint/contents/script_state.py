@@ -1,11 +1,13 @@
 """What a script adds to a run by ``state=``: objects with a state of their own, and plain values.
 
 An average of weights on one rank is not that of another: each rank saves its own, and a rank goes
-on with that of its place. Where the layout is another, what only one has saved is that of all.
+on with that of its place, or else of one that had the same part of the model. Where no rank had,
+it goes on with what all have saved alike, or one alone.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,18 +42,17 @@ class ScriptState(SavedPart):
 
     def trees(self) -> Trees:
         """Returns what is saved as JSON, with the names of the tensors beside it."""
-        taken = self._take_apart()  # without a tensor the ranks may have the same
+        taken = self._taken.items()  # without a tensor the ranks may have the same
         return {name: [self._prefix if tensors else "", t] for name, (t, tensors) in taken}
 
-    def values(self) -> dict[str, Any]:
-        """Returns what has been filled, once :meth:`wanted` has made it."""
-        return {n: _original(made.rebuild(tensors)) for n, (made, tensors) in self._made.items()}
-
-    def _take_apart(self) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
+    @functools.cached_property
+    def _taken(self) -> dict[str, tuple[Any, list[Any]]]:
+        """The tree and the tensors of each, as of one moment."""
+        taken = {}
         for name, value in self._state.items():
             try:
                 has_state = hasattr(value, "state_dict")
-                yield name, take_apart(_normal(value.state_dict() if has_state else value))
+                taken[name] = take_apart(_normal(value.state_dict() if has_state else value))
             except Unfit as error:
                 raise ConfigError(
                     f"state[{name!r}] cannot be saved",
@@ -59,20 +60,23 @@ class ScriptState(SavedPart):
                     got=str(error.args[1]),
                     fix="give it state_dict and set_state_dict, or leave it out",
                 ) from None
+        return taken
 
     def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
-        for name, (_, tensors) in self._take_apart():
+        for name, (_, tensors) in self._taken.items():
             for number, tensor in enumerate(tensors):
                 yield TensorName(STATE, f"{self._prefix}/{name}/{number}"), Held(tensor, None, True)
 
     def _targets(self, saved: Saved) -> Iterator[tuple[TensorName, Held]]:
-        for name in self._state:
+        for name, there in self._state.items():
             if name not in self._saved:
                 text = f"the checkpoint has no state {name!r}: it begins as the script makes it"
                 log.once(_log.info, text)
                 continue
             prefix, tree = self._saved[name]
             _, made = structure.decode(json.dumps([name, tree]).encode())
+            if isinstance(there, (paddle.Tensor, np.ndarray)):
+                _require_alike(name, structure.Structure(take_apart(_normal(there))[0]), made)
             kinds: list[tuple[list[int], Any]] = [([*one.shape], one.dtype) for one in made.leaves]
             tensors = [paddle.zeros(*kind) for kind in kinds]
             self._made[name] = made, tensors
@@ -82,16 +86,19 @@ class ScriptState(SavedPart):
     def settle(self) -> None:
         """Gives the objects their states, and puts values in the place of those in the dict."""
         super().settle()
-        for name, value in self.values().items():
-            there = self._state[name]
-            if hasattr(there, "set_state_dict"):
-                there.set_state_dict(value)
+        for name, (made, tensors) in self._made.items():
+            value, there = _original(made.rebuild(tensors)), self._state[name]
+            set_state = _setter(there)
+            if set_state is not None:
+                set_state(value)
             elif isinstance(there, dict):
                 there.clear()
                 there.update(value)
             elif isinstance(there, list):
                 there[:] = value
-            elif isinstance(there, (paddle.Tensor, np.ndarray)):
+            elif isinstance(there, paddle.Tensor):
+                there.set_value(value)
+            elif isinstance(there, np.ndarray):
                 there[...] = value
             else:
                 self._state[name] = value
@@ -99,46 +106,37 @@ class ScriptState(SavedPart):
 
 def require(state: Any) -> None:
     """Refuses what is no dict by name, or has an object of which no state can be restored."""
-    wrong = (
-        []
-        if state is None
-        else [state]
-        if not isinstance(state, dict)
-        else [
-            one
-            for name, one in state.items()
-            if not isinstance(name, str)
-            or hasattr(one, "state_dict") != hasattr(one, "set_state_dict")
-        ]
-    )
-    if wrong:
-        raise ConfigError(
-            "state= is a dict by name of what the script adds to a run",
-            expected="objects with state_dict and set_state_dict, or plain values and tensors",
-            got=f"a {type(wrong[0]).__name__}",
-            fix='pass state={"ema": ema, "best": 0.0}; a value is in that dict after a restore',
-        )
+    if state is None:
+        return
+    for name, one in state.items() if isinstance(state, dict) else [(None, state)]:
+        if not isinstance(name, str) or hasattr(one, "state_dict") != callable(_setter(one)):
+            raise ConfigError(
+                "state= is a dict by name of what the script adds to a run",
+                expected="objects with state_dict and set_state_dict, or plain values and tensors",
+                got=f"a {type(one).__name__}",
+                fix='pass state={"ema": ema, "best": 0.0}; a value is in that dict after a restore',
+            )
 
 
-def merge_states(states: list[Trees], places: list[Any]) -> dict[str, Any]:
-    """Returns by name what each rank has saved, None for one that has nothing of the name."""
-    names = dict.fromkeys(name for state in states for name in state)
-    by_name = {name: [state.get(name) for state in states] for name in names}
-    return {"places": places, "by_name": by_name}
+def _setter(one: Any) -> Any:
+    """Returns what gives an object its state, as a layer or a ``GradScaler`` has it, or None."""
+    return getattr(one, "set_state_dict", getattr(one, "load_state_dict", None))
 
 
 def of_place(saved: Mapping[str, Any], place: Place) -> Trees:
-    """Returns what a rank restores of :func:`merge_states`.
+    """Returns what a rank restores of what all ranks have saved.
 
     Raises:
-        CheckpointError: Several ranks have saved a state, and no rank had this place.
+        CheckpointError: Several ranks have saved a state, and none had this part of the model.
     """
     chosen = {}
     places = [Place.from_json(parts) for parts in saved["places"]]
-    alike = [one.shard == place.shard and one.stages == place.stages for one in places]
-    for name, by_rank in saved["by_name"].items():
-        here = [tree for tree, same in zip(by_rank, alike) if same and tree is not None]
-        trees = [tree for tree in by_rank if tree is not None]
+    ranks = [saved["states"][index] for index in saved["of_rank"]]
+    for name in dict.fromkeys(name for trees in ranks for name in trees):
+        had = [(at, trees[name]) for at, trees in zip(places, ranks) if name in trees]
+        here = [tree for at, tree in had if at == place]
+        here += [tree for at, tree in had if at._replace(replica=place.replica) == place]
+        trees = [tree for _, tree in had]
         if not here and any(tree != trees[0] for tree in trees):
             raise CheckpointError(
                 f"state[{name!r}] is another on each of the ranks that saved it",
@@ -148,6 +146,20 @@ def of_place(saved: Mapping[str, Any], place: Place) -> Trees:
             )
         chosen[name] = (here or trees)[0]
     return chosen
+
+
+def _require_alike(name: str, *here_and_saved: structure.Structure) -> None:
+    here, saved = (
+        ", ".join(f"{leaf.dtype} {list(leaf.shape)}" for leaf in one.leaves) or "no tensor"
+        for one in here_and_saved
+    )
+    if here != saved:
+        raise CheckpointError(
+            f"state[{name!r}] does not fit",
+            expected=f"{here}, as here",
+            got=f"{saved} in the checkpoint",
+            fix="make it as it was when it was saved, or leave it out of state=",
+        )
 
 
 def _normal(value: Any) -> Any:

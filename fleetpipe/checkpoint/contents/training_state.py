@@ -20,7 +20,6 @@ import numpy as np
 
 from fleetpipe import log
 from fleetpipe.aliases import Optimizer, Scaler, Scheduler
-from fleetpipe.checkpoint.contents import script_state
 from fleetpipe.checkpoint.contents.attributes import Attributes
 from fleetpipe.checkpoint.contents.parts import STATE, ProgramSource, StageStreams
 from fleetpipe.checkpoint.ranks import Place
@@ -177,15 +176,19 @@ class TrainingState:
         """Checks that each entry is such a value as is saved, since the model changes first."""
         here = random_states()
         of_rank = {**here, "paddle": type(here["paddle"])(), "streams": {}}
+        of_ranks = {"places": [Place().to_json()], "of_rank": [0]}
         forms: dict[str, Json] = {
-            "random": {"places": [Place().to_json()], "of_rank": [0], "states": [of_rank]}
+            "random": {**of_ranks, "states": [of_rank]},
+            ATTRIBUTES: {**of_ranks, "states": [{"begun": {}, "now": {}}]},
+            STATE: {**of_ranks, "states": [{}]},
+            "learning_rate": 0.0,
+            "learning_rate_of_steps": 0.0,
         }
-        forms.update({"learning_rate": 0.0, "learning_rate_of_steps": 0.0})
         if scheduler is not None:
-            forms["lr_scheduler"] = plain(scheduler.state_dict(), "the LR scheduler's state")
+            forms["lr_scheduler"] = _outline(scheduler.state_dict(), "the LR scheduler's state")
             forms["restarts"] = [_restarts(one) for one in _chain(scheduler)]
         if self._scaler is not None:
-            forms["scaler"] = plain(self._scaler.state_dict(), "the scaler's state")
+            forms["scaler"] = _outline(self._scaler.state_dict(), "the scaler's state")
         for name, form in forms.items():
             if not _fits(state.get(name), form):
                 raise CheckpointError(
@@ -205,7 +208,7 @@ class TrainingState:
             looks = state[ATTRIBUTES]
             if place is not None:
                 # Names are those of the whole model: under another layout others have had them.
-                ranks = [*looks["states"], _random_of_place(looks, place)]
+                ranks = [*looks["states"], _of_place(looks, place)]
                 looks = {w: {n: v for one in ranks for n, v in one[w].items()} for w in ranks[0]}
             self._attributes.put_back(looks)
         saved = state.get("sums", _RUNNING)
@@ -227,9 +230,10 @@ class TrainingState:
         """Restores a constant learning rate; what the script gives in its place counts."""
         saved, first = state.get("learning_rate"), state.get("first_learning_rate")
         here: Any = None if self._optimizer is None else self._optimizer.get_lr()
-        if here is not None and saved is not None and first in (None, self._first_rate):
+        known = None not in (first, self._first_rate)
+        if here is not None and saved is not None and (not known or first == self._first_rate):
             put_rate(self._optimizer, saved, state.get("learning_rate_of_steps", saved))
-            if first is None and here != saved:
+            if not known and here != saved:
                 _log.info(
                     "the learning rate is %s, as it was saved, not the script's %s", saved, here
                 )
@@ -248,7 +252,7 @@ class TrainingState:
     def put_back_random_of(self, place: Place, saved: Json) -> None:
         """Restores the random states of the saved rank whose place is most like ``place``."""
         leads = self._program is None or self._program.streams()[1]
-        self.put_back_random(_random_of_place(saved, place, leads))
+        self.put_back_random(_of_place(saved, place, leads))
 
 
 def _sums() -> str | None:
@@ -268,6 +272,12 @@ def _chain(scheduler: Scheduler) -> list[Scheduler]:
 def _restarts(scheduler: Scheduler) -> dict[str, Json]:
     """Returns the counters that ``CosineAnnealingWarmRestarts.state_dict()`` lacks."""
     return {name: vars(scheduler)[name] for name in ("T_cur", "T_i") if name in vars(scheduler)}
+
+
+def _outline(state: Mapping[str, Any], where: str) -> Json:
+    """Returns the form of an object's state, whose lists and dicts may have anything in them."""
+    values = plain(state, where).items()
+    return {name: type(v)() if isinstance(v, (list, dict)) else v for name, v in values}
 
 
 def _fits(saved: Json, form: Json) -> bool:
@@ -314,7 +324,8 @@ def from_text(text: str) -> dict[str, Json]:
 def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dict[str, Json]:
     """Merges the states of all ranks of a job into one.
 
-    An entry may come from some ranks alone; random states are kept for each rank.
+    An entry may come from some ranks alone. Random states, attributes and what the script adds are
+    kept for each rank.
     """
     whole: dict[str, Json] = {"extra": states[0]["extra"]}
     owners: dict[str, int] = {}
@@ -330,15 +341,11 @@ def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) 
                     got=f"{value} on rank {rank} of the job"[:200],
                     fix="step it alike on every rank; positions in data count global samples",
                 )
-    whole["random"] = _merged_random([state["random"] for state in states], places)
+    whole["random"] = _merged([state["random"] for state in states], places)
     if any(STATE in state for state in states):
-        trees, of = (
-            [state.get(STATE, {}) for state in states],
-            [place.to_json() for place in places],
-        )
-        whole[STATE] = script_state.merge_states(trees, of)
+        whole[STATE] = _merged([state.get(STATE, {}) for state in states], places)
     if all(ATTRIBUTES in state for state in states):
-        whole[ATTRIBUTES] = _merged_random([state[ATTRIBUTES] for state in states], places)
+        whole[ATTRIBUTES] = _merged([state[ATTRIBUTES] for state in states], places)
     return whole
 
 
@@ -389,8 +396,8 @@ def _streams_in(states: Json, stages: int) -> dict[int, Any]:
     return {stage: state for stage, state in fitting if state is not now}
 
 
-def _merged_random(states: Sequence[Json], places: Sequence[Place]) -> Json:
-    """Merges the random states of all ranks, equal ones once."""
+def _merged(states: Sequence[Json], places: Sequence[Place]) -> Json:
+    """Merges what each rank has of its own, equal ones once."""
     texts = [json.dumps(state, sort_keys=True) for state in states]
     distinct = list(dict.fromkeys(texts))
     return {
@@ -400,14 +407,14 @@ def _merged_random(states: Sequence[Json], places: Sequence[Place]) -> Json:
     }
 
 
-def _random_of_place(saved: Json, place: Place, leads: bool = True) -> Json:
-    """Returns the random states for a rank from a value of :func:`_merged_random`.
+def _of_place(saved: Json, place: Place, leads: bool = True) -> Json:
+    """Returns what a rank goes on with: what the one had whose place is most like its own.
 
     Args:
-        saved: The value.
+        saved: A value of :func:`_merged`.
         place: The place of the rank.
-        leads: Whether this rank's default generator continues the stream of the first stage that
-            draws, if a static program was saved; true in dynamic graph.
+        leads: For random states, whether this rank's default generator continues the stream of the
+            first stage that draws, if a static program was saved; true in dynamic graph.
     """
     places = [Place.from_json(parts) for parts in saved["places"]]
     # Of equals the first rank's.

@@ -30,7 +30,7 @@ from fleetpipe.contrib.kept_state.kept_step import Block, KeptStep
 from fleetpipe.contrib.kept_state.layouts import complete_layouts
 from fleetpipe.contrib.kept_state.segment import Segment
 from fleetpipe.errors import CheckpointError
-from fleetpipe.mesh.parts import Held
+from fleetpipe.mesh.parts import Described, Held
 from fleetpipe.paddle_api.device import dynamic_mode
 
 _log = log.logger(__name__)
@@ -63,7 +63,7 @@ class KeptState:
         #: Whether the newest step was kept by the ranks of another layout.
         self._of_others = False
         self._index: Index = {}
-        self._tensors: list[tuple[TensorName, int]] | None = None
+        self._tensors: list[tuple[TensorName, int, Described]] | None = None
         self.generators: Any = None
 
     @classmethod
@@ -79,10 +79,11 @@ class KeptState:
         Raises:
             CheckpointError: The host has too little memory.
         """
-        held = self._list_tensors()
+        script = self._objects.script_part(self._ranks.place)
+        held = self._list_tensors(script)
         state = self._objects.training_state(self._objects.model_part()).collect()
         if self._objects.state is not None:
-            state[STATE] = self._objects.script_part(self._ranks.place).trees()
+            state[STATE] = script.trees()
         text, self.generators = training_state.to_text(state).encode(), state["random"]["paddle"]
         segment = self._segment(text)
         segment.write(step, [host_memory.bytes_of(one) for one in held], text)
@@ -187,7 +188,7 @@ class KeptState:
     @dynamic_mode()
     def copy(self) -> Callable[[], None]:
         """Copies the tensors as they are now; returns what puts these values back."""
-        held = self._collect_tensors()
+        held = self._collect_tensors(self._objects.script_part(self._ranks.place))
         copies = host_memory.Snapshot().take(held)
 
         def put_back() -> None:
@@ -253,14 +254,15 @@ class KeptState:
             part.settle()
         return text
 
-    def _list_tensors(self) -> list[Held]:
+    def _list_tensors(self, script: ScriptState) -> list[Held]:
         """Returns the tensors of the present state; describes them again if they have changed."""
         model = self._objects.model_part()
         if model is None:
             raise CheckpointError("a state is kept of a model", fix="resume(model, optimizer)")
         optimizer = self._objects.optimizer_part(model)
-        held = self._collect_tensors()
-        tensors = [(name, id(one.tensor)) for name, one in held.items()]
+        held = self._collect_tensors(script)
+        # A tensor that is made anew for each step may have the address of another.
+        tensors = [(name, id(one.tensor), one.described) for name, one in held.items()]
         if tensors != self._tensors:
             self._tensors = tensors
             static = isinstance(self._objects.model, SavedProgram)
@@ -277,11 +279,11 @@ class KeptState:
             }
         return [*held.values()]
 
-    def _collect_tensors(self) -> dict[TensorName, Held]:
+    def _collect_tensors(self, script: ScriptState) -> dict[TensorName, Held]:
         model = self._objects.required_model()
         optimizer = self._objects.optimizer_part(model)
-        of_script = self._objects.script_part(self._ranks.place).held()
-        return {**model.held(), **({} if optimizer is None else optimizer.held()), **of_script}
+        of_optimizer = {} if optimizer is None else optimizer.held()
+        return {**model.held(), **of_optimizer, **script.held()}
 
     @property
     def _samples(self) -> int | None:

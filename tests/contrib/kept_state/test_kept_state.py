@@ -97,6 +97,34 @@ def test_a_state_of_another_form_takes_the_place_of_the_old_one_when_it_has_two_
     assert files == [[".1"], [".1", ".2"], [".2"], [".2"]]
 
 
+class Growing:
+    """What it has is longer each time it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.values = np.zeros(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"asked": self.asked, "values": np.full(self.asked, self.asked)}
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked, self.values = state["asked"], state["values"]
+
+
+def test_what_a_script_adds_is_that_of_one_moment_whatever_form_it_has(tmp_path: Path) -> None:
+    def kept(growing: Growing) -> KeptState:
+        objects = Objects(nn.Linear(2, 2), state={"growing": growing})
+        return KeptState(tmp_path, objects, Ranks(SoleGroup()))
+
+    store = kept(Growing())
+    for step in range(1, 4):
+        store.keep(step)
+    again = Growing()
+    kept(again).restore(3)
+    assert (again.asked, again.values.tolist()) == (3, [3] * 3)
+
+
 class OneOfThree:
     """A rank of three, whose others say what it says."""
 
