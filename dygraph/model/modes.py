@@ -74,6 +74,13 @@ def train(model: Layer, switch: Callable[[], object]) -> None:
         layer.training = mode
 
 
+def in_training(model: Layer) -> list[tuple[str, bool]]:
+    """Returns the path of each layer in a model, and in which mode the next batch trains it."""
+    note(model)
+    layers = model.named_sublayers()
+    return [(path, layer in _switched or layer not in _frozen) for path, layer in layers]
+
+
 def _leave(layers: Iterable[Layer]) -> None:
     """Takes the mode of their own from layers that are in evaluation."""
     for layer in layers:

@@ -305,6 +305,10 @@ class PipelineLayer(FleetFace):
         modes.evaluate(self, super().eval)
         return self
 
+    def modes_in_training(self) -> list[tuple[str, bool]]:
+        """Returns the path of each layer of this process, and in which mode batches train it."""
+        return modes.in_training(self.with_modes)
+
     @property
     def with_modes(self) -> Layer:
         """The model whose layers a script switches to training and evaluation."""

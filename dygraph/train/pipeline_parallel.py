@@ -101,8 +101,9 @@ class PipelineParallel(PipelineFace):
             self._bind(optimizer)
             return batch
 
-        for look in self._runtime.job.before_batches:
-            look(self, optimizer)
+        look = self._runtime.job.before_batches.get(id(self.layers))
+        if look is not None:
+            look(optimizer)
         healing = self._runtime.job.healing
         if healing is not None:
             healing.follow(self, scaler, guards=self._runtime.config.guards, drawn=callable(data))

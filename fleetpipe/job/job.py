@@ -60,7 +60,7 @@ class Job(MeshGroups):
         scatters_gradients: Whether the ranks that share the optimizer's state store the gradients
             of their own share only.
         healing: What makes good the death of another rank; None where that ends the job.
-        before_batches: Functions that look at model and optimizer before each batch of training.
+        before_batches: By the id of a model, what looks at its optimizer before it trains a batch.
         alone: Whether this process replaces a rank, and is not connected yet.
         allow: What the script lets pass at closed borders.
         has_pipeline: Whether a pipeline has connected its ranks.
@@ -118,7 +118,7 @@ class Job(MeshGroups):
         #: Held by the thread that runs a batch.
         self.turn = threading.RLock()
         self.healing: Recovery | None = None
-        self.before_batches: list[Callable[[Any, Any], None]] = []
+        self.before_batches: dict[int, Callable[[Any], None]] = {}
         self.allow = Allow()
         self.compares_calls = True
         self.has_pipeline = False

@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 
 from fleetpipe import log, systems
 from fleetpipe.checkpoint.contents.attributes import Attributes
+from fleetpipe.checkpoint.contents.layer_and_optimizer import without_wrappers
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.training_state import SavedData
 from fleetpipe.checkpoint.manager import CheckpointManager
@@ -270,7 +271,7 @@ def resume(
     current, folder = job.current_job(), attempt_files.folder()
     manager.attributes = Attributes(model, optimizer)
     if current is not None:
-        current.before_batches.append(manager.attributes.begin_batch)
+        current.before_batches[id(without_wrappers(model))] = manager.attributes.begin_batch
     objects = Objects(**of_run, attributes=manager.attributes)
     kept = extra("kept_state.kept_state").KeptState.asked_for(objects, Ranks.of_job())
     if current is not None and current.alone:

@@ -135,19 +135,26 @@ def momentum(_pipe: Any, optimizer: Any) -> None:
     optimizer.wrapped._momentum = 0.5
 
 
+def freeze(pipe: Any, _optimizer: Any) -> None:
+    pipe.layers.owned_stages.functions[1].eval()
+
+
 CHANGES = [
     (unfreeze, "0.bias.stop_gradient"),
     (drop, "1.p"),
     (clip, "clip.0.clip_norm"),
     (momentum, "optimizer._momentum"),
+    (freeze, "1.training"),
 ]
 
 
-def changed(folder: Path, change: Any, steps: int, again: bool = False) -> Any:
+def changed(
+    folder: Path, change: Any, steps: int, again: bool = False, allow: str = "state:calls"
+) -> Any:
     """Goes on to a step; the change is made in the second, and where it is made again."""
     layers = [LayerDesc(nn.Linear, FEATURES, 8), LayerDesc(nn.Dropout, 0.1)]
-    layers += [LayerDesc(Counting), LayerDesc(nn.Linear, 8, CLASSES)]
-    with model_in_job(2, micro_batches=2, layers=layers, allow=["state:2.calls"]) as pipe:
+    layers += [LayerDesc(Counting), LayerDesc(Counting), LayerDesc(nn.Linear, 8, CLASSES)]
+    with model_in_job(2, micro_batches=2, layers=layers, allow=[allow]) as pipe:
         paddle.seed(3)
         pipe.layers.owned_stages.functions[0].bias.stop_gradient = True
         norm = nn.ClipGradByGlobalNorm(1.0)
@@ -160,6 +167,7 @@ def changed(folder: Path, change: Any, steps: int, again: bool = False) -> Any:
             if step == 1 or (again and step == 3):
                 change(pipe, optimizer)
             pipe.train_batch(batch(2, seed=step), optimizer)
+            pipe.eval_batch(batch(2, seed=step))
         return fleetpipe.model_hash(pipe)
 
 
@@ -173,3 +181,22 @@ def test_a_change_that_a_run_has_made_is_made_again_or_refused(
         changed(tmp_path / "parts", change, 5)
     assert changed(tmp_path / "parts", change, 5, again=True) == whole
     np.testing.assert_equal(fleetpipe.CheckpointManager(tmp_path / "parts").steps(), [3])
+
+
+def test_one_entry_allows_an_attribute_of_all_layers(tmp_path: Path) -> None:
+    changed(tmp_path, print, 3)
+    with pytest.raises(ConfigError, match=r"2.calls \(and 1 more calls\) has(?s:.*)'state:calls'"):
+        changed(tmp_path, print, 5, allow="state:p")
+    changed(tmp_path, print, 5)
+
+
+def test_each_run_of_a_job_compares_its_own_model_and_optimizer(tmp_path: Path) -> None:
+    with model_in_job(2, micro_batches=2) as pipe:
+        for number, model in enumerate((pipe, pipe, pipeline())):
+            optimizer = sgd(model)
+            manager = fleetpipe.CheckpointManager(tmp_path / str(number))
+            run = fleetpipe.resume(model, optimizer, manager=manager)
+            for step in run.steps(1):
+                model.train_batch(batch(2, seed=step), optimizer)
+        with pytest.raises(ConfigError, match="another optimizer steps than"):
+            model.train_batch(batch(2), sgd(model))

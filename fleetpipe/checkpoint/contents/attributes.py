@@ -1,8 +1,8 @@
 """What the objects of a run look like: their plain attributes, which no state dict has.
 
-A script may change them in a run: it unfreezes a parameter, sets another ``p`` of a dropout or
-another ``clip_norm``, or a layer counts its calls. A process that runs the script anew has them as
-they were at first, and would train other weights from there.
+A script may change them in a run: it unfreezes a parameter, puts a norm into evaluation, sets
+another ``p`` of a dropout or another ``clip_norm``, or a layer counts its calls. A process that
+runs the script anew has them as they were at first, and would train other weights from there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _log = log.logger(__name__)
 _SCALARS = (bool, int, float, str, np.number)
 #: A longer text is shown by its begin and a checksum.
 _LONGEST = 40
-#: Those that every layer has, of which an evaluation changes the mode; and what Paddle's norms set
-#: in their first forward.
+#: Those that every layer has, whose modes come by themselves; and what Paddle's norms set in their
+#: first forward.
 _LEFT_OUT = {*vars(paddle.nn.Layer()), "_data_format"}
 
 #: Texts of values, by the fully qualified name of what has them.
@@ -65,16 +65,14 @@ class Attributes:
         """Returns what they look like."""
         return dict(_looks(self._model, self._optimizer))
 
-    def begin_batch(self, model: Any, optimizer: Optimizer) -> None:
-        """Compares at the first batch; a script has done by then what it does with a step.
+    def begin_batch(self, optimizer: Optimizer) -> None:
+        """Compares at the first batch; a script has made by then the changes that it makes again.
 
         Raises:
             CheckpointError: This process replaces a rank, whose objects looked otherwise.
             ConfigError: The run has changed what the script has not changed again; or another
                 optimizer steps than the one that is saved.
         """
-        if without_wrappers(model) is not without_wrappers(self._model):
-            return
         if self._optimizer is not None and unwrap(optimizer) is not unwrap(self._optimizer):
             required_job("a batch").allow.refuse(
                 "state",
@@ -96,26 +94,32 @@ class Attributes:
             attempt_files.tell_unhealed(why)
             fix = "nothing: the job starts again, where the script may set it by run.step"
             raise CheckpointError(why, fix=fix)
+        lost: dict[str, list[str]] = {}
         for name, value in changed.items():
-            if begun.get(name) != value:
+            if begun.get(name) == value:
+                lost.setdefault(name.rpartition(".")[2], []).append(name)
+            else:
                 _log.info("%s was %s when it was saved, and is now %s", name, saved[name], value)
-                continue
+        for attribute, (name, *others) in lost.items():
+            several = f" (and {len(others)} more {attribute})" if others else ""
             job.allow.refuse(
                 "state",
-                name,
-                f"{name} has changed in the run, and begins anew where that goes on",
+                attribute,
+                f"{name}{several} has changed in the run, and begins anew where that goes on",
                 expected=f"{saved[name]}, as when the step was saved",
-                got=f"{value}, as when the run began",
+                got=f"{changed[name]}, as when the run began",
                 fix="set it before the first batch, by run.step; have a layer count in a buffer",
             )
 
 
 def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
     """Yields the names of attributes of layers, losses, the optimizer and its clips, and values."""
-    model = without_wrappers(model) if isinstance(model, paddle.nn.Layer) else model
+    model = without_wrappers(model)
     named = model.named_functions() if hasattr(model, "named_functions") else {"": model}
     for name, function in named.items():
         yield from _of_function(name, function)
+    if hasattr(model, "modes_in_training"):
+        yield from ((f"{name}.training", str(mode)) for name, mode in model.modes_in_training())
     if optimizer is None:
         return
     base = unwrap(optimizer)
@@ -123,7 +127,7 @@ def _looks(model: Any, optimizer: Optimizer) -> Iterator[tuple[str, str]]:
     for name in ("_learning_rate", "_sign"):  # which is restored; which Rprop sets as it steps
         scalars.pop(name, None)
     yield from _texts("optimizer", scalars)
-    yield "optimizer.parameters", str([len(group) for group in groups_of(base)])
+    yield "optimizer.groups", str(len(groups_of(base)))  # of which each rank has its parameters
     for number, group in enumerate(dict_groups(base)):
         yield from _texts(f"optimizer.{number}", group)
     for number, clip in enumerate(clips_of_a_step(base)):

@@ -220,11 +220,11 @@ def _is_parameter(tensor: Tensor) -> bool:
     return hasattr(tensor, "trainable")
 
 
-def without_wrappers(layer: Layer) -> Layer:
-    """Returns the model inside the wrappers of all kinds of parallelism."""
-    while (wrapped := wrapped_layer(layer)) is not None:
-        layer = wrapped
-    return layer
+def without_wrappers(model: Any) -> Any:
+    """Returns the model inside the wrappers of all kinds of parallelism; a program has none."""
+    while isinstance(model, paddle.nn.Layer) and (wrapped := wrapped_layer(model)) is not None:
+        model = wrapped
+    return model
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:

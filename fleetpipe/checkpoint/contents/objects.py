@@ -97,9 +97,8 @@ class Objects:
         model = self.names_from if self.model is None else self.model
         if model is None:
             return None
-        if isinstance(model, paddle.nn.Layer):
-            model = without_wrappers(model)
-        elif isinstance(model, parts.SavedProgram):
+        model = without_wrappers(model)
+        if isinstance(model, parts.SavedProgram):
             return ProgramState(model.checkpoint_part_of_program(self.names))
         if self.names is not None:
             raise ConfigError(
