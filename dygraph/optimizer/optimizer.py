@@ -11,7 +11,7 @@ that class: these need attributes that its constructor sets, which is never call
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -212,6 +212,27 @@ class PipelineOptimizer(FleetsType):
         """
         self._follow()
         self._run(self._inner_opt.step, lambda: clips_of_a_step(self._inner_opt))
+
+    def set_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a state as the user's optimizer does.
+
+        Raises:
+            ConfigError: It is of other parameters alone, as another rank's is.
+        """
+        names = [parameter.name for parameter in optimized_parameters(self._inner_opt)]
+        tensors = [name for name in state if name not in ("LR_Scheduler", "master_weights")]
+        if names and tensors and not any(t.startswith(f"{n}_") for t in tensors for n in names):
+            raise ConfigError(
+                "the state is of other parameters than this optimizer has",
+                expected=f"the state of {listed(names)}",
+                got=listed(tensors),
+                cause="a rank's optimizer has the state of the parameters of its own stages",
+                fix="load on each rank what it has saved itself; a CheckpointManager restores "
+                "under any layout",
+            )
+        self._inner_opt.set_state_dict(state)
+
+    load_state_dict = set_state_dict
 
     def _step(self, parameters_list: Sequence[Tensor]) -> None:
         """Does the same as :meth:`step`, for a trainer that lists the parameters to update."""

@@ -19,7 +19,7 @@ from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
 from fleetpipe.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
 from tests.dygraph.models import ScaledLoss
 from tests.jobs import begun
-from tests.pipelines import ROWS, batch, bits, job, mlp_and_sgd, mlp_layers, pipeline, sgd
+from tests.pipelines import ROWS, adam, batch, bits, job, mlp_and_sgd, mlp_layers, pipeline, sgd
 
 Make = Callable[[list[Any]], Any]
 optimizers = paddle.optimizer
@@ -247,6 +247,18 @@ def test_an_optimizer_on_the_wrong_parameters_is_refused(groups: bool) -> None:
         theirs = optimizers.SGD(0.1, parameters=frozen.parameters())
         with pytest.raises(ConfigError, match="none of them, 2 in all"):
             model.train_batch(batch(), fleet.distributed_optimizer(theirs))
+
+
+def test_a_state_that_has_another_ranks_parameters_alone_is_refused() -> None:
+    with job(2):
+        models = pipeline(), pipeline()
+        optimizers = [adam(model) for model in models]
+        for model, optimizer in zip(models, optimizers):
+            model.train_batch(batch(), optimizer)
+        mine, other = (optimizer.state_dict() for optimizer in optimizers)
+        with pytest.raises(ConfigError, match=r"of other parameters(?s:.*)load on each rank what"):
+            optimizers[0].set_state_dict(other)
+        optimizers[0].set_state_dict(mine)
 
 
 def test_an_optimizer_may_leave_out_what_is_not_to_be_trained() -> None:
