@@ -94,7 +94,11 @@ class Position:
     def own_callbacks(self) -> dict[str, OwnCallback]:
         """Returns those with a state that run on this rank alone, by name, as objects to save."""
         named = self._callbacks_by_name(here_alone=True).items()
-        self._of_this_rank = {name: OwnCallback(one) for name, one in named if callback_state(one)}
+        self._of_this_rank = {
+            name: OwnCallback(one)
+            for name, one in named
+            if hasattr(one, "state_dict") or _names_of(one)
+        }
         return self._of_this_rank
 
     def put_callbacks_back(self) -> None:

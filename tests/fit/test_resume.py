@@ -202,6 +202,37 @@ def test_batches_that_know_no_position_are_passed_over(model: Any, tmp_path: Pat
     assert [*first.train, *rest.train] == fit(model, data=batches).train
 
 
+class Counts(paddle.callbacks.Callback):
+    """Runs on one rank alone, and has nothing to save before its first batch."""
+
+    on_rank = "first"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: dict[str, Any] = {}
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        self.counted["batches"] = self.counted.get("batches", 0) + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.counted
+
+    def set_state_dict(self, state: dict[str, Any]) -> None:
+        self.counted = dict(state)
+
+
+def test_a_callback_of_one_rank_goes_on_and_is_not_left_in_the_state_of_the_script(
+    model: Any, tmp_path: Path
+) -> None:
+    state = {"best": 0.5}
+    options: Any = {"save_dir": str(tmp_path), "resume": "auto", "state": state}
+    fit(model, Counts(), num_iters=2, **options)
+    assert state == {"best": 0.5}
+    rest = Counts()
+    fit(model, rest, **options)
+    assert rest.counted == {"batches": 4}
+
+
 def test_the_best_evaluation_is_kept(model: Any, tmp_path: Path) -> None:
     keeper = PipelineCheckpoint(tmp_path, max_to_keep=1, best=("acc_top1", "max"))
     seen = fit(model, keeper, eval_data=Digits(1000, 1045), epochs=4)

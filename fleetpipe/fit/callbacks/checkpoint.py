@@ -116,10 +116,6 @@ class PipelineCheckpoint(rank_policy.Callback):
         self._manager.metrics = self._figures({})
         model, optimizer = self.model.pipeline, self.model.optimizer
         self._state: dict[str, Any] = {"model": model, "optimizer": optimizer, "data": position}
-        here = position.own_callbacks()
-        if here or state is not None:
-            self._state["state"] = {} if state is None else state  # whose values the script sets
-            self._state["state"].update(here)
         if not go_on and any(self.model.gather(bool(self._manager.steps()))):
             raise ConfigError(
                 "the folder has the checkpoints of another training",
@@ -127,7 +123,12 @@ class PipelineCheckpoint(rank_policy.Callback):
                 fix='go on with it by fit(.., resume="auto"), or name another folder',
             )
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        here = position.own_callbacks()
+        added: dict[str, Any] = {} if state is None else state  # whose values the script sets
+        if here or state is not None:
+            self._state["state"] = added
         try:
+            added.update(here)
             self._run: Run = resume(manager=self._manager, **self._state)
             self._last = self.model.global_step
             # A state from memory may be newer than what is saved; not every rank sees the folder.
@@ -137,6 +138,8 @@ class PipelineCheckpoint(rank_policy.Callback):
             self.cut_short()
             self.model.pipeline.require_running().share("ending the last save", self._manager.wait)
         finally:
+            for name in here:
+                added.pop(name, None)
             for number, handler in handlers.items():
                 # One that is ignored is so until the process, which has saved, has ended.
                 if signal.getsignal(number) not in (handler, signal.SIG_IGN):
