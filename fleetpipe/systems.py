@@ -28,6 +28,8 @@ from fleetpipe.errors import UsageError
 MSG_NOSIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
 #: The family of unix-domain sockets; that of no socket where there are none.
 AF_UNIX: int = getattr(socket, "AF_UNIX", -1)
+#: Whether :func:`lock` locks anything.
+HAS_LOCKS = sys.platform != "win32"
 #: Ends a process at once.
 SIGKILL = signal.Signals["SIGKILL" if hasattr(signal, "SIGKILL") else "SIGTERM"]
 #: Signals that ask a job to finish its step, save and end; schedulers send one before they kill.
@@ -231,27 +233,16 @@ def reserve(descriptor: int, size: int) -> None:
         os.lseek(descriptor, 0, os.SEEK_SET)
 
 
-def lock_for_process(descriptor: int) -> bool:
-    """Locks a file until this descriptor and its copies in forks are closed; not on Windows.
-
-    Whoever else opens the file and closes it, as a copy of its folder does, leaves the lock.
-
-    Returns:
-        False if another process has the lock.
-
-    Raises:
-        OSError: The file system has no locks.
-    """
-    return sys.platform == "win32" or lock(descriptor, wait=False)
-
-
 def open_in_place(path: Path, flags: int) -> int:
     """Opens a file as ``os.open`` does; one that it makes has the mode that the umask allows.
+
+    A pipe does not keep it waiting.
 
     Raises:
         OSError: It cannot be opened, or is a link.
     """
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    return os.open(path, flags, 0o666)
 
 
 def sync_folder(path: Path) -> None:
@@ -284,7 +275,9 @@ def end_session(leader: int) -> None:
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool:
-    """Locks a file until it is closed, as this process ends at the latest.
+    """Locks a file until this descriptor and its copies in forks are closed.
+
+    Whoever else opens the file and closes it, as a copy of its folder does, leaves the lock.
 
     Args:
         descriptor: The file, opened to be written or, for a shared lock, to be read.
@@ -293,6 +286,9 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool:
 
     Returns:
         Whether it is locked. On Windows, which starts no ranks, it never is.
+
+    Raises:
+        OSError: The file system has no locks.
     """
     if sys.platform == "win32":
         return False

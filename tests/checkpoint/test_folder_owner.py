@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,18 @@ from fleetpipe.checkpoint.files.folder_owner import FolderOwner
 from fleetpipe.errors import CheckpointError
 
 REFUSED = "another job saves into this folder"
+
+
+def forbid_writing(monkeypatch: pytest.MonkeyPatch, also_new: bool = False) -> None:
+    """Lets files of this kind be read alone, as those of another user."""
+    opened = systems.open_in_place
+
+    def refuse(path: Path, flags: int) -> int:
+        if flags & os.O_RDWR and (also_new or path.exists()):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, flags)
+
+    monkeypatch.setattr(systems, "open_in_place", refuse)
 
 
 def save(home: Path, step: int) -> fleetpipe.CheckpointManager:
@@ -93,10 +106,10 @@ def test_a_job_that_is_done_with_a_folder_leaves_it_to_the_next(
 def test_without_locks_the_last_writer_of_another_host_is_the_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: Callable[[], int]
 ) -> None:
-    def none(_: int) -> bool:
+    def none(*_: object, **__: object) -> bool:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(systems, "lock_for_process", none)
+    monkeypatch.setattr(systems, "lock", none)
     process = holder()
     with pytest.raises(CheckpointError, match=re.escape(f"process {process} on ")):
         save(tmp_path, 2)
@@ -113,8 +126,10 @@ def test_without_locks_the_last_writer_of_another_host_is_the_one(
     save(tmp_path, 3)
 
 
-@pytest.mark.parametrize("kind", ["link", "second_name", "folder"])
-def test_what_is_no_file_of_a_writer_is_refused_and_stays(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["link", "second_name", "folder", "pipe", "socket"])
+def test_what_is_no_file_of_a_writer_is_refused_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     thesis, writer = tmp_path / "thesis.tex", tmp_path / "run" / ".writer"
     thesis.write_text("years of work\n")
     writer.parent.mkdir()
@@ -122,11 +137,25 @@ def test_what_is_no_file_of_a_writer_is_refused_and_stays(tmp_path: Path, kind: 
         writer.symlink_to(thesis)
     elif kind == "second_name":
         writer.hardlink_to(thesis)
-    else:
+    elif kind == "folder":
         writer.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(writer)
+        forbid_writing(monkeypatch)  # and to read it would wait for who writes
+    else:
+        monkeypatch.chdir(writer.parent)
+        socket.socket(socket.AF_UNIX).bind(writer.name)
     with pytest.raises(CheckpointError, match=r"(?s)names the writer.*\.writer.*remove it"):
         save(tmp_path / "run", 1)
     assert thesis.read_text() == "years of work\n"
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_writing(monkeypatch, also_new=True)
+    with pytest.raises(CheckpointError, match=r"Permission denied: .*\.writer"):
+        save(tmp_path, 1)
 
 
 def test_a_copy_of_the_folder_and_a_fork_that_stays_leave_the_lock_as_it_is(
@@ -157,15 +186,8 @@ def test_a_copy_of_the_folder_and_a_fork_that_stays_leave_the_lock_as_it_is(
 def test_a_colleague_goes_on_where_another_user_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: Callable[[], int]
 ) -> None:
-    opened = systems.open_in_place
-
-    def refuse(path: Path, flags: int) -> int:
-        if flags & os.O_RDWR and path.exists():
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return opened(path, flags)
-
     process = holder()
-    monkeypatch.setattr(systems, "open_in_place", refuse)
+    forbid_writing(monkeypatch)
     with pytest.raises(CheckpointError, match=f"{REFUSED}(?s:.*)process {process} on "):
         save(tmp_path, 2)
     end(process)

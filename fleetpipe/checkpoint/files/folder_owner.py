@@ -2,14 +2,15 @@
 
 ``.writer`` in the folder says which it is, and its process has a lock on that file. The lock ends
 with the process, so what a dead one leaves is taken over, also from another user of the folder. A
-fork closes its copy of the file, or it would keep the lock. File systems that hosts share have such
-locks as well, but for those that are mounted without: there the last one to come is the writer, and
-the one before is refused at its next save, as the file has another text.
+fork closes its copy of the open file, or it would keep the lock. File systems that hosts share have
+such locks as well, but for those that are mounted without: there the last one to come is the
+writer, and the one before is refused at its next save, as the file has another text.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -27,11 +28,13 @@ _FILE = ".writer"
 _MOST_BYTES = 4096
 #: How the text of a writer begins.
 _BEGIN = b'{"host": '
+#: What it is to open a link, a folder or a socket.
+_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
 
 @dataclass
 class _Lock:
-    """The open and locked file, if this process has it: a fork has a copy of this, and no lock."""
+    """The file while this process has it open and, where that can be, locked; no fork of it has."""
 
     file: Path
     process: int = 0
@@ -40,11 +43,11 @@ class _Lock:
 
     @property
     def held(self) -> bool:
-        """Whether this process has the lock, on the file that the folder still has."""
+        """Whether this process has the file that is still in the folder."""
         return self.process == os.getpid() and _in_place(self.descriptor, self.file)
 
     def release(self) -> None:
-        """Removes the file and ends the lock."""
+        """Closes the file, and removes it if it is still this process's."""
         if self.process == os.getpid():
             with contextlib.suppress(OSError):
                 if self.held and _read(self.descriptor) == self.text:
@@ -71,7 +74,7 @@ class FolderOwner:
         """Makes this process the writer, or checks that it still is.
 
         Raises:
-            CheckpointError: Another process is the writer.
+            CheckpointError: Another process is the writer, or something else has the file's name.
             OSError: The folder cannot be written to.
         """
         if self._lock.held:
@@ -81,14 +84,13 @@ class FolderOwner:
             return
         self.release()
         self._home.mkdir(parents=True, exist_ok=True)
-        file = self._lock.file
         try:
-            descriptor = systems.open_in_place(file, os.O_RDWR | os.O_CREAT)
+            descriptor = self._open(os.O_RDWR | os.O_CREAT)
         except PermissionError:
+            if not os.path.lexists(self._lock.file):
+                raise
             self._remove_of_other_user()
-            descriptor = systems.open_in_place(file, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            raise self._no_file_of_writer(str(error)) from None
+            descriptor = self._open(os.O_RDWR | os.O_CREAT)
         try:
             self._lock_or_refuse(descriptor)
             mine = _description()
@@ -110,6 +112,14 @@ class FolderOwner:
             os.close(self._lock.descriptor)
             self._lock.process = 0
 
+    def _open(self, flags: int) -> int:
+        try:
+            return systems.open_in_place(self._lock.file, flags)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise self._no_file_of_writer(str(error)) from None
+            raise
+
     def _lock_or_refuse(self, descriptor: int) -> None:
         regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         text = _read(descriptor) if regular else b""
@@ -120,7 +130,7 @@ class FolderOwner:
 
     def _remove_of_other_user(self) -> None:
         """Removes a file that this user may only read, if its writer has ended."""
-        descriptor = systems.open_in_place(self._lock.file, os.O_RDONLY)
+        descriptor = self._open(os.O_RDONLY)
         try:
             self._lock_or_refuse(descriptor)
             self._lock.file.unlink()
@@ -196,7 +206,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 def _try_lock(descriptor: int, text: bytes) -> bool:
     """Locks a file; where the file system has no locks, whether the process of ``text`` ended."""
     try:
-        return systems.lock_for_process(descriptor)
+        return not systems.HAS_LOCKS or systems.lock(descriptor, wait=False)
     except OSError:
         about = _parse(text)
         here = about.get("host") == socket.gethostname()
