@@ -23,7 +23,9 @@ def saved_names(parts: ModelParts, saved: Saved) -> dict[str, str]:
             other adapters.
     """
     outline, plain_names = parts.outline, parts.plain_names
-    if parts.adapters and saved.adapters not in ("", parts.adapters):
+    # Of which layers they are the names tell, however their targets were written.
+    scale, other = (text.partition(", targets")[0] for text in (parts.adapters, saved.adapters))
+    if scale and other not in ("", scale):
         raise CheckpointError(
             "the checkpoint has other adapters than the model",
             expected=parts.adapters,

@@ -195,6 +195,8 @@ def test_adapters_of_other_layers_or_of_another_scale_are_refused(
     with pytest.raises(CheckpointError, match=r"the checkpoint has (other )?adapters"):
         fleetpipe.load_single(lora.TrainedPart(changed), tmp_path)
     assert bits(changed.state_dict()) == before
+    alike = lora.adapt(Net(), **{**options, "targets": ["1.up", "2.up", "2.down"]})
+    assert fleetpipe.load_single(lora.TrainedPart(alike), tmp_path) == 1
 
 
 class Doubled(nn.Linear):
