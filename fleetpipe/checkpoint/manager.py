@@ -130,8 +130,7 @@ class CheckpointManager:
         if not due:
             return None
         self._retention.require(metrics)
-        named: Any = {"names": self._names, "attributes": self.attributes}
-        objects = Objects(model, optimizer, lr_scheduler, scaler, data, state, **named)
+        objects = self._objects(model, optimizer, lr_scheduler, scaler, data, state)
         job = current_job()
         with nullcontext() if job is None else job.progress.saving(int(step)):
             return self._saver.save(Ranks.of_job(), step, objects, metrics or {}, extra or {})
@@ -173,9 +172,11 @@ class CheckpointManager:
             PipelineTimeout: A rank did not arrive within the limit.
         """
         self._saver.settle(wait=True)
-        named: Any = {"names": self._names, "attributes": self.attributes}
-        objects = Objects(model, optimizer, lr_scheduler, scaler, data, state, **named)
+        objects = self._objects(model, optimizer, lr_scheduler, scaler, data, state)
         return restore(Ranks.of_job(), self._retention, step, objects.only(only))
+
+    def _objects(self, *objects: Any) -> Objects:
+        return Objects(*objects, names=self._names, attributes=self.attributes)
 
     def __enter__(self: Manager) -> Manager:
         return self

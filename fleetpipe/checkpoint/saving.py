@@ -109,26 +109,30 @@ _unsettled: dict[Path, _Unsettled] = {}
 
 
 def _end_with_process() -> None:
-    """Waits for what is being written when the process ends, which fails if a step is lost."""
+    """Waits for all that is being written when the process ends, which fails if a step is lost."""
+    lost = []
     for home, (_, writing, _) in _unsettled.items():
         try:
             writing.end()
         except BaseException as error:  # Ctrl-C, too, loses the step
             step, reason = writing.task.manifest.step, str(error) or type(error).__name__
-            if process_exit.error() is not None:
-                _log.error("step %d was not saved in %s: %s", step, home, reason)
-                continue
-            lost = CheckpointError(
-                f"step {step} was not saved: {reason}",
-                where=str(home),
-                fix="make what it names possible, and start again: the run goes on from the step "
-                "that was saved before",
+            lost.append(
+                CheckpointError(
+                    f"step {step} was not saved: {reason}",
+                    where=str(home),
+                    fix="make what it names possible, and start again: the run goes on from the "
+                    "step that was saved before",
+                )
             )
-            attempt_files.tell_failure(Failure.of(attempt_files.own_rank(), lost))
-            try:
-                end(lost)
-            finally:  # Python itself would end with status 0
-                process_exit.end_with(lost)
+    first = lost.pop(0) if lost and process_exit.error() is None else None
+    for error in lost:
+        _log.error("%s", error)
+    if first is not None:
+        attempt_files.tell_failure(Failure.of(attempt_files.own_rank(), first))
+        try:
+            end(first)
+        finally:  # Python itself would end with status 0
+            process_exit.end_with(first)
 
 
 class Saver:
@@ -202,7 +206,7 @@ class Saver:
             )
         except CheckpointError:
             if ranks.rank == 0:
-                run_folder.remove_draft(draft)
+                run_folder.remove_left(draft)
             raise
         task = Assignment(self._retention, draft, plan, ranks.rank, ranks.count, manifest, texts)
         self._begin(ranks, task, held)
@@ -229,7 +233,7 @@ class Saver:
         except CheckpointError:
             del _unsettled[self._key]
             if ranks.rank == 0:
-                run_folder.remove_draft(writing.task.draft)
+                run_folder.remove_left(writing.task.draft)
             raise
         del _unsettled[self._key]
 

@@ -271,29 +271,30 @@ def test_a_with_waits_for_what_is_saved_and_hides_no_error(
         manager.wait()
 
 
-#: Trains nothing, and saves into the folder of its first argument.
+#: Trains nothing, and saves into the folder of its first argument, last into another beside it.
 LAST_WORDS = """
-import errno, sys
+import errno, sys, time
 import fleetpipe
 from fleetpipe.checkpoint.files import tensors
 from paddle import nn
 
 made, write_at = nn.Linear(300, 300), tensors.write_at
 
-def full(*arguments):
-    if "full" in sys.argv and not full.left:
+def full(file, *arguments):
+    if "full" in sys.argv and ".draft-00000002" in file.name:
         raise OSError(errno.ENOSPC, "No space left on device")
-    full.left -= 1
-    write_at(*arguments)
+    if "beside" in file.name:
+        time.sleep(0.5)
+    write_at(file, *arguments)
 
-full.left = 4
 tensors.write_at = full
 
-def save(step):
-    fleetpipe.CheckpointManager(sys.argv[1], async_save=True).save(step, model=made)
+def save(step, folder=sys.argv[1]):
+    fleetpipe.CheckpointManager(folder, async_save=True).save(step, model=made)
 
 save(1)
 save(2)
+save(1, sys.argv[1] + "-beside")
 if "fails" in sys.argv:
     sys.exit(3)
 """
@@ -311,6 +312,7 @@ def test_a_process_does_not_end_well_over_a_save_that_is_lost(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == code, ended.stderr
     assert fleetpipe.CheckpointManager(run).steps() == steps
+    assert fleetpipe.CheckpointManager(tmp_path / "run-beside").steps() == [1]
     if code:
         assert "step 2 was not saved" in ended.stderr
         assert "No space left" in ended.stderr

@@ -133,9 +133,7 @@ def remove_step(home: Path, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a folder if it exists; a crash on the way leaves a draft, never half a step.
-
-    So does what cannot be removed. Of a link, what it leads to stays.
+    """Removes a step or a link to one, if it is there, as a draft: no half of it is a step.
 
     Raises:
         OSError: It cannot be renamed.
@@ -143,29 +141,27 @@ def remove(path: Path) -> None:
     if os.path.lexists(path):
         draft = path.with_name(f"{_DRAFT}{path.name}-{uuid.uuid4().hex[:8]}")
         path.rename(draft)
-        _remove_left(draft)
+        remove_left(draft)
 
 
 def remove_drafts(home: Path) -> None:
-    """Removes drafts that earlier attempts left, and passes over those that cannot be removed."""
+    """Removes the drafts that earlier attempts left."""
     for path in home.iterdir():
         if path.name.startswith(_DRAFT):
-            _remove_left(path)
+            remove_left(path)
 
 
-def _remove_left(path: Path) -> None:
+def remove_left(path: Path) -> None:
+    """Removes a draft, or a link; passes over one that cannot be removed, with a warning."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
+    except FileNotFoundError:
+        pass  # a failure came behind its publication
     except OSError as error:
         log.once(_log.warning, f"{path}, which nothing reads, cannot be removed: {error}", True)
-
-
-def remove_draft(draft: Path) -> None:
-    """Removes a draft, and ignores errors of the file system."""
-    shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_file(path: Path, text: str) -> None:

@@ -96,7 +96,7 @@ def write_step(state: Checkpoint, home: Path, step: int) -> None:
         task = Assignment(Retention(home), draft, plan, 0, 1, contents, texts)
         write(task, lambda name: memory_of(state.tensors[name].read()))
     except BaseException:
-        run_folder.remove_draft(home if made else draft)
+        run_folder.remove_left(home if made else draft)
         raise
 
 
