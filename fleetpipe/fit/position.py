@@ -11,6 +11,7 @@ from fleetpipe.checkpoint.contents.training_state import plain
 from fleetpipe.fit.criterion import Metric
 from fleetpipe.fit.runner import Runner
 from fleetpipe.fit.sources import BatchSource
+from fleetpipe.io.position import Pass
 from fleetpipe.paddle_api import paddle
 
 _ARRAY = "dtype"
@@ -83,13 +84,18 @@ class Position:
         Raises:
             CheckpointError: The position belongs to other data; nothing has changed.
         """
-        self._source.set_state_dict(state["loader"])
+        self._source.set_state_dict(state["loader"], state["epoch"])
         self.epoch, self.step, self.taken = state["epoch"], state["step"], state["taken"]
         self.stopped, self._runner.trained = state["stopped"], state["trained"]
         for metric, counted in zip(self._runner.metrics, state["metrics"]):
             for name, value in counted.items():
                 setattr(metric, name, _value(value))
         self.logs, self._waiting = state["told"], state["callbacks"]
+
+    @property
+    def random_of_pass(self) -> Pass:
+        """The random states with which the pass over the data began."""
+        return getattr(self._source.loader, "random_of_pass", None) or self._source.random_of_pass
 
     def own_callbacks(self) -> dict[str, OwnCallback]:
         """Returns those with a state that run on this rank alone, by name, as objects to save."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any
 
@@ -13,6 +14,7 @@ from fleetpipe.errors import ConfigError, UsageError
 from fleetpipe.fit.arguments import require_data
 from fleetpipe.fit.feeding import Rows, rows_of
 from fleetpipe.io import DataLoader
+from fleetpipe.io.position import Pass
 from fleetpipe.job.job import Job
 from fleetpipe.mesh.axes import SHARDS
 from fleetpipe.paddle_api import paddle
@@ -30,6 +32,7 @@ class BatchSource:
         inputs: Number of columns of an item that are inputs.
         job: The job.
         loads: Whether items hold the samples, not their numbers alone.
+        random_of_pass: The random states with which a pass over data without a position began.
     """
 
     loader: Iterable[Nest]
@@ -38,6 +41,7 @@ class BatchSource:
     inputs: int
     job: Job
     loads: bool = True
+    random_of_pass: Pass = field(default_factory=Pass)
 
     @property
     def steps(self) -> int | None:
@@ -60,16 +64,20 @@ class BatchSource:
         self._begin()
         if self.job.healing is not None:
             self.job.healing.counts = True
-        positioned = isinstance(self.loader, DataLoader)
+        positioned = bool(self.state_dict())
+        dropped = 0 if positioned else taken
         left = None if self.samples is None else self.samples - taken * self.together
-        items: Iterator[Nest] = iter(
-            batches_of(self.loader, self.job.timeout)
-            if type(self.loader) is paddle.io.DataLoader
-            else self.loader
-        )
+        by_thread = getattr(self.loader, "num_workers", None) == 0
+        with self.random_of_pass.again(dropped, by_thread):
+            items: Iterator[Nest] = iter(
+                batches_of(self.loader, self.job.timeout)
+                if type(self.loader) is paddle.io.DataLoader
+                else self.loader
+            )
+            deque(islice(items, dropped), maxlen=0)
         with closing(items):
             for number in count():
-                item = next(islice(items, 0 if positioned or number else taken, None), None)
+                item = next(items, None)
                 rows = None if item is None else self._rows_of(item, left)
                 if not (positioned and self.steps):
                     rows = self._in_step(rows, taken + number)
@@ -129,10 +137,13 @@ class BatchSource:
         except UsageError:
             return {}
 
-    def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Moves the loader to a saved position, if it has one."""
+    def set_state_dict(self, state: Mapping[str, Any], epoch: int) -> None:
+        """Moves the loader to a saved position, or a sampler that has none to its epoch."""
+        sampler = getattr(self.loader, "batch_sampler", None)
         if state and isinstance(self.loader, DataLoader):
             self.loader.set_state_dict(state)
+        elif hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
 
     def next_epoch(self) -> None:
         """Starts the next epoch of a loader with a position; others start it by themselves."""

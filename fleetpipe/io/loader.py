@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from fleetpipe.errors import UsageError, require_whole
-from fleetpipe.io.position import BatchesInTurn, DrawnBatches, Iterated, ResumableSampler
+from fleetpipe.io.position import BatchesInTurn, DrawnBatches, Iterated, Pass, ResumableSampler
 from fleetpipe.io.sample_streams import KeyedCollate, KeyedDataset
 from fleetpipe.io.sampler import DistributedBatchSampler, place_of_replica
 from fleetpipe.job.job import current_job
@@ -154,6 +154,11 @@ class DataLoader(paddle.io.DataLoader):
             UsageError: The batch sampler cannot restore a position.
         """
         self._resumable().set_state_dict(state)
+
+    @property
+    def random_of_pass(self) -> Pass | None:
+        """Of data without numbers, the random states with which their pass began."""
+        return getattr(self._position, "random_of_pass", None)
 
     def _resumable(self) -> DrawnBatches | BatchesInTurn:
         if self._position is None:

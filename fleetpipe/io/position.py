@@ -3,14 +3,19 @@
 Workers and threads load ahead of the training. So the sampler's position after each batch waits in
 a queue until the training has taken the batch, and then becomes the loader's position. Data without
 indices can only be read from the start: to continue, the earlier batches are read again and
-dropped. A position that was saved for other data is refused by name.
+dropped, with the random numbers that the pass began with. A position that was saved for other data
+is refused by name.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from fleetpipe.errors import CheckpointError, StateError, require_whole
 from fleetpipe.io.sample_streams import Key
@@ -55,6 +60,47 @@ def foreign(of: str, expected: str, got: str) -> CheckpointError:
     )
 
 
+class Pass:
+    """One pass over data that have no numbers, which a resumed run begins again.
+
+    Samplers shuffle, and workers get their seeds, by NumPy's and Python's generators.
+
+    Attributes:
+        begun: Their states as the pass began, as values of JSON; None before any has.
+    """
+
+    def __init__(self) -> None:
+        self.begun: Any = None
+
+    @contextmanager
+    def again(self, taken: int, by_thread: bool) -> Iterator[None]:
+        """While it is open, a pass begins, and the batches that were taken are dropped.
+
+        Args:
+            taken: How many; with 0 it is a new pass.
+            by_thread: Whether a thread of this process loads the samples: its numbers follow those
+                of the dropped ones, and others the state that was restored.
+        """
+        restored = _python_states()
+        if taken and self.begun is not None:
+            _set_python_states(self.begun)
+        self.begun = _python_states()
+        yield
+        if taken and not by_thread:
+            _set_python_states(restored)
+
+
+def _python_states() -> Any:
+    name, words, *rest = np.random.get_state()
+    return [[name, words.tolist(), *rest], random.getstate()]  # type: ignore[union-attr]
+
+
+def _set_python_states(states: Any) -> None:
+    of_numpy, (version, words, gauss) = states
+    np.random.set_state(tuple(of_numpy))
+    random.setstate((version, tuple(words), gauss))
+
+
 _OF = "DataLoader over data without numbers"
 
 
@@ -82,6 +128,7 @@ class BatchesInTurn:
         """
         self._data = data
         self._facts = dict(facts)
+        self.random_of_pass = Pass()
         self._read = False
         self._begun = False
         self._taken = 0
@@ -121,14 +168,15 @@ class BatchesInTurn:
         if self._begun:
             self.set_epoch(self.epoch + 1)
         self._begun = True
-        batches = iter(begin())
-        for number in range(self._taken):
-            if next(batches, self) is self:
-                raise CheckpointError(
-                    f"the data end after {number} batches",
-                    expected=f"{self._taken}, which the run that saved had taken",
-                    fix="give the loader the data of that run, or begin anew",
-                )
+        with self.random_of_pass.again(self._taken, by_thread=not self._facts.get("workers")):
+            batches = iter(begin())
+            for number in range(self._taken):
+                if next(batches, self) is self:
+                    raise CheckpointError(
+                        f"the data end after {number} batches",
+                        expected=f"{self._taken}, which the run that saved had taken",
+                        fix="give the loader the data of that run, or begin anew",
+                    )
         with closing(batches):
             for batch in batches:
                 self._taken += 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paddle
 import pytest
 from paddle import nn
@@ -80,7 +82,8 @@ def model() -> Any:
 
 def fit(model: Any, *callbacks: Any, **options: Any) -> Losses:
     seen = Losses()
-    data = options.pop("data", None) or Digits(0, 4 * BATCH)
+    data = options.pop("data", None)
+    data = Digits(0, 4 * BATCH) if data is None else data
     model.fit(data, batch_size=BATCH, verbose=0, callbacks=[seen, *callbacks], **options)
     return seen
 
@@ -200,6 +203,53 @@ def test_batches_that_know_no_position_are_passed_over(model: Any, tmp_path: Pat
     rest = fit(model, save_dir=home, resume="auto", data=batches)
     model = prepared(fleetpipe.Model(layers()))
     assert [*first.train, *rest.train] == fit(model, data=batches).train
+
+
+class Noisy(Digits):
+    """Augments by NumPy's generator of the process that loads."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image + np.random.random(64).astype("float32"), label
+
+
+class Stream(paddle.io.IterableDataset):  # type: ignore[type-arg, unused-ignore]
+    """The same in turn, each worker its part."""
+
+    def __iter__(self) -> Iterator[Any]:
+        worker: Any = paddle.io.get_worker_info()
+        return (NOISY[n] for n in range(worker.id, len(NOISY), worker.num_workers))
+
+
+NOISY = Noisy(0, 4 * BATCH)
+LOADERS: list[Callable[[], Any]] = [
+    lambda: paddle.io.DataLoader(NOISY, batch_size=BATCH, shuffle=True),
+    lambda: paddle.io.DataLoader(NOISY, batch_size=BATCH, shuffle=True, num_workers=2),
+    lambda: paddle.io.DataLoader(
+        NOISY, batch_sampler=fleetpipe.io.DistributedBatchSampler(NOISY, BATCH, shuffle=True)
+    ),
+    lambda: fleetpipe.io.DataLoader(
+        NOISY,
+        batch_sampler=paddle.io.BatchSampler(NOISY, shuffle=True, batch_size=BATCH),
+        num_workers=2,
+    ),
+    lambda: fleetpipe.io.DataLoader(Stream(), batch_size=BATCH, num_workers=2),
+]
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_an_epoch_goes_on_with_its_own_order_and_noise(
+    model: Any, tmp_path: Path, loader: Callable[[], Any]
+) -> None:
+    def trained(seed: int, **options: Any) -> Any:
+        np.random.seed(seed)
+        paddle.seed(7)
+        model = prepared(fleetpipe.Model(layers()))
+        return fit(model, data=loader(), epochs=2, **options).train
+
+    home: dict[str, Any] = {"save_dir": str(tmp_path), "resume": "auto"}
+    first = trained(0, num_iters=6, **home)
+    assert [*first, *trained(99, **home)] == trained(0)
 
 
 class Counts(paddle.callbacks.Callback):

@@ -124,12 +124,16 @@ class TrainingState:
         self._optimizer = optimizer if isinstance(rate, float) else None
         self._scaler = scaler
         self._data = data
+        #: Of data that a resumed run reads from their begin, the random states of then.
+        self._pass: Any = getattr(data, "random_of_pass", None)
         self._program = program
 
     def collect(self) -> dict[str, Json]:
         """Returns the states of all objects that were passed, as JSON."""
         streams = None if self._program is None else self._program.streams()
         state: dict[str, Json] = {"random": random_states(streams)}
+        if self._pass is not None and self._pass.begun is not None:
+            state["random"]["pass"] = self._pass.begun
         if self._scheduler is not None:
             state["lr_scheduler"] = plain(self._scheduler.state_dict(), "the LR scheduler's state")
             state["restarts"] = [_restarts(scheduler) for scheduler in _chain(self._scheduler)]
@@ -245,6 +249,8 @@ class TrainingState:
     def put_back_random(self, states: Json) -> None:
         """Restores the random states of one rank."""
         set_random_states(states)
+        if self._pass is not None:
+            self._pass.begun = states.get("pass")
         if self._program is not None:
             stages, *_ = self._program.streams()
             self._program.set_streams(_streams_in(states, stages))

@@ -212,6 +212,7 @@ class KeptState:
         script = None if objects.state is None else dict.fromkeys(objects.state)
         state = training_state.from_text(self.put_tensors_back(step, script).decode())
         position = SimpleNamespace(state_dict=lambda: state["data"], set_state_dict=dict)
+        position.random_of_pass = SimpleNamespace(begun=state["random"].get("pass"))
         data = None if objects.data is None else position
         rest = {"lr_scheduler": objects.lr_scheduler, "scaler": objects.scaler, "data": data}
         rest["state"] = script
