@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe import systems
+from fleetpipe.arguments import require_folder
 from fleetpipe.job import attempt_files, generation, run_files
 from fleetpipe.launch.script import (
     LAUNCHED,
@@ -57,8 +58,9 @@ class Local:
         """Starts an attempt.
 
         Raises:
-            ConfigError: The folder in memory has no room for its files.
+            ConfigError: The folder in memory has no room for its files, or that of the logs none.
         """
+        require_folder("--log-dir", self._options.log_dir)
         self._home = self._folder / f"attempt-{attempt.number}"
         self._home.mkdir()
         attempt_files.require_space(self._home)

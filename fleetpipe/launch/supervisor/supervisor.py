@@ -59,7 +59,6 @@ def run(options: argparse.Namespace) -> int:
             if options.nproc_per_node > 1
             else "leave it out",
         )
-    require_folder("--log-dir", options.log_dir)
     checkpoints = options.checkpoint_dir or os.environ.get("FLEETPIPE_CHECKPOINT_DIR")
     if checkpoints:
         require_folder("--checkpoint-dir", checkpoints)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from fleetpipe.errors import ConfigError
 from fleetpipe.job import attempt_files
 from fleetpipe.launch.supervisor.attempts import Attempt, Verdict
 from fleetpipe.launch.supervisor.local_ranks import Local
@@ -155,6 +157,18 @@ def test_each_rank_gets_a_signal_once_whenever_it_starts(
     pods.stop.assert_called_once_with()
     local.stop(signal.SIGUSR1)
     assert sent[2:] == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
+
+
+def test_no_attempt_starts_whose_logs_have_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("fleetpipe.arguments._write_into", full)
+    options = argparse.Namespace(log_dir=str(tmp_path / "log"))
+    with pytest.raises(ConfigError, match=r"--log-dir: cannot use (?s:.*)No space left"):
+        Local(options, tmp_path, Mock(), Mock()).start(Attempt(2))
 
 
 @pytest.mark.parametrize("saved", [None, 8])
