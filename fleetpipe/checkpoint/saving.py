@@ -352,7 +352,7 @@ class Saver:
 
 def _merged_state(step: int, everyone: Sequence[Mapping[str, Json]]) -> str:
     """Returns the text of ``state.json``, merged from the states of all ranks."""
-    states = [training_state.from_text(facts["state"]) for facts in everyone]
+    states = [json.loads(facts["state"]) for facts in everyone]
     places = [Place.from_json(facts["place"]) for facts in everyone]
     steps = [facts["step"] for facts in everyone]
     if len(set(steps)) > 1:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fleetpipe.fit.callbacks.checkpoint import Nothing, PipelineCheckpoint
+from fleetpipe.fit.callbacks.checkpoint import PipelineCheckpoint
 from fleetpipe.fit.criterion import names_of, values_of
 from fleetpipe.fit.feeding import Rows
 from fleetpipe.fit.position import Position
@@ -56,7 +56,7 @@ class Loop:
         self,
         source: BatchSource,
         position: Position,
-        saver: PipelineCheckpoint | Nothing,
+        saver: PipelineCheckpoint | None,
         *,
         epochs: int,
         accumulate: int,
@@ -68,7 +68,7 @@ class Loop:
         Args:
             source: Yields the batches of an epoch.
             position: The place in the data, which advances.
-            saver: Saves after steps and epochs.
+            saver: Saves after steps and epochs; None saves nothing.
             epochs: Number of epochs in all.
             accumulate: Batches whose gradients make one step.
             evaluation: Yields the batches to evaluate at the end of epochs; None evaluates none.
@@ -86,7 +86,7 @@ class Loop:
             logs = self.run_epoch(source, position, saver, accumulate)
             self._note(history, {**logs, "loss": self._mean.value}, "")
             complete = self.left != 0 or position.step == source.steps
-            if not complete:
+            if not complete and saver is not None:
                 # Before callbacks step a rate: the training that goes on will end this epoch.
                 saver.cut_short()
             self._callbacks.on_epoch_end(epoch, logs)
@@ -97,7 +97,8 @@ class Loop:
             position.stopped = self._runner.any_rank(self._model.stop_training)
             if complete:
                 position.next_epoch()
-                saver.epoch_done(epoch, evaluated)
+                if saver is not None:
+                    saver.epoch_done(epoch, evaluated)
         self._callbacks.on_end("train", logs)
         return dict(history)
 
@@ -119,7 +120,7 @@ class Loop:
         self,
         source: BatchSource,
         position: Position,
-        saver: PipelineCheckpoint | Nothing,
+        saver: PipelineCheckpoint | None,
         accumulate: int = 1,
     ) -> Logs:
         """Trains on the rest of an epoch; see :meth:`train`."""
@@ -134,7 +135,8 @@ class Loop:
             self._step(waiting)
             names = ("loss", "step", "batch_size", *self._names)
             position.logs = {name: self.logs[name] for name in names}
-            saver.step_done()
+            if saver is not None:
+                saver.step_done()
 
         for step, rows in self._batches(source, position.step):
             self._callbacks.on_batch_begin("train", step, self.logs)

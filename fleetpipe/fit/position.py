@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,8 +42,8 @@ class Position:
         self._runner = runner
         self._source = source
         self._callbacks = callbacks
-        self._waiting: Mapping[str, Any] = {}
-        self._of_this_rank: dict[str, OwnCallback] = {}
+        #: Saved states of callbacks, which they get after their own begin.
+        self._waiting: dict[str, Any] = {}
         self.epoch = self.step = self.taken = 0
         self.stopped = False
         self.logs: Mapping[str, Any] = {}
@@ -90,31 +92,32 @@ class Position:
         for metric, counted in zip(self._runner.metrics, state["metrics"]):
             for name, value in counted.items():
                 setattr(metric, name, _value(value))
-        self.logs, self._waiting = state["told"], state["callbacks"]
+        self.logs = state["told"]
+        self._waiting.update(state["callbacks"])
 
     @property
     def random_of_pass(self) -> Pass:
         """The random states with which the pass over the data began."""
         return getattr(self._source.loader, "random_of_pass", None) or self._source.random_of_pass
 
-    def own_callbacks(self) -> dict[str, OwnCallback]:
+    def own_callbacks(self) -> dict[str, Any]:
         """Returns those with a state that run on this rank alone, by name, as objects to save."""
-        named = self._callbacks_by_name(here_alone=True).items()
-        self._of_this_rank = {
-            name: OwnCallback(one)
-            for name, one in named
+        return {
+            name: SimpleNamespace(
+                state_dict=partial(callback_state, one),
+                set_state_dict=partial(self._waiting.__setitem__, name),
+            )
+            for name, one in self._callbacks_by_name(here_alone=True).items()
             if hasattr(one, "state_dict") or _names_of(one)
         }
-        return self._of_this_rank
 
     def put_callbacks_back(self) -> None:
         """Gives the callbacks their saved states, once, after their own begin."""
-        for name, callback in self._callbacks_by_name().items():
+        here = self._callbacks_by_name(here_alone=True)
+        for name, callback in {**self._callbacks_by_name(), **here}.items():
             if name in self._waiting:
                 set_callback_state(callback, self._waiting[name])
-        for callback_here in self._of_this_rank.values():
-            callback_here.put_back()
-        self._waiting = {}
+        self._waiting.clear()
 
     def _counts(self) -> list[dict[str, Any]]:
         return [_metric_state(metric) for metric in self._runner.metrics]
@@ -128,28 +131,6 @@ class Position:
                 kind = type(callback).__name__ + (f" on the {place} rank" if here_alone else "")
                 named[f"{kind} {sum(name.startswith(f'{kind} ') for name in named)}"] = callback
         return named
-
-
-class OwnCallback:
-    """A callback of this rank alone, which gets its saved state after its own begin."""
-
-    def __init__(self, callback: Any) -> None:
-        self._callback = callback
-        self._waiting: Mapping[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what it counts."""
-        return callback_state(self._callback)
-
-    def set_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what it had counted."""
-        self._waiting = state
-
-    def put_back(self) -> None:
-        """Gives it what it had counted, once."""
-        if self._waiting is not None:
-            set_callback_state(self._callback, self._waiting)
-        self._waiting = None
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:

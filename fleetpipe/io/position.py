@@ -9,16 +9,13 @@ is refused by name.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from fleetpipe.errors import CheckpointError, StateError, require_whole
-from fleetpipe.io.sample_streams import Key
+from fleetpipe.io.sample_streams import Key, python_states, set_python_states
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import closing
 
@@ -81,24 +78,13 @@ class Pass:
             by_thread: Whether a thread of this process loads the samples: its numbers follow those
                 of the dropped ones, and others the state that was restored.
         """
-        restored = _python_states()
+        restored = python_states()
         if taken and self.begun is not None:
-            _set_python_states(self.begun)
-        self.begun = _python_states()
+            set_python_states(self.begun)
+        self.begun = python_states()
         yield
         if taken and not by_thread:
-            _set_python_states(restored)
-
-
-def _python_states() -> Any:
-    name, words, *rest = np.random.get_state()
-    return [[name, words.tolist(), *rest], random.getstate()]  # type: ignore[union-attr]
-
-
-def _set_python_states(states: Any) -> None:
-    of_numpy, (version, words, gauss) = states
-    np.random.set_state(tuple(of_numpy))
-    random.setstate((version, tuple(words), gauss))
+            set_python_states(restored)
 
 
 _OF = "DataLoader over data without numbers"

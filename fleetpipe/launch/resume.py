@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any, TypedDict
+from typing import Any
 
 from fleetpipe import log, systems
 from fleetpipe.checkpoint.contents.attributes import Attributes
@@ -33,6 +33,8 @@ from fleetpipe.transport import MessageKey
 
 _log = log.logger(__name__)
 
+#: The objects of a run, as :class:`fleetpipe.CheckpointManager` takes them.
+State = dict[str, Any]
 #: Names the folder of checkpoints where the script does not.
 FOLDER = "FLEETPIPE_CHECKPOINT_DIR"
 _USUAL_FOLDER = "checkpoints"
@@ -43,17 +45,6 @@ STOP_SIGNALS: dict[signal.Signals, Any] = {
     **dict.fromkeys(systems.STOP_SIGNALS, signal.SIG_DFL),
     signal.SIGINT: signal.default_int_handler,
 }
-
-
-class State(TypedDict):
-    """The objects of a run that a :class:`fleetpipe.CheckpointManager` saves."""
-
-    model: Layer | Program
-    optimizer: Optimizer | None
-    lr_scheduler: LRScheduler | None
-    scaler: GradScaler | None
-    data: SavedData | None
-    state: dict[str, Any] | None
 
 
 @shows("step", folder="_manager._home")
@@ -137,9 +128,7 @@ class Run:
                 ``fleetpipe launch``, which itself ends with 75 or 130.
         """
         self.step += 1
-        Objects(
-            **self._state
-        )  # what a first batch has shown of the data is told before a save is due
+        Objects(**self._state)  # what a first batch shows of the data is refused at once
         if self._kept is not None:
             self._kept.keep(self.step)
         current, ended = job.current_job(), False
@@ -260,14 +249,8 @@ def resume(
         )
     manager.require_folder()
     manager.claim()
-    of_run = State(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        scaler=scaler,
-        data=data,
-        state=state,
-    )
+    of_run: State = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+    of_run.update(scaler=scaler, data=data, state=state)
     current, folder = job.current_job(), attempt_files.folder()
     manager.attributes = Attributes(model, optimizer)
     if current is not None:

@@ -64,9 +64,8 @@ class NamedTensors(SavedPart):
     def __init__(self, parts: ModelParts) -> None:
         self.plain_names = parts.plain_names
         self._parts = parts
-        #: What takes the place of buffers of the model and of the loss when they are filled.
-        self._made: dict[str, Tensor] = {}
-        self._made_of_loss: dict[str, Tensor] = {}
+        #: What takes the place of buffers when it is filled: the model or the loss, and a path.
+        self._made: list[tuple[Layer, str, Tensor]] = []
         held = {id(one.tensor) for one in parts.tensors.values()}
         #: What the loss functions have beside the model, on every rank.
         self._loss = {
@@ -156,23 +155,13 @@ class NamedTensors(SavedPart):
         """Yields what the loss has, on every rank, and what a batch has given that of the run."""
         names = {name: described for name, described in saved.tensors.items() if name.group == LOSS}
         for name, described in names.items():
-            held = self._loss.get(name.name)
-            if (
-                held is None
-                and layer_at(self._parts.loss, name.name.rpartition(".")[0]) is not None
-            ):
-                dtype: Any = described.dtype
-                made = paddle.zeros(list(described.shape), dtype)
-                self._made_of_loss[name.name] = made
-                held = Held(made, differs=True)
+            held = self._loss.get(name.name) or self._make(self._parts.loss, name.name, described)
             if held is not None:
                 yield name, held
         missing = [name for name in self._loss if TensorName(LOSS, name) not in names]
         if missing:
-            text = (
-                f"the checkpoint has no {listed(missing)}: the loss begins as the script makes it"
-            )
-            log.once(_log.info, text)
+            begins = "the loss begins as the script makes it"
+            log.once(_log.info, f"the checkpoint has no {listed(missing)}: {begins}")
 
     def _late(self, saved: Saved) -> dict[TensorName, Held]:
         """Returns targets for saved buffers that forwards create or resize."""
@@ -182,23 +171,25 @@ class NamedTensors(SavedPart):
             held = (self._parts.late if late else self._parts.tensors).get(name.name)
             if late and held is not None and held.described == described:
                 targets[name] = held
-            elif (late or (name.group == MODEL and _has_grown(held, described))) and (
-                layer_at(self._parts.root, name.name.rpartition(".")[0]) is not None
-            ):
-                dtype: Any = described.dtype
-                made = paddle.zeros(list(described.shape), dtype)
-                self._made[name.name], targets[name] = made, Held(made, differs=True)
+            elif late or (name.group == MODEL and _has_grown(held, described)):
+                made = self._make(self._parts.root, name.name, described)
+                targets.update({} if made is None else {name: made})
         return targets
+
+    def _make(self, root: Layer, path: str, described: Described) -> Held | None:
+        """Returns what becomes a buffer at a path; None if there is no such layer here."""
+        if layer_at(root, path.rpartition(".")[0]) is None:
+            return None
+        dtype: Any = described.dtype
+        made = paddle.zeros(list(described.shape), dtype)
+        self._made.append((root, path, made))
+        return Held(made, differs=True)
 
     def settle(self) -> None:
         """Sets parts from the tensor that was filled for them, and replaces resized buffers."""
         super().settle()
-        for root, made in (
-            (self._parts.root, self._made),
-            (self._parts.loss, self._made_of_loss),
-        ):
-            for name, tensor in made.items():
-                put_buffer(root, name, tensor)
+        for root, path, tensor in self._made:
+            put_buffer(root, path, tensor)
 
     def saved_names(self, saved: Saved) -> Mapping[str, str]:
         """Returns the name in the checkpoint of each tensor of the whole model, and of the loss."""

@@ -11,7 +11,6 @@ numbers.
 from __future__ import annotations
 
 import json
-import random
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +23,7 @@ from fleetpipe.checkpoint.contents.attributes import Attributes
 from fleetpipe.checkpoint.contents.parts import STATE, ProgramSource, StageStreams
 from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError
+from fleetpipe.io.sample_streams import python_states, set_python_states
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_id
@@ -321,12 +321,6 @@ def to_text(state: Mapping[str, Json]) -> str:
     return json.dumps(state, indent=None, sort_keys=True) + "\n"
 
 
-def from_text(text: str) -> dict[str, Json]:
-    """Returns the states of :func:`to_text`."""
-    state: dict[str, Json] = json.loads(text)
-    return state
-
-
 def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) -> dict[str, Json]:
     """Merges the states of all ranks of a job into one.
 
@@ -357,14 +351,10 @@ def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) 
 
 def random_states(streams: StageStreams | None = None) -> Json:
     """Returns the current random states; ``streams`` are those of a static program's stages."""
-    numpy_state: Any = np.random.get_state()
-    name, keys, *rest = numpy_state
-    version, numbers, next_gauss = random.getstate()
     states = {
         "paddle": generator_states(),
         "streams": {name: [state] for name, state in stream_states().items()},
-        "numpy": [name, keys.tolist(), *rest],
-        "python": [version, list(numbers), next_gauss],
+        **python_states(),
     }
     if streams is not None:
         stages, leads, later = streams
@@ -381,10 +371,7 @@ def set_random_states(states: Json) -> None:
     for name in streams.keys() & states["streams"].keys():
         streams[name][card] = state_like(streams[name][card], states["streams"][name])
     tracker.set_states_tracker(streams)
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype="uint32"), *rest))
-    version, numbers, next_gauss = states["python"]
-    random.setstate((version, tuple(numbers), next_gauss))
+    set_python_states(states)
 
 
 def _streams_in(states: Json, stages: int) -> dict[int, Any]:

@@ -7,6 +7,7 @@ while one is written, the other holds the step before.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 from fleetpipe import log
 from fleetpipe.checkpoint.contents import training_state
+from fleetpipe.checkpoint.contents.layer_and_optimizer import NamedTensors, OptimizerState
 from fleetpipe.checkpoint.contents.matching import plain_order
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import STATE, Saved, SavedPart, SavedProgram, TensorName
@@ -29,7 +31,6 @@ from fleetpipe.checkpoint.restoring import restore_from
 from fleetpipe.contrib.kept_state.kept_step import Block, KeptStep
 from fleetpipe.contrib.kept_state.layouts import complete_layouts
 from fleetpipe.contrib.kept_state.segment import Segment
-from fleetpipe.errors import CheckpointError
 from fleetpipe.mesh.parts import Described, Held
 from fleetpipe.paddle_api.device import dynamic_mode
 
@@ -156,7 +157,7 @@ class KeptState:
     def _restore(self, step: int) -> None:
         text = self.put_tensors_back(step, self._objects.state)
         training = self._objects.training_state(self._objects.model_part())
-        state = training_state.from_text(text.decode())
+        state = json.loads(text)
         training.put_back(state)
         training.put_back_random(state["random"])
         self.generators = state["random"]["paddle"]
@@ -188,7 +189,7 @@ class KeptState:
     @dynamic_mode()
     def copy(self) -> Callable[[], None]:
         """Copies the tensors as they are now; returns what puts these values back."""
-        held = self._collect_tensors(self._objects.script_part(self._ranks.place))
+        *_, held = self._collect_tensors(self._objects.script_part(self._ranks.place))
         copies = host_memory.Snapshot().take(held)
 
         def put_back() -> None:
@@ -210,7 +211,7 @@ class KeptState:
         now, objects = self.collect(), self._objects
         # Of that step, too; what the script has now stays.
         script = None if objects.state is None else dict.fromkeys(objects.state)
-        state = training_state.from_text(self.put_tensors_back(step, script).decode())
+        state = json.loads(self.put_tensors_back(step, script))
         position = SimpleNamespace(state_dict=lambda: state["data"], set_state_dict=dict)
         position.random_of_pass = SimpleNamespace(begun=state["random"].get("pass"))
         data = None if objects.data is None else position
@@ -243,7 +244,7 @@ class KeptState:
         optimizer = self._objects.optimizer_part(model)
         parts: list[SavedPart] = [part for part in (model, optimizer) if part is not None]
         if script is not None:
-            trees = training_state.from_text(text.decode()).get(STATE)
+            trees = json.loads(text).get(STATE)
             parts.append(ScriptState(script, self._ranks.place, trees))
         wanted = {name: held for part in parts for name, held in part.wanted(saved).items()}
         tensors = dict(zip(described, blocks))
@@ -257,11 +258,7 @@ class KeptState:
 
     def _list_tensors(self, script: ScriptState) -> list[Held]:
         """Returns the tensors of the present state; describes them again if they have changed."""
-        model = self._objects.model_part()
-        if model is None:
-            raise CheckpointError("a state is kept of a model", fix="resume(model, optimizer)")
-        optimizer = self._objects.optimizer_part(model)
-        held = self._collect_tensors(script)
+        model, optimizer, held = self._collect_tensors(script)
         # A tensor that is made anew for each step may have the address of another.
         tensors = [(name, id(one.tensor), one.described) for name, one in held.items()]
         if tensors != self._tensors:
@@ -280,11 +277,13 @@ class KeptState:
             }
         return [*held.values()]
 
-    def _collect_tensors(self, script: ScriptState) -> dict[TensorName, Held]:
+    def _collect_tensors(
+        self, script: ScriptState
+    ) -> tuple[NamedTensors, OptimizerState | None, dict[TensorName, Held]]:
         model = self._objects.required_model()
         optimizer = self._objects.optimizer_part(model)
         of_optimizer = {} if optimizer is None else optimizer.held()
-        return {**model.held(), **of_optimizer, **script.held()}
+        return model, optimizer, {**model.held(), **of_optimizer, **script.held()}
 
     @property
     def _samples(self) -> int | None:

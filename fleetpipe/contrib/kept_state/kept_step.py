@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -61,7 +62,7 @@ class KeptStep:
         states, places = [], []
         for segment in kept.segments:
             blocks, text = segment.read(kept.step)
-            states.append({"extra": {}, **training_state.from_text(text.decode())})
+            states.append({"extra": {}, **json.loads(text)})
             places.append(Place.from_json(segment.index["place"]))
             replica = places[-1].replica.number
             for row, memory in zip(segment.index["blocks"], blocks):

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class PipelineCheckpoint(rank_policy.Callback):
         save_dir: str | None,
         go_on: bool,
         state: dict[str, Any] | None = None,
-    ) -> Iterator[None]:
+    ) -> Iterator[PipelineCheckpoint]:
         """Resumes a training, and saves it while the context is open.
 
         Collective over the job.
@@ -134,7 +134,7 @@ class PipelineCheckpoint(rank_policy.Callback):
             # A state from memory may be newer than what is saved; not every rank sees the folder.
             saved = any(self._last in steps for steps in self.model.gather(self._manager.steps()))
             self._saved = self._last if saved else None
-            yield
+            yield self
             self.cut_short()
             self.model.pipeline.require_running().share("ending the last save", self._manager.wait)
         finally:
@@ -216,19 +216,6 @@ class PipelineCheckpoint(rank_policy.Callback):
             )
 
 
-class Nothing:
-    """Stands for a ``PipelineCheckpoint`` if nothing is to be saved."""
-
-    def step_done(self) -> None:
-        """Does nothing."""
-
-    def epoch_done(self, epoch: int, evaluated: Mapping[str, Any]) -> None:
-        """Does nothing."""
-
-    def cut_short(self) -> None:
-        """Does nothing."""
-
-
 def with_checkpoint(callbacks: Nest, every_steps: int | None, every_epochs: int) -> list[Any]:
     """Returns the user's callbacks, with a ``PipelineCheckpoint`` if they have none."""
     listed = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks or []]
@@ -238,18 +225,13 @@ def with_checkpoint(callbacks: Nest, every_steps: int | None, every_epochs: int)
     return usable
 
 
-@contextmanager
 def saver_of(
     callbacks: Sequence[Any],
     position: Position,
     save_dir: str | None,
     go_on: bool,
     state: dict[str, Any] | None = None,
-) -> Iterator[PipelineCheckpoint | Nothing]:
-    """While it is open, the ``PipelineCheckpoint`` among the callbacks saves, if there is one."""
+) -> AbstractContextManager[PipelineCheckpoint | None]:
+    """Returns the ``PipelineCheckpoint`` among the callbacks, which saves while it is open."""
     savers = [callback for callback in callbacks if isinstance(callback, PipelineCheckpoint)]
-    if not savers:
-        yield Nothing()
-        return
-    with savers[0].going(position, save_dir, go_on, state):
-        yield savers[0]
+    return savers[0].going(position, save_dir, go_on, state) if savers else nullcontext()
