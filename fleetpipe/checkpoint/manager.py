@@ -176,7 +176,8 @@ class CheckpointManager:
         return restore(Ranks.of_job(), self._retention, step, objects.only(only))
 
     def _objects(self, *objects: Any) -> Objects:
-        return Objects(*objects, names=self._names, attributes=self.attributes)
+        named: Any = {"names": self._names, "attributes": self.attributes}
+        return Objects(*objects, **named)
 
     def __enter__(self: Manager) -> Manager:
         return self

@@ -125,8 +125,8 @@ def _end_with_process() -> None:
                 )
             )
     first = lost.pop(0) if lost and process_exit.error() is None else None
-    for error in lost:
-        _log.error("%s", error)
+    for one in lost:
+        _log.error("%s", one)
     if first is not None:
         attempt_files.tell_failure(Failure.of(attempt_files.own_rank(), first))
         try:

@@ -139,7 +139,7 @@ class BatchSource:
 
     def set_state_dict(self, state: Mapping[str, Any], epoch: int) -> None:
         """Moves the loader to a saved position, or a sampler that has none to its epoch."""
-        sampler = getattr(self.loader, "batch_sampler", None)
+        sampler: Any = getattr(self.loader, "batch_sampler", None)
         if state and isinstance(self.loader, DataLoader):
             self.loader.set_state_dict(state)
         elif hasattr(sampler, "set_epoch"):

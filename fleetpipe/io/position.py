@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from fleetpipe.errors import CheckpointError, StateError, require_whole
-from fleetpipe.io.sample_streams import Key, python_states, set_python_states
+from fleetpipe.io.sample_streams import Key
 from fleetpipe.paddle_api import paddle
 from fleetpipe.paddle_api.loading import closing
+from fleetpipe.paddle_api.random import python_states, set_python_states
 
 
 def fields(state: Any, kinds: Mapping[str, type], of: str) -> dict[str, Any]:

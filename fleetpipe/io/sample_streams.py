@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -97,22 +97,6 @@ def sample_generator() -> np.random.Generator:
             "fleetpipe.io.DataLoader with a resumable batch sampler loads",
         )
     return np.random.default_rng(key)
-
-
-def python_states() -> dict[str, Any]:
-    """Returns the states of NumPy's and Python's own generators, as values of JSON."""
-    of_numpy: Any = np.random.get_state()
-    name, words, *rest = of_numpy
-    version, numbers, next_gauss = random.getstate()
-    of_python = [version, [*numbers], next_gauss]
-    return {"numpy": [name, words.tolist(), *rest], "python": of_python}
-
-
-def set_python_states(states: Mapping[str, Any]) -> None:
-    """Restores the result of :func:`python_states`."""
-    np.random.set_state(tuple(states["numpy"]))
-    version, numbers, next_gauss = states["python"]
-    random.setstate((version, tuple(numbers), next_gauss))
 
 
 @contextmanager

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 from paddle import _C_ops
 from paddle.base import core as _core
 
@@ -166,6 +168,22 @@ def set_generator_states(described: Sequence[Mapping[str, Any]]) -> None:
     """Sets this process's generators to saved states of :func:`generator_states`."""
     for generator in generators():
         generator.set_state(state_like(generator.get_state(), described))
+
+
+def python_states() -> dict[str, Any]:
+    """Returns the states of NumPy's and Python's own generators, as values of JSON."""
+    of_numpy: Any = np.random.get_state()
+    name, words, *rest = of_numpy
+    version, numbers, next_gauss = random.getstate()
+    of_python = [version, [*numbers], next_gauss]
+    return {"numpy": [name, words.tolist(), *rest], "python": of_python}
+
+
+def set_python_states(states: Mapping[str, Any]) -> None:
+    """Restores the result of :func:`python_states`."""
+    np.random.set_state(tuple(states["numpy"]))
+    version, numbers, next_gauss = states["python"]
+    random.setstate((version, tuple(numbers), next_gauss))
 
 
 def generator_from(described: Mapping[str, Any]) -> Any:

@@ -42,11 +42,11 @@ class ScriptState(SavedPart):
 
     def trees(self) -> Trees:
         """Returns what is saved as JSON, with the names of the tensors beside it."""
-        taken = self._taken.items()  # without a tensor the ranks may have the same
+        taken = self._contents.items()  # without a tensor the ranks may have the same
         return {name: [self._prefix if tensors else "", t] for name, (t, tensors) in taken}
 
     @functools.cached_property
-    def _taken(self) -> dict[str, tuple[Any, list[Any]]]:
+    def _contents(self) -> dict[str, tuple[Any, list[Any]]]:
         """The tree and the tensors of each, as of one moment."""
         taken = {}
         for name, value in self._state.items():
@@ -63,7 +63,7 @@ class ScriptState(SavedPart):
         return taken
 
     def _tensors(self) -> Iterator[tuple[TensorName, Held]]:
-        for name, (_, tensors) in self._taken.items():
+        for name, (_, tensors) in self._contents.items():
             for number, tensor in enumerate(tensors):
                 yield TensorName(STATE, f"{self._prefix}/{name}/{number}"), Held(tensor, None, True)
 

@@ -23,7 +23,6 @@ from fleetpipe.checkpoint.contents.attributes import Attributes
 from fleetpipe.checkpoint.contents.parts import STATE, ProgramSource, StageStreams
 from fleetpipe.checkpoint.ranks import Place
 from fleetpipe.errors import CheckpointError
-from fleetpipe.io.sample_streams import python_states, set_python_states
 from fleetpipe.job.job import current_job
 from fleetpipe.paddle_api import paddle, paddle_fleet
 from fleetpipe.paddle_api.device import device_id
@@ -37,7 +36,9 @@ from fleetpipe.paddle_api.random import (
     generator_state,
     generator_states,
     generators,
+    python_states,
     set_generator_states,
+    set_python_states,
     state_like,
     stream_states,
 )
@@ -341,11 +342,11 @@ def merge_states(states: Sequence[Mapping[str, Json]], places: Sequence[Place]) 
                     got=f"{value} on rank {rank} of the job"[:200],
                     fix="step it alike on every rank; positions in data count global samples",
                 )
-    whole["random"] = _merged([state["random"] for state in states], places)
+    whole["random"] = _merge([state["random"] for state in states], places)
     if any(STATE in state for state in states):
-        whole[STATE] = _merged([state.get(STATE, {}) for state in states], places)
+        whole[STATE] = _merge([state.get(STATE, {}) for state in states], places)
     if all(ATTRIBUTES in state for state in states):
-        whole[ATTRIBUTES] = _merged([state[ATTRIBUTES] for state in states], places)
+        whole[ATTRIBUTES] = _merge([state[ATTRIBUTES] for state in states], places)
     return whole
 
 
@@ -389,7 +390,7 @@ def _streams_in(states: Json, stages: int) -> dict[int, Any]:
     return {stage: state for stage, state in fitting if state is not now}
 
 
-def _merged(states: Sequence[Json], places: Sequence[Place]) -> Json:
+def _merge(states: Sequence[Json], places: Sequence[Place]) -> Json:
     """Merges what each rank has of its own, equal ones once."""
     texts = [json.dumps(state, sort_keys=True) for state in states]
     distinct = list(dict.fromkeys(texts))
@@ -404,7 +405,7 @@ def _of_place(saved: Json, place: Place, leads: bool = True) -> Json:
     """Returns what a rank goes on with: what the one had whose place is most like its own.
 
     Args:
-        saved: A value of :func:`_merged`.
+        saved: A value of :func:`_merge`.
         place: The place of the rank.
         leads: For random states, whether this rank's default generator continues the stream of the
             first stage that draws, if a static program was saved; true in dynamic graph.
