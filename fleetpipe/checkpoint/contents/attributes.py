@@ -100,8 +100,8 @@ class Attributes:
                 lost.setdefault(name.rpartition(".")[2], []).append(name)
             else:
                 _log.info("%s was %s when it was saved, and is now %s", name, saved[name], value)
-        for attribute, (name, *others) in lost.items():
-            several = f" (and {len(others)} more {attribute})" if others else ""
+        for attribute, (name, *more) in lost.items():
+            several = f" (and {len(more)} more {attribute})" if more else ""
             job.allow.refuse(
                 "state",
                 attribute,

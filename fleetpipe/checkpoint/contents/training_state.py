@@ -235,10 +235,10 @@ class TrainingState:
         """Restores a constant learning rate; what the script gives in its place counts."""
         saved, first = state.get("learning_rate"), state.get("first_learning_rate")
         here: Any = None if self._optimizer is None else self._optimizer.get_lr()
-        known = None not in (first, self._first_rate)
-        if here is not None and saved is not None and (not known or first == self._first_rate):
+        both = None not in (first, self._first_rate)
+        if here is not None and saved is not None and (not both or first == self._first_rate):
             put_rate(self._optimizer, saved, state.get("learning_rate_of_steps", saved))
-            if not known and here != saved:
+            if not both and here != saved:
                 _log.info(
                     "the learning rate is %s, as it was saved, not the script's %s", saved, here
                 )
