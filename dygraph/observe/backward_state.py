@@ -6,9 +6,10 @@ forward runs before this backward in one run, and behind it in the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fleetpipe.aliases import Layer
 from fleetpipe.dygraph.backward.contents import CONTAINERS, holders
 from fleetpipe.dygraph.backward.layer_state import PADDLES_ATTRIBUTES
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
@@ -20,6 +21,8 @@ from fleetpipe.schedules import Action, Op
 from fleetpipe.transport.wire.bridge import checksum
 
 _NUMBERS = (bool, int, float, str)
+#: A schedule puts another forward in for each action.
+_LEFT_OUT = {*PADDLES_ATTRIBUTES, "forward"}
 
 
 class BackwardState(BatchObserver):
@@ -29,6 +32,17 @@ class BackwardState(BatchObserver):
         """Takes the model whose batches it watches."""
         self._layers = layers
         self._over = False
+        self._parts: Mapping[str, Layer] = {}
+        self._beside: list[Any] = []
+
+    def begin(self, batch: Any) -> None:
+        """Finds the layers, and the containers that their code names, before the first batch."""
+        if not self._over:
+            parts = dict(paddle.nn.Layer.named_sublayers(self._layers))
+            for number, loss in enumerate(self._layers.loss_layers()):
+                parts.update(loss.named_sublayers(f"loss.{number}", include_self=True))
+            functions = self._layers.named_functions().values()
+            self._parts, self._beside = parts, [*holders([*parts.values()], functions)]
 
     def wrap(self, played: Played, op: Op, instruction: Instruction) -> Instruction:
         """Returns a backward with a comparison around it; other operations as they are."""
@@ -50,26 +64,21 @@ class BackwardState(BatchObserver):
 
     def end(self) -> None:
         """Compares no more: what a backward does in a batch, it does in the first."""
-        self._over = True
+        self._over, self._parts, self._beside = True, {}, []
 
     def _values(self) -> Iterator[tuple[tuple[int, object], tuple[str, Any]]]:
         """Yields each value that forwards may read: its place, which is no other later; its name.
 
         Of buffers and statistics it has checksums. Parameters change in steps alone.
         """
-        parts = dict(paddle.nn.Layer.named_sublayers(self._layers))
-        for number, loss in enumerate(self._layers.loss_layers()):
-            parts.update(loss.named_sublayers(f"loss.{number}", include_self=True))
-        containers: list[tuple[str, Any]] = []
-        for path, part in parts.items():
+        containers = [("beside the layers", one) for one in self._beside]
+        for path, part in self._parts.items():
             for name, value in vars(part).items():
-                if name not in PADDLES_ATTRIBUTES:
+                if name not in _LEFT_OUT:
                     yield (id(part), name), (f"{path}.{name}", value)
                     containers.append((f"{path}.{name}", value))
             for table, name in state_slots(part):
                 yield (id(table), name), (f"{path}.{name}", checksum(table[name]))
-        functions = self._layers.named_functions().values()
-        containers += [("beside the layers", one) for one in holders([*parts.values()], functions)]
         for name, value in containers:
             if isinstance(value, CONTAINERS):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
