@@ -142,10 +142,10 @@ class ReportCallback(PipelineCheckpoint):
         save_dir: str | None,
         go_on: bool,
         state: dict[str, Any] | None = None,
-    ) -> Iterator[None]:
+    ) -> Iterator[PipelineCheckpoint]:
         """While it is open, a training resumes, runs and is reported. Collective."""
         with super().going(position, save_dir, True, state):
-            yield
+            yield self
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         """Notes the figures of the batch."""
