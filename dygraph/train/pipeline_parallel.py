@@ -101,7 +101,7 @@ class PipelineParallel(PipelineFace):
             self._bind(optimizer)
             return batch
 
-        look = self._runtime.job.before_batches.get(id(self.layers))
+        look = self._runtime.job.before_batches.get(id(self._runtime.layers))
         if look is not None:
             look(optimizer)
         healing = self._runtime.job.healing

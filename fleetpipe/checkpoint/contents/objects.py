@@ -98,7 +98,7 @@ class Objects:
         if model is None:
             return None
         model = without_wrappers(model)
-        if isinstance(model, parts.SavedProgram):
+        if not isinstance(model, paddle.nn.Layer) and isinstance(model, parts.SavedProgram):
             return ProgramState(model.checkpoint_part_of_program(self.names))
         if self.names is not None:
             raise ConfigError(
