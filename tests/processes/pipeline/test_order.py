@@ -85,7 +85,7 @@ def train_both_ways(pp: int, folder: str) -> list[tuple[bool, int]]:
                 pp,
                 schedule,
                 micro_batches=MICRO_BATCHES,
-                steps=3,
+                steps=5,  # in the first, backwards are compared too
                 data=TEXT,
                 optimizer=adam,
                 gradients=True,
