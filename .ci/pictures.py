@@ -45,6 +45,11 @@ FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
+#: Has rank 1 killed in step 120 of every attempt.
+STRUCK = """from fleetpipe.dygraph.train.observers import of_all
+from tests.chaos import Struck
+of_all.append(lambda _: Struck("B1.3", 120))
+"""
 #: What Paddle says of itself, and fleetpipe's commands keep quiet.
 _QUIET = re.compile("INFO|FLAGS|====|ccache|warnings.warn")
 SCREEN = """<!DOCTYPE html><meta charset="utf-8"><style>
@@ -60,10 +65,14 @@ def main() -> None:
         home = Path(folder)
         subprocess.run([*FLEETPIPE, "new", "spirals"], cwd=home, check=True)
         project = home / "spirals"
-        chaos = ["chaos", "--kill", "rank=1,at=B1.3", "--every", "120", "--nproc_per_node", "2"]
-        command = [*FLEETPIPE, *chaos, "--serve", str(PORT), "train.py", *LARGER]
-        with subprocess.Popen(command, cwd=project) as training:
+        script = project / "train.py"
+        text = script.read_text(encoding="utf-8")
+        struck = text.replace("import fleetpipe\n", f"{STRUCK}import fleetpipe\n", 1)
+        script.write_text(struck, encoding="utf-8")
+        launch = ["launch", "--nproc_per_node", "2", "--serve", str(PORT)]
+        with subprocess.Popen([*FLEETPIPE, *launch, "train.py", *LARGER], cwd=project) as training:
             watch(home)
+        script.write_text(text, encoding="utf-8")
         if training.returncode:
             raise SystemExit("the training has failed")
         subprocess.run([*FLEETPIPE, "report", "run"], cwd=project, check=True)

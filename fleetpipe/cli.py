@@ -56,11 +56,6 @@ COMMANDS = (
         "fleetpipe.contrib.ray.launch_command:configure",
     ),
     Command(
-        "chaos",
-        "launch a job, and kill one of its ranks in every attempt",
-        "fleetpipe.contrib.chaos.chaos_command:configure",
-    ),
-    Command(
         "parity",
         "run a training script beside its single-device model and compare every bit",
         "fleetpipe.launch.script:configure_parity",

@@ -78,7 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("contrib/report", "contrib/clusters"),
         *("contrib/starter", "contrib/formats", "contrib/program_ir", "contrib/fluid"),
-        *("contrib/pipelining", "contrib/callbacks", "contrib/kept_state", "contrib/chaos"),
+        *("contrib/pipelining", "contrib/callbacks", "contrib/kept_state"),
         *("contrib/slurm", "contrib/guards", "contrib/fast_leaves", "contrib/shadow"),
         *("contrib/experts", "contrib/slices", "contrib/sequences", "contrib/vocabulary"),
         *("contrib/lora", "contrib/text"),

@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoints/healing.py [--pairs 10] [--ranks 3] [--dp 1] [--seed 1]
 
-Each round kills the same rank before the same operation of step 20 (SIGKILL). A pause is a long
-time between the ends of two steps, less a usual one: the longest on any rank, or the two of the
-first rank before a job goes on with a stage less and with all again. The final models of all jobs
-are compared with that of a job which nobody disturbs.
+Each round kills the same rank before the same operation of step 20 (SIGKILL), once in a job. A
+pause is a long time between the ends of two steps, less a usual one: the longest on any rank, or
+the two of the first rank before a job goes on with a stage less and with all again. The final
+models of all jobs are compared with that of a job which nobody disturbs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def train() -> None:
     import fleetpipe
     from fleetpipe import fleet
     from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer
+    from tests.chaos import Struck
 
     ranks, dp = int(os.environ["PADDLE_TRAINERS_NUM"]), int(sys.argv[1])
+    killed = sys.argv[2:] and sys.argv[2] == os.environ["PADDLE_TRAINER_ID"]
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {"pp_degree": ranks // dp, "dp_degree": dp}
     strategy.pipeline_configs = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": ROWS}
@@ -48,6 +50,8 @@ def train() -> None:
     adam = paddle.optimizer.AdamW(parameters=model.parameters())
     optimizer = fleet.distributed_optimizer(adam)
     run = fleetpipe.resume(model, optimizer)
+    if killed and run.step == 0:
+        model.observe(Struck(sys.argv[3], KILLED))
     for step in run.steps(STEPS):
         paddle.seed(step)
         rows = [paddle.randn([MICRO_BATCHES * ROWS, WIDTH]) for _ in range(2)]
@@ -60,19 +64,20 @@ def train() -> None:
 
 
 def run(
-    options: argparse.Namespace, words: list[str], folder: Path
+    options: argparse.Namespace, words: str, kill: list[str], folder: Path
 ) -> tuple[list[list[float]], set[str]]:
     """Runs a job; returns each rank's seconds between steps, and the hashes of their last models.
 
-    They are less the usual seconds.
+    They are less the usual seconds. ``kill`` is a rank and an operation, or empty.
     """
     log = folder / "log"
-    command = [sys.executable, "-m", "fleetpipe", *words, "--nproc", str(options.ranks)]
+    command = [sys.executable, "-m", "fleetpipe", "launch", "--nproc", str(options.ranks)]
     command += ["--checkpoint-dir", str(folder / "checkpoints"), "--log-dir", str(log)]
+    command += [*words.split(), __file__, str(options.dp), *kill]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
         where = {"stdout": output, "stderr": output, "env": environment}
-        subprocess.run([*command, __file__, str(options.dp)], check=True, timeout=300, **where)
+        subprocess.run(command, check=True, timeout=300, **where)
     waits, hashes = [], set()
     for file in sorted(log.glob("workerlog.*")):
         lines = [line.split() for line in file.read_text().splitlines()]
@@ -97,16 +102,15 @@ def main() -> None:
     seconds: dict[str, list[float]] = {kind: [] for kind in [*kinds, "has all again"]}
     other = 0
     with tempfile.TemporaryDirectory() as place:
-        _, undisturbed = run(arguments, ["launch"], _folder(place, "undisturbed"))
+        _, undisturbed = run(arguments, "", [], _folder(place, "undisturbed"))
         for pair in range(arguments.pairs):
             stage, part = chance.randrange(pipeline), chance.randrange(MICRO_BATCHES)
             at = chance.choice([f"F{stage}.{part}", f"B{stage}.{part}", "REDUCE", "STEP"])
             # Stages are numbered along the pipeline, and replicas lie outside of it.
             rank = chance.randrange(arguments.dp) * pipeline + stage
-            kill = ["chaos", "--kill", f"rank={rank},at={at}", "--every", str(KILLED)]
             for kind, words in kinds.items():
                 where = _folder(place, f"{pair} {kind}")
-                waits, hashes = run(arguments, [*kill, *words.split()], where)
+                waits, hashes = run(arguments, words, [str(rank), at], where)
                 if words is fewer:
                     # The ends of two attempts, in their order.
                     begins = sorted(waits[0])[-2:]

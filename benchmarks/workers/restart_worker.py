@@ -25,9 +25,9 @@ from paddle import nn  # noqa: E402
 
 import fleetpipe  # noqa: E402
 from fleetpipe import fleet  # noqa: E402
-from fleetpipe.contrib.chaos.strike import Chaos, Strike  # noqa: E402
 from fleetpipe.fleet.meta_parallel import LayerDesc, PipelineLayer  # noqa: E402
 from fleetpipe.job import attempt_files  # noqa: E402
+from tests.chaos import Struck  # noqa: E402
 
 RANK = int(os.environ["PADDLE_TRAINER_ID"])
 RANKS = int(os.environ["PADDLE_TRAINERS_NUM"])
@@ -82,12 +82,7 @@ def prepare(model: Any, optimizer: Any, run: Any, folder: Path, kill: Kill) -> N
     last = run.step + kill.step - 1
     if kill.moment in ("forward", "backward"):
         at = f"{kill.moment[0].upper()}{stage}.{int(kill.after * MICRO_BATCHES)}"
-
-        def struck(*_: Any) -> None:
-            kill_now(folder, kill)
-
-        signal.signal(signal.SIGUSR2, struck)
-        model.observe(Chaos(Strike(signal.SIGUSR2, RANK, at, kill.step), stage))
+        model.observe(Struck(at, kill.step, lambda: kill_now(folder, kill)))
     elif kill.moment == "optimizer":
         step = optimizer.wrapped.step
 

@@ -5,7 +5,6 @@ The order of the table is that of :class:`fleetpipe.engine.observer.Observers`, 
 - An observer of single values or actions is innermost: the check for NaN and the user's own.
 - The companion trains before the batch, and steps within the step that the guards check.
 - Guards publish while a receive is blocked: trace and meter, around them, count that as waiting.
-- A chaos strike comes before its operation is recorded: it ends no rank within a recorded event.
 - The meter is outermost. It begins last and ends first, so that neither a plain model's training
   nor the exchange of a trace is a part of the step; the trace ends with the number of that step.
 """
@@ -19,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from fleetpipe.engine.observer import Observer
-from fleetpipe.job import meeting
 
 
 class ObserverRow(NamedTuple):
@@ -72,15 +70,6 @@ OBSERVERS: Mapping[str, ObserverRow] = {
             if of.config.trace is not None and of.job.leads("pp")
             else None
         ),
-    ),
-    "chaos": ObserverRow(
-        "fleetpipe.contrib.chaos.strike:Chaos.asked_for",
-        lambda of: (
-            (of.plan, of.job.hcg.get_stage_id(), meeting.own_rank())
-            if "FLEETPIPE_CHAOS" in os.environ
-            else None
-        ),
-        by_plan=True,
     ),
     "meter": ObserverRow(
         "fleetpipe.engine.step_meter:StepMeter",

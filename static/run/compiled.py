@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -10,12 +9,10 @@ import numpy as np
 
 from fleetpipe.aliases import Optimizer, Place, Scope, ScopeTensor
 from fleetpipe.engine.engine import Engine
-from fleetpipe.engine.observer import Observer, Observers
+from fleetpipe.engine.observer import Observers
 from fleetpipe.engine.step_meter import StepMeter
 from fleetpipe.engine.trace import Trace
 from fleetpipe.errors import ConfigError
-from fleetpipe.extras import extra
-from fleetpipe.job import meeting
 from fleetpipe.job.job import Job
 from fleetpipe.paddle_api.optimizer import current_rate
 from fleetpipe.paddle_api.static import dynamic, found_tensor, job_executor, share, tensor_of
@@ -122,12 +119,7 @@ class Compiled:
         self.stage = StaticStage(runners, streams)
         ranks = recipe.job.pipeline_ranks()
         meter = StepMeter(recipe.plan, ranks, recipe.job.progress, not recipe.job.local)
-        traces: tuple[Observer, ...] = () if recipe.trace is None else (recipe.trace,)
-        if "FLEETPIPE_CHAOS" in os.environ:
-            of_rank = (recipe.job.hcg.get_stage_id(), meeting.own_rank())
-            strike = extra("chaos.strike").Chaos.asked_for(recipe.plan, *of_rank)
-            traces = traces if strike is None else (*traces, strike)
-        self.observers = Observers(*traces, meter)
+        self.observers = Observers(*([] if recipe.trace is None else [recipe.trace]), meter)
         connections, timeout = recipe.job.connect(), recipe.job.timeout
         self.engine = Engine(recipe.plan, self.stage, connections, timeout, [self.observers])
         self._run_step = None

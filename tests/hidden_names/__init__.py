@@ -36,9 +36,7 @@ DIFFERENT: dict[str, dict[str, str]] = {
     "win32": {
         **_NO_IDENTITY,
         **_ANOTHER_KERNEL,
-        "tests/contrib/chaos/test_chaos.py::test_what_the_command": "there are no ranks to kill",
         f"{_USAGE}every_argument_has_a_help_text[launch": "refused at once",
-        f"{_USAGE}every_argument_has_a_help_text[chaos": "refused at once",
         f"{_USAGE}a_file_that_cannot_be_used": "fleetpipe launch is refused",
         f"{_USAGE}what_starts_another": "fleetpipe launch is refused",
         f"{_USAGE}processes_are_counted": "fleetpipe run is refused",

@@ -2,8 +2,9 @@
 
 What happens is ``LIFE.RANK.STEP=SIGNAL``: in that step the rank sends itself the signal, or, where
 it is ``supervisor``, has whoever started the job asked to stop, or, where it is ``all``, has every
-process asked twice, workers of a loader too, as a scheduler does. Each step takes at least
-``RESUME_WORKER_PAUSE`` seconds, and every ``RESUME_WORKER_SAVES``-th is saved.
+process asked twice, workers of a loader too, as a scheduler does, or, where it is an operation such
+as ``B1.1``, kills itself before that. Each step takes at least ``RESUME_WORKER_PAUSE`` seconds, and
+every ``RESUME_WORKER_SAVES``-th is saved.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.job import attempt_files
 from tests import jobs, launching
+from tests.chaos import Struck
 from tests.pipelines import CLASSES, FEATURES, batch, pipeline
 
 RANK = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
@@ -72,12 +74,16 @@ def main() -> None:
         time.sleep(float(os.environ.get("RESUME_WORKER_PAUSE", "0")))
         for what in happens:
             where, _, number = what.partition("=")
-            if where == f"{attempt_files.number()}.{RANK}.{step}" and number == "supervisor":
+            if where != f"{attempt_files.number()}.{RANK}.{step}":
+                continue
+            if number == "supervisor":
                 os.kill(supervisor(), signal.SIGTERM)
-            elif where == f"{attempt_files.number()}.{RANK}.{step}" and number == "all":
+            elif number == "all":
                 ask_all()
-            elif where == f"{attempt_files.number()}.{RANK}.{step}":
+            elif number.isdigit():
                 os.kill(os.getpid(), int(number))
+            else:
+                model.observe(Struck(number))
         loss = model.train_batch(batch(2, seed=step), optimizer, rate)
         sys.stdout.write(f"step {step} {loss.numpy().tobytes().hex()}\n")
         sys.stdout.flush()

@@ -48,16 +48,16 @@ def test_a_job_that_is_killed_and_stopped_ends_with_the_bits_of_one_that_is_not(
     alone = launch(WORKER, None, args=["9"]).logs[0]
     assert len(steps(alone)) == 9
     options = ["--checkpoint_dir", "shared"]
-    chaos = ["--kill", "rank=1,at=B1.1", "--every", "5", "--keep_state", *options]
-    arguments = ["9", "2.0.6=supervisor"]
-    told = launched(launcher, WORKER, "chaos", *chaos, arguments=arguments, folder=tmp_path)
+    happens = ["9", "1.1.4=B1.1", "2.0.6=supervisor"]
+    launch_it = (launcher, WORKER, "launch", *options)
+    told = launched(*launch_it, "--keep_state", arguments=happens, folder=tmp_path)
     assert told.code == PREEMPTED, told
     # "died (was ended by SIGKILL)", where the other rank had the time to say so.
     assert told.said[0].startswith("fleetpipe: attempt 1 ended in step 4: rank 1 ")
     assert "was ended by SIGKILL" in told.said[0]
     assert told.said[1] == "fleetpipe: attempt 2 begins: restart 1 of 3"
     assert "asked to stop, the job saved 8 steps" in told.said[-1]
-    again = launched(launcher, WORKER, "launch", *options, arguments=["9"], folder=tmp_path)
+    again = launched(*launch_it, arguments=["9"], folder=tmp_path)
     assert (again.code, again.said) == (0, [])
     logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
     assert "attempt 2 of the job goes on after 4 steps, as they were kept in memory\n" in logs[0]

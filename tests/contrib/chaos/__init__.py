@@ -1,1 +1,0 @@
-"""What kills a rank."""
