@@ -13,7 +13,7 @@ from fleetpipe.partition import Bottleneck, fastest, uniform
 from fleetpipe.profiling.cost_model import StageCost, Stages, costs_of
 from fleetpipe.profiling.memory import peak_bytes
 from fleetpipe.profiling.profile import Profile
-from fleetpipe.profiling.recomputing import Recompute, choose, everything
+from fleetpipe.profiling.recomputing import Recompute, choose
 from fleetpipe.schedules import Costs, Placement, Schedule, build
 from fleetpipe.schedules.families.table import FAMILIES
 from fleetpipe.schedules.families.variants import variants
@@ -256,10 +256,7 @@ class PlanTask:
         costs = stages.cut(boundaries)
         peaks = peak_bytes(schedule, costs, self.optimizer_copies)
         if max(peaks) > self.cap and "recompute" in self.search:
-            recomputation = choose(
-                schedule, layers, stages, boundaries, self.cap, self.optimizer_copies
-            )
-            chosen = everything(layers, boundaries) if recomputation is None else recomputation
+            chosen = choose(schedule, layers, stages, boundaries, self.cap, self.optimizer_copies)
             costs = stages.cut(boundaries, chosen)
             peaks = peak_bytes(schedule, costs, self.optimizer_copies)
         most = max(peaks)

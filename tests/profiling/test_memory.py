@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
 
 import pytest
 
+from fleetpipe.profiling import Profile
 from fleetpipe.profiling.cost_model import StageCost
 from fleetpipe.profiling.memory import activation_peak, peak_bytes
-from fleetpipe.profiling.recomputing import cheapest
+from fleetpipe.profiling.recomputing import choose
 from fleetpipe.schedules import build
 from fleetpipe.schedules.action import flatten
-from tests.profiling.models import BLOCK, even
+from tests.profiling.models import BLOCK, even, times
 
 CASES = [("FThenB", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("ZBH2", 1), ("ZBV", 2)]
 
@@ -62,27 +61,19 @@ def test_a_recomputed_layer_holds_its_output_and_has_its_forward_run_again() -> 
     assert again.working == plain.working + BLOCK.held - BLOCK.output
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_the_knapsack_is_as_cheap_as_any_choice(seed: int) -> None:
-    numbers = random.Random(seed)
-    count = numbers.randrange(1, 9)
-    prices = [numbers.randrange(1, 20) for _ in range(count)]
-    # Multiples of a 256th of what is needed, so that nothing is rounded.
-    gains = [numbers.randrange(0, 120) for _ in range(count)]
-    choices = [
-        (sum(prices[i] for i in chosen), chosen)
-        for size in range(count + 1)
-        for chosen in itertools.combinations(range(count), size)
-        if sum(gains[i] for i in chosen) >= 256
-    ]
-    found = cheapest(prices, gains, 256)
-    if found is None:
-        assert not choices
-    else:
-        assert sum(gains[i] for i in found) >= 256
-        assert sum(prices[i] for i in found) == min(choices)[0]
+def test_the_cheapest_bytes_are_recomputed_first_and_no_more_than_it_takes() -> None:
+    layers = [times(BLOCK, factor) for factor in (3, 1, 4, 2)]
+    stages, schedule = Profile(tuple(layers)).stages, build("1F1B", ranks=2, micro_batches=4)
 
+    def peaks(*recompute: tuple[int, ...]) -> tuple[int, ...]:
+        return peak_bytes(schedule, stages.cut((0, 2, 4), recompute), 2)
 
-def test_a_knapsack_takes_little_more_than_it_must_where_it_rounds() -> None:
-    found = cheapest([1.0] * 10, [0.31] * 10, 1.0)
-    assert len(found or ()) == math.ceil(1 / 0.31)
+    free = peaks((1,), ())[0]
+    for cap, chosen in [
+        (max(peaks()), ((), ())),
+        (free, ((1,), ())),
+        (free - 1, ((0, 1), ())),
+        # Neither rank fits; the second has less in flight.
+        (0, ((0, 1), (2, 3))),
+    ]:
+        assert choose(schedule, layers, stages, (0, 2, 4), cap, 2) == chosen

@@ -11,7 +11,6 @@ from paddle import nn
 import fleetpipe
 from fleetpipe import fleet
 from fleetpipe.errors import ConfigError
-from fleetpipe.profiling.recomputing import everything
 from tests.capture.beside import images, trained
 from tests.jobs import job
 
@@ -58,7 +57,10 @@ def test_a_captured_model_is_profiled_planned_and_trained_to_the_same_bits() -> 
         assert set(profile.places) < set(range(1, len(named)))
         free = fleetpipe.plan(profile, 2, 4)
         # What a small cap would give a larger model.
-        again = everything(profile.layers, free.partition.boundaries)
+        again = tuple(
+            tuple(n for n in range(part.start, part.end) if profile.layers[n].saved)
+            for part in free.partition.stages
+        )
         assert {profile.layers[n].name for part in again for n in part} >= {"one", "two", "three"}
         made = replace(free, recompute=again)
     for each in (free, made):
