@@ -43,7 +43,7 @@ from benchmarks.figures import Figure, answer, is_rank, on_ranks, parser, report
 from fleetpipe import fleet
 from fleetpipe.engine.observer import Blocked, Instruction, Played
 from fleetpipe.fleet.meta_parallel import PipelineLayer
-from fleetpipe.profiling import with_costs_of
+from fleetpipe.profiling import recosted
 from fleetpipe.schedules import Op, Recv, Reduce, Send, Step
 
 MICRO_BATCHES, COLD = 8, 2
@@ -208,7 +208,7 @@ def measure(name: str, ranks: int, rounds: int, steps: int) -> dict[str, Any]:
     for _ in range(rounds):
         profile = plain.profile(data)
         gc.collect()
-        now = with_costs_of(plan, profile).predicted
+        now = recosted(plan, profile).predicted
         one = Round(now.time, now.busy, profile.link(0).latency, [], [])
         for step in range(COLD + steps):
             if step == COLD:
