@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.backward.adding import count_own_hook
@@ -16,57 +16,38 @@ from fleetpipe.paddle_api import paddle
 LayersOf = Callable[[int], Mapping[int, Layer]]
 
 
-class Deferral(NamedTuple):
-    """In which actions a parameter's gradient was computed and added.
-
-    Attributes:
-        name: The parameter's name in the whole model.
-        computed: "W", or "I" if all or part of the gradient was computed with those of inputs.
-        added: "W", or "I" if all or part of it was added to the parameter's ``grad`` in I.
-        reason: Why any part was done in I; "" if none was.
-    """
-
-    name: str
-    computed: str
-    added: str
-    reason: str
-
-
 @dataclass(frozen=True)
 class DeferralReport:
     """A report of what a split backward delayed until W; ``str()`` is a table.
 
     Attributes:
         schedule: The name of the schedule.
-        parameters: The trainable parameters of the stages, as observed in the first batch. Empty
+        reasons: For each trainable parameter of the stages, by its name in the whole model, why all
+            or part of its gradient was computed in I in the first batch; "" if none was. Empty
             before the first batch, and if the schedule splits no backward.
     """
 
     schedule: str
-    parameters: tuple[Deferral, ...]
+    reasons: Mapping[str, str]
 
     @property
     def deferred(self) -> tuple[str, ...]:
         """Names of the parameters whose gradients are computed and added in W."""
-        return tuple(entry.name for entry in self.parameters if not entry.reason)
+        return tuple(name for name, reason in self.reasons.items() if not reason)
 
     @property
     def immediate(self) -> dict[str, str]:
         """Names of the other parameters, each with the reason."""
-        return {entry.name: entry.reason for entry in self.parameters if entry.reason}
+        return {name: reason for name, reason in self.reasons.items() if reason}
 
     def __str__(self) -> str:
-        if not self.parameters:
+        if not self.reasons:
             return f"{self.schedule}: no backward was split yet"
         lines = [
-            f"{self.schedule}: the gradients of {len(self.deferred)} of {len(self.parameters)} "
+            f"{self.schedule}: the gradients of {len(self.deferred)} of {len(self.reasons)} "
             "parameters are computed in W"
         ]
-        lines += [
-            f"  {entry.name}: computed in {entry.computed}, added in {entry.added}: {entry.reason}"
-            for entry in self.parameters
-            if entry.reason
-        ]
+        lines += [f"  {name}: computed in I: {reason}" for name, reason in self.immediate.items()]
         return "\n".join(lines)
 
 
@@ -108,15 +89,15 @@ class GradientArrivals:
         finally:
             self._kind = ""
 
-    def deferrals(self, leaves: Mapping[int, Iterable[Leaf]]) -> tuple[Deferral, ...]:
-        """Returns the records, in the order of the model."""
+    def reasons(self, leaves: Mapping[int, Iterable[Leaf]]) -> dict[str, str]:
+        """Returns :attr:`DeferralReport.reasons`, in the order of the model."""
         owners = {
             id(p): leaf for stage in leaves.values() for leaf in stage for p in leaf.parameters
         }
-        return tuple(
-            _deferral(name, self._kinds[name], owners.get(id(self._parameters[name])))
+        return {
+            name: _reason(self._kinds[name], owners.get(id(self._parameters[name])))
             for name in sorted(self._kinds, key=lambda name: int(name.partition(".")[0]))
-        )
+        }
 
     def halves(self) -> set[int]:
         """Returns the ids of the parameters that got part of their gradient in I and part in W."""
@@ -135,13 +116,11 @@ class GradientArrivals:
         self._handles.append((parameter, parameter.register_hook(note)))
 
 
-def _deferral(name: str, kinds: set[str], owner: Leaf | None) -> Deferral:
-    if kinds == {"W"} and owner is not None:
-        return Deferral(name, "W", "W", "")
+def _reason(kinds: set[str], owner: Leaf | None) -> str:
     if not kinds:
-        reason = "no gradient reached it"
-    elif owner is None:
-        reason = "its layer has sublayers with parameters of their own"
-    else:
-        reason = owner.reason or "it is used outside of its layer's own forward"
-    return Deferral(name, "I", "I", reason)
+        return "no gradient reached it"
+    if owner is None:
+        return "its layer has sublayers with parameters of their own"
+    if kinds == {"W"}:
+        return ""
+    return owner.reason or "it is used outside of its layer's own forward"

@@ -192,8 +192,8 @@ class SplitBackward:
 
     def report(self) -> DeferralReport:
         """Returns a report on which parameters' gradients waited for W."""
-        deferrals = () if self._arrivals is None else self._arrivals.deferrals(self._leaves)
-        return DeferralReport(self._name, deferrals)
+        reasons = {} if self._arrivals is None else self._arrivals.reasons(self._leaves)
+        return DeferralReport(self._name, reasons)
 
     def reordered(self) -> list[str]:
         """Returns the leaf layers whose gradients may be added in another order than in B.
