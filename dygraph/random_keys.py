@@ -40,7 +40,7 @@ from fleetpipe.paddle_api.random import (
 from fleetpipe.schedules.action import GlobalMicroBatch
 
 #: The values of ``fleetpipe_configs["rng"]``.
-KEYED, FLEET = MODES = ("keyed", "fleet")
+KEYED, FLEET = "keyed", "fleet"
 
 #: The streams of Paddle's tracker from which shards draw; each rank is to have its own.
 OF_SHARDS = frozenset({"model_parallel_rng", "local_seed"})

@@ -13,9 +13,9 @@ from fleetpipe.capture.owned_nodes import OwnedNodes
 from fleetpipe.capture.proof import Proof
 from fleetpipe.capture.running.dependencies import Same, require_same_parameters, tensors_of
 from fleetpipe.capture.running.files import files_of_model
-from fleetpipe.capture.running.head import Head, loss_input
+from fleetpipe.capture.running.head import Head
 from fleetpipe.capture.running.memory import initialize, release
-from fleetpipe.capture.running.plain_model import Untouched, call_keyed
+from fleetpipe.capture.running.plain_model import Untouched
 from fleetpipe.capture.running.stages import CapturedStages
 from fleetpipe.capture.running.state import CapturedState, part_of, stages_of
 from fleetpipe.capture.running.variants import Forms
@@ -25,7 +25,6 @@ from fleetpipe.dygraph.layers.run_stage import StageRunner
 from fleetpipe.dygraph.model import modes
 from fleetpipe.dygraph.model.pipeline_layer import PipelineLayer
 from fleetpipe.dygraph.observe.layer_meter import first_uses
-from fleetpipe.dygraph.random_keys import Keys
 from fleetpipe.dygraph.state.files import LayerFiles
 from fleetpipe.dygraph.state.names import Slot
 from fleetpipe.dygraph.state.tied_weights import SharedWeight, SharedWeights, equal_copies
@@ -37,9 +36,6 @@ from fleetpipe.paddle_api.layer import share_tables
 from fleetpipe.paddle_api.tensor import is_parameter, note_elsewhere
 from fleetpipe.partition import LayerInfo
 from fleetpipe.profiling import PipelinePlan
-from fleetpipe.schedules.action import GlobalMicroBatch
-
-_FIRST = GlobalMicroBatch(0)
 
 
 class Findings(NamedTuple):
@@ -256,25 +252,6 @@ class CapturedPipeline(PipelineLayer):
         """Returns a copy of the plain model that draws the pipeline's random numbers."""
         capturing = self.forms.capturing
         return Untouched(self.plain, capturing.example, capturing.unopened)
-
-    def call_plain(
-        self,
-        model: Layer,
-        inputs: Nest,
-        keys: Keys | None = None,
-        micro_batch: GlobalMicroBatch = _FIRST,
-    ) -> Nest:
-        """Calls a copy of the plain model, as a reference to compare with.
-
-        Args:
-            model: A copy of the plain model, which this process has whole.
-            inputs: One micro-batch.
-            keys: The result of ``next_keys`` of the wrapper: random numbers are those of the
-                pipeline in that batch. None draws as the model does by itself.
-            micro_batch: The global number of the micro-batch.
-        """
-        output = call_keyed(model, inputs, self.forms.capturing.unopened, keys, micro_batch)
-        return loss_input(model, output)
 
     def _layer_infos(self) -> list[LayerInfo]:
         """Returns the name of each entry, with the parameters that no earlier one uses."""

@@ -12,7 +12,10 @@ from paddle import nn
 
 import fleetpipe
 from fleetpipe import fleet
+from fleetpipe.capture.running.head import loss_input
+from fleetpipe.capture.running.plain_model import call_keyed
 from fleetpipe.dygraph.nest import map_tensors
+from fleetpipe.schedules.action import GlobalMicroBatch
 from tests.jobs import job
 from tests.pipelines import accumulate
 
@@ -80,7 +83,7 @@ def trained(
         keys = wrapped.next_keys() if keyed else None
         loss = wrapped.forward_backward_pipeline(data)
         total = accumulate(
-            loss_fn(pipe.call_plain(plain, inputs, keys, number), labels) / micro_batches
+            loss_fn(called(pipe, plain, inputs, keys, number), labels) / micro_batches
             for number, (inputs, labels) in enumerate(parts)
         )
         differing += _different(f"step {step}", {"loss": loss}, {"loss": total})
@@ -90,6 +93,12 @@ def trained(
             optimizer.clear_grad()
         differing += _different(f"step {step}", pipe.state_dict(), plain.state_dict())
     return Result(pipe, wrapped, plain, differing)
+
+
+def called(pipe: Any, plain: nn.Layer, inputs: Any, keys: Any, number: int) -> Any:
+    """What the loss takes of the plain model, which draws as the pipeline does with ``keys``."""
+    unopened = pipe.forms.capturing.unopened
+    return loss_input(plain, call_keyed(plain, inputs, unopened, keys, GlobalMicroBatch(number)))
 
 
 def require_bits(
