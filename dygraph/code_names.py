@@ -58,10 +58,6 @@ def variables_of(function: FunctionType) -> dict[str, object]:
 
 def held_by(function: FunctionType) -> list[object]:
     """Returns the values in a function's closure, and its defaults."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    # A cell that is not bound yet has no contents.
+    cells = [c.cell_contents for c in function.__closure__ or () if hasattr(c, "cell_contents")]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-
-
-def _is_filled(cell: object) -> bool:
-    # One that is not bound yet has no contents.
-    return hasattr(cell, "cell_contents")

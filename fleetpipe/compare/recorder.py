@@ -156,7 +156,7 @@ def _rows(given: list[Any]) -> dict[str, Summary]:
 def _streams() -> dict[str, Summary]:
     states = {
         "Paddle": generator_states(),
-        "NumPy": [part.tolist() if hasattr(part, "tolist") else part for part in _numpy_state()],
+        "NumPy": [p.tolist() if hasattr(p, "tolist") else p for p in np.random.get_state()],
         "Python": random.getstate(),
     }
     return {
@@ -165,10 +165,6 @@ def _streams() -> dict[str, Summary]:
         )
         for name, state in states.items()
     }
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    return tuple(np.random.get_state())
 
 
 def _bytes_of(state: Any) -> np.ndarray:

@@ -30,7 +30,8 @@ def install() -> None:
     """
     if sys.modules[PADDLES] is our_fleet:
         return
-    stock = {name: module for name, module in sys.modules.items() if _is_fleets(name)}
+    within = f"{PADDLES}."
+    stock = {name: one for name, one in sys.modules.items() if f"{name}.".startswith(within)}
     _installed.enter_context(in_place_of_paddles())
     try:
         _refuse_early_imports(stock)
@@ -39,10 +40,6 @@ def install() -> None:
         raise
     # Taken back in order: at the very end Python would do it with half of its modules gone.
     atexit.register(_installed.close)
-
-
-def _is_fleets(name: str) -> bool:
-    return name == PADDLES or name.startswith(PADDLES + ".")
 
 
 def _refuse_early_imports(modules: dict[str, ModuleType]) -> None:

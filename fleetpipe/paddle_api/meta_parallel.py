@@ -169,11 +169,6 @@ class _MicroStepCallback:
             hook(**values)
 
 
-def _register_global_hook(location: Enum, hook: Hook) -> None:
-    """Adds a hook to the registry that all wrappers of the process use."""
-    pipeline_parallel_callbacks_.register_hook(location, hook)
-
-
 class _WeightGradStore:
     """Paddle's queue of delayed weight gradients, which is always empty on 2.6.2."""
 
@@ -200,5 +195,7 @@ pipeline_parallel_callbacks_: Any = (
     getattr(_pipelines, "pipeline_parallel_callbacks_", None) or PipelineParallelMicroStepCallback()
 )
 register_global_pipeline_parallel_hook: Callable[[Enum, Hook], None] = getattr(
-    _pipelines, "register_global_pipeline_parallel_hook", _register_global_hook
+    _pipelines,
+    "register_global_pipeline_parallel_hook",
+    pipeline_parallel_callbacks_.register_hook,
 )

@@ -42,7 +42,8 @@ def empty_like(held: Held) -> tuple[Tensor | np.ndarray, memoryview]:
 
 def empty(described: Described) -> tuple[Tensor, memoryview]:
     """Returns an empty tensor, and its memory to fill."""
-    (tensor,), memories = bridge.allocate([_leaf(described)])
+    leaf = TensorLeaf(described.dtype, described.shape, True)
+    (tensor,), memories = bridge.allocate([leaf])
     return tensor, memories[0] if memories else memoryview(bytearray())
 
 
@@ -75,10 +76,6 @@ class Snapshot:
 def _part_of(held: Held) -> Described:
     """Returns dtype and shape of the part that is here."""
     return Described(held.described.dtype, tuple(int(size) for size in held.tensor.shape))
-
-
-def _leaf(described: Described) -> TensorLeaf:
-    return TensorLeaf(described.dtype, described.shape, True)
 
 
 def _flat(array: np.ndarray) -> memoryview:

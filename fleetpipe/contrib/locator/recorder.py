@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,8 @@ class Recorder:
             Finished: It was the last wanted step.
         """
         job = current_job()
-        degrees = {} if job is None else _split(job.degrees.__dict__)
+        all_degrees = {} if job is None else job.degrees.__dict__
+        degrees = {axis: all_degrees[axis] for axis in AXES if all_degrees.get(axis, 1) > 1}
         if job is not None and not job.local:
             self._record.coordinate = {
                 axis: getattr(job.coordinate, axis) for axis in AXES if axis in degrees
@@ -277,7 +278,3 @@ class Recorder:
 #: Of a batch normalisation: Paddle makes parameters of them, which no optimizer steps.
 _STATISTICS = ("_mean", "_variance")
 _FLOATS = (paddle.float16, paddle.bfloat16, paddle.float32, paddle.float64)
-
-
-def _split(degrees: Mapping[str, Any]) -> dict[str, int]:
-    return {axis: degrees[axis] for axis in AXES if degrees.get(axis, 1) > 1}

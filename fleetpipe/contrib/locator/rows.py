@@ -69,7 +69,8 @@ def match(job: Record, twin: Record, step: int) -> Matched:
                 rows[replica, number] = SampleRows(tuple(places), _whole(places, expected))
     if not rows:
         # Parts of sequences, or numbers drawn on each rank: nothing to be known by content.
-        return Matched({}, (OTHER, missing[0]) if missing and not _split(job) else None)
+        split = any(job.degrees.get(axis, 1) > 1 for axis in ("sep", "cp", "mp", "ep"))
+        return Matched({}, (OTHER, missing[0]) if missing and not split else None)
     if missing:
         return Matched(rows, (OTHER, missing[0]))
     return Matched(rows, _find_repeated(samples, expected))
@@ -79,10 +80,6 @@ def _whole(places: list[Row], expected: dict[int, list[bytes]]) -> int | None:
     first = places[0][0]
     same = places == [(first, row) for row in range(len(expected[first]))]
     return first if same else None
-
-
-def _split(job: Record) -> bool:
-    return any(job.degrees.get(axis, 1) > 1 for axis in ("sep", "cp", "mp", "ep"))
 
 
 def _find_repeated(
