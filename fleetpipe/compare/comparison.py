@@ -6,17 +6,17 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from fleetpipe.compare.trail import BEGIN, Event, Summary
+from fleetpipe.compare.trail import BEGIN, CallRecord, Summary
 
 #: Of the first event that differs, relative to the largest number of its tensor.
 _ROUNDING = 1e-5
 #: Of any later event: the steps of an optimizer make rounding larger.
 _GROWN = 1e-3
 
-Ranks = Sequence[Sequence[Event]]
+Ranks = Sequence[Sequence[CallRecord]]
 
 
-class Finding(NamedTuple):
+class TrailDifference(NamedTuple):
     """Where two trails are apart.
 
     Attributes:
@@ -34,7 +34,7 @@ class Finding(NamedTuple):
         return f"{self.what}{size} ({self.line})"
 
 
-class Comparison(NamedTuple):
+class TrailComparison(NamedTuple):
     """The result for two trails.
 
     Attributes:
@@ -46,7 +46,7 @@ class Comparison(NamedTuple):
 
     steps: int
     calls: int
-    first: Finding | None
+    first: TrailDifference | None
     worst: float
 
     @property
@@ -67,7 +67,7 @@ def unseeded(expected: Ranks, again: Ranks) -> frozenset[str]:
     return frozenset(name for name in one if name in other and _apart(one[name], other[name]))
 
 
-def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> Comparison:
+def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> TrailComparison:
     """Compares two runs call by call.
 
     Values that a run has on some ranks alone are compared where they are.
@@ -77,7 +77,7 @@ def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> Compariso
         got: Those of the other.
         but: What stands around calls and is not compared.
     """
-    first: Finding | None = None
+    first: TrailDifference | None = None
     worst, steps, calls = 0.0, 0, 0
     length = max(len(events) for events in (*expected, *got))
     for index in range(length):
@@ -87,24 +87,24 @@ def compare(expected: Ranks, got: Ranks, but: Collection[str] = ()) -> Compariso
         if math.isinf(worst):
             break
         calls, steps = index + 1, steps + pair[0][0].trains
-    return Comparison(steps, calls, first, worst)
+    return TrailComparison(steps, calls, first, worst)
 
 
-def _at(ranks: Ranks, index: int) -> list[Event]:
+def _at(ranks: Ranks, index: int) -> list[CallRecord]:
     """Returns the event of each rank that has so many."""
     return [events[index] for events in ranks if index < len(events)]
 
 
 def _differences(
-    expected: list[Event], got: list[Event], but: Collection[str]
-) -> Iterator[Finding]:
+    expected: list[CallRecord], got: list[CallRecord], but: Collection[str]
+) -> Iterator[TrailDifference]:
     """Yields the differences of one call, those first that are the cause of the others."""
-    known = (expected or got)[0]
-    where = known.call if known.call == BEGIN else f"{known.call} after {known.steps} steps"
+    shown = (expected or got)[0]
+    where = shown.call if shown.call == BEGIN else f"{shown.call} after {shown.steps} steps"
     calls = {one.call for one in (*expected, *got)}
     if not expected or not got or len(calls) > 1:
         instead = " and ".join(sorted(calls)) if len(calls) > 1 else "nothing"
-        yield Finding(f"{where}: the other run calls {instead}", known.line, math.inf)
+        yield TrailDifference(f"{where}: the other run calls {instead}", shown.line, math.inf)
         return
     for of in ("around", "values", "state"):
         one, other = _merged(expected, of), _merged(got, of)
@@ -113,14 +113,14 @@ def _differences(
         for name in (name for name in names if name not in but):
             apart = _apart(one.get(name, []), other.get(name, []))
             if apart:
-                yield Finding(f"{_named(of, name)} of {where} differs", known.line, apart)
+                yield TrailDifference(f"{_named(of, name)} of {where} differs", shown.line, apart)
 
 
 def _named(of: str, name: str) -> str:
     return {"around": name, "values": f"result{name}", "state": f"state {name}"}[of]
 
 
-def _merged(events: Sequence[Event], of: str) -> dict[str, list[Summary]]:
+def _merged(events: Sequence[CallRecord], of: str) -> dict[str, list[Summary]]:
     """Returns what the ranks have, by name; equal ones once."""
     merged: dict[str, list[Summary]] = {}
     for event in events:

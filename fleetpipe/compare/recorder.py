@@ -18,7 +18,7 @@ import numpy as np
 
 from fleetpipe.checkpoint.contents.objects import Objects
 from fleetpipe.checkpoint.contents.parts import TensorName
-from fleetpipe.compare.trail import BEGIN, TRAINS, Event, Summary, file_of
+from fleetpipe.compare.trail import BEGIN, TRAINS, CallRecord, Summary, file_of
 from fleetpipe.dygraph import PipelineParallel
 from fleetpipe.errors import FleetPipeError
 from fleetpipe.fit.model import Model
@@ -33,7 +33,7 @@ _BATCHES = ("train_batch", "forward_backward_pipeline", "eval_batch", "predict_b
 _OF_FIT = ("evaluate", "predict")
 
 
-class Recorder:
+class TrailRecorder:
     """Writes the events of this process."""
 
     def __init__(self, file: TextIO, steps: int | None, stop_after: int | None) -> None:
@@ -58,7 +58,7 @@ class Recorder:
             line = line_of_the_script()
             if name in TRAINS and id(owner) not in self._begun:
                 self._begun.add(id(owner))
-                self._write(Event(BEGIN, line, self._steps, {}, _state_of(owner), _streams()))
+                self._write(CallRecord(BEGIN, line, self._steps, {}, _state_of(owner), _streams()))
             self._depth += 1
             try:
                 result = call(owner, *arguments, **named)
@@ -69,12 +69,12 @@ class Recorder:
 
         return recorded
 
-    def _end(self, name: str, line: str, owner: Any, given: list[Any], result: Any) -> None:
+    def _end(self, name: str, line: str, owner: Any, arguments: list[Any], result: Any) -> None:
         trains = name in TRAINS
         self._steps += trains
-        around = {**_rate(given), **_rows(given), **_streams()}
+        around = {**_rate(arguments), **_rows(arguments), **_streams()}
         state = _state_of(owner) if trains else {}
-        self._write(Event(name, line, self._steps, dict(leaves("", result)), state, around))
+        self._write(CallRecord(name, line, self._steps, dict(leaves("", result)), state, around))
         if not trains:
             return
         if self._steps == self._stop_after:
@@ -82,7 +82,7 @@ class Recorder:
         if self._steps == self._last:
             raise SystemExit(0)
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: CallRecord) -> None:
         self._file.write(event.to_json() + "\n")
         self._file.flush()
 
@@ -93,13 +93,13 @@ def recording(folder: Path, steps: int | None, stop_after: int | None) -> Iterat
 
     Args:
         folder: Where this rank's file is made.
-        steps: As for :class:`Recorder`.
-        stop_after: As for :class:`Recorder`.
+        steps: As for :class:`TrailRecorder`.
+        stop_after: As for :class:`TrailRecorder`.
     """
     rank = int(os.environ.get("PADDLE_TRAINER_ID", "0"))
     folder.mkdir(parents=True, exist_ok=True)
     with file_of(folder, rank).open("w", encoding="utf-8") as file:
-        recorder = Recorder(file, steps, stop_after)
+        recorder = TrailRecorder(file, steps, stop_after)
         methods: list[tuple[type[Any], str]] = [(PipelineParallel, name) for name in _BATCHES]
         methods += [*((Model, name) for name in _OF_FIT), (StaticPipeline, "run")]
         changed = [
@@ -142,14 +142,18 @@ def _state_of(owner: Any) -> dict[str, Summary]:
     return {str(name): _summary(one.tensor) for name, one in held.items()}
 
 
-def _rate(given: list[Any]) -> dict[str, Summary]:
-    rates = [float(one.get_lr()) for one in given if hasattr(one, "minimize")]
+def _rate(arguments: list[Any]) -> dict[str, Summary]:
+    rates = [float(one.get_lr()) for one in arguments if hasattr(one, "minimize")]
     return {"learning rate": Summary.of_plain(rates[0])} if rates else {}
 
 
-def _rows(given: list[Any]) -> dict[str, Summary]:
+def _rows(arguments: list[Any]) -> dict[str, Summary]:
     """Returns the rows that a call was given; an iterator's are not known before it takes them."""
-    data = given[0] if given and isinstance(given[0], (list, tuple, paddle.Tensor)) else None
+    data = (
+        arguments[0]
+        if arguments and isinstance(arguments[0], (list, tuple, paddle.Tensor))
+        else None
+    )
     return {f"rows{path}": one for path, one in leaves("", data)}
 
 

@@ -72,7 +72,7 @@ class Summary(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Event:
+class CallRecord:
     """One call, and how the run stood behind it.
 
     Attributes:
@@ -101,7 +101,7 @@ class Event:
         return self.call in TRAINS
 
     @classmethod
-    def from_json(cls, text: str) -> Event:
+    def from_json(cls, text: str) -> CallRecord:
         """Returns the event of :meth:`to_json`."""
         raw = json.loads(text)
         for name in ("values", "state", "around"):
@@ -119,12 +119,12 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"
 
 
-def read(folder: Path) -> list[list[Event]]:
+def read(folder: Path) -> list[list[CallRecord]]:
     """Returns the events of each rank of a run."""
     files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.rpartition("-")[2]))
     return [list(_events(file)) for file in files]
 
 
-def _events(file: Path) -> Iterator[Event]:
+def _events(file: Path) -> Iterator[CallRecord]:
     for line in file.read_text(encoding="utf-8").splitlines():
-        yield Event.from_json(line)
+        yield CallRecord.from_json(line)

@@ -33,7 +33,7 @@ _MOST_FILES = 20_000
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One way to run the script.
 
     Attributes:
@@ -50,7 +50,7 @@ class Way:
 
 
 @dataclass
-class Done:
+class VariantRun:
     """How a way ended.
 
     Attributes:
@@ -59,7 +59,7 @@ class Done:
         stamps: The files that were there before it.
     """
 
-    way: Way
+    way: Variant
     folder: Path
     code: int = 0
     stamps: dict[Path, tuple[int, int]] = field(default_factory=dict)
@@ -77,11 +77,11 @@ class Done:
     def printed(self) -> Mapping[str, Any]:
         """The lines of all ranks, by what stands around their numbers."""
         logs = sorted((self.folder / "logs").glob("workerlog.*")) or [self.folder / "stdout"]
-        found: dict[str, Any] = {}
+        lines_of_ranks: dict[str, Any] = {}
         for log in logs:
             lines = log.read_text("utf-8", errors="replace").splitlines()
-            found = {**dict(written.enumerate_lines(lines)), **found}
-        return found
+            lines_of_ranks = {**dict(written.enumerate_lines(lines)), **lines_of_ranks}
+        return lines_of_ranks
 
     @cached_property
     def files(self) -> written.Contents:
@@ -103,7 +103,7 @@ class Done:
         return "\n".join(text.splitlines()[-most:])
 
 
-def run(way: Way, script: Sequence[str], folder: Path, limit: float | None) -> Done:
+def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) -> VariantRun:
     """Runs a way to its end.
 
     Args:
@@ -115,7 +115,7 @@ def run(way: Way, script: Sequence[str], folder: Path, limit: float | None) -> D
     Returns:
         How it ended; 124 as code where it was ended by the limit.
     """
-    done = Done(way, folder)
+    done = VariantRun(way, folder)
     _link_files(Path.cwd(), done.home)
     done.stamps = written.stamps(done.home)
     for start in range(way.starts):
@@ -136,7 +136,7 @@ def _without_stop(options: Sequence[str]) -> list[str]:
     return [*options[:index], *options[index + 2 :]]
 
 
-def _run_process(command: Sequence[str], done: Done, limit: float | None) -> int:
+def _run_process(command: Sequence[str], done: VariantRun, limit: float | None) -> int:
     with (done.folder / "stdout").open("ab") as out, (done.folder / "stderr").open("ab") as errors:
         process = subprocess.Popen(
             command,
@@ -193,7 +193,7 @@ def _link_files(source: Path, target: Path) -> None:
     )
 
 
-def report_of(done: Done) -> list[dict[str, Any]]:
+def report_of(done: VariantRun) -> list[dict[str, Any]]:
     """Returns what ``fleetpipe parity --report`` has written for a way; nothing if it did not."""
     file = done.folder / "report.json"
     reports: list[dict[str, Any]] = json.loads(file.read_text("utf-8")) if file.is_file() else []

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from fleetpipe.arguments import using
-from fleetpipe.compare.comparison import Comparison, compare, unseeded
-from fleetpipe.compare.trail import Event
+from fleetpipe.compare.comparison import TrailComparison, compare, unseeded
+from fleetpipe.compare.trail import CallRecord
 from fleetpipe.compare.way import Changes
-from fleetpipe.compare.ways import Done, Way, limit_of, report_of, run
+from fleetpipe.compare.ways import Variant, VariantRun, limit_of, report_of, run
 from fleetpipe.compare.written import texts_apart
 from fleetpipe.errors import UsageError
 from fleetpipe.launch.script import script_words
 
 
 @dataclass(frozen=True)
-class Row:
+class WayVerdict:
     """A row of the verdict's table.
 
     Attributes:
@@ -59,12 +59,12 @@ def compare_ways(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _rows(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
+def _rows(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]:
     script, ranks = _absolute(options), options.nproc
     changes = [Changes.of(text) for text in options.also]
     limited = () if options.steps is None else ("--steps", str(options.steps))
     begin = time.monotonic()
-    first = run(Way("one process", options=limited), script, folder / "first", None)
+    first = run(Variant("one process", options=limited), script, folder / "first", None)
     limit = limit_of(time.monotonic() - begin)
     if first.code or not any(first.trail()):
         raise UsageError(
@@ -74,23 +74,23 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
             fix="run it by fleetpipe run until it ends with 0",
         )
     trained = first.trail()[0][-1].steps
-    yield Row("one process", True, f"{trained} steps, {len(first.trail()[0])} calls")
+    yield WayVerdict("one process", True, f"{trained} steps, {len(first.trail()[0])} calls")
 
-    def done(number: int, way: Way) -> Done:
+    def done(number: int, way: Variant) -> VariantRun:
         return run(way, script, folder / str(number), limit)
 
-    again = done(0, Way("one process, again", options=limited))
+    again = done(0, Variant("one process, again", options=limited))
     judge = Judge(first, again)
     yield judge.row(again)
     if ranks > 1:
-        yield judge.row(done(1, Way(f"{ranks} ranks", ranks, limited)))
-    way = Way("one device", options=(*limited, "--report", str(folder / "2" / "report.json")))
+        yield judge.row(done(1, Variant(f"{ranks} ranks", ranks, limited)))
+    way = Variant("one device", options=(*limited, "--report", str(folder / "2" / "report.json")))
     yield _row_of_device(done(2, way))
     if trained > 1:
         half = ("--stop-after", str(trained // 2))
-        yield judge.row_of_restart(done(3, Way("stopped and resumed", 1, (*limited, *half), 2)))
+        yield judge.row_of_restart(done(3, Variant("stopped and resumed", 1, (*limited, *half), 2)))
     for number, change in enumerate(changes, 4):
-        way = Way(change.text, change.ranks, (*limited, "--set", change.text))
+        way = Variant(change.text, change.ranks, (*limited, "--set", change.text))
         yield judge.row(done(number, way))
 
 
@@ -103,7 +103,7 @@ def _absolute(options: argparse.Namespace) -> list[str]:
 class Judge:
     """Compares ways with the first one, by what that one does alike when it runs again."""
 
-    def __init__(self, first: Done, again: Done) -> None:
+    def __init__(self, first: VariantRun, again: VariantRun) -> None:
         self._trail = first.trail()
         self._unseeded = unseeded(self._trail, again.trail()) if any(again.trail()) else frozenset()
         self._lines = {
@@ -117,7 +117,7 @@ class Judge:
             if again.files.get(path) == content
         }
 
-    def row(self, done: Done) -> Row:
+    def row(self, done: VariantRun) -> WayVerdict:
         """Returns the row of a way that ran to its end."""
         wrong = self._of_end(done)
         comparison = (
@@ -125,46 +125,46 @@ class Judge:
         )
         return self._row(done, comparison, wrong)
 
-    def row_of_restart(self, done: Done) -> Row:
+    def row_of_restart(self, done: VariantRun) -> WayVerdict:
         """Returns the row of a way that was stopped in the middle, and started again."""
         before, after = done.trail(0)[0], (done.trail(1) or [[]])[0]
         wrong = self._of_end(done)
         if not after:
             return self._row(done, None, wrong or "the second start has trained nothing")
         if compare(self._trail, [after], self._unseeded).first is None:
-            return Row(done.way.name, not wrong, wrong or "begins anew, in the same bits")
-        steps, own = len(_steps_of(before)), _steps_of(self._trail[0])
-        where = replace(after[0], state=own[steps - 1].state, around={}) if steps else after[0]
+            return WayVerdict(done.way.name, not wrong, wrong or "begins anew, in the same bits")
+        steps, expected = len(_steps_of(before)), _steps_of(self._trail[0])
+        where = replace(after[0], state=expected[steps - 1].state, around={}) if steps else after[0]
         begun = replace(after[0], around={})
-        runs = [[where, *own[steps:]]], [[begun, *_steps_of(after)]]
+        runs = [[where, *expected[steps:]]], [[begun, *_steps_of(after)]]
         comparison = compare(*runs, self._unseeded)
         return self._row(done, comparison, wrong)
 
-    def _of_end(self, done: Done) -> str:
+    def _of_end(self, done: VariantRun) -> str:
         if done.code == 124:
             return "did not end within the limit"
         return f"exit code {done.code}: {done.error()}" if done.code else ""
 
-    def _row(self, done: Done, comparison: Comparison | None, wrong: str) -> Row:
+    def _row(self, done: VariantRun, comparison: TrailComparison | None, wrong: str) -> WayVerdict:
         name = done.way.name
         if comparison is None or wrong:
             first = (
                 "" if comparison is None or comparison.first is None else f"{comparison.first}; "
             )
-            return Row(name, False, f"DIFFERS: {first}{wrong or 'no call of a pipeline'}")
+            return WayVerdict(name, False, f"DIFFERS: {first}{wrong or 'no call of a pipeline'}")
         if comparison.first is not None and not comparison.rounding:
             drawn = f"; not seeded: {', '.join(sorted(self._unseeded))}" if self._unseeded else ""
-            return Row(name, False, f"DIFFERS: {comparison.first}{drawn}")
+            return WayVerdict(name, False, f"DIFFERS: {comparison.first}{drawn}")
         beside = self._beside(done)
         if beside:
-            return Row(name, False, f"DIFFERS beside the calls: {beside}")
+            return WayVerdict(name, False, f"DIFFERS beside the calls: {beside}")
         equal = f"{comparison.steps} steps, {comparison.calls} calls: equal "
         how = (
             "in every bit" if comparison.first is None else f"to rounding; first {comparison.first}"
         )
-        return Row(name, True, equal + how)
+        return WayVerdict(name, True, equal + how)
 
-    def _beside(self, done: Done) -> str:
+    def _beside(self, done: VariantRun) -> str:
         """Returns the first difference in files or printed numbers; nothing if there is none."""
         for path, content in self._files.items():
             other = done.files.get(path)
@@ -187,16 +187,18 @@ def _contents_apart(content: Mapping[str, Any], other: Mapping[str, Any]) -> str
     return ""
 
 
-def _steps_of(events: Sequence[Event]) -> list[Event]:
+def _steps_of(events: Sequence[CallRecord]) -> list[CallRecord]:
     """Returns the events that train: what is evaluated around a stop may be done again."""
     return [event for event in events if event.trains]
 
 
-def _row_of_device(done: Done) -> Row:
+def _row_of_device(done: VariantRun) -> WayVerdict:
     reports = report_of(done)
     if not reports:
-        return Row(done.way.name, True, f"not compared: {done.error().removeprefix('fleetpipe: ')}")
+        return WayVerdict(
+            done.way.name, True, f"not compared: {done.error().removeprefix('fleetpipe: ')}"
+        )
     passed = all(report["passed"] for report in reports) and not done.code
     bits = "equal in every bit" if all(one["bit_exact"] for one in reports) else "equal to rounding"
     first = next((one["first_difference"] for one in reports if not one["passed"]), done.error())
-    return Row(done.way.name, passed, bits if passed else f"DIFFERS: {first}")
+    return WayVerdict(done.way.name, passed, bits if passed else f"DIFFERS: {first}")

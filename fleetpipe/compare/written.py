@@ -49,12 +49,12 @@ def files_in(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Contents:
 
 def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
     """Returns time and size of each file below a folder."""
-    found = {}
+    files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
             status = path.stat()
-            found[path] = status.st_mtime_ns, status.st_size
-    return found
+            files[path] = status.st_mtime_ns, status.st_size
+    return files
 
 
 def _tensors_of(step: Path) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from fleetpipe.compare import trail, written
 from fleetpipe.compare.comparison import compare
-from fleetpipe.compare.trail import Event, Summary
+from fleetpipe.compare.trail import CallRecord, Summary
 from fleetpipe.compare.way import Changes
 from tests.launching import ROOT
 
@@ -121,9 +121,9 @@ def test_how_far_two_values_are_apart(one: Summary, other: Summary, apart: float
     assert one.apart(other) == pytest.approx(apart, rel=0.3)
 
 
-def event(loss: float, call: str = "train_batch", **state: float) -> Event:
+def event(loss: float, call: str = "train_batch", **state: float) -> CallRecord:
     named = {name: Summary.of_plain(value) for name, value in state.items()}
-    return Event(call, "train.py, line 1", 1, {"": Summary.of_plain(loss)}, named)
+    return CallRecord(call, "train.py, line 1", 1, {"": Summary.of_plain(loss)}, named)
 
 
 def test_events_survive_their_file(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_events_survive_their_file(tmp_path: Path) -> None:
         ([[event(0.5, a=1.0)]], "train_batch after 1 steps: the"),
     ],
 )
-def test_the_first_difference_is_named(got: list[list[Event]], first: str) -> None:
+def test_the_first_difference_is_named(got: list[list[CallRecord]], first: str) -> None:
     found = compare([[event(0.5, a=1.0), event(0.4, b=2.0)]], got)
     assert (str(found.first) if found.first else "").startswith(first)
     assert bool(found.first) == bool(first)

@@ -110,7 +110,7 @@ def test_a_loss_that_does_not_say_what_it_counts_is_refused() -> None:
         return F.cross_entropy(logits, labels)
 
     labels = [paddle.to_tensor([[1, 2, -100, 0]])]
-    with pytest.raises(ConfigError, match=r"mean\.counted"):
+    with pytest.raises(ConfigError, match=r"loss\.counted, where loss is this mean"):
         slice_shares([mean], MicroBatches(None, labels), 2)
     mean.counted = lambda label: (label != -100).sum()  # type: ignore[attr-defined]
     (shares,) = slice_shares([mean], MicroBatches(None, labels), 2)
