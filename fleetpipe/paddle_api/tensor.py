@@ -76,6 +76,11 @@ def empty_on_host(shape: Sequence[int], dtype: DType) -> Tensor:
     return made
 
 
+def is_state_of_cudnn(tensor: Tensor) -> bool:
+    """Whether it may be the ``_dropout_state`` that an LSTM and its kin have for a GPU."""
+    return not tensor.shape and tensor.dtype == paddle.uint8
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor has a value: an LSTM has a buffer that never gets one on a CPU."""
     return bool(tensor._is_initialized())

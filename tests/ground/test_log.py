@@ -28,6 +28,7 @@ WRITES = (
     "contrib/healing/replacing",
     *("contrib/locator/locate_command", "launch/noted_launch", "launch/profile_command"),
     *("launch/script", "contrib/watch/serving", "launch/supervisor/", "parity/parity_command"),
+    "compare/whole",
     *("profiling/plan_commands", "contrib/report/report_command"),
     *("schedules/schedule_commands", "contrib/starter/new_command"),
     *("contrib/watch/watch_command", "contrib/why/why_command", "launch/streams"),

@@ -14,7 +14,12 @@ from fleetpipe.aliases import Layer, Tensor
 from fleetpipe.dygraph.layers.entries import FIRST_SEED
 from fleetpipe.dygraph.random_keys import random_states_kept
 from fleetpipe.paddle_api import paddle
-from fleetpipe.paddle_api.tensor import has_memory, is_parameter, release_memory
+from fleetpipe.paddle_api.tensor import (
+    has_memory,
+    is_parameter,
+    is_state_of_cudnn,
+    release_memory,
+)
 
 
 def without_memory(model: Layer) -> dict[str, Tensor]:
@@ -25,11 +30,12 @@ def without_memory(model: Layer) -> dict[str, Tensor]:
 
 @contextmanager
 def lent(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """While it is open, parameters without memory are zeros.
+    """While it is open, tensors without memory are zeros.
 
-    Buffers are not: an LSTM fails where the one that never has a value had one before.
+    Not the buffer of an LSTM that never has a value on a CPU: it would fail with one that was lent.
     """
-    borrowers = [tensor for tensor in tensors if is_parameter(tensor) and not has_memory(tensor)]
+    without = (tensor for tensor in tensors if not has_memory(tensor))
+    borrowers = [tensor for tensor in without if not is_state_of_cudnn(tensor)]
     for tensor in borrowers:
         zeros = np.zeros(tensor.shape, str(tensor.dtype).rpartition(".")[2])
         tensor.get_tensor().set(zeros, paddle.CPUPlace())
