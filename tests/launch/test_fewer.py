@@ -28,15 +28,16 @@ def test_a_job_goes_on_with_fewer_ranks_and_with_all_again(
     told = launched(launcher, WORKER, "launch", *fewer, arguments=arguments, folder=tmp_path)
     assert told.code == 0, told.said
     given_up = [line for line in told.said if "is given up" in line]
-    assert (
-        f"rank {ranks - 1} is given up, and tried again after 0.1 s: the job goes on after 3 "
-        in (given_up[0])
+    # A step is kept on all ranks or on none: the third may be lost with the rank.
+    assert re.search(
+        f"rank {ranks - 1} is given up, and tried again after 0.1 s: the job goes on after [23] "
+        f"steps, from memory, with 2 ranks of {ranks}",
+        given_up[0],
     )
-    assert f"from memory, with 2 ranks of {ranks}" in given_up[0]
     assert f"the job goes on with all {ranks} ranks again" in told.said[-1], told.said
     log = (tmp_path / "log" / "workerlog.0").read_text()
     did = re.findall(r"step (\d+) (\d+) (.*)", log)
-    assert [(step, loss) for step, _, loss in did] == [
+    assert [*dict.fromkeys((step, loss) for step, _, loss in did)] == [
         (step, loss) for step, _, loss in re.findall(r"step (\d+) (\d+) (.*)", alone)
     ]
     with_ranks = [int(count) for *_, count in re.findall(r"step (\d+) (\d+)", log)]
