@@ -1,6 +1,6 @@
 """Records the trail of a script that runs in this process, or on this rank.
 
-The outermost calls alone are events: an evaluation of fit's is one, what it calls below is not.
+The outermost calls alone are events; those of ``fit`` and, before it, each batch that it trains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from fleetpipe.paddle_api.tensor import to_host
 from fleetpipe.static.run.pipeline import StaticPipeline
 
 _BATCHES = ("train_batch", "forward_backward_pipeline", "eval_batch", "predict_batch")
-_OF_FIT = ("evaluate", "predict")
+#: Its batches are events of their own.
+_FIT = "fit"
+_OF_FIT = (_FIT, "evaluate", "predict")
 
 
 class TrailRecorder:
@@ -59,11 +61,11 @@ class TrailRecorder:
             if name in TRAINS and id(owner) not in self._begun:
                 self._begun.add(id(owner))
                 self._write(CallRecord(BEGIN, line, self._steps, {}, _state_of(owner), _streams()))
-            self._depth += 1
+            self._depth += name != _FIT
             try:
                 result = call(owner, *arguments, **named)
             finally:
-                self._depth -= 1
+                self._depth -= name != _FIT
             self._end(name, line, owner, [*arguments, *named.values()], result)
             return result
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fleetpipe.arguments import using
 from fleetpipe.compare.comparison import TrailComparison, compare, unseeded
-from fleetpipe.compare.trail import CallRecord
+from fleetpipe.compare.trail import BEGIN, CallRecord
 from fleetpipe.compare.way import Changes
 from fleetpipe.compare.ways import Variant, VariantRun, limit_of, report_of, run
 from fleetpipe.compare.written import texts_apart
@@ -134,9 +134,9 @@ class Judge:
         if compare(self._trail, [after], self._unseeded).first is None:
             return WayVerdict(done.way.name, not wrong, wrong or "begins anew, in the same bits")
         steps, expected = len(_steps_of(before)), _steps_of(self._trail[0])
-        where = replace(after[0], state=expected[steps - 1].state, around={}) if steps else after[0]
-        begun = replace(after[0], around={})
-        runs = [[where, *expected[steps:]]], [[begun, *_steps_of(after)]]
+        begun = [replace(one, around={}) for one in after if one.call == BEGIN]
+        saved = [replace(one, state=expected[steps - 1].state) for one in begun if steps]
+        runs = [[*saved, *expected[steps:]]], [[*begun[: len(saved)], *_steps_of(after)]]
         comparison = compare(*runs, self._unseeded)
         return self._row(done, comparison, wrong)
 

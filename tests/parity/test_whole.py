@@ -8,14 +8,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fleetpipe.compare import trail, written
 from fleetpipe.compare.comparison import compare
-from fleetpipe.compare.trail import CallRecord, Summary
+from fleetpipe.compare.trail import BEGIN, CallRecord, Summary
 from fleetpipe.compare.way import Changes
+from fleetpipe.compare.ways import Variant
+from fleetpipe.compare.whole import Judge
 from tests.launching import ROOT
 
 SCRIPT = """
@@ -157,6 +161,23 @@ def test_the_first_difference_is_named(got: list[list[CallRecord]], first: str) 
 def test_rounding_is_told_from_another_number() -> None:
     assert compare([[event(0.5)]], [[event(0.5 + 1e-8)]]).rounding
     assert not compare([[event(0.5)]], [[event(0.5 + 1e-4)]]).rounding
+
+
+def ran(*starts: list[CallRecord]) -> Any:
+    """A variant whose starts have left these trails on one rank."""
+    return SimpleNamespace(
+        way=Variant("stopped"), code=0, printed={}, files={}, trail=lambda start=0: [starts[start]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("weight", "verdict"), [(1.0, "1 steps, 2 calls: equal in every bit"), (7.0, "DIFFERS: state ")]
+)
+def test_a_second_start_may_evaluate_before_it_trains(weight: float, verdict: str) -> None:
+    evaluated, *trained = event(0.9, "eval_batch"), event(0.5, a=1.0), event(0.4, a=2.0)
+    whole = ran([event(0.0, BEGIN, a=0.0), trained[0], evaluated, trained[1], evaluated])
+    stopped = ran(whole.trail()[0][:2], [evaluated, event(0.0, BEGIN, a=weight), trained[1]])
+    assert Judge(whole, whole).row_of_restart(stopped).verdict.startswith(verdict)
 
 
 def test_files_and_lines_are_compared_by_their_numbers(tmp_path: Path) -> None:
