@@ -15,6 +15,8 @@ from fleetpipe.paddle_api import paddle
 
 #: The dtype of the rehearsal that is on; see ``rehearsal``, which is loaded for one.
 _rehearsed: str | None = None
+#: Whether :func:`casts_visible` is open, in which casts without a list cast nothing.
+_shown = False
 
 
 def rehearsal_dtype() -> str | None:
@@ -31,8 +33,9 @@ def note_rehearsal(dtype: str | None) -> None:
 def casts_automatically() -> bool:
     """Whether tensors are cast automatically now, as inside ``auto_cast``."""
     framework: ModuleType = paddle.framework
+    tracer = framework._dygraph_tracer()
     # O0 is 0. To ask for the name takes twice as long, and this is asked for each Linear.
-    return bool(int(framework._dygraph_tracer()._amp_level))
+    return bool(int(tracer._amp_level)) and not (_shown and not any(tracer._get_amp_op_list()))
 
 
 class Casts(NamedTuple):
@@ -46,10 +49,10 @@ class Casts(NamedTuple):
 
 def casts_of_now() -> Casts | None:
     """Returns the active automatic casts; None without any."""
-    if not casts_automatically():
-        return None
     framework: ModuleType = paddle.framework
     tracer = framework._dygraph_tracer()
+    if not int(tracer._amp_level):
+        return None
     lists = map(frozenset, tracer._get_amp_op_list())
     return Casts(tracer._amp_level.name, tracer._amp_dtype, *lists)
 
@@ -78,15 +81,18 @@ def casts_visible(dtype: str) -> Iterator[Casts | None]:
     Args:
         dtype: The dtype of half precision, of which operations may have all operands.
     """
+    global _shown
     framework: ModuleType = paddle.framework
     tracer = framework._dygraph_tracer()
     level, half, lists = tracer._amp_level, tracer._amp_dtype, tracer._get_amp_op_list()
-    if not casts_automatically():
+    outer, _shown = _shown, True
+    if not int(level):
         tracer._amp_level, tracer._amp_dtype = type(level).O1, dtype
         tracer._set_amp_op_list(set(), set())
     try:
         yield casts_of_now()
     finally:
+        _shown = outer
         tracer._amp_level, tracer._amp_dtype = level, half
         tracer._set_amp_op_list(*lists)
 
