@@ -11,12 +11,14 @@ import pytest
 from paddle import nn
 
 from fleetpipe.dygraph import random_keys
+from fleetpipe.dygraph.backward import product
 from fleetpipe.dygraph.observe.layer_meter import LayerMeter
 from fleetpipe.dygraph.observe.profile import TYPICAL, between_ranks
 from fleetpipe.fleet.meta_parallel import LayerDesc
 from fleetpipe.paddle_api.device import allocated_bytes
 from fleetpipe.profiling import Profile
 from fleetpipe.schedules import Costs, Placement
+from tests.fixtures import Patch
 from tests.pipelines import batch, bits, job, model_in_job, pipeline
 
 
@@ -67,7 +69,11 @@ def test_layers_are_measured_under_the_seeds_of_a_batch() -> None:
     ],
 )
 @pytest.mark.parametrize("rows", [4096, 65536])
-def test_what_is_kept_between_i_and_w_is_measured(layer: Any, waiting: int, rows: int) -> None:
+def test_what_is_kept_between_i_and_w_is_measured(
+    layer: Any, waiting: int, rows: int, monkeypatch: Patch
+) -> None:
+    # A process that has tried many shapes of such a product tries no more, and keeps the graph.
+    monkeypatch.setattr(product, "_tried", {})
     functions = {0: layer}
     meter = LayerMeter(1, lambda _, value: (functions, value), lambda _: {0: layer})
     run = meter.run_of(0)
