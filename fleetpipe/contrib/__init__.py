@@ -32,7 +32,6 @@ SHORTER = {
     "fleetpipe.report": "report",
     "fleetpipe.schedules.forms.panel": "pictures.panel",
     "fleetpipe.schedules.forms.picture": "pictures.schedule_picture",
-    "fleetpipe.schedules.search": "search",
     "fleetpipe.starter": "starter",
     "fleetpipe.watch": "watch",
     "fleetpipe.why": "why",
