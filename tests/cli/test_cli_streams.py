@@ -71,8 +71,9 @@ def test_ranks_fail_and_are_restarted_where_nobody_reads(command: str, tmp_path:
         "open('attempts', 'a').write('0')\nprint('lost\\n' * 9999)\nraise ValueError('lost')\n"
     )
     assert without_reader(f"{command} train.py", GONE[-1], tmp_path) == 1
-    restarts = 1 if "launch" in command else 0
-    assert (tmp_path / "attempts").read_text() in ("0" * (1 + restarts), "00" * (1 + restarts))
+    attempts = 2 if "launch" in command else 1
+    # In each, the second rank may be ended before it has begun.
+    assert attempts <= len((tmp_path / "attempts").read_text()) <= 2 * attempts
 
 
 @pytest.mark.processes
