@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
 from fleetpipe.checkpoint.contents.objects import Objects
-from fleetpipe.checkpoint.contents.parts import TensorName
 from fleetpipe.compare.trail import BEGIN, TRAINS, CallRecord, Summary, file_of
 from fleetpipe.dygraph import PipelineParallel
-from fleetpipe.errors import FleetPipeError
 from fleetpipe.fit.model import Model
 from fleetpipe.job.watching.calls import line_of_the_script
 from fleetpipe.paddle_api import paddle, replaced
 from fleetpipe.paddle_api.device import dynamic_mode
-from fleetpipe.paddle_api.random import generator_states
+from fleetpipe.paddle_api.random import generator_states, python_states
+from fleetpipe.paddle_api.static import dynamic, found_tensor
 from fleetpipe.paddle_api.tensor import to_host
 from fleetpipe.static.run.pipeline import StaticPipeline
 
@@ -60,7 +58,8 @@ class TrailRecorder:
             line = line_of_the_script()
             if name in TRAINS and id(owner) not in self._begun:
                 self._begun.add(id(owner))
-                self._write(CallRecord(BEGIN, line, self._steps, {}, _state_of(owner), _streams()))
+                state = _state_of(owner, [*arguments])
+                self._write(CallRecord(BEGIN, line, self._steps, {}, state, _streams()))
             self._depth += name != _FIT
             try:
                 result = call(owner, *arguments, **named)
@@ -75,7 +74,7 @@ class TrailRecorder:
         trains = name in TRAINS
         self._steps += trains
         around = {**_rate(arguments), **_rows(arguments), **_streams()}
-        state = _state_of(owner) if trains else {}
+        state = _state_of(owner, arguments) if trains else {}
         self._write(CallRecord(name, line, self._steps, dict(leaves("", result)), state, around))
         if not trains:
             return
@@ -136,12 +135,15 @@ def _summary(value: Any) -> Summary:
     return Summary.of_array(f"{array.dtype} {list(array.shape)}", array)
 
 
-def _state_of(owner: Any) -> dict[str, Summary]:
+def _state_of(owner: Any, arguments: list[Any]) -> dict[str, Summary]:
     """Returns what this rank has of the model, parameters and buffers, by name."""
-    held: Mapping[TensorName, Any] = {}
-    with suppress(FleetPipeError), dynamic_mode():
-        held = Objects(owner).required_model().held()
-    return {str(name): _summary(one.tensor) for name, one in held.items()}
+    with dynamic_mode():
+        if not isinstance(owner, StaticPipeline):
+            held = Objects(owner).required_model().held()
+            return {str(name): _summary(one.tensor) for name, one in held.items()}
+        _, _, _, scope, _ = arguments
+        variables = ((name, found_tensor(scope, name)) for name in owner.persistable)
+        return {name: _summary(dynamic(one)) for name, one in variables if one is not None}
 
 
 def _rate(arguments: list[Any]) -> dict[str, Summary]:
@@ -160,18 +162,13 @@ def _rows(arguments: list[Any]) -> dict[str, Summary]:
 
 
 def _streams() -> dict[str, Summary]:
+    of_python = python_states()
     states = {
         "Paddle": generator_states(),
-        "NumPy": [p.tolist() if hasattr(p, "tolist") else p for p in np.random.get_state()],
-        "Python": random.getstate(),
+        "NumPy": of_python["numpy"],
+        "Python": of_python["python"],
     }
     return {
-        f"random numbers of {name}": Summary.of_array("state", _bytes_of(state))._replace(
-            numbers=()
-        )
+        f"random numbers of {name}": Summary.of_bytes("state", repr(state).encode())
         for name, state in states.items()
     }
-
-
-def _bytes_of(state: Any) -> np.ndarray:
-    return np.frombuffer(repr(state).encode(), dtype=np.uint8)

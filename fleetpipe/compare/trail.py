@@ -31,7 +31,8 @@ class Summary(NamedTuple):
     Attributes:
         kind: Its dtype and shape, or the type of a plain value.
         digest: A digest of its bytes.
-        numbers: Its norm, and some of its numbers; empty where it has none.
+        numbers: Its norm, a sum in which each number has a weight of its own, and some of its
+            numbers; empty where these are no floats, which never differ by rounding.
     """
 
     kind: str
@@ -39,21 +40,28 @@ class Summary(NamedTuple):
     numbers: tuple[float, ...] = ()
 
     @classmethod
+    def of_bytes(cls, kind: str, content: bytes) -> Summary:
+        """Summarizes what has no numbers."""
+        return cls(kind, hashlib.blake2b(content, digest_size=8).hexdigest())
+
+    @classmethod
     def of_array(cls, kind: str, array: np.ndarray) -> Summary:
         """Summarizes an array, whose dtype and shape are ``kind``."""
         flat = np.ascontiguousarray(array).reshape(-1)
-        digest = hashlib.blake2b(flat.tobytes(), digest_size=8).hexdigest()
-        if not flat.size or flat.dtype.kind not in "fiub":
-            return cls(kind, digest)
-        places = np.linspace(0, flat.size - 1, min(_SAMPLES, flat.size)).astype(int)
-        norm = math.sqrt(float(np.square(flat, dtype=np.float64).sum()))
-        return cls(kind, digest, (norm, *flat[places].astype(np.float64).tolist()))
+        summary = cls.of_bytes(kind, flat.tobytes())
+        if not flat.size or flat.dtype.kind != "f":
+            return summary
+        exact = flat.astype(np.float64)
+        # What stands in another order has the same norm, and another sum.
+        weighed = float(exact @ np.cos(np.arange(flat.size)))
+        samples = exact[np.linspace(0, flat.size - 1, min(_SAMPLES, flat.size)).astype(int)]
+        norm = math.sqrt(float(exact @ exact))
+        return summary._replace(numbers=(norm, weighed, *samples.tolist()))
 
     @classmethod
     def of_plain(cls, value: Any) -> Summary:
         """Summarizes a number, a text or None."""
-        numbers = (float(value),) if isinstance(value, (int, float)) else ()
-        return cls(type(value).__name__, repr(value), numbers)
+        return cls(type(value).__name__, repr(value), (value,) if isinstance(value, float) else ())
 
     def apart(self, other: Summary) -> float:
         """Returns how far two are apart: 0 for the same bits, else relative to the largest."""

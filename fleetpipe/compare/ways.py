@@ -40,13 +40,13 @@ class Variant:
         name: What the table calls it.
         ranks: Processes.
         options: Options of ``fleetpipe parity`` for the process that runs the script.
-        starts: How often the script is started: twice where it is stopped in between.
+        stop_after: Stops the script behind so many steps, and starts it once more; 0 does not.
     """
 
     name: str
     ranks: int = 1
     options: tuple[str, ...] = ()
-    starts: int = 1
+    stop_after: int = 0
 
 
 @dataclass
@@ -118,10 +118,10 @@ def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) 
     done = VariantRun(way, folder)
     _link_files(Path.cwd(), done.home)
     done.stamps = written.stamps(done.home)
-    for start in range(way.starts):
-        options = way.options if start == 0 else tuple(_without_stop(way.options))
-        command = [sys.executable, "-m", "fleetpipe", "parity", *options]
-        if "--report" not in options:
+    stops = [("--stop-after", str(way.stop_after)), ()] if way.stop_after else [()]
+    for start, stop in enumerate(stops):
+        command = [sys.executable, "-m", "fleetpipe", "parity", *way.options, *stop]
+        if "--report" not in way.options:
             command += ["--record", str(folder / f"trail-{start}")]
         if way.ranks > 1:
             command += ["--nproc", str(way.ranks), "--log-dir", str(folder / "logs")]
@@ -129,11 +129,6 @@ def run(way: Variant, script: Sequence[str], folder: Path, limit: float | None) 
         if done.code == 124:
             break
     return done
-
-
-def _without_stop(options: Sequence[str]) -> list[str]:
-    index = options.index("--stop-after")
-    return [*options[:index], *options[index + 2 :]]
 
 
 def _run_process(command: Sequence[str], done: VariantRun, limit: float | None) -> int:

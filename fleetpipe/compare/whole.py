@@ -6,15 +6,14 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fleetpipe.arguments import using
 from fleetpipe.compare.comparison import TrailComparison, compare, unseeded
+from fleetpipe.compare.recorded_script import Changes
 from fleetpipe.compare.trail import BEGIN, CallRecord
-from fleetpipe.compare.way import Changes
 from fleetpipe.compare.ways import Variant, VariantRun, limit_of, report_of, run
 from fleetpipe.compare.written import texts_apart
 from fleetpipe.errors import UsageError
@@ -87,8 +86,8 @@ def _rows(options: argparse.Namespace, folder: Path) -> Iterator[WayVerdict]:
     way = Variant("one device", options=(*limited, "--report", str(folder / "2" / "report.json")))
     yield _row_of_device(done(2, way))
     if trained > 1:
-        half = ("--stop-after", str(trained // 2))
-        yield judge.row_of_restart(done(3, Variant("stopped and resumed", 1, (*limited, *half), 2)))
+        way = Variant("stopped and resumed", 1, limited, stop_after=trained // 2)
+        yield judge.row_of_restart(done(3, way))
     for number, change in enumerate(changes, 4):
         way = Variant(change.text, change.ranks, (*limited, "--set", change.text))
         yield judge.row(done(number, way))
@@ -127,7 +126,7 @@ class Judge:
 
     def row_of_restart(self, done: VariantRun) -> WayVerdict:
         """Returns the row of a way that was stopped in the middle, and started again."""
-        before, after = done.trail(0)[0], (done.trail(1) or [[]])[0]
+        before, after = ((done.trail(start) or [[]])[0] for start in (0, 1))
         wrong = self._of_end(done)
         if not after:
             return self._row(done, None, wrong or "the second start has trained nothing")
@@ -155,7 +154,7 @@ class Judge:
         if comparison.first is not None and not comparison.rounding:
             drawn = f"; not seeded: {', '.join(sorted(self._unseeded))}" if self._unseeded else ""
             return WayVerdict(name, False, f"DIFFERS: {comparison.first}{drawn}")
-        beside = self._beside(done)
+        beside = self._beside(done, exact=comparison.first is None)
         if beside:
             return WayVerdict(name, False, f"DIFFERS beside the calls: {beside}")
         equal = f"{comparison.steps} steps, {comparison.calls} calls: equal "
@@ -164,27 +163,25 @@ class Judge:
         )
         return WayVerdict(name, True, equal + how)
 
-    def _beside(self, done: VariantRun) -> str:
-        """Returns the first difference in files or printed numbers; nothing if there is none."""
+    def _beside(self, done: VariantRun, exact: bool) -> str:
+        """Returns the first difference in files or printed numbers; nothing if there is none.
+
+        Args:
+            done: How the way ended.
+            exact: Whether its calls have the same bits: else digests may differ, and numbers count.
+        """
         for path, content in self._files.items():
             other = done.files.get(path)
             if other is None:
                 return f"{path} is not written"
-            apart = _contents_apart(content, other)
-            if apart:
-                return f"{path}{apart}"
+            for name, one in content.items():
+                if name not in other or ((one.numbers or exact) and texts_apart(one, other[name])):
+                    return f"{path} has another {name or 'content'}"
         for line, one in self._lines.items():
             printed = done.printed.get(line)
             if printed is not None and texts_apart(one, printed):
                 return f"it prints {line!r} with {printed.digest}, not {one.digest}"
         return ""
-
-
-def _contents_apart(content: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    for name, one in content.items():
-        if name not in other or texts_apart(one, other[name]):
-            return f" has another {name or 'content'}"
-    return ""
 
 
 def _steps_of(events: Sequence[CallRecord]) -> list[CallRecord]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ _TEXTS = {".csv", ".json", ".jsonl", ".log", ".md", ".txt", ".tsv", ".yaml", ".y
 #: Of numbers in texts, which are rounded as they are written.
 _OF_TEXT = 1e-4
 
-Contents = Mapping[str, Mapping[str, Any]]
+Contents = Mapping[str, Mapping[str, Summary]]
 
 
 def files_in(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Contents:
@@ -37,7 +37,7 @@ def files_in(folder: Path, before: Mapping[Path, tuple[int, int]]) -> Contents:
         before: The stamp of each file before the run, as :func:`stamps` returns them.
     """
     steps = [path.parent for path in sorted(folder.rglob(MANIFEST))]
-    contents: dict[str, Mapping[str, Any]] = {}
+    contents: dict[str, Mapping[str, Summary]] = {}
     for step in steps:
         contents[str(step.relative_to(folder))] = _tensors_of(step)
     for path, stamp in stamps(folder).items():
@@ -57,29 +57,23 @@ def stamps(folder: Path) -> dict[Path, tuple[int, int]]:
     return files
 
 
-def _tensors_of(step: Path) -> Mapping[str, Any]:
+def _tensors_of(step: Path) -> Mapping[str, Summary]:
     try:
         return {name: Summary("tensor", digest) for name, digest in digests_in(step).items()}
     except FleetPipeError as error:
         return {"": Summary.of_plain(str(error))}
 
 
-def _content(path: Path) -> Mapping[str, Any]:
+def _content(path: Path) -> Mapping[str, Summary]:
     if path.suffix in _TEXTS:
         return dict(enumerate_lines(path.read_text("utf-8", errors="replace").splitlines()))
-    try:
+    with suppress(Exception):  # of any kind: then its bytes are compared
         if path.suffix in {".pdparams", ".pdopt", ".pdstates"}:
             return dict(leaves("", paddle.load(str(path))))
         if path.suffix in {".npy", ".npz"}:
             loaded = np.load(path)
             return dict(leaves("", dict(loaded) if path.suffix == ".npz" else loaded))
-    except Exception:  # of any kind: the file's bytes are compared instead
-        pass
-    return {
-        "": Summary.of_array("bytes", np.frombuffer(path.read_bytes(), np.uint8))._replace(
-            numbers=()
-        )
-    }
+    return {"": Summary.of_bytes("bytes", path.read_bytes())}
 
 
 def enumerate_lines(lines: Iterable[str]) -> Iterator[tuple[str, Summary]]:

@@ -58,11 +58,12 @@ def is_paddles(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "_param_groups") and hasattr(optimizer, "_default_dict")
 
 
-def names_in_class(kind: type) -> set[str]:
+@functools.cache
+def names_in_class(kind: type) -> frozenset[str]:
     """Returns the names of attributes and variables in the methods of a class and its bases."""
     methods = [inspect.unwrap(one) for base in kind.__mro__ for one in vars(base).values()]
     codes = [one.__code__ for one in methods if isinstance(one, FunctionType)]
-    return {name for code in codes for name in code.co_names}
+    return frozenset(name for code in codes for name in code.co_names)
 
 
 def allow_no_parameters(applies: Callable[[], bool]) -> None:

@@ -88,6 +88,13 @@ with jobs.job(pp=2, micro_batches=4, rows=2):
     assert (found["steps"], found["single_loss"]) == (5, found["pipeline_loss"])
 
 
+def test_a_script_may_be_ended_earlier(script: Path, capsys: Capture) -> None:
+    assert main(["parity", "--steps", "2", str(script)]) == 0
+    assert "compared 2 steps" in capsys.readouterr().out
+    assert main(["parity", "--also", "pp=1", str(script)]) == 2
+    assert "what to do: fleetpipe parity --whole" in capsys.readouterr().err
+
+
 def test_a_wrong_script_fails_and_names_the_layer(script: Path, capsys: Capture) -> None:
     assert main(["parity", str(script), "--wrong"]) == 1
     assert "first difference: step 0: gradient of 4.weight" in capsys.readouterr().out

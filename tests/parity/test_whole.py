@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,11 @@ import pytest
 
 from fleetpipe.compare import trail, written
 from fleetpipe.compare.comparison import compare
+from fleetpipe.compare.recorded_script import Changes
 from fleetpipe.compare.trail import BEGIN, CallRecord, Summary
-from fleetpipe.compare.way import Changes
 from fleetpipe.compare.ways import Variant
 from fleetpipe.compare.whole import Judge
+from fleetpipe.errors import ConfigError, UsageError
 from tests.launching import ROOT
 
 SCRIPT = """
@@ -34,8 +36,7 @@ strategy = fleet.DistributedStrategy()
 strategy.hybrid_configs = {"pp_degree": 2}
 strategy.pipeline_configs = {"accumulate_steps": 2, "micro_batch_size": 2}
 fleet.init(is_collective=True, strategy=strategy)
-if "unseeded" not in sys.argv:
-    paddle.seed(3)
+paddle.seed(3)
 layers = [LayerDesc(nn.Linear, 4, 4), LayerDesc(nn.Dropout, 0.5), LayerDesc(nn.Linear, 4, 4)]
 topology = fleet.get_hybrid_communicate_group().topology()
 pipe = PipelineLayer(layers, topology=topology, loss_fn=nn.MSELoss())
@@ -95,19 +96,23 @@ def test_a_right_script_is_equal_in_every_way(tmp_path: Path) -> None:
 @pytest.mark.once
 @pytest.mark.processes
 def test_what_ranks_and_a_second_start_do_otherwise_is_named_with_its_line(tmp_path: Path) -> None:
-    options = "--nproc", "2", "--steps", "3"
-    verdicts = compared(tmp_path, "clamps", "average", "unseeded", options=options)
+    verdicts = compared(tmp_path, "clamps", "average", options=("--nproc", "2", "--steps", "3"))
     again, ranks, stopped = (
         verdicts[way] for way in ("one process, again", "2 ranks", "stopped and resumed")
     )
-    assert again.startswith("NOT DIFFERS: result of train_batch after 1 steps")
-    assert "; not seeded: random numbers of NumPy, random numbers of Paddle" in again
-    assert "train.py, line" in ranks
-    assert stopped.startswith("NOT DIFFERS: ")
+    assert again == "3 steps, 4 calls: equal in every bit"
+    assert ranks.startswith("NOT DIFFERS: result of train_batch after 2 steps differs by ")
+    assert "train.py, line 2" in ranks
+    # The division of weights behind the step that was saved last.
+    assert stopped.startswith("NOT DIFFERS: state '0.weight' of the model of begin differs")
 
 
 def summary(*numbers: float) -> Summary:
-    return Summary.of_array("float32 [2]", np.array(numbers, "float32"))
+    return Summary.of_array("float32", np.array(numbers, "float32"))
+
+
+def labels(*numbers: int) -> Summary:
+    return Summary.of_array("int64", np.array(numbers))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,9 @@ def summary(*numbers: float) -> Summary:
         (summary(1, math.nan), summary(1, 2), math.inf),
         (Summary.of_plain("a"), Summary.of_plain("b"), math.inf),
         (Summary.of_plain(2), Summary.of_plain(2.0), math.inf),
+        (Summary.of_plain(2), Summary.of_plain(3), math.inf),
+        (labels(1, 2), labels(2, 1), math.inf),
+        (summary(1, 2, 3), summary(3, 2, 1), 0.8),
         (summary(1, 2)._replace(digest="other"), summary(1, 2), 1e-16),
     ],
 )
@@ -186,7 +194,7 @@ def test_files_and_lines_are_compared_by_their_numbers(tmp_path: Path) -> None:
     np.save(tmp_path / "loss.npy", np.array([0.5]))
     found = written.files_in(tmp_path, before)
     assert found["log.csv"]["rank #, loss #.# (1)"].numbers == (0.25,)
-    assert found["loss.npy"][""].numbers == (0.5, 0.5)
+    assert found["loss.npy"][""].numbers == (0.5, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -194,3 +202,31 @@ def test_files_and_lines_are_compared_by_their_numbers(tmp_path: Path) -> None:
 )
 def test_the_processes_of_a_changed_layout(text: str, ranks: int) -> None:
     assert Changes.of(text).ranks == ranks
+
+
+@pytest.mark.parametrize("text", ["pp=0", "rows=2", "pp", "schedule=1F1C", ""])
+def test_a_change_that_is_none_is_refused_before_the_script_runs(text: str) -> None:
+    with pytest.raises((ConfigError, UsageError), match="schedule"):
+        Changes.of(text)
+
+
+def test_generators_that_are_not_seeded_are_left_out_and_named() -> None:
+    def drawn(loss: float, state: str) -> CallRecord:
+        around = {"random numbers of NumPy": Summary.of_bytes("state", state.encode())}
+        return replace(event(loss), around=around)
+
+    whole, again = ran([drawn(0.5, "a")]), ran([drawn(0.5, "b")])
+    assert Judge(whole, again).row(again).passed
+    verdict = Judge(whole, again).row(ran([drawn(0.7, "b")])).verdict
+    assert verdict.startswith("DIFFERS: result of train_batch after 1 steps differs by 2.9e-01")
+    assert verdict.endswith("; not seeded: random numbers of NumPy")
+
+
+@pytest.mark.parametrize(("loss", "passed"), [(0.5, False), (0.5 + 1e-8, True)])
+def test_digests_of_files_count_where_the_calls_have_the_same_bits(
+    loss: float, passed: bool
+) -> None:
+    whole, other = ran([event(0.5)]), ran([event(loss)])
+    for run, content in ((whole, b"a"), (other, b"b")):
+        run.files["saved"] = {"weight": Summary.of_bytes("tensor", content)}
+    assert Judge(whole, whole).row(other).passed == passed

@@ -14,8 +14,11 @@ from fleetpipe.errors import UsageError
 from fleetpipe.launch import script
 from fleetpipe.launch.substitution import in_place_of_paddles
 from fleetpipe.paddle_api import replaced
+from fleetpipe.schedules.registry import canonical_name
 
 _SCHEDULE = "schedule"
+#: Those whose product is the number of ranks.
+_AXES = {"dp", "pp", "sharding", "sep", "cp", "mp"}
 
 
 class Changes(NamedTuple):
@@ -36,16 +39,20 @@ class Changes(NamedTuple):
         """Reads the text.
 
         Raises:
+            ConfigError: There is no such schedule.
             UsageError: It is none.
         """
         pairs = dict(one.partition("=")[::2] for one in text.split(","))
         schedule = pairs.pop(_SCHEDULE, None)
-        if not all(value.isdecimal() and int(value) for value in pairs.values()):
+        if not {*pairs} <= _AXES or not all(v.isdecimal() and int(v) for v in pairs.values()):
             raise UsageError(
                 "--also changes degrees or the schedule",
+                expected=f"{', '.join(sorted(_AXES))} with a number, or {_SCHEDULE}",
                 got=repr(text),
                 fix="write pp=1,dp=2 or schedule=ZBH1",
             )
+        if schedule is not None:
+            canonical_name(schedule)
         return cls(text, {axis: int(value) for axis, value in pairs.items()}, schedule)
 
     @property
