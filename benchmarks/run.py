@@ -54,6 +54,7 @@ FULL = (
     Benchmark("transport", "--seconds 0.5", 40),
     Benchmark("start", "--repeats 3", 160),
     Benchmark("schedules", "", 60),
+    Benchmark("search", "--most 16", 40),
     Benchmark("slices", "", 100),
     Benchmark("captured_cuts", "--repeats 5", 70),
     Benchmark("fit", "", 70),

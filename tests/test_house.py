@@ -74,7 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compare",),
     ("parity/parity_command",),
     ("contrib/__init__",),
-    ("contrib/pictures",),
+    ("contrib/pictures", "contrib/search"),
     (
         *("contrib/report", "contrib/clusters"),
         *("contrib/starter", "contrib/formats", "contrib/program_ir", "contrib/fluid"),

@@ -162,7 +162,7 @@ def main() -> None:
     chosen = options.parse_args()
     for case in CASES:
         rows, plain = [], 0.0
-        for name in ("1F1B", *(each for each in names() if each != "1F1B")):
+        for name in ("1F1B", *(each for each in names() if each not in ("1F1B", "auto"))):
             of_name, fixed = ratios(name, case, chosen, plain)
             plain = plain or fixed
             rows.append((name, *(f"{ratio:.3f}" for ratio in of_name)))

@@ -106,9 +106,10 @@ WHOLE = Units()
 #: What makes the units of a schedule, as ``module:name``, and what that is given of a ``Runtime``,
 #: a schedule and options; None if the schedule does not cut so.
 UNITS: Mapping[str, Callable[[Any, Schedule, PipelineConfig], tuple[Any, ...] | None]] = {
+    # A search may cut sequences as soon as it has other costs, or another batch.
     "fleetpipe.contrib.slices.chunks:sequence_chunks": lambda of, schedule, config: (
         (schedule, config, of.layers, of.sequence.ranks, of.switches.delay_scale_loss)
-        if schedule.slices > 1
+        if schedule.slices > 1 or config.most_slices > 1
         else None
     )
 }

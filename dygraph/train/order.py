@@ -69,7 +69,7 @@ class _Envelopes:
         self._schedule, self._layers = schedule, layers
         self._cap, self._costs = config.memory_cap, config.costs
         if schedule.slices > 1 and self._costs is not None and self._costs.bytes is not None:
-            # Costs in bytes may be those of whole micro-batches: as much as its row holds, then.
+            # What slices hold in bytes is known to a search alone: as much as its row then.
             self._cap = self._costs = None
         self._version: int | None = None
         self._envelope: Envelope | None = None

@@ -287,8 +287,8 @@ class PipelineParallel(PipelineFace):
 
         Args:
             data: As for :meth:`train_batch`.
-            path: Where rank 0 writes it as JSON, for ``fleetpipe plan``, ``fleetpipe schedule
-                --costs`` and ``fleetpipe_configs["costs"]``.
+            path: Where rank 0 writes it as JSON, for ``fleetpipe plan``, and for ``fleetpipe
+                schedule auto --costs`` and ``fleetpipe_configs["costs"]``.
 
         Returns:
             On every rank the same: seconds of F, B, I and W of each layer or node, and bytes, of

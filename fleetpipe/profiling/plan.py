@@ -14,7 +14,7 @@ from fleetpipe.json_value import JsonValue, Source, parse, read
 from fleetpipe.partition import LayerInfo, Partition
 from fleetpipe.profiling.cost_model import StageCost, costs_of
 from fleetpipe.profiling.explaining import Facts, Predicted, describe, name_bottleneck
-from fleetpipe.profiling.memory import peak_bytes
+from fleetpipe.profiling.memory import peak_bytes, shares_of_cap
 from fleetpipe.profiling.recomputing import Recompute
 from fleetpipe.profiling.sizes import show_bytes
 from fleetpipe.profiling.splits.degrees import LayerDegrees
@@ -92,7 +92,8 @@ class PipelinePlan:
         """
         if micro_batches == self.micro_batches:
             return self.schedule
-        schedule = rebuild(self.schedule, micro_batches)
+        measured = {"costs": self._costs_of_search()} if self.schedule.name == "auto" else {}
+        schedule = rebuild(self.schedule, micro_batches, **measured)
         schedule.verify()
         peaks = peak_bytes(schedule, self.stages, self.optimizer_copies, self.slices)
         if self.memory_cap is not None and max(peaks) > self.memory_cap:
@@ -113,6 +114,14 @@ class PipelinePlan:
         if not self.slices:
             return costs
         return replace(costs, each_slice=tuple(map(_costs, self.slices, self.slice_comm)))
+
+    def _costs_of_search(self) -> Costs:
+        """Returns the costs for the search, the same as when it found the schedule."""
+        shares = None
+        if self.memory_cap is not None:
+            placement, copies = self.schedule.placement, self.optimizer_copies
+            shares = shares_of_cap(placement, self.stages, self.memory_cap, copies)
+        return self.costs if shares is None else replace(self.costs, **shares._asdict())
 
     @cached_property
     def predicted(self) -> Predicted:

@@ -1,7 +1,8 @@
 """Searches for the plan with the least time: partition, placement, schedule and recompute.
 
 As in AdaPtis (arXiv:2509.23722) each is improved in turn until nothing helps: first cuts are tried
-with the schedules of all families, and the best ones are moved layer by layer.
+with the schedules of all families, the best ones are moved layer by layer, a schedule is searched
+for the resulting cut, and the cut is moved again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ _BUDGET = 1_500_000
 
 #: Shapes whose best plan is improved.
 _IMPROVED = 3
+
+#: How often a schedule is searched for a cut that was moved for the one before.
+_ROUNDS = 3
 
 #: Steps by which a part of the borders between stages moves at once.
 _STEPS = (1, -1, 2, -2, 4, -4)
@@ -54,9 +58,11 @@ class _Search:
         for shape in self.task.shapes():
             cuts = self.task.cuts(shape)
             outcomes = [self._try(s, cut) for s in self.task.schedules(shape) for cut in cuts]
+            # With the best cut of a family, what a search makes of it.
+            outcomes += [self._with_schedule(one) for one in sorted(outcomes, key=self._score)[:1]]
             firsts += sorted(outcomes, key=self._score)[:1]
         firsts.sort(key=self._score)
-        return min((self._move_cut(first) for first in firsts[:_IMPROVED]), key=self._score)
+        return min((self._improve(first) for first in firsts[:_IMPROVED]), key=self._score)
 
     def _try(self, schedule: Schedule, boundaries: Boundaries) -> Outcome:
         self.left -= sum(map(len, schedule.actions))
@@ -66,6 +72,25 @@ class _Search:
         if isinstance(candidate, Lack):
             return _Score(candidate.peak, math.inf)
         return _Score(0, round(candidate.seconds / self.unit, 9), candidate.peak)
+
+    def _improve(self, first: Outcome) -> Outcome:
+        """Moves the cut and searches a schedule in turn, as long as that helps."""
+        best = self._move_cut(first)
+        for _ in range(_ROUNDS):
+            better = self._with_schedule(best)
+            if self._score(better) >= self._score(best):
+                break
+            best = self._move_cut(better)
+        return best
+
+    def _with_schedule(self, candidate: Outcome) -> Outcome:
+        """Returns the better of a plan and of the same cut with a searched schedule."""
+        if isinstance(candidate, Lack) or self.left <= 0:
+            return candidate
+        schedule = self.task.search_schedule(candidate)
+        if schedule is None:
+            return candidate
+        return min(candidate, self._try(schedule, candidate.boundaries), key=self._score)
 
     def _move_cut(self, candidate: Outcome) -> Outcome:
         """Moves the cut under its present schedule: one border, or neighbouring ones together."""

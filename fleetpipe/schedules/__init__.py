@@ -7,7 +7,7 @@ lower layers only (``tests/test_house.py``)::
     commands
     registry                                by name: build, register
     api                                     Schedule and Plan with their methods
-    check     forms
+    check     forms     search
     simulation
     families  explain
     action placement edges operations costs rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -180,6 +181,35 @@ class Costs:
                 fix=f"choose slices={len(self.each_slice)}, or measure the model with {slices}",
             )
         return self.each_slice
+
+    def parted(self, shares: Sequence[float]) -> Costs:
+        """Returns these costs, of whole micro-batches, with costs of their slices added.
+
+        Args:
+            shares: The share of times and bytes that each slice takes. The latency of a slice's
+                value is taken to be that of a whole one.
+        """
+        total = sum(shares)
+
+        def part(value: PerStage, share: float) -> PerStage:
+            if isinstance(value, tuple):
+                return tuple(one * share / total for one in value)
+            return value * share / total
+
+        slices = tuple(
+            replace(
+                self,
+                forward=part(self.forward, share),
+                input_grad=part(self.input_grad, share),
+                weight_grad=part(self.weight_grad, share),
+                exchange=part(self.exchange, share),
+                backward=None if self.backward is None else part(self.backward, share),
+                bytes=None if self.bytes is None else part(self.bytes, share),
+                each_slice=None,
+            )
+            for share in shares
+        )
+        return replace(self, each_slice=slices)
 
     def of(self, kind: str, stage: int) -> float:
         """Returns the time of one action of ``kind`` on ``stage``."""

@@ -1,33 +1,33 @@
-"""Schedules by name: the families, and users' own."""
+"""Schedules by name: the families, the search, and users' own."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fleetpipe.errors import ConfigError, ScheduleError, nearest, require_whole
+from fleetpipe.extras import extra
 from fleetpipe.schedules.action import Action, Fused
 from fleetpipe.schedules.api import Schedule
 from fleetpipe.schedules.check.schedule import verify
+from fleetpipe.schedules.costs import Costs
 from fleetpipe.schedules.families import table
-from fleetpipe.schedules.options import names_of
+from fleetpipe.schedules.options import names_of, non_defaults
 from fleetpipe.schedules.placement import Placement
 from fleetpipe.schedules.rows import ScheduleRows
 
-#: Schedules of before, and what to do without them.
-_REMOVED = {
-    "auto": "let `fleetpipe plan` choose from a profile of the model, or take the one that"
-    " docs/schedules/choosing.md names for your case"
-}
+#: The name of the search, which has no rows of its own.
+AUTO = "auto"
 
 _INTERLEAVED = "Interleaved1F1B"
 
 
 def names() -> tuple[str, ...]:
     """Returns the names that :func:`build` knows, without aliases."""
-    return tuple(table.FAMILIES)
+    return (*table.FAMILIES, AUTO)
 
 
 def canonical_name(name: str) -> str:
@@ -39,24 +39,24 @@ def canonical_name(name: str) -> str:
         ConfigError: No such schedule; the message names the nearest ones.
     """
     names_by_spelling = {_plain(spelling): canonical for spelling, canonical in _spellings()}
-    plain = _plain(name)
     try:
+        plain = _plain(name)
         return names_by_spelling.get(plain) or names_by_spelling[plain.removeprefix("schedule")]
     except KeyError:
         raise ConfigError(
             f"there is no schedule {name!r}",
-            fix=_REMOVED.get(plain) or nearest(name, [spelling for spelling, _ in _spellings()]),
+            fix=nearest(name, [spelling for spelling, _ in _spellings()]),
         ) from None
 
 
 def default_chunks(name: str) -> int:
     """Returns the default number of chunks on a rank, by canonical name."""
-    return table.FAMILIES[name].chunks
+    return 1 if name == AUTO else table.FAMILIES[name].chunks
 
 
 def default_slices(name: str) -> int:
     """Returns the default number of slices of a micro-batch, by canonical name."""
-    return int(table.slices_of(name, {}))
+    return 1 if name == AUTO else int(table.slices_of(name, {}))
 
 
 def register(
@@ -168,7 +168,8 @@ def build(
         head: Whether the model has a vocabulary head: with S = p stages before it, stage S+r is the
             part of rank r, and stage S+p the loss. Only for schedules with one stage on each rank.
         **options: Options of that schedule: ``groups`` and ``warmup_slack`` of Interleaved1F1B,
-            ``groups`` of kFkB, ``slices`` of Seq1F1B.
+            ``groups`` of kFkB, ``slices`` of Seq1F1B; ``memory_cap``, ``costs``, ``placed`` and
+            ``slices`` of auto.
 
     Raises:
         ConfigError: An unknown name or option, or numbers that the schedule does not take.
@@ -180,6 +181,25 @@ def build(
     """
     canonical = canonical_name(name)
     micro_batches = require_whole("micro_batches", micro_batches)
+    if canonical == AUTO and head:
+        raise ConfigError(
+            "the search cannot place the parts of a vocabulary head",
+            expected=f"one of {', '.join(table.families_with_head())}",
+            got=AUTO,
+            fix="choose one of these",
+        )
+    if canonical == AUTO:
+        placement = Placement("loop", ranks, 1 if chunks is None else chunks)
+        table.check_options(AUTO, auto, options)
+        rows = auto(placement, micro_batches, **options)
+        # Costs are a measurement, given again with each search.
+        without_costs = {key: value for key, value in options.items() if key != "costs"}
+        schedule = Schedule.of(
+            dataclasses.replace(rows, options=non_defaults(AUTO, auto, without_costs))
+        )
+        costs = searched_costs(schedule, options.get("costs"))
+        schedule.verify(memory_cap=options.get("memory_cap"), costs=costs)
+        return schedule
     schedule = Schedule.of(
         table.schedule_rows(canonical, ranks, micro_batches, chunks, options, head)
     )
@@ -194,7 +214,7 @@ def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
     Args:
         schedule: A schedule from :func:`build`, or its text form.
         micro_batches: Micro-batches of a batch, m.
-        **changes: Options with another value.
+        **changes: Options with another value; ``costs`` of auto, which no schedule stores.
 
     Raises:
         ConfigError: A schedule with an unknown name, or options that do not fit that number.
@@ -217,10 +237,37 @@ def rebuild(schedule: Schedule, micro_batches: int, **changes: Any) -> Schedule:
     )
 
 
+def auto(
+    placement: Placement,
+    micro_batches: int,
+    memory_cap: float | None = None,
+    costs: Costs | None = None,
+    placed: str | None = None,
+    slices: int | None = None,
+) -> ScheduleRows:
+    """Searches a schedule by loading ``fleetpipe.contrib.search``."""
+    search = extra("search.auto")
+    rows: ScheduleRows = search.auto(placement, micro_batches, memory_cap, costs, placed, slices)
+    return rows
+
+
 def option_names() -> frozenset[str]:
     """Returns the names of all options of all schedules, registered ones included."""
-    families = table.FAMILIES.values()
-    return frozenset(name for family in families for name in names_of(family.rows))
+    families = (family.rows for family in table.FAMILIES.values())
+    return frozenset({*names_of(auto), *(name for rows in families for name in names_of(rows))})
+
+
+def searched_costs(schedule: Schedule, costs: Costs | None) -> Costs:
+    """Returns the costs with which the search chose a schedule, with those of its slices.
+
+    Args:
+        schedule: A schedule from ``build("auto", ..)``.
+        costs: The costs given to it, of whole micro-batches; None for ``Costs()``.
+    """
+    costs = costs or Costs()
+    if schedule.slices == 1 or costs.each_slice is not None:
+        return costs
+    return costs.parted([1] * schedule.slices)
 
 
 def _spellings() -> Iterator[tuple[str, str]]:
@@ -228,6 +275,7 @@ def _spellings() -> Iterator[tuple[str, str]]:
     for name, family in table.FAMILIES.items():
         for spelling in (name, *family.aliases):
             yield spelling, name
+    yield AUTO, AUTO
 
 
 def _plain(name: str) -> str:

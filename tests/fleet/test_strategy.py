@@ -88,15 +88,12 @@ def test_unknown_options_are_refused_with_the_nearest() -> None:
         strategy.hybrid_configs = {"pp_dgree": 2}
     with pytest.raises(ConfigError, match=r"'acumulate_step'(.|\n)*mean 'accumulate_steps'"):
         strategy.pipeline_configs = {"acumulate_step": 2}
-    strategy.pipeline_configs = {"schedule_mode": "auto"}
     with pytest.raises(ConfigError, match=r"another type(.|\n)*'4'"):
         strategy.pipeline_configs = {"accumulate_steps": "4"}
     with pytest.raises(ConfigError, match=r"dp_degree must be .* at least -1"):
         strategy.hybrid_configs = {"dp_degree": "2"}
     with pytest.raises(ConfigError, match=r"'post_validation'(.|\n)*leave it out: ranks wait"):
         strategy.fleetpipe_configs = {"post_validation": True}
-    with pytest.raises(ConfigError, match=r"no schedule 'auto'(.|\n)*`fleetpipe plan`"):
-        PipelineConfig.from_strategy(strategy)
     # Scripts still give an option that Paddle had once.
     strategy.hybrid_configs = {"pp_configs": {"non_batch_p2p_comm": True, "enable_timer": True}}
     assert strategy.hybrid_configs["pp_configs"].enable_timer

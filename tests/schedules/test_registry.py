@@ -93,20 +93,13 @@ def test_spelling_does_not_count(spelling: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "way_out"),
-    [
-        ("1F1", "'1F1B'"),
-        ("ZBH3", "'ZBH1'"),
-        ("", "known: "),
-        ("auto", "`fleetpipe plan`"),
-        ("Auto", "docs/schedules/choosing.md"),
-    ],
+    ("name", "nearest"), [("1F1", "'1F1B'"), ("ZBH3", "'ZBH1'"), ("", "known: ")]
 )
-def test_a_name_that_is_not_built_is_refused_with_a_way_out(name: str, way_out: str) -> None:
+def test_a_name_that_is_not_built_is_refused_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError) as error:
         build(name, ranks=2, micro_batches=2)
     assert repr(name) in str(error.value)
-    assert way_out in str(error.value)
+    assert nearest in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +119,7 @@ def test_what_a_schedule_does_not_take_is_refused(arguments: dict[str, int], mes
 
 
 def test_names_are_those_of_the_table() -> None:
-    assert names() == (*NAMES, "Seq1F1B", "Hanayo")
+    assert tuple(name for name in names() if name != "auto") == (*NAMES, "Seq1F1B", "Hanayo")
 
 
 @pytest.mark.parametrize(
@@ -137,6 +130,8 @@ def test_names_are_those_of_the_table() -> None:
         ("VPP", {"warmup_slack": 1, "groups": None}, (("warmup_slack", 1),)),
         ("VPP", {"warmup_slack": 2}, ()),
         ("Seq1F1B", {"slices": 3}, ()),
+        ("auto", {"memory_cap": 3, "placed": "loop"}, (("memory_cap", 3), ("placed", "loop"))),
+        ("auto", {"slices": 4}, (("slices", 4),)),
     ],
 )
 def test_a_schedule_carries_its_options_through_text_plan_and_rebuilding(
@@ -155,7 +150,6 @@ def test_a_schedule_carries_its_options_through_text_plan_and_rebuilding(
 def test_options_that_fit_one_number_of_micro_batches_are_not_bent_to_another() -> None:
     schedule = build("VPP", ranks=2, micro_batches=6, groups=[4, 2])
     assert rebuild(schedule, 6) == schedule
-    assert rebuild(schedule, 8, groups=[4, 4]).options == (("groups", (4, 4)),)
     with pytest.raises(ConfigError, match="sizes with the sum 8"):
         rebuild(schedule, 8)
     with pytest.raises(ConfigError, match="no schedule 'Mine'"):

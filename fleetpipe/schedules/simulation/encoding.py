@@ -3,7 +3,8 @@
 With S stages, the action (kind, stage, k) has the code ``k * 4S + column`` where ``column`` is
 ``offset[kind] + stage``, the offsets of F, I, W and B being 0, S, 2S and 3S. The codes of one
 micro-batch are adjacent, so a dependency is a fixed distance. B shares the *slot* of I: an action
-that waits for a stage's gradient need not know which of them it is.
+that waits for a stage's gradient need not know which of them it is. A search orders F, I and W by
+these codes.
 """
 
 from __future__ import annotations

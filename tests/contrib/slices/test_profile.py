@@ -40,6 +40,9 @@ def test_slices_are_measured_one_by_one(slices: Any, tmp_path: Path) -> None:
         seen = sum(lengths[: index + 1])
         scores = 4 * ROWS * length * seen
         assert scores < one.held < scores + 20 * width * seen
+    with job(2, 2, "auto", costs=path):
+        model = pipeline(sliced.layers(dropout=0.1), loss_fn=sliced.loss)
+        assert model.schedule.slices in (1, 3)
 
 
 def test_a_plan_of_slices_trains_as_the_single_model_does() -> None:

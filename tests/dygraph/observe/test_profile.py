@@ -19,10 +19,10 @@ from fleetpipe.paddle_api.device import allocated_bytes
 from fleetpipe.profiling import Profile
 from fleetpipe.schedules import Costs, Placement
 from tests.fixtures import Patch
-from tests.pipelines import batch, bits, job, model_in_job, pipeline
+from tests.pipelines import batch, bits, job, model_in_job, pipeline, sgd
 
 
-def test_the_costs_of_a_model_are_measured_and_can_be_read(tmp_path: Path) -> None:
+def test_the_costs_of_a_model_are_measured_and_can_be_searched_with(tmp_path: Path) -> None:
     sizes = [(6, 512), (512, 512), (512, 4)]
     first, *others = [LayerDesc(nn.Linear, *size) for size in sizes]
     layers = [first, LayerDesc(nn.BatchNorm1D, 512), LayerDesc(nn.Dropout, 0.5), *others]
@@ -42,6 +42,9 @@ def test_the_costs_of_a_model_are_measured_and_can_be_read(tmp_path: Path) -> No
         assert min(measured[name]) > 0
     assert Profile.read(path) == measured
     Costs.from_json(path.read_text()).check_stages(2)
+    with model_in_job(2, schedule="auto", costs=path, layers=layers) as model:
+        assert model.schedule.name == "auto"
+        assert float(model.train_batch(batch(), sgd(model))) > 0
 
 
 def test_layers_are_measured_under_the_seeds_of_a_batch() -> None:

@@ -14,7 +14,7 @@ from fleetpipe.schedules.action import parts
 from fleetpipe.schedules.check.envelope import Envelope, without_fusion
 from fleetpipe.schedules.edges import Dependencies, checked_edges
 
-FAMILIES = names()
+FAMILIES = [name for name in names() if name != "auto"]
 
 
 def early(envelope: Envelope, schedule: Schedule) -> list[str]:
