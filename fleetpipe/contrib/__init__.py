@@ -32,6 +32,7 @@ SHORTER = {
     "fleetpipe.report": "report",
     "fleetpipe.schedules.forms.panel": "pictures.panel",
     "fleetpipe.schedules.forms.picture": "pictures.schedule_picture",
+    "fleetpipe.schedules.search": "search",
     "fleetpipe.starter": "starter",
     "fleetpipe.watch": "watch",
     "fleetpipe.why": "why",
