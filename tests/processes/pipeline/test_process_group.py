@@ -7,6 +7,7 @@ import re
 import signal
 import time
 
+import paddle
 import pytest
 
 from fleetpipe.job.job import current_job
@@ -67,17 +68,24 @@ def test_every_schedule_has_the_bits_of_one_process(
 
 
 def end_in_the_midst(how: str) -> None:
-    """Rank 1 dies, or stops, while rank 0 waits for the gradients of its second step."""
-    with begun(2, timeout=3):
-        model = pipeline()
-        optimizer = sgd(model)
-        require_transport("process_group")
-        model.train_batch(rows(), optimizer)
-        if os.environ["PADDLE_TRAINER_ID"] == "1":
+    """Rank 1 dies, or stops, when it has all that rank 0 sends of its second step."""
+    micro_batches, losses = 4, 0
+
+    def loss(logits: paddle.Tensor, labels: paddle.Tensor) -> paddle.Tensor:
+        nonlocal losses
+        losses += 1
+        if losses == 2 * micro_batches:
             if how == "sleep":
                 time.sleep(100)
             os.kill(os.getpid(), signal.SIGKILL)
-        model.train_batch(rows(), optimizer)
+        return paddle.nn.functional.cross_entropy(logits, labels)
+
+    with begun(2, micro_batches=micro_batches, timeout=3):
+        model = pipeline(loss_fn=loss)
+        optimizer = sgd(model)
+        require_transport("process_group")
+        for _ in range(2):
+            model.train_batch(rows(micro_batches), optimizer)
 
 
 @pytest.mark.parametrize(
