@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray.train
-from ray.train import Result, RunConfig, ScalingConfig
+from ray.exceptions import RayActorError
+from ray.train import ControllerError, Result, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.failure_handling import DefaultFailurePolicy
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from fleetpipe.contrib.ray import ray_cluster
@@ -133,6 +135,25 @@ class PaddleTrainer(DataParallelTrainer):
         """
         callbacks: list[Any] = super()._create_default_callbacks()
         return [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
+
+    def _initialize_and_run_controller(self, **controller: Any) -> Result:
+        """Runs the controller with a policy for workers that are lost while they start."""
+        controller["failure_policy"] = _StartPolicy(self.run_config.failure_config)
+        return super()._initialize_and_run_controller(**controller)
+
+
+class _StartPolicy(DefaultFailurePolicy):
+    """Starts all workers again where one dies while Ray hands the train loop to it.
+
+    Ray does so for every earlier moment of a start, and counts it alike: at most
+    ``FailureConfig(controller_failure_limit=..)`` times, by default as often as it happens.
+    """
+
+    def _is_retryable_error(self, training_failed_error: TrainingFailedError) -> bool:
+        lost = isinstance(training_failed_error, ControllerError) and isinstance(
+            training_failed_error.controller_failure, RayActorError
+        )
+        return lost or bool(super()._is_retryable_error(training_failed_error))
 
 
 @contextlib.contextmanager

@@ -85,6 +85,18 @@ def test_a_worker_that_is_killed_costs_the_steps_since_the_last_report(
     assert found == parameters
 
 
+def test_a_worker_that_is_lost_while_it_starts_costs_no_failure(
+    two_nodes: Any, tmp_path: Path
+) -> None:
+    PaddleTrainer(
+        loops.note_rank,
+        train_loop_config={"log": str(tmp_path), "dies": loops.DiesWhereItIsRead(str(tmp_path))},
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=run_config(tmp_path),
+    ).fit()
+    assert {path.name for path in tmp_path.iterdir()} >= {"asked.1", "began.0", "began.1"}
+
+
 def test_fit_reports_and_goes_on(two_nodes: Any, tmp_path: Path) -> None:
     result = PaddleTrainer(
         loops.fit,
